@@ -6,6 +6,9 @@ It also has the largest difference of any rank's bubble. The floor is the error 
 the same length in a process that does nothing else, in the same run. Nothing executed here can be
 closer than that.
 
+The asynchronous schedule runs several steps, with a vote of all ranks between two. Its row is of
+the last of them. All three have one table.
+
     python -m benchmarks.bubble [--forward-ms 40] [--microbatches 8] [--trace FOLDER]
 """
 
@@ -15,6 +18,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +27,10 @@ import torch
 from tests.support.ranks import RankContext, Result, Server, expect, run_ranks
 
 from benchmarks.waiting_stages import WaitingStages
+from holdfast.core.schedule.asynchronous import look_ahead, step_window
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.named import build_schedule
-from holdfast.core.schedule.table import Schedule, actions_of
+from holdfast.core.schedule.table import ActionKind, Schedule, Value, actions_of
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline import PipelineInterpreter
@@ -59,18 +64,56 @@ def wait_through(
     return [[s.track, s.name, s.start, s.stop] for s in recorder.spans]
 
 
+def wait_through_steps(
+    rank: RankContext, ranks: int, microbatches: int, forward: float, nbytes: int
+) -> list[list[Any]]:
+    """Body of a rank: three steps of an asynchronous schedule on waiting stages; the spans of the
+    last."""
+    seconds = {
+        (rank.rank, kind): forward * (1 if kind is ActionKind.FORWARD else 2) for kind in ActionKind
+    }
+    line = PeerGroup(rank.store(), "line", rank.rank, ranks, seconds=60)
+    recorder, carried = SpanRecorder(), dict[Value, torch.Tensor]()
+    interpreter = PipelineInterpreter(line, torch.device("cpu"), recorder=recorder)
+    work = WaitingStages(ranks, seconds, nbytes)
+    before, ahead = 0, look_ahead(ranks)
+    for _ in range(3):
+        exchange(line, torch.zeros(1, dtype=torch.int64), [1] * ranks, tag=1)  # the vote
+        recorder.begin(is_traced=True)
+        window = step_window("pipedream", ranks, microbatches, before, ahead)
+        interpreter.run(window, work, carried)
+        carried = {replace(v, microbatch=v.microbatch - microbatches): carried[v] for v in carried}
+        before = ahead
+    interpreter.wait_until_sent()
+    rank.barrier("settled", seconds=60)
+    return [[s.track, s.name, s.start, s.stop] for s in recorder.spans]
+
+
 def execute(
     schedule: Schedule, durations: Durations, nbytes: int = 1 << 16, address: str | None = None
 ) -> list[list[TraceSpan]]:
     """The spans of every rank of one execution. address: of a rank server, outside pytest."""
+    body = partial(run_ranks, address=address, deadline=120.0)
+    if schedule.is_open:
+        sizes = {"ranks": schedule.ranks, "microbatches": backwards_of(schedule)}
+        steps = {**sizes, "forward": durations.forward[0], "nbytes": nbytes}
+        return _spans(body(wait_through_steps, schedule.ranks, steps))
     args = {
         "table": to_csv(schedule),
         "forward": durations.forward,
         "backward": durations.backward,
         "nbytes": nbytes,
     }
-    body = partial(run_ranks, address=address, deadline=120.0)
-    results: list[Result] = body(wait_through, schedule.ranks, args)
+    return _spans(body(wait_through, schedule.ranks, args))
+
+
+def backwards_of(schedule: Schedule) -> int:
+    """Those of each rank: the microbatches of a step in the midst of a run."""
+    row = [action for cell in schedule.actions[0] for action in actions_of(cell)]
+    return sum(action.kind is ActionKind.BACKWARD for action in row)
+
+
+def _spans(results: list[Result]) -> list[list[TraceSpan]]:
     expect(results)
     return [[TraceSpan(*span) for span in result.value] for result in results]
 
@@ -109,6 +152,7 @@ def cases(forward: float, microbatches: int) -> dict[str, tuple[Schedule, Durati
         "zb-h1 pp4": (build_schedule("zb-h1", 4, microbatches), even),
         "zbv pp4": (build_schedule("zbv", 4, microbatches), halves),
         "dualpipev pp4": (build_schedule("dualpipev", 4, microbatches), halves),
+        "pipedream pp4": (build_schedule("pipedream", 4, microbatches), even),
         "split V pp2": (from_csv(SPLIT_V, "split V"), even),
     }
 

@@ -3,11 +3,13 @@
 The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather, a ring, and Ulysses),
 and ep2 (8 experts). There are also pp2 (8 microbatches, each schedule) and dp_shard2 (4
 microbatches under ZeRO 2).
-`ulysses-ring` has no row: with two workers it is one of its halves. There are two workers with one
-thread each. The other loops are by hand from PyTorch's own pieces (parallelize_module, collectives,
-the pipelining schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the
-same weights, decoder maths and tokens, fused AdamW, and clipping to norm 1 over the complete
-gradient.
+In `ep2-copies` most tokens take one expert of a block, and ours with copies of it is compared with
+ours without. `ulysses-ring` has no row: with two workers it is one of its halves.
+
+There are two workers with one thread each. The other loops are by hand from PyTorch's own pieces
+(parallelize_module, collectives, the pipelining schedules, fully_shard), in DeepSpeed and with
+torchtitan's plans. Every loop has the same weights, decoder maths and tokens, fused AdamW, and
+clipping to norm 1 over the complete gradient.
 `benchmarks/turns.py` says how they are compared, `peers/floor.py` what the floor is.
 
     python -m benchmarks.layouts                      every pair
@@ -33,6 +35,16 @@ PAIRS = (
     Pair("cp2-ring", "context", "holdfast-cp2-ring", HAND, 0.97, floor="floor-dp2"),
     Pair("cp2-ulysses", "ulysses", "holdfast-cp2-ulysses", HAND, 0.97, floor="floor-dp2"),
     Pair("ep2", "experts", "holdfast-ep2", HAND, 0.97, experts=8),
+    Pair(
+        "ep2-copies",
+        "holdfast-ep2",
+        "holdfast-ep2-copies",
+        AHEAD,
+        1.0,
+        True,
+        experts=8,
+        skewed=True,
+    ),
     Pair("pp2", "pipeline-1f1b", "holdfast-pp2", HAND, 0.97, microbatches=8, floor="floor-pp2"),
     Pair(
         "pp2-gpipe",

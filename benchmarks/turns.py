@@ -55,6 +55,7 @@ class Pair:
     our_compile: bool = False
     floor: str = ""
     experts: int = 0
+    skewed: bool = False
 
     def verdict(self, wall: Estimate) -> str:
         """An interval that lies on one side of the bar decides; one that never became narrow
@@ -172,7 +173,13 @@ def measure(pair: Pair, settings: argparse.Namespace, folder: Path) -> dict[str,
     loops: dict[str, Loop] = {}
 
     def start(which: str, name: str, compiles: bool = False) -> None:
-        work = Work(**shape, microbatches=pair.microbatches, compile=compiles, experts=pair.experts)
+        work = Work(
+            **shape,
+            microbatches=pair.microbatches,
+            compile=compiles,
+            experts=pair.experts,
+            skewed=pair.skewed,
+        )
         own = name.startswith("holdfast") or which == "floor"
         python = sys.executable if own else settings.peers_python
         loops[which] = Loop(name, work, python, folder / which, settings.seconds)

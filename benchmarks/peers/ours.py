@@ -83,6 +83,7 @@ def run(
     schedule: str = "1f1b",
     cp_method: str = "allgather",
     ep: int = 1,
+    copies: str = "off",
 ) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
     keep_freed_memory()
@@ -97,16 +98,28 @@ def run(
         stages=work.stages(pp * named.stages_a_worker) if pp > 1 else (),
         is_folded=named.is_folded and pp > 1,
     )
-    config = run_config(work, bench.world, layout, zero, schedule, cp_method=cp_method, ep=ep)
+    more = {"cp_method": cp_method, "ep": ep, "expert_replicas": copies}
+    config = run_config(work, bench.world, layout, zero, schedule, **more)
     topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)
     device = torch.device("cpu")
     groups = connect(topology, bench.rank, store, device, seconds=300, ep=ep)
     engine = build_engine(config, groups, device)
     engine.initialise(work.seed)
+    if work.skewed:
+        skew(engine)
     bench.ready()
     for step in itertools.count(1):
         bench.done(train(engine, work, step))
+
+
+def skew(engine: StepEngine) -> None:
+    """Let most tokens of each block take expert 0."""
+    held = engine.parameters
+    for row, box, tensor in zip(held.table, held.boxes, held.master_tensors, strict=True):
+        if row.name.endswith("router.choice_bias") and box.offsets[0] == 0 and tensor.numel():
+            tensor[0] = 0.1
+    held.refresh()
 
 
 def train(engine: StepEngine, work: Work, step: int) -> float:

@@ -48,6 +48,7 @@ class Work:
     seed: int = 1
     distinct: int = 32  # batches, used in turn
     experts: int = 0  # of each block, a quarter as wide as its feed-forward, of which 2 are used
+    skewed: bool = False  # whether most tokens take the first expert of a block
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -57,7 +58,11 @@ class Work:
         if not self.experts:
             return config
         experts = {"count": self.experts, "top_k": 2, "width": config.ffn_dim // 4}
-        return ModelConfig.model_validate(given | {"family": "mixtral", "experts": experts})
+        family: dict[str, object] = {"family": "mixtral"}
+        if self.skewed:
+            experts |= {"scores": "sigmoid", "choice_bias": True}
+            family = {"family": "dots1", "qk_norm": True}
+        return ModelConfig.model_validate(given | family | {"experts": experts})
 
     @cached_property
     def tokens(self) -> Tensor:

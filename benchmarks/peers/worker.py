@@ -22,6 +22,7 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast-cp2-ring": ("ours", {"cp": 2, "cp_method": "ring"}),
     "holdfast-cp2-ulysses": ("ours", {"cp": 2, "cp_method": "ulysses"}),
     "holdfast-ep2": ("ours", {"shards": 2, "ep": 2}),
+    "holdfast-ep2-copies": ("ours", {"shards": 2, "ep": 2, "copies": "auto"}),
     "holdfast-pp2": ("ours", {"pp": 2}),
     "holdfast-pp2-gpipe": ("ours", {"pp": 2, "schedule": "gpipe"}),
     **{

@@ -81,6 +81,21 @@ def test_bubble_split_backward_on_virtual_stages() -> None:
     assert found.bubble == pytest.approx(planned.bubble, abs=0.03)
 
 
+@pytest.mark.slow
+def test_an_asynchronous_schedule_has_no_bubble() -> None:
+    """The last of three steps, with a vote of all ranks before each."""
+    schedule, durations = build_schedule("pipedream", 4, 8), Durations.uniform(4, 0.04, 0.08)
+    planned = time_schedule(schedule, durations)
+    assert max(planned.bubble) < 1e-9
+    for _ in range(ATTEMPTS):
+        spans = execute(schedule, durations)
+        assert in_order(schedule, spans)
+        found = measure_pipeline(spans)
+        if max(found.bubble) < 0.03 and found.makespan_s < 1.1 * planned.makespan:
+            return
+    pytest.fail(f"it waited: {found}")
+
+
 def test_waiting_for_a_peer_is_seen() -> None:
     """The last stage's spans say that it waited for the first forward of the three before it, where
     it was not itself kept from beginning until that was over."""

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cli.conftest import Trained
 from tests.support.commands import Outcome, apart, here, write_run_file
+from tests.support.marks import in_campaign
 
 Capture = pytest.CaptureFixture[str]
 
@@ -393,7 +394,7 @@ def test_a_full_disk_for_the_run_folder_then_room(trained: Trained, tmp_path: Pa
         ["train", "{run_file}", "folder={place}/run"],
         ["data", "prepare", "{run_file}", "data.folder={place}/set"],
         ["report", "{run}", "--output", "{place}/page.html"],
-        ["export", "{run}", "--to", "{place}/model"],
+        in_campaign(["export", "{run}", "--to", "{place}/model"], id="export"),
         ["init", "{place}/new.yaml"],
     ],
     ids=lambda arguments: arguments[0],

@@ -56,6 +56,9 @@ def test_four_stages_and_eight_microbatches_unless_said_otherwise(capsys: Captur
         (["--stages", "2", "--microbatches", "2", "--send", "0.5"], 10, [2, 1]),
         (["--forward", "1,1,1,2", "--backward", "2,2,2,4"], 57, [4, 3, 2, 1]),
         (["--stages", "4", "--virtual", "2", "--schedule", "gpipe"], 51, [16, 16]),
+        (["--schedule", "zb-h1"], 27, [4, 4, 4, 4]),
+        (["--schedule", "interleaved"], 57, [11, 9, 7, 5]),
+        (["--schedule", "zbv"], 51, [8, 8, 8, 8]),
     ],
 )
 def test_options(
@@ -117,6 +120,22 @@ def test_a_run_file_gives_stages_microbatches_and_times(tmp_path: Path, capsys: 
     assert found["bubble"] == pytest.approx([1 - 12 / 37.5, 1 - 36 / 37.5], abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks", "stages"),
+    [
+        ("{workers: 2, pp: 2, schedule: interleaved, virtual_stages: 4}", 2, 8),
+        ("{workers: 2, pp: 2, schedule: interleaved}", 2, 4),
+        ("{workers: 2, pp: 2, schedule: zbv}", 2, 4),
+        ("{workers: 2, schedule: zbv}", 1, 1),
+    ],
+)
+def test_a_run_file_says_how_many_stages_a_rank_has(
+    layout: str, ranks: int, stages: int, tmp_path: Path, capsys: Capture
+) -> None:
+    found = numbers(here(capsys, "layout", "schedule", run_file(tmp_path, layout), "--json"))
+    assert (found["ranks"], found["stages"]) == (ranks, stages)
+
+
 def test_the_head_counts_as_what_it_costs(tmp_path: Path, capsys: Capture) -> None:
     path = run_file(tmp_path, "{workers: 2, pp: 2, stages: [4, 4]}")
     plain = numbers(here(capsys, "layout", "schedule", path, "--json"))
@@ -159,6 +178,8 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
         (["--stages", "many"], ["--stages", "integer"]),
         (["--stages", "5", "--virtual", "2", "--schedule", "gpipe"], ["use --stages 6"]),
         (["--virtual", "2"], ["1f1b has one stage a rank, not 2"]),
+        (["--schedule", "zbv", "--virtual", "1"], ["has 2 stages", "use --virtual 2"]),
+        (["--schedule", "zbv", "--stages", "5"], ["--stages: 5 stages", "use --stages 6"]),
         (["--forward", "soon"], ["--forward: 'soon' is not a time"]),
         (["--forward", "-1"], ["--forward: '-1' is not a time"]),
         (["--forward", "nan"], ["--forward: 'nan' is not a time"]),

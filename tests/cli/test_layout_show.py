@@ -65,6 +65,22 @@ def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) ->
     assert "no fragmentation is added on a CPU" in estimate[10]
 
 
+def test_schedules_and_experts_have_activations(run_file: Path, capsys: Capture) -> None:
+    """ZBV keeps 2 p stages of microbatches. Experts are said to have an even load."""
+    zbv = ("layout.workers=2", "layout.pp=2", "layout.schedule=zbv", "model.layers=4")
+    more = ("model.vocab_size=64", "train.batch_size=16", "train.microbatch_size=2")
+    out = here(capsys, "layout", "show", run_file, *zbv, *more).out
+    assert "(stages of microbatches in flight 4, each " in out
+    assert "estimate of each rank's memory" in out
+    experts = ("model.family=mixtral", "model.experts={count: 4}", *more)
+    out = here(capsys, "layout", "show", run_file, *experts).out
+    assert "activations kept for the backward, at most: " in out
+    assert "experts: each with as many tokens as any other" in out
+    spread = ("layout.workers=2", "layout.dp_shard=2", "layout.ep=2")
+    out = here(capsys, "layout", "show", run_file, *experts, *spread).out
+    assert "no estimate of each rank's memory with layout.ep" in out
+
+
 def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path, capsys: Capture) -> None:
     """By 1 / cp, but for the gradient of the head's rows, which the loss computes at once."""
     kept = []

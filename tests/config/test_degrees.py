@@ -98,8 +98,8 @@ def sentence(*overrides: str) -> str:
         ),
         (
             ["layout.schedule=ZBV"],
-            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
-            "did you mean zbv?",
+            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev, "
+            "pipedream, pipedream-2bw, pipemare; did you mean zbv?",
         ),
         (
             ["layout.pp=2", "layout.stages=[6,0]"],
@@ -208,8 +208,8 @@ def sentence(*overrides: str) -> str:
         (["layout.zero=4"], "layout.zero is 4, not one of 1, 2, 3; use 1"),
         (
             ["layout.schedule=1f1"],
-            "layout.schedule is '1f1', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
-            "did you mean 1f1b?",
+            "layout.schedule is '1f1', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev, "
+            "pipedream, pipedream-2bw, pipemare; did you mean 1f1b?",
         ),
         (
             ["layout.schedule=zbv", "layout.pp=4"],
@@ -250,6 +250,59 @@ def sentence(*overrides: str) -> str:
             ["layout.pp=2", "train.compile=true", "layout.schedule=zbv"],
             "layout.schedule zbv does not work with train.compile; "
             "use train.compile false, or layout.schedule interleaved",
+        ),
+        (
+            ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=pipedream-2bw"],
+            "layout.schedule pipedream-2bw does not work with layout.zero 3 and layout.dp_shard 2; "
+            "use layout.zero 1, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with layout.zero 3 and layout.dp_shard 2; "
+            "use layout.dp_shard 1, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "layout.dp_shard=2", "layout.zero=1", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with layout.dp_shard 2, as a worker knows the "
+            "movement of its own rows alone; use layout.dp_shard 1, or layout.schedule "
+            "pipedream-2bw",
+        ),
+        (
+            ["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with layout.replicas, as each kind of replica "
+            "would be late by another number of steps; use layout.replicas [], or layout.schedule "
+            "1f1b",
+        ),
+        (
+            ["layout.pp=2", "train.compile=true", "layout.schedule=pipedream"],
+            "layout.schedule pipedream does not work with train.compile; "
+            "use train.compile false, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "model.tied_embeddings=true", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with model.tied_embeddings, as the first and "
+            "the last stage would move them by other rates; use model.tied_embeddings false, or "
+            "layout.schedule pipedream-2bw",
+        ),
+        (
+            ["layout.pp=2", "train.recompute=full", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with train.recompute, which would run blocks "
+            "again with other weights; use train.recompute none, or layout.schedule pipedream-2bw",
+        ),
+        (
+            ["layout.pp=2", "train.precision=fp16", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with train.precision fp16; "
+            "use train.precision bf16, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "train.memory.gradients=host", "layout.schedule=pipedream"],
+            "layout.schedule pipedream does not work with train.memory; "
+            "remove train.memory, or use layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "layout.schedule=pipedream", "layout.virtual_stages=2"],
+            "layout.virtual_stages 2 has no effect on layout.schedule pipedream; "
+            "use layout.schedule interleaved, or virtual_stages 0",
         ),
     ],
 )

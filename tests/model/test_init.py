@@ -21,6 +21,7 @@ from holdfast.core.sharding.parameters import (
 )
 from holdfast.model import init
 from holdfast.model.init import initial_box, initial_tensor
+from tests.support.marks import in_campaign
 from tests.support.models import config, decoder
 
 WIDE = Parameter("some.weight", (6, 5, 7), True, Normal(0.5))
@@ -88,7 +89,7 @@ print(hashlib.sha256(value.numpy().tobytes()).hexdigest())
 """
 
 
-@pytest.mark.parametrize("kernels", ["default", "avx2"])
+@pytest.mark.parametrize("kernels", ["default", in_campaign("avx2")])
 def test_vector_units_do_not_matter(kernels: str) -> None:
     """The same bits on processors of other generations; the value is part of the format."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": kernels, "OMP_NUM_THREADS": "1"}

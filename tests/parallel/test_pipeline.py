@@ -25,12 +25,8 @@ from holdfast.core.schedule.timing import max_in_flight
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.parallel.pipeline import (
-    PipelineInterpreter,
-    PipelinePlan,
-    StageWork,
-    make_pipeline_plan,
-)
+from holdfast.parallel.pipeline import PipelineInterpreter, StageWork
+from holdfast.parallel.pipeline_plan import PipelinePlan, make_pipeline_plan
 from holdfast.parallel.trace import (
     COMPUTE,
     RECEIVE,

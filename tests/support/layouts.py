@@ -7,6 +7,7 @@ shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and
 once.zero2.2      ZeRO-2 that adds up gradients once a step
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
+2bw.pp2           an asynchronous one: pipedream, 2bw, pipemare
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
@@ -34,6 +35,7 @@ import torch
 
 from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
@@ -81,6 +83,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "uneven": {"layout__balance_costs": [0, 1, 1, 1, 1, 9]},
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
+    "pipedream": {"layout__schedule": "pipedream"},
+    "2bw": {"layout__schedule": "pipedream-2bw"},
+    "pipemare": {"layout__schedule": "pipemare"},
     "gathered": {"layout__exchange": "gathered"},
     **RECOMPUTE,
     "compiled": {"train__compile": True},
@@ -181,7 +186,7 @@ class Case:
 def case(name: str) -> Case:
     """Read a name. Raises ValueError for a word that it does not know."""
     changes: dict[str, Any] = {}
-    *flags, rest = re.split(r"\.(?=[a-z])", name)
+    *flags, rest = re.split(r"\.(?=[a-z]|2bw)", name)
     for flag in flags:
         changes.update(_FLAGS[flag])
     replicas: list[Layout] = []
@@ -317,6 +322,11 @@ Piece = tuple[str, tuple[int, ...], np.ndarray]
 def pieces(made: StepEngine) -> list[Piece]:
     """All state that this rank holds: name, offsets, values. bfloat16 comes as its bits."""
     return [(t.name, t.offsets, as_numpy(t.tensor).copy()) for t in made.state()]
+
+
+def pieces_of_curve(made: StepEngine) -> list[Piece]:
+    """`pieces` without the mean movement that pipemare keeps: it depends on the pipeline."""
+    return [piece for piece in pieces(made) if not piece[0].startswith(slot_prefix(VELOCITY))]
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

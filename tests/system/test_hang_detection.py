@@ -28,7 +28,7 @@ from holdfast.events import (
 from tests.support.commands import start
 from tests.support.nodes import Nodes, nodes_of
 
-STEPS = 90
+STEPS = 70
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.batch_size=8",

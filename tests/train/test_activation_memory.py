@@ -91,6 +91,20 @@ LAYOUTS = [
             ("heads.ulysses.fp32.cp2", 4),
             ("long.fp32.cp4", 4),
             ("long.ring.fp32.pp2-cp2", 4),
+            ("interleaved.fp32.pp2", 4),
+            ("interleaved.bf16.pp4", 4),
+        )
+    ),
+    *(
+        in_campaign(name, size, ("none", "full"))
+        for name, size in (
+            ("experts.fp32.one", 4),
+            ("experts.bf16.one", 4),
+            ("experts.fp32.tp2", 4),
+            ("experts.fp32.pp2", 4),
+            ("experts.interleaved.fp32.pp2", 4),
+            ("experts.ep2.fp32.shard2", 4),
+            ("sigmoid.fp32.one", 4),
         )
     ),
     *(

@@ -88,6 +88,8 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
                 "ep2.pp2-shard2",
                 "ep2.shard2-dp2",
                 "full.ep4.shard4",
+                "ep2.cp2",
+                "ep4.shard2-cp2",
             )
         ),
     ],
@@ -111,6 +113,20 @@ def test_copies_keep_the_curve_and_even_out_the_load(name: str, steps: int, tmp_
             assert sum(before) == sum(after)
             assert sum(copies) > 0
             assert max(after) < 0.8 * max(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-3)])
+def test_copies_keep_the_curve_in_lower_precision(precision: str, tolerance: float) -> None:
+    """In bf16 a rank computes its own experts by grouped products, and its copy apart from them."""
+    without, found = (
+        rank_values(body, 2, {"name": f"wider.sigmoid.{precision}.{copies}ep2.shard2", "steps": 8})
+        for copies in ("", "copies.")
+    )
+    for one, other in zip(without, found, strict=True):
+        np.testing.assert_allclose(other["losses"], one["losses"], rtol=tolerance, atol=0)
+        assert not any(one["loads"])
+    assert sum(copies for value in found for *_, copies in value["loads"]) > 0
 
 
 @pytest.mark.slow

@@ -188,6 +188,12 @@ MORE_CONTEXT = [
         for method in ("documents", "documents.ring", "heads.documents.ulysses")
         for others in ("cp2-tp2", "plain.cp2-tp2", "pp2-cp2", "shard2-cp2", "dp2-cp2")
     ),
+    *(
+        f"long.{method}.{others}"
+        for method in ("documents", "ring", "heads.ulysses", "heads.hybrid")
+        for others in ("cp4-dp2", "shard2-cp4", "pp2-cp4", "cp4-tp2")
+        if (method, others) != ("heads.ulysses", "cp4-tp2")  # two heads a rank: not four
+    ),
     "ring.zero1.2-cp2",
     "ring.zero2.2-cp2",
     "pp2-cp2-tp2",

@@ -33,6 +33,7 @@ from tests.support.layouts import (
     model_flags,
     of_one_model,
     pieces,
+    pieces_of_curve,
     save_pieces,
     topology_of,
 )
@@ -80,6 +81,9 @@ LAYOUTS = {
     "interleaved.dp2": "interleaved.pp2",
     "deep.uneven.pp2": "deep.pp2",
     "deep.pp2": "deep.uneven.pp2",
+    "pipedream.pp2": "pipedream.dp2",
+    "2bw.dp2": "2bw.pp2",
+    "untied.pipemare.pp2": "untied.pipemare.tp2",
     "plain.tp4": "plain.shard4",
     "plain.pp2-tp2": "plain.dp4",
     "plain.tp2-shard2": "plain.pp4",
@@ -188,7 +192,7 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     made.train(REBUILT)
     before = Rewind(made)
     made.train(ALIKE)
-    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made.engine))
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces_of_curve(made.engine))
     undisturbed, out = dict(made.curve), {"before": _where(made)}
     before.back(made)
     del before

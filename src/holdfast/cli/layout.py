@@ -16,6 +16,7 @@ import typer
 from holdfast.cli import layout_show
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.draw import draw_svg as picture
@@ -51,12 +52,16 @@ def schedule(
         str | None, typer.Option("--schedule", help=f"one of {', '.join(SCHEDULES)}; none: 1f1b")
     ] = None,
     stages: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="stages of the pipeline; none: 4")
+        int | None,
+        typer.Option(min=1, max=1024, help="stages of the pipeline; none: those of 4 ranks"),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, max=65536, help="microbatches of a step; none: 8")
     ] = None,
-    virtual: Annotated[int, typer.Option(min=1, help="stages on each rank")] = 1,
+    virtual: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="stages on each rank; none: as the schedule has"),
+    ] = None,
     replica: Annotated[int, typer.Option(min=0, help="which replica of the run file")] = 0,
     forward: Annotated[
         str | None, typer.Option(help="time of a forward: one, or one a stage as 1,1,2,1")
@@ -89,7 +94,7 @@ def schedule(
       holdfast layout schedule run.yaml layout.pp=2 --csv table.csv
       holdfast layout schedule --from-csv table.csv
     """
-    sizes: dict[str, Any] = {"--stages": stages, "--virtual": virtual if virtual != 1 else None}
+    sizes: dict[str, Any] = {"--stages": stages, "--virtual": virtual}
     if from_csv is not None:
         sizes |= {"a run file": run_file, "--schedule": name, "--microbatches": microbatches}
         _refuse_beside("--from-csv", {**sizes, "--replica": replica or None})
@@ -99,7 +104,7 @@ def schedule(
         asked = _request_of_run_file(run_file, list(overrides or []), name, microbatches, replica)
     else:
         _refuse_beside("options without a run file", {"--replica": replica or None})
-        asked = _request_by_name(name or "1f1b", stages or 4, microbatches or 8, virtual)
+        asked = _request_by_name(name or "1f1b", stages, microbatches or 8, virtual)
     found = time_schedule(asked.schedule, _durations(asked, forward, backward, send))
     _show(asked.schedule, found, svg=svg, csv=csv, json=json)
 
@@ -128,12 +133,24 @@ def _refuse_beside(what: str, given: dict[str, Any]) -> None:
             )
 
 
-def _request_by_name(name: str, stages: int, microbatches: int, virtual: int) -> ScheduleRequest:
-    """A schedule by its name. Raises UserError, with the option as its place."""
+def _request_by_name(
+    name: str, stages: int | None, microbatches: int, asked: int | None
+) -> ScheduleRequest:
+    """A schedule by its name. asked: stages on each rank. Raises UserError, with the option as its
+    place."""
+    kind = SCHEDULE_KINDS.get(name)
+    virtual = asked or (kind.usual_virtual if kind else 1)
+    if kind and asked == 1 < kind.virtual:
+        raise ConfigError(
+            f"the schedule {name} has {kind.virtual} stages on each rank, not 1",
+            where="--virtual",
+            remedy=f"use --virtual {kind.virtual}",
+        )
+    stages = stages or 4 * virtual
     if stages % virtual:
         raise ConfigError(
             f"{stages} stages are not {virtual} on each rank",
-            where="--virtual",
+            where="--virtual" if asked else "--stages",
             remedy=f"use --stages {-(-stages // virtual) * virtual}",
         )
     if stages * microbatches > MAX_DRAWN_ACTIONS:
@@ -194,7 +211,8 @@ def _request_of_run_file(
     layout = layouts[which]
     share = len(deal(microbatches(config)[1], len(layouts))[which])
     virtual = config.layout.stages_a_worker if layout.pp > 1 else 1
-    asked = _request_by_name(config.layout.schedule, layout.pp * virtual, count or share, virtual)
+    schedule = config.layout.schedule if layout.pp > 1 else "1f1b"
+    asked = _request_by_name(schedule, layout.pp * virtual, count or share, virtual)
     times: tuple[float, ...] = (1.0,)
     if layout.stages:
         ranks = tuple(range(layout.replica_size))

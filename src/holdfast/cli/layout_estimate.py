@@ -7,15 +7,18 @@ from typing import Any
 
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
+from holdfast.core.schedule.asynchronous import versions_under
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology
-from holdfast.plan.activations import device_kind, has_formula
+from holdfast.plan.activations import device_kind, has_estimate, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.estimate import RankEstimate, estimates_by_rank
+from holdfast.plan.step_microbatches import microbatches
 from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.report.formatting import format_bytes
 
 NO_FORMULA = (
-    "activations: no formula covers this model, precision, mask, task, kept result or "
+    "activations: no formula covers this model, precision, mask, task, kept result, schedule or "
     "layout.quantized"
 )
 _COLUMNS = {
@@ -30,6 +33,10 @@ _COLUMNS = {
     "fragmentation": "fragments",
     "peak": "peak",
 }
+_EXPERTS = "experts: each with as many tokens as any other; the run's routing decides"
+_SPREAD = (
+    "no estimate of each rank's memory with layout.ep: activations take an even load of experts"
+)
 _CPU = "no fragmentation is added on a CPU; with device=cuda 5 % of what is not state is"
 _DEVICE = (
     "fragments: 5 % of what is not state, for the device's allocator (an allowance, not measured)"
@@ -41,6 +48,9 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
     if not has_formula(config):
         print(NO_FORMULA)
         return
+    if not has_estimate(config):
+        print(_SPREAD)
+        return
     if not config.model.vocab_size:
         print("an estimate of each rank's memory needs model.vocab_size=N")
         return
@@ -48,6 +58,8 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
     found = estimates_by_rank(config, topology)
     rows = [[rank, *_figures(each), each.moment] for rank, each in enumerate(found)]
     print_table(rows, ["rank", *_COLUMNS.values(), "moment"])
+    if config.model.experts is not None:
+        print(_EXPERTS)
     print(_CPU if device_kind(config) == "cpu" else _DEVICE)
 
 
@@ -63,6 +75,21 @@ def print_zero2(config: RunConfig, topology: Topology) -> None:
         f"dp_shard and replicas, and holds sums of gradients of {format_bytes(used.held)}; with "
         f"{other.word}: {format_bytes(other.sent)} and {format_bytes(other.held)}"
     )
+
+
+def print_versions(config: RunConfig, topology: Topology) -> None:
+    """Print how many versions of the weights each stage holds under an asynchronous schedule."""
+    if not config.layout.is_asynchronous:
+        return
+    replica, name = topology.replicas[0], config.layout.schedule
+    share = len(deal(max(microbatches(config).values()), len(topology.replicas))[0])
+    stages = replica.degree("pp")
+    print(
+        f"versions of the weights under {name}, on top, each in the dtype of the computation; and "
+        "gradients of early backwards"
+    )
+    rows = [[s, versions_under(name, stages, s, share), s] for s in range(stages)]
+    print_table(rows, ["stage", "versions", "gradients"])
 
 
 def print_communicators(config: RunConfig, topology: Topology) -> None:
@@ -84,6 +111,6 @@ def _figures(estimate: RankEstimate) -> list[str]:
 
 def estimates_as_json(config: RunConfig, topology: Topology) -> list[dict[str, Any] | None]:
     """A value for each rank; None where no formula says it."""
-    if not has_formula(config) or not config.model.vocab_size:
+    if not has_estimate(config) or not config.model.vocab_size:
         return [None] * topology.world_size
     return [asdict(each) | {"peak": each.peak} for each in estimates_by_rank(config, topology)]

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_communicators, print_estimate, print_zero2
+from holdfast.cli.layout_estimate import (
+    print_communicators,
+    print_estimate,
+    print_versions,
+    print_zero2,
+)
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.layout_stages import print_stages
 from holdfast.cli.output import print_table
@@ -52,6 +57,7 @@ class LayoutPicture:
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
+        print_versions(self.config, self.topology)
         print_communicators(self.config, self.topology)
         print()
         self._dealing()
@@ -137,10 +143,16 @@ class LayoutPicture:
         print(
             f"activations kept for the backward, at most: {format_bytes(largest.total)} on rank "
             f"{self.holdings[most].rank} "
-            f"(microbatches in flight {largest.in_flight}, each "
+            f"({self._in_flight()} in flight {largest.in_flight}, each "
             f"{format_bytes(largest.per_microbatch)}); "
             f"train.recompute {self._policy(self.holdings[most].at)}"
         )
+
+    def _in_flight(self) -> str:
+        """What a rank keeps several of: of unlike stages an average is printed."""
+        layout = self.config.layout
+        is_plain = layout.stages_a_worker == 1 or not self._used("pp")
+        return "microbatches" if is_plain else "stages of microbatches"
 
     def _policy(self, at: Coordinate) -> RecomputePolicy:
         replica = self.topology.replicas[at.replica]

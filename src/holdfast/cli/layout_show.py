@@ -193,7 +193,10 @@ def _as_json(
         row["activations"] = None
         if has_formula(config):
             kept = activations_of(config, topology, each.at, device_kind(config))
-            row["activations"] = asdict(kept) | {"total": kept.total}
+            row["activations"] = asdict(kept) | {
+                "per_microbatch": kept.per_microbatch,
+                "total": kept.total,
+            }
         row["estimate"] = estimate
         row["communicators"] = {"groups": groups, "bytes": groups * BYTES_EACH}
         ranks.append(row)

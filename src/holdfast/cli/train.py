@@ -22,6 +22,7 @@ from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.devices import (
     default_places,
+    describe_asynchronous,
     describe_devices,
     describe_quantized,
     refuse_devices,
@@ -217,7 +218,7 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
     size, devices = describe_microbatch(loaded), describe_devices(loaded)
-    bits = describe_quantized(loaded.config)
+    bits = [*describe_quantized(loaded.config), *describe_asynchronous(loaded.config)]
     return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices, *bits]
 
 

@@ -15,6 +15,7 @@ from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.pipeline import (
+    check_asynchronous,
     check_balance_costs,
     check_pipeline,
     check_split_backward,
@@ -62,6 +63,7 @@ def find_impossible_degrees(
                 _context(key, degrees, layout, model, length),
                 check_pipeline(key, degrees, layout, model.layers),
                 check_split_backward(key, degrees, layout, train),
+                check_asynchronous(key, degrees, layout, model, train),
                 _blocks(key, degrees.tp, model, train.optimizer),
             ]
             if cuts is None

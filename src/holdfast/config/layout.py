@@ -71,11 +71,35 @@ class LayoutConfig(DegreesConfig):
         "are swapped; ulysses-ring: rings of cp_ring workers, and swaps between them",
     )
     cp_ring: int = Field(2, ge=2, description="with cp_method ulysses-ring: workers of a ring")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"] = Field(
+    schedule: Literal[
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+        "dualpipev",
+        "pipedream",
+        "pipedream-2bw",
+        "pipemare",
+    ] = Field(
         "1f1b",
         description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "
         "keeps more activations. interleaved has several stages a worker. zb-h1, zbv and dualpipev "
-        "fill bubbles with gradients of weights",
+        "fill bubbles with gradients of weights. pipedream, pipedream-2bw and pipemare have no "
+        "bubble; their gradients are of older weights, so the curve is another one",
+    )
+    pipemare_steps: int = Field(
+        0,
+        ge=0,
+        description="with schedule pipemare: steps in which the learning rate of a stage comes up "
+        "to that of the run; 0: a quarter of train.steps",
+    )
+    pipemare_decay: float = Field(
+        0.135,
+        gt=0,
+        lt=1,
+        description="with schedule pipemare: what is left of a movement in the mean movement of "
+        "the weights, after as many steps as a gradient is late",
     )
     balance: Literal["time", "memory"] = Field(
         "time",
@@ -129,18 +153,25 @@ class LayoutConfig(DegreesConfig):
     @property
     def stages_a_worker(self) -> int:
         """Pipeline stages that each worker has, where pp is above 1."""
-        return (
-            SCHEDULE_KINDS[self.schedule].virtual or self.virtual_stages or self._virtual_by_default
-        )
-
-    @property
-    def _virtual_by_default(self) -> int:
-        return 2 if self.schedule == "interleaved" else 1
+        kind = SCHEDULE_KINDS[self.schedule]
+        return kind.virtual or self.virtual_stages or kind.usual_virtual
 
     @property
     def is_folded(self) -> bool:
         """Return True if stages go down the workers and up again."""
         return SCHEDULE_KINDS[self.schedule].is_folded
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return True if the pipeline is not emptied between steps."""
+        is_cut = any(degrees.pp > 1 for _, degrees in self.kinds)
+        return is_cut and SCHEDULE_KINDS[self.schedule].is_asynchronous
+
+    @property
+    def keeps_velocity(self) -> bool:
+        """Return True if the mean movement of the weights is a part of the state. It is with any
+        degrees, so that they may change."""
+        return self.schedule == "pipemare"
 
     @property
     def zero_in_memory(self) -> int:

@@ -231,11 +231,14 @@ def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
     is_cut = any(degrees.dp_shard > 1 for _, degrees in layout.kinds)
     is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
     no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
+    is_other, schedule = not layout.keeps_velocity, f"layout.schedule {layout.schedule}"
     return [
         ("layout.schedule", no_stages, "layout.pp 1"),
         ("layout.virtual_stages", no_stages, "layout.pp 1"),
         ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
         ("layout.cp_ring", not is_ring, method),
+        ("layout.pipemare_steps", is_other, schedule),
+        ("layout.pipemare_decay", is_other, schedule),
         ("layout.zero2_reduce", layout.zero != 2 or not is_cut, zero),
     ]
 

@@ -114,6 +114,17 @@ def describe_quantized(config: RunConfig) -> list[str]:
     ]
 
 
+def describe_asynchronous(config: RunConfig) -> list[str]:
+    """A line for a run whose curve depends on its pipeline."""
+    layout = config.layout
+    if not layout.is_asynchronous:
+        return []
+    return [
+        f"layout.schedule {layout.schedule}: gradients are of older weights, so another layout "
+        "gives another curve, and so does a start from a checkpoint (docs/axes.md)"
+    ]
+
+
 def describe_devices(loaded: LoadedConfig) -> list[str]:
     """Lines about a number of workers that is planned, and about what has not run on devices."""
     config, planned = loaded.config, loaded.origins["layout.workers"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from holdfast.config.load import LoadedConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.runs import read_resolved
-from holdfast.plan.activations import has_formula
+from holdfast.plan.activations import has_estimate
 from holdfast.plan.hardware import detect_hardware
 from holdfast.plan.microbatch_size import choose_microbatch_size
 from holdfast.report.formatting import format_bytes, format_plural
@@ -26,10 +26,10 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
         return loaded
     if known := _known_size(run_folder):
         return loaded.with_planned({KEY: known}, "that of the run")
-    if not has_formula(config):
+    if not has_estimate(config):
         raise ConfigError(
             f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
-            "mask, task or layout.quantized",
+            "mask, task, layout.quantized or layout.ep",
             where=loaded.where(KEY),
             remedy=f"name a number: {KEY}=2",
         )

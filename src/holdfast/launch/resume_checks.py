@@ -21,6 +21,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.lr_schedule import last_common_step
+from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError
 from holdfast.launch.branch_config import batches_after
@@ -80,6 +81,15 @@ def refuse_other_shapes(commit: Commit, config: RunConfig, where: str | None = N
     """Raises CheckpointError for a checkpoint with other tensors than the run file's model has."""
     wanted = {t.name: (t.dtype, t.shape) for t in run_state_table(config)}
     found = {t.name: (t.dtype, t.shape) for t in commit.table}
+    kept = slot_prefix(VELOCITY)
+    had, keeps = (any(name.startswith(kept) for name in names) for names in (found, wanted))
+    if had != keeps:
+        raise CheckpointError(
+            f"the checkpoint of step {commit.step} has {'the' if had else 'no'} movement of the "
+            f"weights, which layout.schedule pipemare {'alone ' if had else ''}keeps",
+            where=where,
+            remedy="use layout.schedule " + ("pipemare" if had else "pipedream-2bw"),
+        )
     for name in [*found, *wanted]:
         if found.get(name) != wanted.get(name):
             raise CheckpointError(

@@ -24,12 +24,9 @@ The receipt's own send is kept until its receiver sends again, which it does onl
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -41,17 +38,19 @@ from holdfast.core.schedule.table import (
     ActionKind,
     Schedule,
     Value,
-    actions_of,
-    value_produced,
 )
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.pipeline_plan import (
+    FIRST_TAG,
+    Message,
+    PipelinePlan,
+    PlannedAction,
+    make_pipeline_plan,
+)
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from holdfast.parallel.trace import COMPUTE, RECEIVE, SEND, SpanRecorder
-
-FIRST_TAG = 1 << 16  # lower tags are free for small exchanges in the same group
-LAST_TAG = 0x7FFF0000  # above stand the transport's own
 
 
 class StageWork(Protocol):
@@ -91,56 +90,6 @@ class SplitStageWork(StageWork, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A value on its way between this rank and `peer`; it crosses into or out of `boundary`."""
-
-    value: Value
-    peer: int
-    tag: int
-
-    @property
-    def boundary(self) -> int:
-        return self.value.stage if self.value.gradient else self.value.stage + 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedAction:
-    """One action of this rank, with what it takes and gives.
-
-    incoming, outgoing: the value that enters or leaves by a message, None where none does.
-    local_input, local_output: the value that a stage of this same rank has given, or will take.
-    proven_values: own sends that have arrived once `incoming` is here.
-    receipt_to: the peer that gets a receipt, once `incoming` is here, that all it sent has been
-    used.
-    """
-
-    action: Action
-    incoming: Message | None
-    local_input: Value | None
-    outgoing: Message | None
-    local_output: Value | None
-    proven_values: tuple[Value, ...]
-    receipt_to: int | None
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """A schedule as one rank sees it. receipt_senders: peers that owe a receipt at the end of the
-    run. arrivals: what each peer sends to this rank, in the order in which it does."""
-
-    schedule: Schedule
-    steps: tuple[PlannedAction, ...]
-    receipt_senders: tuple[int, ...]
-    arrivals: Mapping[int, tuple[Message, ...]]
-
-    def receives(self, gradient: bool) -> Iterator[Message]:
-        """Arrivals in one direction, in order of use."""
-        return (
-            s.incoming for s in self.steps if s.incoming and s.incoming.value.gradient is gradient
-        )
-
-
 class PipelineInterpreter:
     """Runs schedules over `peers`: the bare peers of one pipeline, numbered by index on `pp`.
 
@@ -168,8 +117,13 @@ class PipelineInterpreter:
         self._receipts_sent: dict[int, tuple[Tensor, Work]] = {}
         self._is_closed = False
 
-    def run(self, schedule: Schedule, work: StageWork) -> None:
+    def run(
+        self, schedule: Schedule, work: StageWork, carried: dict[Value, Tensor] | None = None
+    ) -> None:
         """Execute this rank's row of `schedule`; every rank of the line runs the same table.
+
+        carried: the values that earlier windows have left for this one. When the run ends, it holds
+        those that this window leaves for later ones.
 
         On return all actions have run; what they sent may still be on its way (`wait_until_sent`).
         Raises PeerLostError when a peer is lost, and whatever the work raises. Raises
@@ -184,7 +138,7 @@ class PipelineInterpreter:
             )
         try:
             self._wait_for_receipts()
-            PipelineRun(self, plan, work).execute()
+            PipelineRun(self, plan, work, {} if carried is None else carried).execute()
         except BaseException as error:
             self._fail(error)
             raise
@@ -265,7 +219,13 @@ class PipelineInterpreter:
 class PipelineRun:
     """One execution of a plan: what is posted, handed over and on its way."""
 
-    def __init__(self, interpreter: PipelineInterpreter, plan: PipelinePlan, work: StageWork):
+    def __init__(
+        self,
+        interpreter: PipelineInterpreter,
+        plan: PipelinePlan,
+        work: StageWork,
+        carried: dict[Value, Tensor],
+    ):
         self._interpreter, self._plan, self._work = interpreter, plan, work
         self._peers, self._device = interpreter.peers, interpreter.device
         self._pipes = interpreter.pipes
@@ -277,7 +237,7 @@ class PipelineRun:
         self._newest: dict[int, Value] = {}  # posted last, by way
         self._posted: dict[Value, tuple[Tensor, Work]] = {}
         self._sends: dict[Value, tuple[int, Tensor, Work]] = {}
-        self._local_values: dict[Value, Tensor] = {}
+        self._local_values = carried
 
     def execute(self) -> None:
         """All actions of this rank, in the order of the table."""
@@ -289,6 +249,10 @@ class PipelineRun:
             with self._interpreter.span(COMPUTE, str(step.action)):
                 out = self._compute(step.action, incoming)
             self._give(step, out)
+        for step in self._plan.collected:
+            incoming = self._take(step)
+            if incoming is not None and step.incoming is not None:
+                self._local_values[step.incoming.value] = incoming
         for peer, tensor, work in self._sends.values():
             self._interpreter.keep_send(peer, tensor, work)
 
@@ -369,127 +333,6 @@ class PipelineRun:
             self._peers.traffic.add("pp", wire.nbytes)
         work = self._peers.group.send([wire], message.peer, message.tag)
         self._sends[value] = (message.peer, wire, work)
-
-
-def make_pipeline_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG) -> PipelinePlan:
-    """The row of `rank`, with its messages, what proves their arrival, and its receipts.
-
-    Tags: `first_tag` for receipts, then one per (direction, stage, microbatch).
-    Raises LayoutError when there are more messages than tags.
-    """
-    if first_tag + 2 * schedule.stages * schedule.microbatches > LAST_TAG:
-        raise LayoutError(
-            f"{schedule.stages} stages and {schedule.microbatches} microbatches need more "
-            "message tags than there are",
-            where="layout.schedule",
-            remedy="use fewer microbatches",
-        )
-    rows = [tuple(a for cell in row for a in actions_of(cell)) for row in schedule.actions]
-    place = {action: (r, at) for r, row in enumerate(rows) for at, action in enumerate(row)}
-    traffic = _ValueRoutes(schedule, place)
-    peers = [peer for peer in range(schedule.ranks) if peer != rank]
-    proves: dict[Value, list[Value]] = {}
-    for peer in peers:
-        for sent, answer in traffic.arrival_proofs(rank, peer).items():
-            if answer is not None:
-                proves.setdefault(answer, []).append(sent)
-    receipts = {last: peer for peer in peers if (last := traffic.last_unproven(peer, rank))}
-    debtors = tuple(peer for peer in peers if traffic.last_unproven(rank, peer))
-    steps = []
-    for action in rows[rank]:
-        source, target = _incoming(action, schedule.stages), _outgoing(action, schedule.stages)
-        taken = traffic.message(source, rank, first_tag) if source else None
-        given = traffic.message(target, rank, first_tag) if target else None
-        step = PlannedAction(
-            action=action,
-            incoming=taken,
-            local_input=None if taken else source,
-            outgoing=given,
-            local_output=None if given else target,
-            proven_values=tuple(proves.get(source, ())) if source else (),
-            receipt_to=receipts.get(source) if source else None,
-        )
-        steps.append(step)
-    arrivals = {peer: traffic.arrivals(peer, rank, first_tag) for peer in peers}
-    return PipelinePlan(schedule, tuple(steps), debtors, arrivals)
-
-
-class _ValueRoutes:
-    """The values that travel between ranks, with their places in the rows of both."""
-
-    def __init__(self, schedule: Schedule, place: dict[Action, tuple[int, int]]):
-        self._schedule = schedule
-        self._sender: dict[Value, tuple[int, int]] = {}
-        self._receiver: dict[Value, tuple[int, int]] = {}
-        for action, where in place.items():
-            source, target = _incoming(action, schedule.stages), _outgoing(action, schedule.stages)
-            if source is not None:
-                self._receiver[source] = where
-            if target is not None:
-                self._sender[target] = where
-
-    def message(self, value: Value, rank: int, first_tag: int) -> Message | None:
-        """The message that carries `value` from or to `rank`; None if it stays on it."""
-        giver, taker = self._sender[value][0], self._receiver[value][0]
-        if giver == taker:
-            return None
-        stages, microbatches = self._schedule.stages, self._schedule.microbatches
-        number = (value.gradient * stages + value.stage) * microbatches + value.microbatch
-        return Message(value, taker if giver == rank else giver, first_tag + 1 + number)
-
-    def arrivals(self, sender: int, receiver: int, first_tag: int) -> tuple[Message, ...]:
-        """What `sender` sends to `receiver`, in the order in which it does."""
-        values = sorted(self._values_between(sender, receiver), key=self._sender.__getitem__)
-        found = (self.message(value, receiver, first_tag) for value in values)
-        return tuple(message for message in found if message is not None)
-
-    def arrival_proofs(self, sender: int, receiver: int) -> dict[Value, Value | None]:
-        """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.
-
-        Values that come back are taken in the order in which `sender` uses them. The proof is the
-        first that `receiver` gave at or after the place where it took what was sent.
-        """
-        back = sorted(
-            self._values_between(receiver, sender), key=lambda value: self._receiver[value]
-        )
-        newest = list(accumulate((self._sender[value][1] for value in back), max))
-        found: dict[Value, Value | None] = {}
-        for value in self._values_between(sender, receiver):
-            at = bisect_left(newest, self._receiver[value][1])
-            found[value] = back[at] if at < len(back) else None
-        return found
-
-    def last_unproven(self, sender: int, receiver: int) -> Value | None:
-        """The last of what `sender` sends to `receiver` that nothing proves, in order of use."""
-        open_ends = [
-            v for v, answer in self.arrival_proofs(sender, receiver).items() if answer is None
-        ]
-        return max(open_ends, key=lambda value: self._receiver[value], default=None)
-
-    def _values_between(self, sender: int, receiver: int) -> list[Value]:
-        return [
-            value
-            for value, (giver, _) in self._sender.items()
-            if giver == sender and self._receiver[value][0] == receiver
-        ]
-
-
-def _incoming(action: Action, stages: int) -> Value | None:
-    """Return the input of an action from a neighbouring stage."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.FORWARD:
-        return Value(stage - 1, microbatch) if stage > 0 else None
-    if action.kind is ActionKind.BACKWARD_WEIGHT or stage + 1 == stages:
-        return None
-    return Value(stage + 1, microbatch, gradient=True)
-
-
-def _outgoing(action: Action, stages: int) -> Value | None:
-    """Return the output of an action for a neighbouring stage."""
-    value = value_produced(action)
-    if value is None or value.stage == (0 if value.gradient else stages - 1):
-        return None
-    return value
 
 
 def _has_split_backward(plan: PipelinePlan) -> bool:

@@ -93,7 +93,7 @@ class OwnedRows:
     ):
         self._collectives = Collectives(group, traffic, kind="gather")
         self._size, self._rank = self._collectives.size, self._collectives.rank
-        self._tensors = [tensor.detach() for tensor in named.values()]
+        self._tensors = [tensor.data for tensor in named.values()]  # no graph sees their updates
         rows = [self._rows(tensor, self._rank) for tensor in self._tensors]
         for name, part in zip(named, rows, strict=True):
             start = boxes[name].offsets[0] - whole[name].offsets[0]

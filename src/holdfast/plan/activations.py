@@ -28,8 +28,14 @@ A block's regions under tp read all T tokens, so `none` keeps 2 D of them on eac
 et al., section 4.2.2, keep a part and gather it again.) The last stage adds the final norm. It also
 adds the gradients of the norm's result and of the head's rows, which the loss computes at once.
 Another stage adds its output. `none` adds i T Q if cp swaps heads: attention's result is kept
-before and after the second swap. 1F1B keeps min(m, stages - stage) microbatches of the m that a
-replica has, GPipe all of them.
+before and after the second swap. A stage whose input comes from a stage of the same rank holds that
+once.
+
+The first half of a split backward leaves the inputs of linear layers and the gradients of their
+outputs. They are i T (4 D + 2 Q + 2 K + 3 F) a block. It also leaves gradients of the embedding
+and of the head, i D for each row. How much a rank keeps then follows from its row of the schedule's
+table (`pass_order.py`). 1F1B keeps min(m, stages - stage) microbatches of the m that a replica has.
+GPipe keeps all of them.
 """
 
 from __future__ import annotations
@@ -43,23 +49,32 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.layout import Coordinate, Replica, Topology
+from holdfast.plan.expert_memory import ExpertShape
+from holdfast.plan.pass_order import StageBytes, fullest_forward
 from holdfast.plan.step_microbatches import microbatches
 
+_SCHEDULES = ("interleaved", "zb-h1", "zbv", "dualpipev")
 _COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Bytes on one rank. per_microbatch: of one in flight. waiting: what the last collective has
-    sent, which stays until the next one."""
+    """Bytes on one rank. kept: by all passes in flight, at the end of the forward pass at which
+    that is most. in_flight: how many these are, of one stage and one microbatch each. waiting: what
+    the last collective has sent, which stays until the next one."""
 
-    per_microbatch: int
+    kept: int
     in_flight: int
     waiting: int = 0
 
     @property
+    def per_microbatch(self) -> int:
+        """Bytes of one pass in flight, on average."""
+        return self.kept // max(1, self.in_flight)
+
+    @property
     def total(self) -> int:
-        return self.per_microbatch * self.in_flight + self.waiting
+        return self.kept + self.waiting
 
 
 def device_kind(config: RunConfig) -> str:
@@ -69,22 +84,43 @@ def device_kind(config: RunConfig) -> str:
 
 def has_formula(config: RunConfig) -> bool:
     """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
-    documents or windows, no limits of scores, no experts, no codes of few bits. Norms come before
-    attention and feed-forward alone. Under cp the kernel of attention runs several times, and no
-    formula says what is kept of it."""
+    documents or windows, no limits of scores, no codes of few bits. Norms come before attention and
+    feed-forward alone. Not all experts are known. Under cp the kernel of attention runs several
+    times, and no formula says what is kept of it."""
     model = config.model
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
-    plain = plain and model.experts is None
+    plain = plain and _knows_experts(config)
     trained = not (config.task.name or config.lora.rank)
     known = config.train.precision in _COMPUTE_BYTES
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
-        kind = SCHEDULE_KINDS[config.layout.schedule]
-        known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
+        name, is_moved = config.layout.schedule, config.train.memory.moves_activations
+        is_plain = name in ("1f1b", "gpipe")
+        known = known and (is_plain or (name in _SCHEDULES and not is_moved))
     if any(degrees.cp > 1 for _, degrees in config.layout.kinds):
         words, kept = config.train.recompute_words, config.train.recompute_keep
         known = known and not ("selective" in words and "attention" in kept)
     known = known and config.layout.quantized == "none"
     return trained and plain and known and config.data.attention == "full"
+
+
+def has_estimate(config: RunConfig) -> bool:
+    """Return True for a run whose peak of memory the formulas know. What FSDP2 gathers of experts
+    that are spread over ranks is not among it."""
+    return has_formula(config) and config.layout.ep == 1
+
+
+def _knows_experts(config: RunConfig) -> bool:
+    """Return True without experts, or where a formula covers them. Then all blocks have some, no
+    choice is dropped, nothing of them is kept by name, and no backward is split."""
+    experts = config.model.experts
+    if experts is None:
+        return True
+    is_split = any(degrees.pp > 1 for _, degrees in config.layout.kinds)
+    is_split &= SCHEDULE_KINDS[config.layout.schedule].splits_backward
+    is_plain = not (experts.first or experts.capacity or is_split)
+    is_plain &= not config.train.memory.moves_activations
+    is_plain &= config.layout.expert_replicas == "off"
+    return is_plain and "selective" not in config.train.recompute_words
 
 
 def activations_of(
@@ -94,29 +130,66 @@ def activations_of(
     "accelerator"."""
     replica = topology.replicas[at.replica]
     share = deal(max(microbatches(config).values()), len(topology.replicas))[at.replica]
-    stages, tp = replica.degree("pp"), replica.degree("tp")
+    numbers = stages_on(replica, at)
+    stages = {number: stage_bytes(config, replica, at, device, number) for number in numbers}
+    schedule = config.layout.schedule
+    kept, in_flight = fullest_forward(schedule, replica, at.pp, len(share), stages)
+    return RankActivations(kept, in_flight, _waiting(config, replica, at, device))
+
+
+def stages_on(replica: Replica, at: Coordinate) -> tuple[int, ...]:
+    """The numbers of a rank's pipeline stages."""
+    return replica.stages_at(at.pp) if replica.degree("pp") > 1 else (0,)
+
+
+def stage_bytes(
+    config: RunConfig, replica: Replica, at: Coordinate, device: str, number: int
+) -> StageBytes:
+    """Return what a microbatch keeps on stage `number` of a rank."""
+    ranks, tp = replica.degree("pp"), replica.degree("tp")
     rank = RankShape.of(config, replica, at, device)
-    policy = config.recompute_policy(at.pp, stages, tp)
-    is_last, is_cut = at.pp == stages - 1, tp > 1 and config.layout.sequence_parallel
-    blocks = replica.blocks(at.pp) or range(config.model.layers)
+    policy = config.recompute_policy(at.pp, ranks, tp)
+    blocks, is_last = blocks_of(config, replica, number), is_last_stage(replica, number)
+    rows = tp_part(config.model.vocab_rows, tp, at.tp)[1]
+    head = rank.item * rows * config.model.dim
     kept = len(blocks) * rank.block(policy)
-    stream = rank.item * rank.stream_tokens * config.model.dim
-    whole = rank.item * rank.tokens * config.model.dim
     if is_last:
-        rows = tp_part(config.model.vocab_rows, tp, at.tp)[1]
-        kept += rank.norm() + whole + rank.item * rows * config.model.dim
+        kept += rank.norm() + rank.item * rank.tokens * config.model.dim + head
     else:
-        kept += stream
-    kept += rank.extra_of_first(policy, at.pp, tp)
+        kept += rank.stream()
+    kept += rank.extra_of_first(policy, number, tp)
+    own = stages_on(replica, at)
+    if number - 1 in own:
+        kept -= rank.stream()
+    late = len(blocks) * rank.late_block() + head * ((number == 0) + is_last)
+    is_carried = is_last and len(own) > 1 and 0 in own and config.model.tied_embeddings
+    return StageBytes(kept, late, head if is_carried else 0)
+
+
+def blocks_of(config: RunConfig, replica: Replica, number: int) -> range:
+    """The blocks of a stage."""
+    is_whole = replica.degree("pp") == 1
+    return range(config.model.layers) if is_whole else replica.stage_blocks(number)
+
+
+def is_last_stage(replica: Replica, number: int) -> bool:
+    """Return True for the stage with the head."""
+    return replica.degree("pp") == 1 or number == len(replica.stages) - 1
+
+
+def _waiting(config: RunConfig, replica: Replica, at: Coordinate, device: str) -> int:
+    """Bytes that the last collective has sent, which stay until the next one."""
+    tp, rank = replica.degree("tp"), RankShape.of(config, replica, at, device)
+    policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     waiting = 0
-    if tp > 1 and is_last:
+    if tp > 1 and any(is_last_stage(replica, number) for number in stages_on(replica, at)):
         waiting = 2 * rank.wide * rank.tokens  # of the loss, two a token
-    elif is_cut:
+    elif tp > 1 and config.layout.sequence_parallel:
+        whole = rank.item * rank.tokens * config.model.dim
         waiting = 0 if policy.keeps("matmul") else whole  # 0: it is a product that is kept
     elif policy.input_parts > 1:
         waiting = rank.kept_input(policy)
-    waiting += _context_messages(config, replica.degree("cp"), rank)
-    return RankActivations(kept, _in_flight(config, stages, at.pp, len(share)), waiting)
+    return waiting + _context_messages(config, replica.degree("cp"), rank)
 
 
 def _context_messages(config: RunConfig, ranks: int, rank: RankShape) -> int:
@@ -133,18 +206,10 @@ def _context_messages(config: RunConfig, ranks: int, rank: RankShape) -> int:
     return results + (keys * (ring - 1) if method == "ulysses-ring" else 0)
 
 
-def _in_flight(config: RunConfig, stages: int, stage: int, number: int) -> int:
-    """Microbatches whose backward is still to come."""
-    if stages == 1:
-        return min(number, 1)
-    if config.layout.schedule == "gpipe" or number < stages:
-        return number
-    return min(number, stages - stage)
-
-
 @dataclass(frozen=True)
 class RankShape:
-    """What the formulas need of one rank: see the module. fuses_norms: its device does."""
+    """What the formulas need of one rank: see the module. device: "cpu", or
+    "accelerator"."""
 
     model: ModelConfig
     tokens: int
@@ -155,7 +220,8 @@ class RankShape:
     item: int
     wide: int
     swaps: bool = False
-    fuses_norms: bool = False
+    device: str = "cpu"
+    experts: ExpertShape | None = None
 
     @staticmethod
     def of(config: RunConfig, replica: Replica, at: Coordinate, device: str = "cpu") -> RankShape:
@@ -173,8 +239,21 @@ class RankShape:
             item,
             max(4, item),
             replica.degree("cp") > 1 and config.layout.cp_method.startswith("ulysses"),
-            device != "cpu",
+            device,
+            ExpertShape.of(
+                model,
+                tokens,
+                item,
+                max(4, item),
+                tp=tp,
+                ep=replica.expert_degree(config.layout.ep),
+            ),
         )
+
+    @property
+    def fuses_norms(self) -> bool:
+        """Its device has one kernel for a norm."""
+        return self.device != "cpu"
 
     @property
     def copies_input(self) -> bool:
@@ -215,6 +294,13 @@ class RankShape:
             return stream if self.copies_input else 0
         return stream - self.kept_input(policy)
 
+    def late_block(self) -> int:
+        """Bytes that the first half of a split backward leaves of a block. These are the inputs of
+        linear layers, of which some have one in common, and the gradients of their outputs."""
+        head = self.model.head_size
+        query, key = self.heads * head, self.kv_heads * head
+        return self.item * self.tokens * (4 * self.model.dim + 2 * (query + key) + 3 * self.inner)
+
     def block(self, policy: RecomputePolicy) -> int:
         """Bytes that a block keeps; but see `extra_of_first`."""
         dim, head = self.model.dim, self.model.head_size
@@ -225,9 +311,10 @@ class RankShape:
             kept += (self.item * query + self.wide * self.heads) * policy.keeps("attention")
             kept += self.item * self.inner * policy.keeps("activation")
             return self.kept_input(policy) + self.tokens * kept
-        width = self.item * (2 * dim + 2 * query + 2 * key + 4 * self.inner)
-        width += self.wide * self.heads
+        inner = 0 if self.experts else 4 * self.inner
+        width = self.item * (2 * dim + 2 * query + 2 * key + inner) + self.wide * self.heads
         width += self.item * query if self.swaps else 0
         if self.model.qk_norm:
             width += (self.heads + self.kv_heads) * self._norm_of(head)
-        return 2 * self.norm() + self.tokens * width
+        routed = self.experts.kept if self.experts else 0
+        return 2 * self.norm() + self.tokens * width + routed

@@ -64,12 +64,7 @@ def planned_stages(config: RunConfig, mesh_shape: MeshShape) -> Stages:
         workers = _Workers(tuple(_places(config, pp).stages_at(w) for w in range(pp)), blocks, time)
         return workers.share_out(_peaks(config, mesh_shape) if by_memory else workers.mean_time)
     if by_memory:
-        peaks = _peaks(config, mesh_shape)
-
-        def peak(stage: int, start: int, stop: int) -> float:
-            return peaks(stage, ((stage, stop - start),))
-
-        return best_split(blocks, number, peak, time)
+        return best_split(blocks, number, _stage_peaks(config, mesh_shape), time)
     costs = _costs(config)
 
     def parameters(stage: int, start: int, stop: int) -> float:
@@ -82,6 +77,27 @@ def _peaks(config: RunConfig, mesh_shape: MeshShape) -> WorkerCost:
     """Return the peak memory of a worker."""
     memory = PipelineMemory(config, mesh_shape)
     return cache(lambda worker, held: memory.peak(worker, dict(held)))
+
+
+def _stage_peaks(config: RunConfig, mesh_shape: MeshShape) -> StageCost:
+    """Return the peak memory of a stage that has its worker alone. It is infinite where it is
+    above the worst of equal stages, and not computed there."""
+    peaks, pp = _peaks(config, mesh_shape), mesh_shape[0]
+    each, more = divmod(config.model.layers, pp)
+    bound = max(peaks(stage, ((stage, each + (stage < more)),)) for stage in range(pp))
+    too_many: dict[int, int] = {}
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        held = stop - start
+        if held >= too_many.get(stage, held + 1):
+            return float("inf")
+        found = peaks(stage, ((stage, held),))
+        if found > bound:
+            too_many[stage] = held
+            return float("inf")
+        return found
+
+    return peak
 
 
 def _places(config: RunConfig, pp: int) -> Replica:

@@ -10,23 +10,30 @@ needs more, because free memory lies in pieces: `fragmentation` allows for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 
 from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.named import build_schedule
-from holdfast.core.schedule.table import ActionKind, actions_of
+from holdfast.core.schedule.table import ActionKind
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.activations import RankActivations, RankShape, activations_of, device_kind
+from holdfast.plan.activations import (
+    RankShape,
+    activations_of,
+    blocks_of,
+    device_kind,
+    is_last_stage,
+    stage_bytes,
+    stages_on,
+)
 from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.memory_use import known_parameters, memory_of
-from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_moments
+from holdfast.plan.pass_memory import Moment, Stage, moments_of
+from holdfast.plan.pass_order import RankPass, rank_actions, rank_passes
 from holdfast.plan.placed_memory import placed_memory
 from holdfast.plan.step_microbatches import microbatches
 
@@ -67,17 +74,6 @@ class RankEstimate:
         return state + passing + self.communication + self.fragmentation
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass. in_flight: microbatches of which something is kept while it runs, its own included.
-    waits: gradients of the microbatch before wait. stays: those of this one will."""
-
-    is_forward: bool
-    in_flight: int
-    waits: bool
-    stays: bool
-
-
 def rank_estimate(
     config: RunConfig, topology: Topology, at: Coordinate, device: str = "cpu"
 ) -> RankEstimate:
@@ -85,62 +81,6 @@ def rank_estimate(
 
     device: "cpu", or "accelerator".
     """
-    parts = rank_parts(config, topology, at, device)
-    number = parts.microbatches
-    return parts.estimate(
-        _passes(config, parts.stage, topology.replicas[at.replica], at.pp, number, parts.staying)
-    )
-
-
-@dataclass(frozen=True)
-class RankParts:
-    """What an estimate is made of, but for the order of passes.
-
-    microbatches: that the rank computes. waiting: gradients of one that may wait for those of the
-    next one. staying: places in its share of those whose gradients do. inputs: tokens and targets.
-    staging: what an update brings to the device.
-    """
-
-    stage: Stage
-    kept: RankActivations
-    microbatches: int
-    parameters: int
-    sums: int
-    moments: int
-    messages: int
-    inputs: int
-    waiting: int
-    staying: frozenset[int]
-    staging: int
-    device: str
-
-    @property
-    def state(self) -> int:
-        """Bytes that no pass changes."""
-        return self.parameters + self.sums + self.moments + self.inputs
-
-    def estimate(self, sequence: Iterable[Pass]) -> RankEstimate:
-        """The estimate of a rank that runs these passes."""
-        worst, base, others = _worst(self.stage, self.kept, self.waiting, sequence)
-        passing = worst.total + others + self.messages
-        found = RankEstimate(
-            self.parameters,
-            self.sums + base,
-            self.moments,
-            self.inputs + others + worst.activations,
-            worst.logits,
-            worst.gathered,
-            self.messages,
-            worst.working,
-            0 if self.device == "cpu" else int(FRAGMENTATION * passing),
-            worst.name,
-        )
-        fits = self.staging <= passing + base
-        return found if fits else _update(found, self.staging, base)
-
-
-def rank_parts(config: RunConfig, topology: Topology, at: Coordinate, device: str) -> RankParts:
-    """Return the parts of a rank's estimate."""
     replica, memory = topology.replicas[at.replica], config.train.memory
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     table = known_parameters(config)
@@ -149,27 +89,35 @@ def rank_parts(config: RunConfig, topology: Topology, at: Coordinate, device: st
     if memory.gradients != DEVICE:
         buffers = replace(buffers, sums=0, arrivals=0)
     kept = activations_of(config, topology, at, device)
-    stage = stage_of(config, topology, at, device)
-    number = len(shares[at.replica])
+    stages = stages_of(config, topology, at, device)
+    stage = next(iter(stages.values()))
+    share = len(shares[at.replica])
+    passes = _passes(config, replica, at, stages, share, buffers.staying)
+    worst, base, others = _worst(stages, passes)
+    messages = buffers.arrivals + kept.waiting
+    messages += sum(_messages(replica, at, number, each) for number, each in stages.items())
+    messages += _last_pack(config, replica, at, stage.shape.item)
+    inputs = 16 * stage.shape.tokens * share  # tokens and targets
     parameters = held.parameters
     parameters -= held.masters if memory.optimizer != DEVICE else 0
     parameters -= held.shards if memory.parameters != DEVICE else 0
     if stage.gathers == 2:  # counted with what is gathered
         parameters -= stage.shape.item * (stage.blocks * stage.unit + stage.root)
-    return RankParts(
-        stage,
-        kept,
-        number,
+    passing = worst.total + others + messages
+    found = RankEstimate(
         parameters,
-        buffers.sums,
+        buffers.sums + base,
         held.moments if memory.optimizer == DEVICE else 0,
-        buffers.arrivals + kept.waiting + _messages(config, replica, at, stage),
-        16 * stage.shape.tokens * number,
-        stage.shape.item * (stage.blocks * stage.unit + stage.root),
-        buffers.staying,
-        placed_memory(config, table, replica, at, held, 0).staging,
-        device,
+        inputs + others + worst.activations,
+        worst.logits,
+        worst.gathered,
+        messages,
+        worst.working,
+        0 if device == "cpu" else int(FRAGMENTATION * passing),
+        worst.name,
     )
+    staging = placed_memory(config, table, replica, at, held, 0).staging
+    return found if staging <= passing + base else _update(found, staging, base)
 
 
 def _update(found: RankEstimate, staging: int, waiting: int) -> RankEstimate:
@@ -204,19 +152,24 @@ def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstima
     return tuple(estimates)
 
 
-def _worst(
-    stage: Stage, kept: RankActivations, waiting: int, sequence: Iterable[Pass]
-) -> tuple[Moment, int, int]:
-    """(the moment, gradients that wait then, activations of other microbatches)"""
-    forward = list(forward_moments(stage))
-    backward = {stays: list(backward_moments(stage, stays=stays)) for stays in (False, True)}
+def _worst(stages: Mapping[int, Stage], passes: Iterable[RankPass]) -> tuple[Moment, int, int]:
+    """(the moment, gradients that wait then, activations of other passes)"""
+    moments = {
+        (number, kind, stays): list(moments_of(stage, kind, stays=stays))
+        for number, stage in stages.items()
+        for kind in ActionKind
+        for stays in (False, True)
+    }
+    waiting = {
+        number: stage.shape.item * (stage.blocks * stage.unit + stage.root)
+        for number, stage in stages.items()
+    }
     worst, base, others = Moment(""), 0, 0
-    other = kept.per_microbatch + stage.incoming - stage.blocks * stage.moved
-    for each in sequence:
-        waits, before = waiting * each.waits, (each.in_flight - 1) * other
-        if each.in_flight > 1 and not each.is_forward:
-            before += stage.moved  # the last block of the newest
-        for moment in forward if each.is_forward else backward[each.stays]:
+    for each in dict.fromkeys(passes):
+        waits, before = sum(waiting[number] for number in each.waiting), each.kept_besides
+        if each.in_flight > 1 and each.kind is not ActionKind.FORWARD:
+            before += stages[each.stage].moved  # the last block of the newest
+        for moment in moments[each.stage, each.kind, each.stays]:
             if moment.total + waits + before > worst.total + base + others:
                 worst, base, others = moment, waits, before
     return worst, base, others
@@ -224,47 +177,43 @@ def _worst(
 
 def _passes(
     config: RunConfig,
-    stage: Stage,
     replica: Replica,
-    index: int,
+    at: Coordinate,
+    stages: Mapping[int, Stage],
     number: int,
     staying: frozenset[int],
-) -> Sequence[Pass]:
-    """The passes of a step, each kind of them once. staying: places in the share, of microbatches
-    whose gradients wait for those of the next one."""
-    stages = replica.degree("pp")
-    name = "gpipe" if number < stages else config.layout.schedule
-    found: dict[Pass, None] = {}
-    in_flight, waits = 0, False
-    for is_forward, microbatch in _order(name, stages, index, number):
-        in_flight += is_forward
-        stays = microbatch in staying and not is_forward
-        found[Pass(is_forward, in_flight, waits, stays)] = None
-        if not is_forward:
-            in_flight, waits = in_flight - 1, stays
-    return list(found)
+) -> Iterable[RankPass]:
+    """The passes of a step of so many microbatches. staying: places in the share, of those whose
+    gradients wait for those of the next one."""
+    kept = {
+        index: replace(found, kept=found.kept + stage.incoming - stage.blocks * stage.moved)
+        for index, stage in stages.items()
+        for found in (stage_bytes(config, replica, at, stage.shape.device, index),)
+    }
+    actions = rank_actions(config.layout.schedule, replica, at.pp, number)
+    return rank_passes(actions, kept, staying)
 
 
-@lru_cache(maxsize=64)
-def _order(name: str, stages: int, index: int, number: int) -> tuple[tuple[bool, int], ...]:
-    """(is a forward pass, microbatch) of each action of a stage."""
-    if stages == 1:
-        return tuple((forward, n) for n in range(number) for forward in (True, False))
-    row = build_schedule(name, stages, number).actions[index]
-    actions = [action for cell in row if cell is not None for action in actions_of(cell)]
-    return tuple((action.kind is ActionKind.FORWARD, action.microbatch) for action in actions)
+def stages_of(
+    config: RunConfig, topology: Topology, at: Coordinate, device: str
+) -> dict[int, Stage]:
+    """Return what the formulas need of each of a rank's stages, by its number."""
+    replica = topology.replicas[at.replica]
+    return {
+        number: _stage(config, topology, at, device, number) for number in stages_on(replica, at)
+    }
 
 
-def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str) -> Stage:
-    """Return what the formulas need of a rank's part of the model."""
+def _stage(
+    config: RunConfig, topology: Topology, at: Coordinate, device: str, number: int
+) -> Stage:
     model, replica = config.model, topology.replicas[at.replica]
     shape, tp = RankShape.of(config, replica, at, device), replica.degree("tp")
-    blocks = replica.blocks(at.pp) or range(model.layers)
-    is_last, embeds = at.pp == replica.degree("pp") - 1, at.pp == 0
+    blocks = blocks_of(config, replica, number)
+    is_last, embeds = is_last_stage(replica, number), number == 0
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
-    stream = shape.item * shape.stream_tokens * model.dim
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
-    unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
+    unit = _elements(config, replica, at, (f"layers.{blocks[0]}.",))
     moves = config.train.memory.moves_activations
     is_copied = policy.word == "none" and shape.copies_input
     stays = not is_copied and policy.input_parts == 1
@@ -272,6 +221,8 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     gathers = zero if zero > 1 else 0
     adds = max(microbatches(config).values()) > len(topology.replicas)
     adds |= config.train.memory.gradients != DEVICE  # a sum comes to the device first
+    edges = shape.stream() * (not is_last) + shape.extra_of_first(policy, number, tp)
+    edges -= shape.stream() if number - 1 in stages_on(replica, at) else 0
     return Stage(
         shape,
         len(blocks),
@@ -282,32 +233,45 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
         embeds,
         model.tied_embeddings,
         tp > 1 and config.layout.sequence_parallel,
-        stream * (not is_last) + shape.extra_of_first(policy, at.pp, tp),
+        edges,
         unit,
-        _elements(config, replica, at) - len(blocks) * unit,
+        _elements(config, replica, at, _outside(config, replica, at, number)),
         gathers,
         replica.degree("dp_shard") if gathers and adds else 0,
         device,
         shape.moved(policy) if moves else 0,
-        stream if moves and at.pp > 0 and stays else 0,
+        shape.stream() if moves and number > 0 and stays else 0,
     )
 
 
-def _elements(config: RunConfig, replica: Replica, at: Coordinate, prefix: str = "") -> int:
-    """Elements of the rank's parameters, before dp_shard cuts them."""
+def _outside(config: RunConfig, replica: Replica, at: Coordinate, number: int) -> tuple[str, ...]:
+    """What names of a stage's parameters outside of the blocks begin with."""
+    is_last = is_last_stage(replica, number)
+    has_embedding = number == 0 or (
+        is_last and config.model.tied_embeddings and 0 not in stages_on(replica, at)
+    )
+    return ("embed",) * has_embedding + ("norm", "head") * is_last
+
+
+def _elements(
+    config: RunConfig, replica: Replica, at: Coordinate, prefixes: tuple[str, ...]
+) -> int:
+    """Elements of the rank's parameters whose names begin so, before dp_shard cuts them."""
     table = (replace(row, shard_dim=None) for row in known_parameters(config))
-    return sum(mesh_box(row, replica, at).size for row in table if row.name.startswith(prefix))
+    return sum(mesh_box(row, replica, at).size for row in table if row.name.startswith(prefixes))
 
 
-def _messages(config: RunConfig, replica: Replica, at: Coordinate, stage: Stage) -> int:
-    """Buffers of messages inside a replica. Between stages: the next input, and a gradient each
-    way. Of ZeRO 1: what was gathered last, which stays until the next time."""
-    before, after = at.pp > 0, at.pp < replica.degree("pp") - 1
-    return stage.stream * (2 * before + after) + _last_pack(config, replica, at, stage.shape.item)
+def _messages(replica: Replica, at: Coordinate, number: int, stage: Stage) -> int:
+    """Buffers of messages with stages of other ranks: the next input, and a gradient each way."""
+    own = stages_on(replica, at)
+    before = number > 0 and number - 1 not in own
+    after = not is_last_stage(replica, number) and number + 1 not in own
+    return stage.stream * (2 * before + after)
 
 
 def _last_pack(config: RunConfig, replica: Replica, at: Coordinate, item: int) -> int:
-    """Bytes of the buffer through which ZeRO 1 gathers the last of its small parameters."""
+    """Bytes of the buffer through which ZeRO 1 gathers the last of its small parameters. It stays
+    until the next time."""
     shards = replica.degree("dp_shard")
     if shards == 1 or config.layout.zero_in_memory != 1:
         return 0

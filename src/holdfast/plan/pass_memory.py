@@ -8,6 +8,7 @@ Each is on top of the rank's state, and of what other microbatches in flight kee
     block       the end of the last block, before the one before it leaves the device
     norm        the backward of the last norm
     last block  the backward of the feed-forward in the last block, from which most is kept
+    block norm  the backward of the norm before that feed-forward, on a CPU in bf16
     first block the same in the first block, when gradients stay where they were computed
     unit        FSDP2 reduces the gradients of the last block
     next block  the feed-forward of the block ahead, while it keeps what it reduced
@@ -15,6 +16,8 @@ Each is on top of the rank's state, and of what other microbatches in flight kee
     gather      FSDP2 gathers the last block of a forward pass
     embedding   the gradient of the embedding's rows, at the end
     root        FSDP2 reduces the gradients outside of the blocks
+    input end   the end of the first half of a split backward: all that it leaves
+    weights     the second half: that, and the gradients of all weights of the stage
 
 FSDP2 keeps the buffer of the block that it gathered last until the forward pass is over. It drops
 the buffer of the block before when the next one has come out of its own. In the backward pass it
@@ -30,10 +33,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.config.recompute import RecomputePolicy
+from holdfast.core.schedule.table import ActionKind
 from holdfast.plan.activations import RankShape
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
 """Logits at a time (`train.objective.chunk_tokens`)."""
+
+_NORM_TEMPORARIES = 4
+"""Wide tensors of the stream that the backward of a norm has, beyond what the norm kept."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,12 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     again = _again(stage)
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
     yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
+    if stage.is_mixed and not shape.fuses_norms:
+        done = shape.item * shape.tokens * (shape.model.dim + 4 * shape.inner)
+        wide = shape.wide * shape.stream_tokens * shape.model.dim
+        kept = stage.kept(blocks) + again - done
+        inside = head + stage.stream + _NORM_TEMPORARIES * wide
+        yield Moment("block norm", kept, 0, stage.gathered(blocks, 2), inside)
     if stays:
         grown = (blocks - 1) * shape.item * stage.unit
         yield Moment("first block", stage.kept(1) + again, 0, 0, working + grown)
@@ -181,6 +194,44 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
         yield Moment("root", 0, 0, stage.gathered(0, 0), _reduce(stage, stage.root))
 
 
+def moments_of(stage: Stage, kind: ActionKind, *, stays: bool) -> Iterator[Moment]:
+    """The moments of a pass. stays: the gradients of weights stay where they are computed."""
+    if kind is ActionKind.FORWARD:
+        yield from forward_moments(stage)
+    elif kind is ActionKind.BACKWARD:
+        yield from backward_moments(stage, stays=stays)
+    elif kind is ActionKind.BACKWARD_INPUT:
+        yield from input_moments(stage)
+    else:
+        yield from weight_moments(stage)
+
+
+def input_moments(stage: Stage) -> Iterator[Moment]:
+    """The moments of the first half of a split backward. What it leaves grows block by block."""
+    shape, blocks = stage.shape, stage.blocks
+    head = stage.head_gradient if stage.rows else 0
+    if stage.rows:
+        wide = 0 if shape.fuses_norms else shape.wide * shape.stream_tokens * shape.model.dim
+        working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
+        working += stage.is_mixed * stage.stream
+        yield Moment("norm", stage.kept(blocks, 1) + shape.norm(), 0, 0, working)
+    again, late = _again(stage), shape.late_block()
+    inner = shape.item * shape.tokens * shape.inner
+    working = head + stage.stream + 3 * inner + (stage.whole if stage.is_cut else 0)
+    yield Moment("last block", stage.kept(blocks) + again, 0, 0, working)
+    done = (blocks - 1) * late
+    yield Moment("first block", stage.kept(1) + again + done, 0, 0, working)
+    rows = stage.head_gradient if stage.embeds else 0
+    yield Moment("input end", blocks * late, 0, 0, head + rows + 3 * stage.stream)
+
+
+def weight_moments(stage: Stage) -> Iterator[Moment]:
+    """The moment of the second half: what the first one left, and all gradients of weights."""
+    rows = stage.head_gradient * (stage.embeds + (stage.rows > 0))
+    late, weights = stage.blocks * stage.shape.late_block(), stage.blocks * stage.unit
+    yield Moment("weights", late, 0, 0, rows + stage.shape.item * weights)
+
+
 def _again(stage: Stage) -> int:
     """Bytes that a block has once it is run again, on top of what it kept."""
     shape, policy = stage.shape, stage.policy
@@ -195,6 +246,8 @@ def _again(stage: Stage) -> int:
 def _feed_forward(stage: Stage, *, stays: bool) -> int:
     """Bytes of gradients inside a feed-forward. The product that it keeps is dropped on the way."""
     shape = stage.shape
+    if shape.experts is not None:
+        return shape.experts.working
     inner = shape.item * shape.tokens * shape.inner
     weight = shape.item * shape.inner * shape.model.dim
     gathered = stage.whole if stage.is_cut else 0

@@ -94,6 +94,8 @@ class ScriptFeed:
 class ScriptExecutor:
     """Lets the script run its passes."""
 
+    is_asynchronous = False
+
     def __init__(self, script: Script) -> None:
         self._script, self.loss_scale = script, NOT_SCALED
 

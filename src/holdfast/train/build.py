@@ -38,14 +38,17 @@ from holdfast.parallel.torch_compat import (
 )
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
+from holdfast.train.asynchronous import AsynchronousExecutor, make_asynchronous
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.executors import PipelinedExecutor
 from holdfast.train.float8 import apply_float8
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
 from holdfast.train.objective import NextTokenObjective
+from holdfast.train.pipemare import Pipemare, StageDelay
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.recompute import apply_recompute
@@ -183,6 +186,11 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
+    if isinstance(executor, PipelinedExecutor) and executor.is_overlapping:
+        named = task.named_parameters(objective)
+        parameters, executor = make_asynchronous(
+            config.layout.schedule, executor, parameters, named
+        )
     compiled_here = config.train.compile and device.type == "cpu"
     is_metered = memory.ledger.limit > 0 and not compiled_here
     engine = StepEngine(
@@ -197,9 +205,28 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
+    if config.layout.keeps_velocity:
+        _add_pipemare(config, engine)
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
     return engine
+
+
+def _add_pipemare(config: RunConfig, engine: StepEngine) -> None:
+    """Let the optimizer follow the movement of the weights, and backwards use it."""
+    groups, layout = engine.groups, config.layout
+    steps = layout.pipemare_steps or max(1, config.train.steps // 4)
+    stage = StageDelay(
+        groups.degree("pp"),
+        groups.coordinate.pp,
+        lambda: engine.groups.replica_count,
+        steps,
+        layout.pipemare_decay,
+    )
+    optimizer = Pipemare(engine.optimizer, engine.parameters.master_tensors, stage)
+    engine.optimizer = optimizer
+    if isinstance(engine.executor, AsynchronousExecutor):
+        engine.executor.weights.velocity = optimizer.velocity
 
 
 def _prepare_units(
@@ -285,7 +312,7 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
-    held = [p.detach() for p in named.values()]
+    held = [p.data for p in named.values()]  # an update of them is not seen by a graph
     parts.memory.count("parameters", _all_tensors(objective))
     computed: list[torch.Tensor] = []
     if precision.mixed:

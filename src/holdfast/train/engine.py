@@ -123,11 +123,10 @@ class StepEngine:
         self._user, self.objective, self.executor = user or UserParts(), objective, executor
         executor.loss_scale = self.loss_scale = loss_scale
         self.parameters, self.groups, self.train = parameters, groups, train
-        self._feed, self.device = feed, device
+        self._feed, self.device, self._gradients = feed, device, feed(groups, None)
         self.on_vote_sent: Callable[[], None] = lambda: None
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
-        self._gradients = feed(groups, None)
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         held, gradients = (parameters.table, parameters.master_tensors), self._gradients.gradients()
@@ -285,7 +284,8 @@ class StepEngine:
     @property
     def computed_leaves(self) -> tuple[int, ...]:
         """The microbatches of the open step that this rank has computed, and can keep."""
-        return self._gradients.computed_leaves if self.status.stage is StepStage.COMPUTING else ()
+        can_keep = self.status.stage is StepStage.COMPUTING and not self.executor.is_asynchronous
+        return self._gradients.computed_leaves if can_keep else ()
 
     def keep_computed(self) -> None:
         """Let them be part of the step that is begun next; call before `regroup`, after which
@@ -293,7 +293,7 @@ class StepEngine:
         self._gradients.keep(self._shares[self.groups.coordinate.replica])
 
     def squared_norm(self) -> float:
-        """Return this rank's sum of squares of the complete gradient, without the loss scale."""
+        """This rank's sum of squares of the complete gradient, without the loss scale."""
         return self._gradients.squared_norm() / self.loss_scale.factor**2
 
     def interrupt(self, inside_replica: bool) -> None:
@@ -328,7 +328,7 @@ class StepEngine:
 
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
-        """Everything that a checkpoint must hold of this rank; the same storage every time."""
+        """All that a checkpoint must hold of this rank; the same storage every time."""
         return state_tensors(self.parameters, self.optimizer.slots) + self.loss_scale.state()
 
     def load(self, read: ReadBox) -> None:

@@ -54,10 +54,14 @@ class Inputs(Protocol):
 class Executor(Protocol):
     """Runs the passes of this rank's part of a replica. Batches are what the task feeds.
 
-    loss_scale: what its backward passes begin with.
+    loss_scale: what its backward passes begin with. is_asynchronous: a step's passes begin before
+    the update of the step before it.
     """
 
     loss_scale: LossScale
+
+    @property
+    def is_asynchronous(self) -> bool: ...
 
     def train(
         self,
@@ -85,6 +89,8 @@ class SingleStageExecutor:
 
     arguments: what the objective takes of a microbatch.
     """
+
+    is_asynchronous = False
 
     def __init__(
         self,
@@ -132,6 +138,8 @@ class PipelinedExecutor:
     between stages.
     """
 
+    is_asynchronous = False
+
     def __init__(
         self,
         objective: nn.Module,
@@ -146,29 +154,40 @@ class PipelinedExecutor:
         assert groups.pipeline is not None
         self.arguments, self.loss_scale = token_arguments, NOT_SCALED
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
-        self._ranks, self._tp, self._cp = map(groups.degree, ("pp", "tp", "cp"))
-        self._virtual = max(1, len(groups.replica.stages) // self._ranks)
+        self.ranks, self._tp, self._cp = map(groups.degree, ("pp", "tp", "cp"))
+        self._virtual = max(1, len(groups.replica.stages) // self.ranks)
         self._is_folded = groups.replica.is_folded
         self._dim, self._sequence_parallel = dim, sequence_parallel
         late = None
         if SCHEDULE_KINDS[schedule].splits_backward:
             late = leave_weight_gradients(objective)
         held = self._held_stages(groups.replica, groups.coordinate.pp)
-        self._stages = RankStages(held, self._ranks * self._virtual - 1, self.boundary, late)
-        self._interpreter = PipelineInterpreter(
+        self._stages = RankStages(held, self.ranks * self._virtual - 1, self.boundary, late)
+        self.interpreter = PipelineInterpreter(
             groups.pipeline,
             device,
             recorder=groups.recorder,
             pipes=groups.replica_groups.pipes,
         )
 
+    @property
+    def is_overlapping(self) -> bool:
+        """Return True if its schedule does not empty the pipeline between steps."""
+        return SCHEDULE_KINDS[self._schedule].is_asynchronous
+
+    @property
+    def only_stage(self) -> tuple[int, RankStage, bool]:
+        """Number of the one stage of this rank, the stage, and whether it is the last."""
+        ((number, stage),) = self._stages.held.items()
+        return number, stage, number == self._stages.last
+
     def schedule_for(self, microbatches: int) -> Schedule:
         """Return the schedule of a share. A share with too few microbatches for 1F1B to fill the
         pipeline runs as GPipe. A plan refuses that, but a dealing may leave a replica little."""
         name = self._schedule
-        if name == "1f1b" and microbatches < self._ranks:
+        if name == "1f1b" and microbatches < self.ranks:
             name = "gpipe"
-        return build_schedule(name, self._ranks, microbatches, self._virtual)
+        return build_schedule(name, self.ranks, microbatches, self._virtual)
 
     def train(
         self,
@@ -181,7 +200,7 @@ class PipelinedExecutor:
             return []
         work = ShareWork(self._stages, self.loss_scale, leaves, batches, listener)
         work.losses = work.losses if losses is None else losses
-        self._interpreter.run(self.schedule_for(len(batches)), work)
+        self.interpreter.run(self.schedule_for(len(batches)), work)
         return work.losses
 
     def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
@@ -189,8 +208,8 @@ class PipelinedExecutor:
             return []
         leaves = range(len(batches))
         work = ShareWork(self._stages, self.loss_scale, leaves, batches, None, on_progress)
-        schedule = forward_only(self._ranks, len(batches), self._virtual, self._is_folded)
-        self._interpreter.run(schedule, work)
+        schedule = forward_only(self.ranks, len(batches), self._virtual, self._is_folded)
+        self.interpreter.run(schedule, work)
         return work.losses
 
     def run_stage(self, part: StagePart | None, batch: Inputs, incoming: Tensor | None) -> Tensor:

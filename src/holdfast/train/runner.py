@@ -31,6 +31,7 @@ from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
 from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
+from holdfast.train.asynchronous import with_later_shares
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.expert_meter import ExpertMeter
@@ -119,7 +120,7 @@ def run_training(
     if start_step >= config.train.steps:
         return TrainingOutcome("finished", start_step)
     loop.resume_validation(start_step)
-    for batch in loader:
+    for batch in with_later_shares(loader, engine.executor):
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
             # A save that never began has no end to wait for; the last reports are stored anyway.

@@ -35,7 +35,8 @@ from holdfast.core.sharding.run_table import row_of_text, run_state_table
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.devices import check_backends, select_device
-from holdfast.parallel.pipeline import PipelineInterpreter, make_pipeline_plan
+from holdfast.parallel.pipeline import PipelineInterpreter
+from holdfast.parallel.pipeline_plan import make_pipeline_plan
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values
@@ -231,16 +232,15 @@ def begin_imported(lab: Lab) -> None:
 
 def begin_newer(lab: Lab) -> None:
     """A manifest that the next version of Holdfast wrote."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
-        lab.settings["data"] = seal_manifest("commit", {"step": 3})
+    newer = max(manifest.READABLE_FORMATS) + 1
+    lab.settings["data"] = seal_manifest("commit", {"step": 3}, newer)
 
 
 def read_manifest(lab: Lab) -> None:
     """What this version does; the next one reads one format more."""
     with pytest.MonkeyPatch.context() as patch:
         if lab.settings.get("is_newer"):
-            known = (*manifest.READABLE_FORMATS, manifest.FORMAT + 1)
+            known = (*manifest.READABLE_FORMATS, max(manifest.READABLE_FORMATS) + 1)
             patch.setattr(manifest, "READABLE_FORMATS", known)
         unseal_manifest("commit", lab.settings["data"], "x")
 
@@ -352,7 +352,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(schedule=found[1]),
     ),
     case(
-        PIPE + ".py: … stages and … microbatches need more message tags than there are",
+        PIPE + "_plan.py: … stages and … microbatches need more message tags than there are",
         values(microbatches=10),
         plan_pipeline,
         r"use fewer microbatches",

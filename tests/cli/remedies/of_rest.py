@@ -342,6 +342,14 @@ CASES: list[Case] = [
         fixed(overrides=[]),
     ),
     case(
+        "launch/resume_checks.py: the checkpoint of step … has … movement of the weights, which "
+        "layout.schedule pipemare …keeps",
+        with_run(overrides=["layout.schedule=pipemare"]),
+        shapes,
+        r"use layout.schedule (pipedream-2bw)",
+        fixed(overrides=["layout.schedule=pipedream-2bw"]),
+    ),
+    case(
         "launch/resume_checks.py: this run continues …, and --fresh would begin it at step 0 | its "
         "first checkpoint is not here",
         begin_lost_branch,
@@ -458,9 +466,9 @@ CASES: list[Case] = [
         add("layout.workers={0}"),
     ),
     case(
-        "plan/stage_memory.py: memory has no formula for the activations of this run (experts, "
+        "plan/stage_memory.py: memory has no formula for this run's schedule, or for its experts, "
         "windows, masks of documents, norms, precision, layout.quantized, or cp with "
-        "train.recompute_keep attention)",
+        "train.recompute_keep attention",
         overrides(
             "model.layers=4",
             "layout.pp=2",

@@ -233,6 +233,9 @@ def test_the_form_is_plain(name: str) -> None:
             "interleaved": "0F0,0F1,0B0,0B1",
             "zb-h1": "0F0,0F1,0I0,0W0,0I1,0W1",
             "zbv": "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1",
+            "pipedream": "0B0,0F2,0B1,0F3",
+            "pipedream-2bw": "0B0,0F2,0B1,0F3",
+            "pipemare": "0B0,0F2,0B1,0F3",
             "dualpipev": "0F0,0F1,3F0,3I0,3W0,3F1,3B1,0B0,0B1",
             "forward": "0F0,0F1",
         }[name]

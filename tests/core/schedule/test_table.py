@@ -56,7 +56,8 @@ def test_every_table_of_every_size_can_run(name: str, ranks: int, microbatches: 
         return
     schedule = build_schedule(name, ranks, microbatches)
     check_schedule(schedule)
-    assert (schedule.ranks, schedule.microbatches) == (ranks, microbatches)
+    assert schedule.ranks == ranks
+    assert schedule.is_open or schedule.microbatches == microbatches
 
 
 @pytest.mark.parametrize("name", ["gpipe", "forward"])
@@ -101,7 +102,7 @@ def test_looped_tables_can_run(name: str) -> None:
             4,
             1,
             "layout.schedule: there is no schedule 'zigzag'; use one of 1f1b, gpipe, interleaved, "
-            "zb-h1, zbv, dualpipev, forward",
+            "zb-h1, zbv, dualpipev, pipedream, pipedream-2bw, pipemare, forward",
         ),
         (
             "gpipe",

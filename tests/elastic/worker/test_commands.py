@@ -27,6 +27,7 @@ from holdfast.parallel.torch_compat import Work
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.http.client import Client, UnreachableError
 from tests.support.control_server import SECRET, Desk, controlling
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, ranks, wait_until
 
 SECONDS = 60.0
@@ -377,7 +378,9 @@ def test_who_was_stopped_for_a_while_is_not_stuck(rank: RankContext) -> None:
     assert _found_in_a_backward(stop) == [False]
 
 
-@pytest.mark.parametrize("error", ['RuntimeError("can\'t start new thread")', "MemoryError()"])
+@pytest.mark.parametrize(
+    "error", ['RuntimeError("can\'t start new thread")', in_campaign("MemoryError()")]
+)
 def test_a_worker_that_cannot_start_a_thread_while_it_halts_ends_itself(error: str) -> None:
     code = (
         "from holdfast.elastic.worker.commands import _exit_if_unable_to_halt\n"

@@ -1,9 +1,9 @@
 """The objects of a checkpoint as data: keys, blobs, parts and the one commit object.
 
-Format version 2, which reads version 1 too. A writer (one per rank) writes one blob, then its part
-manifest. When the parts of all writers of (generation, step) are there, they are merged into the
-commit object. Only that object makes the step a checkpoint. docs/checkpoint-format.md describes
-every field.
+Format version 2, or 3 where experts are spread; version 1 is read too. A writer (one per rank)
+writes one blob, then its part manifest. When the parts of all writers of (generation, step) are
+there, they are merged into the commit object. Only that object makes the step a checkpoint.
+docs/checkpoint-format.md describes every field.
 
 Manifests stay small because boxes are not listed. The commit holds the topology and the table,
 placements once per tensor, and `placed` derives from them where each box lies. Checksums are
@@ -33,7 +33,9 @@ from holdfast.layout import Topology
 FORMAT = 2
 """2 added to the table which dims tp cuts and which stages hold a tensor, and to the topology the
 blocks of each stage. If neither tp nor pp is above 1, both versions place every box alike."""
-READABLE_FORMATS = (1, FORMAT)
+FORMAT_OF_SPREAD_EXPERTS = 3
+"""Of a commit object whose table has rows with `ep`. Without such rows version 2 is the same."""
+READABLE_FORMATS = (1, FORMAT, FORMAT_OF_SPREAD_EXPERTS)
 BLOB_ALIGNMENT = 4096
 """Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
 read past the page cache."""
@@ -324,6 +326,7 @@ class Commit:
                 ],
                 "meta": dict(self.meta),
             },
+            FORMAT_OF_SPREAD_EXPERTS if any(spec.ep > 1 for spec in self.table) else FORMAT,
         )
 
     @staticmethod
@@ -408,10 +411,10 @@ def _start_of(p: PlacedBox) -> int:
 
 
 # --- sealing --------------------------------------------------------------------------------
-def seal_manifest(kind: str, body: Mapping[str, Any]) -> bytes:
+def seal_manifest(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
     """Return the canonical JSON of a manifest, with its format version. Its own checksum is the
     last key, and covers the bytes before it."""
-    content = _canonical_json({"holdfast": kind, "format": FORMAT, **body})
+    content = _canonical_json({"holdfast": kind, "format": version, **body})
     return content[:-1] + _checksum_tail(xxh3_128_hexdigest(content))
 
 
@@ -434,7 +437,7 @@ def unseal_manifest(kind: str, data: bytes, where: str) -> dict[str, Any]:
         raise CorruptError(f"{where}: checksum does not match")
     if version not in READABLE_FORMATS:
         raise CheckpointError(
-            f"format version {version} is newer than {FORMAT}",
+            f"format version {version} is newer than {max(READABLE_FORMATS)}",
             where=where,
             remedy="use the version of Holdfast that wrote it",
         )

@@ -50,7 +50,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, ScheduleCell]]:
     _check_places(schedule)
     _check_complete(schedule)
     at = [0] * schedule.ranks  # how many cells each rank has run
-    there: set[Value] = set()
+    there = {value for action in schedule.done if (value := value_produced(action)) is not None}
     blocked: defaultdict[Value, list[int]] = defaultdict(list)
     ready = deque(range(schedule.ranks))
     while ready:
@@ -117,7 +117,7 @@ def _check_places(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     """One F, and one B or one I and one W, of every stage and microbatch."""
     where = _schedule_label(schedule)
-    seen: set[Action] = set()
+    seen = set(schedule.done)
     for rank, row in enumerate(schedule.actions):
         for cell in row:
             if isinstance(cell, OverlappedActions) and len(cell.actions) < 2:
@@ -129,6 +129,8 @@ def _check_complete(schedule: Schedule) -> None:
                     raise ScheduleError(f"rank {rank} runs {action} twice", where=where)
                 seen.add(action)
     backward = schedule.has_backward
+    if schedule.is_open:  # the rest comes in a later window
+        return
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             if Action(stage, ActionKind.FORWARD, microbatch) not in seen:

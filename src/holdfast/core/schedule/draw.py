@@ -103,9 +103,17 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
     mean = sum(timeline.bubble) / len(timeline.bubble)
     return (
         f"{schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, "
-        f"{schedule.microbatches} microbatches, makespan {float(timeline.makespan):.6g}, "
+        f"{_microbatches(schedule)}, makespan {float(timeline.makespan):.6g}, "
         f"bubble {mean:.1%}"
     )
+
+
+def _microbatches(schedule: Schedule) -> str:
+    if not schedule.is_open:
+        return f"{schedule.microbatches} microbatches"
+    row = [action for cell in schedule.actions[0] for action in actions_of(cell)]
+    count = sum(action.kind is ActionKind.BACKWARD for action in row)
+    return f"{count} microbatches a step, of which one is drawn"
 
 
 def _figures(timeline: Timeline, rank: int) -> str:

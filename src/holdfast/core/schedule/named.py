@@ -7,12 +7,19 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.schedule.asynchronous import steady_window
 from holdfast.core.schedule.interleaved import interleaved
 from holdfast.core.schedule.table import Schedule, forward_only, gpipe, one_f_one_b
 from holdfast.core.schedule.zero_bubble import dualpipev, zb_h1, zbv
 from holdfast.errors import LayoutError
 
 Builder = Callable[[int, int, int], Schedule]
+
+
+def _in_midst_of_run(name: str) -> Builder:
+    """The window of one step of an asynchronous schedule."""
+    return lambda ranks, microbatches, _: steady_window(name, ranks, microbatches)
+
 
 SCHEDULES: Mapping[str, Builder] = MappingProxyType(
     {
@@ -22,6 +29,11 @@ SCHEDULES: Mapping[str, Builder] = MappingProxyType(
         "zb-h1": zb_h1,
         "zbv": zbv,
         "dualpipev": dualpipev,
+        **{
+            name: _in_midst_of_run(name)
+            for name, kind in SCHEDULE_KINDS.items()
+            if kind.is_asynchronous
+        },
         "forward": forward_only,
     }
 )

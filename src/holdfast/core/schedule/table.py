@@ -82,12 +82,17 @@ class Schedule:
     `rank_of[stage]` is the index on `pp` of the rank that holds the stage. A table without any
     backward (validation, generation) is a schedule too. Nothing is verified here: see
     `check.check_schedule`.
+
+    done: actions of earlier windows of a schedule that does not end with a step. is_open: some
+    actions of its microbatches are left to later windows.
     """
 
     name: str
     microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[ScheduleCell, ...], ...]
+    done: frozenset[Action] = frozenset()
+    is_open: bool = False
 
     @property
     def stages(self) -> int:

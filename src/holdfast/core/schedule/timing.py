@@ -24,7 +24,6 @@ from holdfast.core.schedule.table import (
     Schedule,
     ScheduleCell,
     ScheduleError,
-    Value,
     actions_of,
     value_produced,
     values_needed,
@@ -118,12 +117,14 @@ def time_schedule(schedule: Schedule, durations: Durations) -> Timeline:
     """
     durations._check(schedule.stages)
     spans: list[list[ScheduledSpan]] = [[] for _ in range(schedule.ranks)]
-    ready: dict[Value, float] = {}  # when each value is there, on the rank that made it
+    # when each value is there, on the rank that made it; those of earlier windows are everywhere
+    ready = {made: 0.0 for a in schedule.done if (made := value_produced(a)) is not None}
+    early = frozenset(ready)
     for rank, cell in execution_order(schedule):
         start: float = spans[rank][-1].stop if spans[rank] else 0
         for action in actions_of(cell):
             for value in values_needed(action, schedule.stages):
-                travels = schedule.rank_of[value.stage] != rank
+                travels = schedule.rank_of[value.stage] != rank and value not in early
                 start = max(start, ready[value] + (durations.send if travels else 0))
         stop = start + sum(durations.duration_of(action) for action in actions_of(cell))
         spans[rank].append(ScheduledSpan(cell, start, stop))
@@ -144,8 +145,10 @@ def max_in_flight(schedule: Schedule) -> tuple[int, ...]:
     if not schedule.has_backward:
         return (1,) * schedule.ranks
     peaks = []
-    for row in schedule.actions:
-        kept = peak = 0
+    for rank, row in enumerate(schedule.actions):
+        before = [a.kind for a in schedule.done if schedule.rank_of[a.stage] == rank]
+        kept = before.count(ActionKind.FORWARD)
+        peak = kept = kept - before.count(ActionKind.BACKWARD)
         for cell in row:
             kinds = [action.kind for action in actions_of(cell)]
             kept += kinds.count(ActionKind.FORWARD)

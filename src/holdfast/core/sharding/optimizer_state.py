@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+VELOCITY = Slot("velocity")
+"""What the schedule pipemare keeps for each parameter, in addition to the optimizer's own slots."""
+
 
 def is_hidden_matrix(optimizer: OptimizerConfig, name: str, shape: Shape) -> bool:
     """Return True for a parameter that Muon updates, False for one that takes AdamW."""
@@ -98,6 +101,12 @@ def optimizer_rows(optimizer: OptimizerConfig, parameters: StateTable) -> Iterat
                 named = replace(named, shard_dim=None, tp_dim=None, tp_units=1)
             rows.append(named)
         yield tuple(rows)
+
+
+def velocity_rows(parameters: StateTable) -> StateTable:
+    """The rows of what pipemare keeps. parameters: their rows, under their own names."""
+    prefix = slot_prefix(VELOCITY)
+    return tuple(replace(row, name=f"{prefix}{row.name}") for row in parameters)
 
 
 def bytes_like(optimizer: OptimizerConfig, parameter: TensorSpec) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.optimizer_state import velocity_rows
 from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
@@ -104,9 +105,10 @@ def run_parameter_table(config: RunConfig) -> StateTable:
 
 
 def run_state_table(config: RunConfig) -> StateTable:
-    """All state tensors: parameters first, then what the optimizer keeps."""
-    train = config.train
-    return with_optimizer_state(run_parameter_table(config), train.optimizer, train.precision)
+    """All state tensors: parameters first, then what the optimizer keeps, and the schedule."""
+    train, parameters = config.train, run_parameter_table(config)
+    rows = with_optimizer_state(parameters, train.optimizer, train.precision)
+    return rows + velocity_rows(parameters) if config.layout.keeps_velocity else rows
 
 
 def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, ...]:

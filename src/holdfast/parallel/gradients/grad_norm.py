@@ -7,8 +7,8 @@ is a function of the model and of the sharding, so the value is too. Meshes with
 combine their sums of squares in shard order.
 
 Two processors add the squares of a block in unlike orders. So a buffer that lies on the host comes
-to the device that computes, in pieces. A device's kernel has one order if it gets many blocks, and
-another one for a few. So it gets 16 at least.
+to the device that computes, in pieces. An accelerator's kernel has one order if it gets many
+blocks, and another one for a few. So it gets 16 at least.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sum_of_squares(flat: Tensor, device: torch.device | None = None) -> Tensor:
 
 def _norms(blocks: Tensor) -> Tensor:
     """[n, 4096] -> [n]"""
-    missing = _LEAST_BLOCKS - len(blocks)
+    missing = 0 if blocks.is_cpu else _LEAST_BLOCKS - len(blocks)
     padded = F.pad(blocks, (0, 0, 0, missing)) if missing > 0 else blocks
     norms: Tensor = torch.linalg.vector_norm(padded, dim=1)
     return norms[: len(blocks)]
