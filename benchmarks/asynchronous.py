@@ -1,6 +1,6 @@
 """Loss of the asynchronous schedules next to 1F1B's, on the quickstart's data and equal tokens.
 
-    python -m benchmarks.asynchronous [--steps 400] [--seeds 3] [--learning-rate 1e-3]
+    python -m benchmarks.asynchronous [--steps 400] [--seeds 3] [--learning-rate 3e-4]
 
 Each case is a run of `holdfast train` on two workers along pp, with the data of the quickstart. Its
 model has untied embeddings, as pipemare asks. A row has the last validation loss, and how far it is
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--folder", type=Path, help="of the runs; none: they are not kept")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as own:

@@ -92,7 +92,7 @@ LAYOUTS = [
             ("long.fp32.cp4", 4),
             ("long.ring.fp32.pp2-cp2", 4),
             ("interleaved.fp32.pp2", 4),
-            ("interleaved.bf16.pp4", 4),
+            ("eight.interleaved.bf16.pp4", 4),
         )
     ),
     *(

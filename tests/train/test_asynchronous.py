@@ -202,9 +202,9 @@ def test_pipemare_divides_the_learning_rate_of_a_late_stage() -> None:
 
 
 def test_the_run_says_once_that_its_curve_is_another() -> None:
-    late = {"layout": {"pp": 2, "workers": 2, "schedule": "pipemare"}}
+    late = {"layout": {"pp": 2, "workers": 2, "schedule": "pipedream"}}
     (line,) = describe_asynchronous(RunConfig.model_validate(late))
-    assert line.startswith("layout.schedule pipemare: gradients are of older weights")
+    assert line.startswith("layout.schedule pipedream: gradients are of older weights")
     late["layout"]["pp"] = 1
     assert not describe_asynchronous(RunConfig.model_validate(late))
 

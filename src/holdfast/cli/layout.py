@@ -52,16 +52,12 @@ def schedule(
         str | None, typer.Option("--schedule", help=f"one of {', '.join(SCHEDULES)}; none: 1f1b")
     ] = None,
     stages: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="stages of the pipeline; none: those of 4 ranks"),
+        int | None, typer.Option(min=1, max=1024, help="all stages; none: those of 4 ranks")
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, max=65536, help="microbatches of a step; none: 8")
     ] = None,
-    virtual: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="stages on each rank; none: as the schedule has"),
-    ] = None,
+    virtual: Annotated[int | None, typer.Option(min=1, help="stages a rank; none: usual")] = None,
     replica: Annotated[int, typer.Option(min=0, help="which replica of the run file")] = 0,
     forward: Annotated[
         str | None, typer.Option(help="time of a forward: one, or one a stage as 1,1,2,1")

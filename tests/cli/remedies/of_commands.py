@@ -159,6 +159,12 @@ CASES: list[Case] = [
         word("3"),
     ),
     schedule(
+        "the schedule … has … stages on each rank, not 1",
+        "--schedule zbv --virtual 1",
+        r"use --virtual (\d)",
+        last("{0}"),
+    ),
+    schedule(
         "there are … times for … stages",
         "--stages 4 --forward 1,1",
         r"give one, or (\d+)",
