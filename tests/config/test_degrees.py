@@ -222,6 +222,16 @@ def sentence(*overrides: str) -> str:
             "or [] to have them balanced by cost",
         ),
         (
+            ["layout.pp=2", "layout.balance_costs=[1, 1, 1]"],
+            "layout.balance_costs has 3 times, but an embedding, 6 blocks (model.layers) and a "
+            "head are 8; use 8 times, or layout.balance_costs []",
+        ),
+        (
+            ["layout.pp=2", "layout.balance=memory", "layout.balance_costs=[1, 1, 1]"],
+            "layout.balance_costs has times, which have no effect on layout.balance memory; "
+            "use layout.balance time, or layout.balance_costs []",
+        ),
+        (
             ["layout.schedule=zb-h1", "layout.virtual_stages=2"],
             "layout.virtual_stages 2 has no effect on layout.schedule zb-h1; "
             "use layout.schedule interleaved, or virtual_stages 0",

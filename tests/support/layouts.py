@@ -36,10 +36,10 @@ import torch
 from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
-from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
+from holdfast.plan.balance import planned_stages
 from holdfast.train.build import build_engine, choose_exchange
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import StepVerdict
@@ -79,6 +79,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "documents": {"data__attention": "document"},
     "interleaved": {"layout__schedule": "interleaved"},
     "zbh1": {"layout__schedule": "zb-h1"},
+    "packed": {"layout__balance": "memory"},
+    "uneven": {"layout__balance_costs": [0, 1, 1, 1, 1, 9]},
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
     "pipedream": {"layout__schedule": "pipedream"},
@@ -267,11 +269,7 @@ def topology_of(
     layouts = [
         replace(
             layout,
-            stages=balance_stages(
-                config.model,
-                layout.pp * config.layout.stages_a_worker,
-                config.data.sequence_length,
-            ),
+            stages=config.layout.stages or planned_stages(config, layout.mesh_shape),
             is_folded=config.layout.is_folded,
         )
         if layout.pp > 1

@@ -157,6 +157,31 @@ def test_the_estimate_of_a_pipeline_is_the_accounted_peak() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "layers", "factor"), [("pp2", 12, 1.25), ("pp4", 32, 1.9)])
+def test_balanced_stages_hold_as_much_as_each_other(name: str, layers: int, factor: float) -> None:
+    """The ends are heavy: a table of 4,000 rows, and logits. Equal stages are far apart then."""
+    peaks = {}
+    for flag in ("fp32", "packed.fp32"):
+        changes = {
+            "model__layers": layers,
+            "model__dim": 32,
+            "model__ffn_dim": 96,
+            "model__vocab_size": 4_000,
+            "data__sequence_length": 64,
+            "train__batch_size": 32,
+        }
+        if flag == "fp32":
+            pp = int(name.removeprefix("pp"))
+            changes |= {"layout__pp": pp, "layout__stages": [layers // pp] * pp}
+        arguments = {"name": f"{flag}.{name}", "changes": changes}
+        found = rank_values(_accounted, case(name).world_size, arguments, deadline=600)
+        peaks[flag] = [peak for peak, _ in found]
+        print(flag, peaks[flag])
+    assert max(peaks["packed.fp32"]) <= 1.1 * min(peaks["packed.fp32"])
+    assert max(peaks["fp32"]) >= factor * min(peaks["fp32"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_estimate_is_the_accounted_peak(seed: int) -> None:
     _compare(*_drawn(seed))

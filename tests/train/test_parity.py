@@ -204,7 +204,8 @@ MORE_CONTEXT = [
     "deep.zbv.pp2-cp2",
     "deep.interleaved.ring.pp2-cp2",
 ]
-LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
+UNEVEN = ["deep.uneven.pp2", "deep.uneven.pp2-tp2", "deep.uneven.zbv.pp2", "packed.pp2-shard2"]
+LAYOUTS = [*UNEVEN, *AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
 LAYOUTS += SPREAD_OVER_CONTEXT
 SOME = [
     "tp2+one",

@@ -79,6 +79,8 @@ LAYOUTS = {
     "plain.tp2": "plain.pp2",
     "zbv.pp2": "zbv.tp2",
     "interleaved.dp2": "interleaved.pp2",
+    "deep.uneven.pp2": "deep.pp2",
+    "deep.pp2": "deep.uneven.pp2",
     "pipedream.pp2": "pipedream.dp2",
     "2bw.dp2": "2bw.pp2",
     "untied.pipemare.pp2": "untied.pipemare.tp2",

@@ -77,6 +77,7 @@ WITH_EXPERTS = [
     ("experts.copies.ep2.shard2", "experts.pp2"),
     ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
+UNEVEN = [("pp2", "uneven.pp2"), ("uneven.pp2", "pp2")]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
 CHOSEN = {*NEAR[::3], ("pp3+pp2", "shard2-tp2"), ("interleaved.pp2", "pp2"), ("ring.cp2", "tp2")}
 """Each axis is saved under and resumed under, and one product; the campaign takes all pairs."""
@@ -188,7 +189,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("a", "b"),
     [
         pytest.param(a, b, id=f"{a}_to_{b}", marks=() if (a, b) in CHOSEN else pytest.mark.slow)
-        for a, b in [*PAIRS, *MIXED, *CONTEXT, *WITH_EXPERTS, *LATE]
+        for a, b in [*PAIRS, *MIXED, *UNEVEN, *CONTEXT, *WITH_EXPERTS, *LATE]
     ],
 )
 def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Path) -> None:

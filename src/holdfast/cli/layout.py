@@ -25,6 +25,7 @@ from holdfast.core.schedule.named import SCHEDULES, build_schedule
 from holdfast.core.schedule.table import Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.errors import ConfigError, UserError
+from holdfast.layout import Replica
 
 MAX_DRAWN_ACTIONS = 200_000  # of a drawing: more cannot be told apart
 TIME_BOUNDS = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay far from overflow
@@ -182,11 +183,11 @@ def _request_of_run_file(
     from holdfast.cli.train import checked_layouts, with_vocabulary
     from holdfast.config.load import load_config
     from holdfast.config.task import refuse_file_of_task
-    from holdfast.core.sharding.pipeline_stages import block_costs
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset import Dataset, exists
     from holdfast.launch.microbatch_size import with_microbatch_size
-    from holdfast.plan.layouts import microbatches
+    from holdfast.plan.balance import times_of_stages
+    from holdfast.plan.step_microbatches import microbatches
 
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]
@@ -208,13 +209,11 @@ def _request_of_run_file(
     virtual = config.layout.stages_a_worker if layout.pp > 1 else 1
     schedule = config.layout.schedule if layout.pp > 1 else "1f1b"
     asked = _request_by_name(schedule, layout.pp * virtual, count or share, virtual)
-    costs = block_costs(config.model, config.data.sequence_length)
-    blocks, times, start = layout.stages or (config.model.layers,), [], 0
-    for held in blocks:
-        times.append(sum(costs.times[start : start + held]))
-        start += held
-    times[0] += costs.first[0]
-    times[-1] += costs.last[0]
+    times: tuple[float, ...] = (1.0,)
+    if layout.stages:
+        ranks = tuple(range(layout.replica_size))
+        placed = Replica(0, ranks, layout.mesh_shape, layout.stages, 1, layout.is_folded)
+        times = times_of_stages(config, placed)
     if config.model.vocab_size == 0:
         say("the dataset is not prepared: the head counts as nothing; add model.vocab_size=N")
     mean = sum(times) / len(times)

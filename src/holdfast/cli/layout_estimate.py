@@ -13,7 +13,7 @@ from holdfast.layout import Topology
 from holdfast.plan.activations import device_kind, has_estimate, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.estimate import RankEstimate, estimates_by_rank
-from holdfast.plan.layouts import microbatches
+from holdfast.plan.step_microbatches import microbatches
 from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.report.formatting import format_bytes
 

@@ -13,6 +13,7 @@ from holdfast.cli.layout_estimate import (
     print_zero2,
 )
 from holdfast.cli.layout_places import print_places
+from holdfast.cli.layout_stages import print_stages
 from holdfast.cli.output import print_table
 from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
@@ -23,9 +24,9 @@ from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.plan.activations import activations_of, device_kind, has_formula
 from holdfast.plan.expert_copies import copy_bytes, most_copies
-from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
 from holdfast.plan.memory_use import RankContents, Span
+from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_bytes, format_count, format_plural
 
 _BYTES = """\
@@ -46,6 +47,7 @@ class LayoutPicture:
         for replica in self.topology.replicas:
             print()
             self._grid(replica)
+        print_stages(self.config, self.topology)
         print()
         self._ranks()
         print_zero2(self.config, self.topology)

@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.layout_estimate import estimates_as_json
 from holdfast.cli.layout_picture import LayoutPicture
+from holdfast.cli.layout_stages import stages_as_json
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import checked_layouts, with_vocabulary
 from holdfast.config.load import LoadedConfig, load_config
@@ -22,10 +23,10 @@ from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.activations import activations_of, device_kind, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
-from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.memory_use import contents_by_rank
 from holdfast.plan.placed_memory import placed_by_rank
+from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_plural
 
 
@@ -202,6 +203,7 @@ def _as_json(
     value: dict[str, Any] = {
         "topology": topology.to_json(),
         "layout": config.layout.model_dump(mode="json"),
+        "stages": [stages_as_json(config, replica) for replica in topology.replicas],
         "ranks": ranks,
         "microbatches": [
             {"from_step": step, "number": number, "shares": deal(number, replicas)}

@@ -16,6 +16,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.pipeline import (
     check_asynchronous,
+    check_balance_costs,
     check_pipeline,
     check_split_backward,
     check_virtual_stages,
@@ -49,6 +50,8 @@ def find_impossible_degrees(
     length: of a sample. cuts: of what is trained if it is not the decoder
     (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout) or check_virtual_stages(layout):
+        return sentence
+    if sentence := check_balance_costs(layout, model.layers) if cuts is None else "":
         return sentence
     if sentence := _experts(layout, model, train, cuts):
         return sentence

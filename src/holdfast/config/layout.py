@@ -101,6 +101,16 @@ class LayoutConfig(DegreesConfig):
         description="with schedule pipemare: what is left of a movement in the mean movement of "
         "the weights, after as many steps as a gradient is late",
     )
+    balance: Literal["time", "memory"] = Field(
+        "time",
+        description="with pp and stages []: what stages get blocks by. time: the slowest stage is "
+        "as fast as can be; memory: the fullest worker holds as little as can be",
+    )
+    balance_costs: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field(
+        (),
+        description="with balance time: measured times, of the embedding, each block, and the last "
+        "norm with the head and the loss; in any unit. []: FLOPs",
+    )
     virtual_stages: int = Field(
         0, ge=0, description="stages of each worker under schedule interleaved; 0: 2"
     )

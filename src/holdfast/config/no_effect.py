@@ -16,6 +16,7 @@ from holdfast.config.layout import LayoutConfig
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
 from holdfast.config.memory import DEVICE, FILE, MOVABLE
+from holdfast.config.run import RunConfig
 from holdfast.config.task import SCRIPT_TASK
 
 
@@ -214,6 +215,16 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
         yield key, f"has no effect with {reason}", "remove it"
 
 
+def _no_balance(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """Keys that share blocks out among stages, where nothing is shared out."""
+    kinds = [degrees for _, degrees in config.layout.kinds]
+    for name in ("balance", "balance_costs"):
+        key = f"layout.{name}"
+        yield key, all(each.pp == 1 for each in kinds), "layout.pp 1"
+        named = all(each.pp == 1 or each.stages for each in kinds)
+        yield key, named and any(each.stages for each in kinds), "the stages that the file names"
+
+
 def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
     """(key, whether it has no effect, with what)."""
     zero = f"layout.zero {layout.zero}" if layout.zero != 2 else "layout.dp_shard 1"
@@ -251,6 +262,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
+        *_no_balance(config),
         *_layout_rules(config.layout),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),

@@ -53,6 +53,24 @@ def check_virtual_stages(layout: LayoutConfig) -> str:
     return ""
 
 
+def check_balance_costs(layout: LayoutConfig, layers: int) -> str:
+    """Check that measured times are of all parts of the model, and are asked for."""
+    costs, key = layout.balance_costs, "layout.balance_costs"
+    if not costs:
+        return ""
+    if layout.balance != "time":
+        return (
+            f"{key} has times, which have no effect on layout.balance {layout.balance}: use "
+            f"layout.balance time, or {key} []"
+        )
+    if len(costs) != layers + 2:
+        return (
+            f"{key} has {len(costs)} times, but an embedding, {layers} blocks (model.layers) and a "
+            f"head are {layers + 2}: use {layers + 2} times, or {key} []"
+        )
+    return ""
+
+
 def check_split_backward(
     key: str, degrees: DegreesConfig, layout: LayoutConfig, train: TrainConfig
 ) -> str:

@@ -50,8 +50,8 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.plan.expert_memory import ExpertShape
-from holdfast.plan.layouts import microbatches
 from holdfast.plan.pass_order import StageBytes, fullest_forward
+from holdfast.plan.step_microbatches import microbatches
 
 _SCHEDULES = ("interleaved", "zb-h1", "zbv", "dualpipev")
 _COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}

@@ -31,11 +31,11 @@ from holdfast.plan.activations import (
     stages_on,
 )
 from holdfast.plan.gradient_buffers import gradient_buffers
-from holdfast.plan.layouts import microbatches
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.pass_memory import Moment, Stage, moments_of
 from holdfast.plan.pass_order import RankPass, rank_actions, rank_passes
 from holdfast.plan.placed_memory import placed_memory
+from holdfast.plan.step_microbatches import microbatches
 
 FRAGMENTATION = 0.05
 """Part of what is not state that an accelerator's allocator may lose between pieces."""

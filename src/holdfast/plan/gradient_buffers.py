@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from holdfast.config.memory import DEVICE
@@ -60,13 +61,14 @@ def gradient_buffers(
     staying, received = frozenset[int](), list[tuple[str, int]]()
     tree = ReductionTree(sum(map(len, shares)))
     pieces = [len(maximal_subtrees(tree, share)) for share in shares]
+    plan = cache(lambda replica: plan_accumulation(tree, shares[replica], pairs))
     for cell in cells:
         own = cell.member(rank)
         buckets = _buckets(cell.boxes, bucket, by_unit=by_unit)
         size = _round_up(sum(buckets), BUFFER_ELEMENTS)
         actions: Sequence[LeafAction] = ()
         if own.contributes and not is_fast:
-            actions = plan_accumulation(tree, shares[own.replica], pairs)
+            actions = plan(own.replica)
         kept = [action for action in actions if not action.stays_in_place]
         slots = {(0, 0), *((a.piece, 0) if a.depth == 0 else (0, a.depth) for a in kept)}
         staying |= {n for n, action in enumerate(actions) if action.stays_in_place}

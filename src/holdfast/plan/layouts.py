@@ -10,11 +10,11 @@ from __future__ import annotations
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
-from holdfast.core.data.sample_order import BatchSchedule
-from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
+from holdfast.plan.balance import mesh_shape_of, planned_stages
+from holdfast.plan.step_microbatches import microbatches
 
 
 def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
@@ -28,7 +28,7 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
     layouts: list[Layout] = []
     for _, degrees in replicas_of(config.layout):
         if degrees not in stages:
-            stages[degrees] = _stages(config, degrees)
+            stages[degrees] = degrees.stages or planned_stages(config, mesh_shape_of(degrees))
         layouts.append(
             Layout(
                 pp=degrees.pp,
@@ -42,13 +42,6 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
     return tuple(layouts)
 
 
-def _stages(config: RunConfig, degrees: DegreesConfig) -> tuple[int, ...]:
-    if degrees.pp == 1:
-        return ()
-    number = degrees.pp * config.layout.stages_a_worker
-    return degrees.stages or balance_stages(config.model, number, config.data.sequence_length)
-
-
 def replicas_of(layout: LayoutConfig) -> tuple[tuple[str, DegreesConfig], ...]:
     """(key in the run file, degrees) of each replica. Raises LayoutError for 0 workers."""
     if layout.replicas:
@@ -60,21 +53,6 @@ def replicas_of(layout: LayoutConfig) -> tuple[tuple[str, DegreesConfig], ...]:
             remedy=f"use a multiple of {layout.ranks}",
         )
     return layout.kinds * (layout.workers // layout.ranks)
-
-
-def microbatches(config: RunConfig) -> dict[int, int]:
-    """First step -> logical microbatches of a step, for every size of batch that the run has. A
-    microbatch that is not chosen yet counts as one sample."""
-    train = config.train
-    schedule = BatchSchedule(
-        train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
-    )
-    starts = {1} | {stage.from_step for stage in train.batch_warmup}
-    return {
-        step: schedule.size(step) // (train.microbatch_size or 1)
-        for step in sorted(starts)
-        if step <= train.steps
-    }
 
 
 def max_workers(config: RunConfig, workers: int) -> int:

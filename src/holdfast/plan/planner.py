@@ -28,9 +28,9 @@ from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
 from holdfast.plan.assignment import PlacedReplica, PresentReplicas, ReplicaPlacer
 from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
-from holdfast.plan.layouts import microbatches
 from holdfast.plan.replica_counts import choose_replicas
 from holdfast.plan.replica_shapes import AllowedShapes
+from holdfast.plan.step_microbatches import microbatches
 
 _SPEED_RESOLUTION = 100  # steps in which speeds are told apart
 

@@ -20,7 +20,6 @@ from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.optimizer import ALL, ELEMENTWISE
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
@@ -33,6 +32,7 @@ from holdfast.layout import (
     coordinates_of,
     index_of,
 )
+from holdfast.plan.balance import mesh_shape_of, planned_stages
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.placed_memory import bytes_in_memory
 
@@ -74,7 +74,7 @@ class AllowedShapes:
         self._table = known_parameters(config)
         self._needed_bytes_of: dict[MeshShape, int] = {}
         kinds: Sequence[DegreesConfig] = config.layout.replicas or (config.layout,)
-        self.configured = tuple(self._shape(_mesh_shape_of(d), d.stages) for d in kinds)
+        self.configured = tuple(self._shape(mesh_shape_of(d), d.stages) for d in kinds)
         if memory is not None and not any(self.fits_memory(shape) for shape in self.configured):
             raise self._too_large_error(kinds)
 
@@ -107,8 +107,8 @@ class AllowedShapes:
                 allowed[mesh_shape] = None
         by_size: dict[int, list[MeshShape]] = {}
         for mesh in sorted(allowed, key=lambda m: (-m[3], -m[2], -m[1], -m[0])):
-            if self.fits_memory(self._shape_of_mesh(mesh)):
-                by_size.setdefault(self._shape_of_mesh(mesh).size, []).append(mesh)
+            if self._mesh_fits(mesh):
+                by_size.setdefault(prod(mesh), []).append(mesh)
         chosen: list[ReplicaShape] = []
         for size in sorted(by_size, reverse=True):
             first, fewest = by_size[size][0], min(by_size[size], key=lambda m: m[0])
@@ -122,12 +122,16 @@ class AllowedShapes:
             for s in self.configured
         )
         possible = mesh_shape in self._degree_rules
-        return inside and possible and self.fits_memory(self._shape_of_mesh(mesh_shape))
+        return inside and possible and self._mesh_fits(mesh_shape)
 
     def min_microbatches(self, pp: int) -> int:
         return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(pp)
 
     # --- parts ------------------------------------------------------------------------------
+    def _mesh_fits(self, mesh_shape: MeshShape) -> bool:
+        """As `fits_memory`; without a bound, no stages are planned for it."""
+        return self.memory is None or self.fits_memory(self._shape_of_mesh(mesh_shape))
+
     def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:
         """Return the run file's shape, or one with balanced stages if the file names none."""
         wanted = next((s for s in self.configured if s.mesh_shape == mesh_shape), None)
@@ -137,22 +141,20 @@ class AllowedShapes:
         pp = mesh_shape[0]
         return ReplicaShape(
             mesh_shape,
-            stages or self._stages(pp),
+            stages or self._stages(mesh_shape),
             self.min_microbatches(pp),
             pp > 1 and self.config.layout.is_folded,
         )
 
-    def _stages(self, pp: int) -> Stages:
-        if pp == 1:
-            return ()
-        if pp not in self._balanced_stages:
-            length = self.config.data.sequence_length
-            number = pp * self.config.layout.stages_a_worker
-            self._balanced_stages[pp] = balance_stages(self.config.model, number, length)
-        return self._balanced_stages[pp]
+    def _stages(self, mesh_shape: MeshShape) -> Stages:
+        # time depends on the pipeline alone
+        key = mesh_shape if self.config.layout.balance == "memory" else mesh_shape[:1]
+        if key not in self._balanced_stages:
+            self._balanced_stages[key] = planned_stages(self.config, mesh_shape)
+        return self._balanced_stages[key]
 
     @cached_property
-    def _balanced_stages(self) -> dict[int, Stages]:
+    def _balanced_stages(self) -> dict[MeshShape, Stages]:
         return {}
 
     def _smaller_meshes(self, mesh_shape: MeshShape) -> Iterable[MeshShape]:
@@ -174,10 +176,6 @@ class AllowedShapes:
             where="layout.replicas" if self.config.layout.replicas else "layout",
             remedy="raise dp_shard, tp or pp, or allow more memory",
         )
-
-
-def _mesh_shape_of(degrees: DegreesConfig) -> MeshShape:
-    return tuple(getattr(degrees, axis) for axis in AXES)
 
 
 class _DegreeRules:

@@ -12,7 +12,7 @@ from holdfast.chaos.sample_run import write_run_file
 from holdfast.chaos.schedule import parse_faults_option
 from holdfast.core.schedule.csv import from_csv
 from holdfast.core.schedule.named import build_schedule
-from holdfast.core.sharding.pipeline_stages import balance_stages
+from holdfast.core.sharding.pipeline_stages import check_number_of_stages
 from holdfast.errors import ConfigError
 from holdfast.layout import Layout, Replica
 from holdfast.parallel.torch_compat import check_version
@@ -232,7 +232,7 @@ CASES: list[Case] = [
     case(
         "core/sharding/pipeline_stages.py: … stages cannot share … blocks",
         values(pp=5),
-        lambda lab: balance_stages(config(), lab.settings["pp"], 16),
+        lambda lab: check_number_of_stages(config(), lab.settings["pp"]),
         r"use (\d+) or less",
         setting("pp", int),
     ),

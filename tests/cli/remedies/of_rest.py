@@ -28,7 +28,7 @@ from holdfast.launch.run_folder import refuse_old_base
 from holdfast.launch.runs import open_run
 from holdfast.layout import Replica, Topology
 from holdfast.plan.hardware import detect_hardware
-from holdfast.plan.layouts import check_dealing_of_steps, replicas_of
+from holdfast.plan.layouts import check_dealing_of_steps, layouts_of, replicas_of
 from holdfast.report.trackers.cursor import CURSOR_FILE, Cursor
 from holdfast.report.trackers.registry import load_tracker
 from holdfast.simulate.traces import load_trace, parse_outages
@@ -232,6 +232,10 @@ def replicas(lab: Lab) -> None:
 
 def deal(lab: Lab) -> None:
     check_dealing_of_steps(resolve_config(None, "command line", lab.settings["overrides"]).config)
+
+
+def plan_stages(lab: Lab) -> None:
+    layouts_of(resolve_config(None, "command line", lab.settings["overrides"]).config)
 
 
 def overrides(*words: str) -> Callable[[Lab], None]:
@@ -460,6 +464,23 @@ CASES: list[Case] = [
         replicas,
         r"use a multiple of (\d+)",
         add("layout.workers={0}"),
+    ),
+    case(
+        "plan/stage_memory.py: memory has no formula for this run's schedule, or for its experts, "
+        "windows, masks of documents, norms, precision, layout.quantized, or cp with "
+        "train.recompute_keep attention",
+        overrides(
+            "model.layers=4",
+            "layout.pp=2",
+            "layout.workers=2",
+            "layout.balance=memory",
+            "train.batch_size=4",
+            "train.microbatch_size=1",
+            "data.attention=document",
+        ),
+        plan_stages,
+        r"use layout.balance (time)",
+        add("layout.balance={0}"),
     ),
     case(
         "plan/layouts.py: ….pp … under … needs … microbatches a replica, but step … has …, of "

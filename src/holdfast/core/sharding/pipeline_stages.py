@@ -1,4 +1,4 @@
-"""Assigns blocks to pipeline stages: equal time, not equal numbers.
+"""Assigns blocks to pipeline stages: equal time or equal memory, not equal numbers.
 
 A pipeline runs at the pace of its slowest stage, so time is balanced. Time is FLOPs of a block
 against those of the head (`core/flops.py`, causal attention counted once). In a small model with a
@@ -7,12 +7,16 @@ but its table needs memory. So among equally fast splits, the one whose largest 
 parameters wins. Among those, the one with the fewest blocks on the first stages wins. An early
 stage keeps the activations of the most microbatches (1F1B: Narayanan et al. 2021, arXiv 2104.04473,
 section 2.2).
+
+`best_split` does this for any two costs of a stage. `plan/balance.py` gives it those that the run
+file asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,7 @@ from holdfast.layout import Stages
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
+    from holdfast.config.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,22 @@ class BlockCosts:
     parameters: tuple[int, ...]
     first: tuple[float, int] = (0.0, 0)
     last: tuple[float, int] = (0.0, 0)
+
+    def cost(self, which: int, stages: int, stage: int, start: int, stop: int) -> float:
+        """Time (0) or parameters (1) of one of so many stages, if it has blocks [start, stop)."""
+        before = self._sums[which]
+        ends = self.first[which] if stage == 0 else 0
+        ends += self.last[which] if stage == stages - 1 else 0
+        return before[stop] - before[start] + ends
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[float, ...], ...]:
+        rows = (self.times, self.parameters)
+        return tuple(tuple(accumulate(row, initial=0)) for row in rows)
+
+
+StageCost = Callable[[int, int, int], float]
+"""(stage, first block, block after the last) -> what that stage costs with these blocks."""
 
 
 def block_costs(model: ModelConfig, sequence_length: int) -> BlockCosts:
@@ -66,60 +87,73 @@ def _with_layers(model: ModelConfig, layers: int, *, has_experts: bool = False) 
     return model.model_copy(update={"layers": layers, "experts": kept})
 
 
-def balance_stages(model: ModelConfig, pp: int, sequence_length: int) -> Stages:
-    """Blocks of each of `pp` stages, all at least 1. Raises LayoutError for too many stages."""
-    if not 1 <= pp <= model.layers:
+def times_again(
+    model: ModelConfig, sequence_length: int, policy: RecomputePolicy
+) -> tuple[float, ...]:
+    """Return the FLOPs per token that the backward pass of each block runs again. The forward pass
+    is a third of a block's FLOPs. What it keeps of products and of attention is not run again."""
+    if policy.word == "none":
+        return (0.0,) * model.layers
+    whole = block_costs(model, sequence_length).times
+    products = block_costs(model, 0).times  # without scores, which need keys
+    parts = zip(whole, products, strict=True)
+    return tuple(
+        (0.0 if policy.keeps("matmul") else product / 3)
+        + (0.0 if policy.keeps("attention") else (both - product) / 3)
+        for both, product in parts
+    )
+
+
+def check_number_of_stages(model: ModelConfig, stages: int) -> None:
+    """Raises LayoutError unless each stage can have a block."""
+    if not 1 <= stages <= model.layers:
         raise LayoutError(
-            f"{pp} stages cannot share {model.layers} blocks",
+            f"{stages} stages cannot share {model.layers} blocks",
             where="layout.pp",
             remedy=f"use {model.layers} or less",
         )
-    return split_stages(block_costs(model, sequence_length), pp)
 
 
 def split_stages(costs: BlockCosts, stages: int) -> Stages:
-    """The best contiguous split, by dynamic programming over (stages, blocks given out).
-
-    Three passes: the least possible time of the slowest stage; under it the least parameters of
-    the largest stage; under both the smallest first stages. O(stages * blocks^2).
-    """
-    blocks = len(costs.times)
-    before = [list(accumulate(row, initial=0)) for row in (costs.times, costs.parameters)]
-
-    def cost(which: int, stage: int, start: int, stop: int) -> float:
-        """Time (0) or parameters (1) of a stage that holds blocks [start, stop)."""
-        inner = before[which][stop] - before[which][start]
-        ends = (costs.first[which] if stage == 0 else 0) + (
-            costs.last[which] if stage == stages - 1 else 0
-        )
-        return inner + ends
+    """The best contiguous split by time, and by parameters among equally fast ones."""
 
     def time(stage: int, start: int, stop: int) -> float:
-        return cost(0, stage, start, stop)
-
-    # sums may differ in the end
-    slowest = _least_bottlenecks(blocks, stages, time)[0][0] * (1 + 1e-12)
+        return costs.cost(0, stages, stage, start, stop)
 
     def parameters(stage: int, start: int, stop: int) -> float:
-        fits = time(stage, start, stop) <= slowest
-        return cost(1, stage, start, stop) if fits else float("inf")
+        return costs.cost(1, stages, stage, start, stop)
 
-    rest = _least_bottlenecks(blocks, stages, parameters)
+    return best_split(len(costs.times), stages, time, parameters)
+
+
+def best_split(blocks: int, stages: int, first: StageCost, second: StageCost) -> Stages:
+    """The best contiguous split, by dynamic programming over (stages, blocks given out).
+
+    Three passes: the least possible first cost of the stage that has the most of it. Under it, the
+    least second cost of the stage with most of that. Under both, the smallest first stages.
+    O(stages * blocks^2).
+    """
+    # sums may differ in the end
+    most = _least_bottlenecks(blocks, stages, first)[0][0] * (1 + 1e-12)
+
+    def allowed(stage: int, start: int, stop: int) -> float:
+        fits = first(stage, start, stop) <= most
+        return second(stage, start, stop) if fits else float("inf")
+
+    rest = _least_bottlenecks(blocks, stages, allowed)
     largest, out, start = rest[0][0], [], 0
     for stage in range(stages):
         stop = next(
             stop
             for stop in range(start + 1, blocks + 1)
-            if max(parameters(stage, start, stop), rest[stage + 1][stop]) <= largest
+            if max(allowed(stage, start, stop), rest[stage + 1][stop]) <= largest
         )
         out.append(stop - start)
         start = stop
     return tuple(out)
 
 
-def _least_bottlenecks(
-    blocks: int, stages: int, cost: Callable[[int, int, int], float]
-) -> Sequence[Sequence[float]]:
+def _least_bottlenecks(blocks: int, stages: int, cost: StageCost) -> Sequence[Sequence[float]]:
     """[stage][start]: the least possible largest cost of stages `stage` and after, when they hold
     the blocks from `start` on; infinite where they cannot."""
     infinite = float("inf")

@@ -1,0 +1,70 @@
+"""The peak memory of each worker of a pipeline, for any numbers of blocks on its stages.
+
+A worker's peak is the estimate of `estimate.py`, for a pipeline whose other stages have one block
+each. It does not depend on what those hold.
+
+Nothing here depends on the number of replicas that are left after a loss, so a loss moves no
+block of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from holdfast.config.run import RunConfig
+from holdfast.errors import LayoutError
+from holdfast.layout import Layout, MeshShape, place_replicas
+from holdfast.plan.activations import device_kind, has_estimate
+from holdfast.plan.estimate import rank_estimate
+from holdfast.plan.step_microbatches import microbatches
+
+_MOST_REPLICAS = 8
+"""Replicas that the estimate has. More of them add next to nothing to a rank's buffers."""
+
+
+def check_memory_formula(config: RunConfig) -> None:
+    """Raises LayoutError for a run whose stages have no estimate of memory."""
+    if has_estimate(config):
+        return
+    raise LayoutError(
+        "memory has no formula for this run's schedule, or for its experts, windows, masks of "
+        "documents, norms, precision, layout.quantized, or cp with train.recompute_keep attention",
+        where="layout.balance",
+        remedy="use layout.balance time",
+    )
+
+
+class PipelineMemory:
+    """Peaks of the workers of one pipeline."""
+
+    def __init__(self, config: RunConfig, mesh_shape: MeshShape):
+        check_memory_formula(config)
+        self._config, self._mesh_shape = config, mesh_shape
+        layout = config.layout
+        whole = max(1, len(layout.replicas) or layout.workers // prod(mesh_shape))
+        self._share = max(1, -(-max(microbatches(config).values()) // whole))
+        self._replicas = min(whole, _MOST_REPLICAS)
+
+    def peak(self, worker: int, blocks: Mapping[int, int]) -> int:
+        """The most bytes on a worker. blocks: stage -> blocks, for each of its stages."""
+        pp, dp_shard, cp, tp = self._mesh_shape
+        layout = self._config.layout
+        stages = tuple(blocks.get(stage, 1) for stage in range(pp * layout.stages_a_worker))
+        config = _shortened(self._config, self._share * self._replicas, stages, dp_shard)
+        one = Layout(
+            pp=pp, dp_shard=dp_shard, cp=cp, tp=tp, stages=stages, is_folded=layout.is_folded
+        )
+        nodes = ("node",) * (self._replicas * one.replica_size)
+        topology = place_replicas([one] * self._replicas, 1, nodes)
+        at = topology.coordinate(topology.replicas[0].rank_at(pp=worker))
+        return rank_estimate(config, topology, at, device_kind(config)).peak
+
+
+def _shortened(config: RunConfig, number: int, stages: Sequence[int], dp_shard: int) -> RunConfig:
+    """The run with so many microbatches a step, and as many blocks as these stages have."""
+    size = max(config.train.microbatch_size, dp_shard)
+    update = {"microbatch_size": size, "batch_size": number * size, "batch_warmup": ()}
+    train = config.train.model_copy(update=update)
+    model = config.model.model_copy(update={"layers": sum(stages)})
+    return config.model_copy(update={"train": train, "model": model})
