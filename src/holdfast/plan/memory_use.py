@@ -126,7 +126,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     if (ep := replica.expert_degree(config.layout.ep)) > 1:
         experts = _elements((spec for spec in uncut if EXPERTS in spec.name), replica, at)
         whole -= experts - experts // ep
-        if ep == replica.degree("dp_shard") and not mixed:
+        if ep == replica.token_shares and replica.degree("dp_shard") > 1 and not mixed:
             whole -= experts // ep  # a rank computes with the experts that it holds
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
