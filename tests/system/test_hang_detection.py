@@ -28,7 +28,7 @@ from holdfast.events import (
 from tests.support.commands import start
 from tests.support.nodes import Nodes, nodes_of
 
-STEPS = 70
+STEPS = 90
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.batch_size=8",
