@@ -267,3 +267,31 @@ def test_an_engine_of_an_interrupted_pass_can_be_collected(rank: RankContext, wh
 
 def _connection_is_closed() -> None:
     raise RuntimeError("Connection closed by peer")
+
+
+def _broken_choices(rank: RankContext, name: str) -> str:
+    of = case(name)
+    config = config_of(of.changes)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    names = [row.name for row in made.parameters.table]
+    victim = next((i for i, one in enumerate(names) if "choice_bias" in one), None)
+    feeder: Any = made._gradients
+    take = feeder._take
+
+    def broken(index: int, gradient: Any) -> None:
+        if index == victim and rank.rank == 0:
+            gradient.view(-1)[0] = math.nan
+        take(index, gradient)
+
+    feeder._take = broken
+    with pytest.raises(NonFiniteError) as caught:
+        layout_step(made, 1)
+    return f"{caught.value.parameter} of rank {caught.value.rank}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid.dp2", "sigmoid.pp2"])
+def test_what_the_norm_does_not_count_is_refused_too(name: str) -> None:
+    """The gradient of a bias of the choice of experts is a count, and no part of the norm."""
+    said = rank_values(_broken_choices, case(name).world_size, {"name": name})
+    assert said == ["a gradient of rank 0"] * case(name).world_size

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from holdfast.errors import LayoutError, UserError
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket, cut_into_runs
-from holdfast.parallel.gradients.grad_norm import clip_factor, combine_norms, sum_of_squares
+from holdfast.parallel.gradients.grad_norm import (
+    clip_factor,
+    combine_norms,
+    sum_of_squares,
+    total_of_squares,
+)
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import check_version, is_peer_loss
 
@@ -97,3 +102,12 @@ def test_layouts_that_cannot_run_are_refused() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(LayoutError, match="need the backend nccl"):
         connect(place_layout(Layout(dp_replicate=2), 1, ("a", "a")), 0, store, torch.device("cuda"))
+
+
+def test_what_no_norm_counts_must_be_finite_too() -> None:
+    flat, device = torch.ones(8192), torch.device("cpu")
+    assert total_of_squares([flat, flat], [], device) == 16384.0
+    assert total_of_squares([flat], [2 * flat], device) == 8192.0
+    broken = torch.zeros(4096)
+    broken[7] = math.inf
+    assert math.isnan(total_of_squares([flat], [flat, broken], device))

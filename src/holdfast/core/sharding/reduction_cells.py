@@ -88,6 +88,11 @@ class Cell:
         """Elements of all boxes."""
         return sum(box.size for box in self.boxes)
 
+    @property
+    def is_in_norm(self) -> bool:
+        """Return False for what no norm counts, such as choices of experts."""
+        return self.copy != _NOT_IN_NORM
+
     def member(self, rank: int) -> Member:
         return next(member for member in self.members if member.rank == rank)
 

@@ -31,7 +31,7 @@ from holdfast.parallel.gradients.buckets import arrange_boxes
 from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.gathered import GatheredLauncher
-from holdfast.parallel.gradients.grad_norm import sum_of_squares
+from holdfast.parallel.gradients.grad_norm import total_of_squares
 from holdfast.parallel.gradients.leaf_progress import LeafProgress, StageParameters
 from holdfast.parallel.gradients.placement import GradientPlacement
 from holdfast.parallel.gradients.reducer import MakeBuffer, Reducer
@@ -235,9 +235,9 @@ class GradientFeeder:
         return self.placement.results
 
     def squared_norm(self) -> float:
-        """The sum of squares of what this rank answers for (`Cell.answers_for_norm`)."""
-        sums = [self.reducers[cell].gradient for cell in self._norm_cells]
-        return sum(float(sum_of_squares(each, self.device)) for each in sums)
+        """The sum of squares of what this rank answers for; see `total_of_squares`."""
+        counted, rest = ([self.reducers[i].gradient for i in cells] for cells in self._norm_cells)
+        return total_of_squares(counted, rest, self.device)
 
     # --- a leaf ---------------------------------------------------------------------------
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
@@ -311,8 +311,9 @@ def _are_cut_alike(cells: Cells, old_cells: Sequence[Cell], reducers: Sequence[R
     return True
 
 
-def _norm_cells(cells: Cells) -> list[int]:
-    """The cells of whose norm this rank answers for its replica."""
-    return [
-        i for i, (cell, team) in enumerate(cells) if cell.answers_for_norm(team.own_member.rank)
-    ]
+def _norm_cells(cells: Cells) -> tuple[list[int], list[int]]:
+    """The cells of whose norm this rank answers for its replica, and those of its sums that have no
+    part in the norm."""
+    owns = [cell.answers_for_norm(team.own_member.rank) for cell, team in cells]
+    rest = [not cell.is_in_norm and team.own_member.receives for cell, team in cells]
+    return [i for i, own in enumerate(owns) if own], [i for i, one in enumerate(rest) if one]

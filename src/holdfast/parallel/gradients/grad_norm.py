@@ -13,8 +13,8 @@ blocks, and another one for a few. So it gets 16 at least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import sqrt
+from collections.abc import Iterable, Sequence
+from math import isfinite, nan, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,16 @@ def sum_of_squares(flat: Tensor, device: torch.device | None = None) -> Tensor:
         norms = torch.cat([_norms(piece.to(device, non_blocking=True)) for piece in pieces])
     # A running sum on the CPU has one order; a parallel sum's depends on threads and device.
     return norms.cpu().double().square_().cumsum(0)[-1]
+
+
+def total_of_squares(
+    counted: Iterable[Tensor], rest: Iterable[Tensor], device: torch.device
+) -> float:
+    """The sum of squares of some buffers. It is NaN if something in the `rest` is not finite: no
+    norm counts that, but no step may apply it."""
+    if not all(isfinite(sum_of_squares(flat, device)) for flat in rest):
+        return nan
+    return sum(float(sum_of_squares(flat, device)) for flat in counted)
 
 
 def _norms(blocks: Tensor) -> Tensor:
