@@ -2,7 +2,7 @@
 
 The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather, a ring, and Ulysses),
 and ep2 (8 experts). There are also pp2 (8 microbatches, each schedule) and dp_shard2 (4
-microbatches under ZeRO 2).
+microbatches under ZeRO 2, gradients added up once a step).
 In `ep2-copies` most tokens take one expert of a block, and ours with copies of it is compared with
 ours without. `ulysses-ring` has no row: with two workers it is one of its halves.
 
@@ -71,7 +71,7 @@ PAIRS = (
     Pair(
         "zero2-accumulated",
         "fsdp-zero2",
-        "holdfast-zero2",
+        "holdfast-zero2-step",
         HAND,
         0.97,
         microbatches=4,

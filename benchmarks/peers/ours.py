@@ -84,6 +84,7 @@ def run(
     cp_method: str = "allgather",
     ep: int = 1,
     copies: str = "off",
+    zero2_reduce: str = "microbatch",
 ) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
     keep_freed_memory()
@@ -99,6 +100,7 @@ def run(
         is_folded=named.is_folded and pp > 1,
     )
     more = {"cp_method": cp_method, "ep": ep, "expert_replicas": copies}
+    more["zero2_reduce"] = zero2_reduce
     config = run_config(work, bench.world, layout, zero, schedule, **more)
     topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)

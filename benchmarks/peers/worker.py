@@ -16,6 +16,7 @@ from importlib import import_module
 NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast": ("ours", {}),
     "holdfast-zero2": ("ours", {"shards": 2, "zero": 2}),
+    "holdfast-zero2-step": ("ours", {"shards": 2, "zero": 2, "zero2_reduce": "step"}),
     "holdfast-zero3": ("ours", {"shards": 2}),
     "holdfast-tp2": ("ours", {"tp": 2}),
     "holdfast-cp2": ("ours", {"cp": 2}),
