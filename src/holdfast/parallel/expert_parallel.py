@@ -1,6 +1,6 @@
 """The `ep` axis: experts spread over ranks, and what ranks that share a microbatch agree on.
 
-`ep` has no ranks of its own. Those along `dp_shard` and `cp` have each other tokens. It cuts them
+`ep` has no ranks of its own. Ranks along `dp_shard` and `cp` have different tokens. `ep` cuts them
 in n = ep ranks with unlike experts, times ranks with the same ones (`expert_groups.py`).
 Attention keeps its own axes. FSDP2 shards experts over the ranks that have the same ones, and all
 else over dp_shard.
