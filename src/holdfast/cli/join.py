@@ -14,7 +14,7 @@ from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import JournalJson
 from holdfast.cli.output import say
-from holdfast.cli.train import finished_step
+from holdfast.cli.train import finished_step, with_device
 from holdfast.cli.views import RunViews
 from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
@@ -69,6 +69,7 @@ def join(
     refuse_alone(folder, HolderWatch(folder, say))
     name = node or platform.node() or "localhost"
     loaded = _config_for_node(stored, folder, name, overrides or [])
+    loaded = with_device(loaded, detect_hardware())
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
