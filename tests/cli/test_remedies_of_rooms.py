@@ -21,6 +21,7 @@ from tests.cli.remedies import (
     of_imports,
     of_installations,
     of_kubernetes,
+    of_launches,
     of_models,
     of_named_code,
     of_named_parts,
@@ -66,6 +67,7 @@ TABLES = (
     of_disks,
     of_installations,
     of_kubernetes,
+    of_launches,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -28,7 +28,7 @@ def status(
     Example:
       holdfast status runs/my-run
     """
-    from holdfast.launch.owner import NodeState, OwnedJob, WarningOwner
+    from holdfast.launch.owner import OwnedJob, WarningOwner
     from holdfast.launch.owners.choose import open_owner
 
     job = OwnedJob.read(open_run(run).folder)
@@ -45,4 +45,4 @@ def status(
         )
         for warning in warnings:
             say(warning)
-    return 0 if any(each.state in (NodeState.WAITING, NodeState.RUNNING) for each in nodes) else 1
+    return 0 if any(each.is_live for each in nodes) else 1

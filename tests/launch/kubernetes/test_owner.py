@@ -83,7 +83,7 @@ def test_a_job_grows_and_one_that_cannot_says_so(
     job = job_of(request_here, kubectl)
     assert KubernetesOwner().resize(job, replace(request_here, nodes=6)).nodes == 6
     assert kubectl.applied[-1]["spec"]["completions"] == 6
-    fixed = request_of("launch.kubernetes.kind=jobset")
+    fixed = replace(request_of("launch.kubernetes.kind=jobset"), nodes=6)
     with pytest.raises(UserError, match=r"keeps its number of nodes.*job, volcano"):
         KubernetesOwner().resize(job, fixed)
 
@@ -91,7 +91,7 @@ def test_a_job_grows_and_one_that_cannot_says_so(
 def test_the_status_of_each_pod_is_in_the_clusters_own_words(
     kubectl: FakeKubectl, request_here: LaunchRequest
 ) -> None:
-    job = replace(job_of(request_here, kubectl), nodes=8)
+    job = replace(job_of(request_here, kubectl), nodes=6)
     pull = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x:1"'}
     gone = {"metadata": {"name": "e", "deletionTimestamp": "2026-11-26T10:00:00Z"}}
     lost = {"spec": {"nodeName": "n5"}, "status": {"phase": "Running", "reason": "NodeLost"}}
@@ -106,6 +106,8 @@ def test_the_status_of_each_pod_is_in_the_clusters_own_words(
         gone | lost,
         pod("f", "Failed", "n6", conditions=evicted),
         pod("g", "Succeeded", "n7"),
+        {"metadata": {"name": "h", "deletionTimestamp": "2126-11-26T10:00:00Z"}}
+        | {"spec": {"nodeName": "n8"}, "status": {"phase": "Running"}},
     ]
     quota = 'pods "x" is forbidden: exceeded quota: team, requested: cpu=1'
     event = {
@@ -122,10 +124,11 @@ def test_the_status_of_each_pod_is_in_the_clusters_own_words(
     assert found["c"] == (NodeState.WAITING, "Unschedulable: 0/4 nodes")
     assert found["d"] == (NodeState.FAILED, "exit code 137 (OOMKilled)")
     assert found["e"][0] is NodeState.LOST
+    assert found["h"] == (NodeState.RUNNING, "leaves n8, until 2126-11-26T10:00:00Z at most")
     assert "kubectl taint node n5 node.kubernetes.io/out-of-service" in found["e"][1]
     assert found["f"] == (NodeState.LOST, "EvictionByEvictionAPI: by x")
     assert found["g"] == (NodeState.FINISHED, "")
-    assert found["pod 8"] == (NodeState.WAITING, f"FailedCreate: {quota}")
+    assert found["pod 6"] == (NodeState.WAITING, f"FailedCreate: {quota}")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,12 @@ def test_logs_name_the_pod_that_printed_them(
     kubectl.says("logs a ", "one\ntwo\n").says("logs b ", "three\n")
     assert list(KubernetesOwner().logs(job, "")) == ["a: one", "a: two", "b: three"]
     assert list(KubernetesOwner().logs(job, "b")) == ["three"]
+    starting = 'Error from server (BadRequest): container "agent" in pod "b" is waiting to start: x'
+    kubectl.says("logs b ", starting, 1)
+    assert list(KubernetesOwner().logs(job, "")) == ["a: one", "a: two"]
+    assert list(KubernetesOwner().logs(job, "pod 3")) == []
+    with pytest.raises(UserError, match="this job has no node c; use one of a, b"):
+        list(KubernetesOwner().logs(job, "c"))
 
 
 @pytest.mark.parametrize("wish", ["required", "preferred"])

@@ -17,6 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.notices.kubernetes import NODE as NODE_VARIABLE
 from holdfast.elastic.notices.kubernetes import POD_NAME_VARIABLE, POD_NAMESPACE_VARIABLE
 from holdfast.errors import ConfigError
+from holdfast.launch.node_place import ZONE_VARIABLE
 from holdfast.launch.owner import LaunchRequest
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
@@ -32,6 +33,8 @@ DEFAULT_GRACE_S = 30
 LEFT_EXIT_CODE = 143
 """Exit code of a node that leaves before the run's last step. Kubernetes counts a pod that exits
 with 0 as done and never replaces it, also after an eviction (kubernetes/kubernetes#118310)."""
+ZONE_LABEL = "topology.kubernetes.io/zone"
+"""Kubernetes 1.35 and later copies this label of the machine to the pod. Otherwise it is empty."""
 SECRET_FOLDER = "/etc/holdfast"
 SECRET_KEY = "secret"
 STARTUP_S, PROBE_S, PROBE_TIMEOUT_S = 600, 10, 5
@@ -245,6 +248,7 @@ def environment() -> list[Object]:
         POD_NAME_VARIABLE: "metadata.name",
         POD_NAMESPACE_VARIABLE: "metadata.namespace",
         NODE_VARIABLE: "spec.nodeName",
+        ZONE_VARIABLE: f"metadata.labels['{ZONE_LABEL}']",
     }
     given = {
         SECRET_FILE_VARIABLE: f"{SECRET_FOLDER}/{SECRET_KEY}",

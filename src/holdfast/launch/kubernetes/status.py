@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from holdfast.launch.kubernetes.kubectl import Kubectl, KubectlError, NotFoundError, shorten
@@ -16,6 +17,9 @@ Object = dict[str, Any]
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 _BENIGN_WAITS = ("ContainerCreating", "PodInitializing", "")
 _LONGEST_LIST = 8
+_MISSING = "pod "
+STUCK_AFTER_S = 60.0
+"""Seconds after the end of its grace from which a pod that is still there counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,14 @@ class JobReader:
     """Reads the objects of one job.
 
     resource: what kubectl calls the job. nodes: pods that it should have. queued: Kueue has its
-    queue."""
+    queue. now: seconds since 1970."""
 
     kubectl: Kubectl
     resource: str
     name: str
     nodes: int
     queued: bool
+    now: float
 
     def pods(self) -> list[Object]:
         found = self.kubectl.items("pods", f"--selector={RUN_LABEL}={self.name}")
@@ -42,8 +47,10 @@ class JobReader:
         try:
             job = self.kubectl.get(self.resource, self.name)
         except NotFoundError:
-            return [pod_status(pod) for pod in pods]
-        found = [pod_status(pod) for pod in pods]
+            return [pod_status(pod, self.now) for pod in pods]
+        found = [pod_status(pod, self.now) for pod in pods]
+        if job["metadata"].get("deletionTimestamp"):
+            return found
         count = sum(
             each.state in (NodeState.WAITING, NodeState.RUNNING, NodeState.FINISHED)
             for each in found
@@ -52,7 +59,7 @@ class JobReader:
             return found or ([NodeStatus(self.name, *end)] if end else [])
         why = self.why_missing(job)
         missing = range(count + 1, self.nodes + 1)
-        return found + [NodeStatus(f"pod {n}", NodeState.WAITING, why) for n in missing]
+        return found + [NodeStatus(f"{_MISSING}{n}", NodeState.WAITING, why) for n in missing]
 
     def why_missing(self, job: Object) -> str:
         """Return in the cluster's own words why there are fewer pods than nodes."""
@@ -100,6 +107,11 @@ class JobReader:
         return f"{newest.get('reason')}: {shorten(str(newest.get('message')))}"
 
 
+def is_missing_pod(node: str) -> bool:
+    """Return True for the name of a status whose pod does not exist yet."""
+    return node.startswith(_MISSING)
+
+
 def pod_name(pod: Object) -> str:
     return str(pod["metadata"]["name"])
 
@@ -122,7 +134,7 @@ def job_end(job: Object) -> tuple[NodeState, str] | None:
     return None
 
 
-def pod_status(pod: Object) -> NodeStatus:
+def pod_status(pod: Object, now: float) -> NodeStatus:
     status, name = pod.get("status", {}), pod_name(pod)
     node = str(pod.get("spec", {}).get("nodeName") or "")
     phase = status.get("phase")
@@ -131,7 +143,7 @@ def pod_status(pod: Object) -> NodeStatus:
     if phase == "Failed":
         return NodeStatus(name, *_failure(pod))
     if at := pod["metadata"].get("deletionTimestamp"):
-        return NodeStatus(name, NodeState.LOST, _terminating(pod, node, str(at)))
+        return NodeStatus(name, *_terminating(pod, node, str(at), now))
     if phase == "Running":
         return NodeStatus(name, NodeState.RUNNING, _restarts(status, f"on {node}"))
     return NodeStatus(name, NodeState.WAITING, _wait(pod, node))
@@ -154,12 +166,13 @@ def _failure(pod: Object) -> tuple[NodeState, str]:
     return NodeState.FAILED, ", ".join(codes) or str(found or "failed")
 
 
-def _terminating(pod: Object, node: str, at: str) -> str:
-    detail = f"Terminating since {at} on {node}"
-    ready = conditions(pod).get("Ready", {})
-    if pod["status"].get("reason") == "NodeLost" or ready.get("reason") == "NodeLost":
-        detail += f"; if that node is off: kubectl taint node {node} {OUT_OF_SERVICE}"
-    return detail
+def _terminating(pod: Object, node: str, at: str, now: float) -> tuple[NodeState, str]:
+    """A pod that is deleted has its grace to save and leave. at: when the grace is over."""
+    is_late = now > datetime.fromisoformat(at).astimezone(UTC).timestamp() + STUCK_AFTER_S
+    if not is_late and pod["status"].get("reason") != "NodeLost":
+        return NodeState.RUNNING, f"leaves {node or 'the cluster'}, until {at} at most"
+    help_ = f"; if that machine is off: kubectl taint node {node} {OUT_OF_SERVICE}" if node else ""
+    return NodeState.LOST, f"Terminating since {at} on {node}{help_}"
 
 
 def _restarts(status: Object, detail: str) -> str:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +21,13 @@ from holdfast.launch.kubernetes.manifests import (
     uses_kueue,
 )
 from holdfast.launch.kubernetes.pod import SECRET_KEY, job_name, mount_path, secret_name
-from holdfast.launch.kubernetes.status import JobReader, pod_name, topology_warnings
-from holdfast.launch.owner import LaunchRequest, NodeStatus, OwnedJob
+from holdfast.launch.kubernetes.status import (
+    JobReader,
+    is_missing_pod,
+    pod_name,
+    topology_warnings,
+)
+from holdfast.launch.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
 from holdfast.launch.runs import read_resolved
 from holdfast.wire.secret import open_secret
 
@@ -51,6 +58,8 @@ class KubernetesOwner:
         return _owned(request)
 
     def resize(self, job: OwnedJob, request: LaunchRequest) -> OwnedJob:
+        if request.all_nodes == job.nodes:
+            return job  # the cluster itself replaces the pods that fail
         refuse_resize(request)
         _kubectl(request.config.launch.kubernetes).apply(to_yaml(make_objects(request)))
         return _owned(request)
@@ -74,10 +83,11 @@ class KubernetesOwner:
     def logs(self, job: OwnedJob, node: str) -> Iterator[str]:
         reader = _reader(job)
         names = [pod_name(pod) for pod in reader.pods()]
-        container = KINDS[_kind(job)].container
-        for name in [node] if node else names:
-            said = reader.kubectl.run("logs", name, f"--container={container}")
-            for line in said.splitlines():
+        if is_missing_pod(node):
+            return
+        container = f"--container={KINDS[_kind(job)].container}"
+        for name in chosen_nodes(names, node):
+            for line in _lines(reader.kubectl, name, container):
                 yield line if node else f"{name}: {line}"
 
     def release(self, job: OwnedJob) -> None:
@@ -87,6 +97,16 @@ class KubernetesOwner:
         if _kind(job) == "trainer":
             made.append("trainingruntimes.trainer.kubeflow.org")
         kubectl.delete(",".join(made), run, "--wait=false")
+
+
+def _lines(kubectl: Kubectl, pod: str, container: str) -> list[str]:
+    """Return what a pod has printed; nothing for one that has not started."""
+    try:
+        return kubectl.run("logs", pod, container).splitlines()
+    except KubectlError as error:
+        if re.search(r"waiting to start|ContainerCreating|PodInitializing", error.words):
+            return []
+        raise
 
 
 def _kubectl(settings: KubernetesConfig) -> Kubectl:
@@ -113,7 +133,8 @@ def _kind(job: OwnedJob) -> str:
 def _reader(job: OwnedJob) -> JobReader:
     kubectl = Kubectl(job.details["context"], job.details["namespace"])
     queued = bool(job.details["queue"])
-    return JobReader(kubectl, KINDS[_kind(job)].resource, job.job, job.nodes, queued)
+    resource = KINDS[_kind(job)].resource
+    return JobReader(kubectl, resource, job.job, job.nodes, queued, time.time())
 
 
 def _refuse_dataset_elsewhere(request: LaunchRequest) -> None:
