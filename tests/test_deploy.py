@@ -1,7 +1,7 @@
 """The files of `deploy/`, each read and checked against its format.
 
-No container engine was at hand. The slow tests build the package from the files that the image
-gets, run the commands of the Compose file as processes, and have systemd verify the unit.
+No container engine was at hand. The slow tests build the package from the image's files, and run
+the commands of the Compose file as processes. systemd verifies the unit.
 """
 
 from __future__ import annotations
