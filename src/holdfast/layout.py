@@ -184,6 +184,12 @@ class Replica:
         return tuple(out)
 
 
+def component_degree(tp_by: int, tp: int) -> int:
+    """The parts that `tp` makes of a component of a block. tp_by: its degree in `layout.tp_by`; 0:
+    it has none. A replica may have a smaller tp than the run file."""
+    return gcd(tp_by or tp, tp)
+
+
 @lru_cache(maxsize=64)
 def _stages_by_block(stages: Stages) -> tuple[int, ...]:
     return tuple(stage for stage, blocks in enumerate(stages) for _ in range(blocks))
