@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import gcd, lcm, prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -212,7 +212,8 @@ def case(name: str) -> Case:
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
     if "layout__tp_by" in changes:
-        changes["layout__tp"] = max(layout.tp for layout in replicas)
+        degrees = filter(None, changes["layout__tp_by"].values())
+        changes["layout__tp"] = lcm(max(layout.tp for layout in replicas), *degrees)
     if "layout__ep" in changes:  # the run file's own replica is one that has it
         changes["layout__cp"] = max(layout.cp for layout in replicas)
         shards = max(layout.dp_shard for layout in replicas)

@@ -368,6 +368,7 @@ def test_same_curve_in_lower_precision(
                 "heads.ulysses.cp2",
                 "experts.ep2.shard2",
                 "experts.ep2.cp2",
+                "att1ffn1.tp2",
             ),
         ),
     ],

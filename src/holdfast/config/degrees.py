@@ -182,7 +182,10 @@ def _components(layout: LayoutConfig, model: ModelConfig, cuts: ModuleCuts | Non
         if cuts is not None:
             return f"{said} cuts the built-in decoder, and {cuts.trained} is trained: use 0"
         if widest.tp % degree:
-            near = nearest_degrees(degree, lambda d: widest.tp % d == 0, widest.tp)
+            uncut = _uncut_heads if name == "attention" else _uncut_units
+            parts = [d for d in range(1, widest.tp + 1) if widest.tp % d == 0]
+            good = frozenset(d for d in parts if not uncut(d, model))
+            near = nearest_degrees(degree, good.__contains__, widest.tp)
             return f"{said} does not divide {key}.tp {widest.tp}: use {near}"
         if name == "ffn" and model.experts is not None and degree < widest.tp:
             return f"{said} is for feed-forwards without experts, and there is model.experts: use 0"
@@ -201,8 +204,8 @@ def _tensor(key: str, tp: int, layout: LayoutConfig, model: ModelConfig) -> str:
         own, check = layout.tp_by.ffn, _uncut_units
     else:
         return ""
+    name, degree = ("attention", attention) if check is _uncut_heads else ("ffn", ffn)
     if own:
-        name, degree = ("attention", attention) if check is _uncut_heads else ("ffn", ffn)
         near = nearest_degrees(degree, lambda d: tp % d == 0 and not check(d, model), tp)
         return f"layout.tp_by.{name} {degree} {what}: use {near}"
 
@@ -210,7 +213,11 @@ def _tensor(key: str, tp: int, layout: LayoutConfig, model: ModelConfig) -> str:
         attention, ffn = layout.tp_by.at(d)
         return not (_uncut_heads(attention, model) or _uncut_units(ffn, model))
 
-    return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, model.heads)}"
+    near = nearest_degrees(tp, works, model.heads)
+    lower = max(d for d in range(1, tp) if tp % d == 0 and not check(d, model))
+    if model.experts is None and lower > 1 and (name == "ffn" or not _uncut_units(ffn, model)):
+        near += f", or layout.tp_by.{name} {lower}"
+    return f"{key}.tp {tp} {what}: use {near}"
 
 
 def _uncut_heads(degree: int, model: ModelConfig) -> str:

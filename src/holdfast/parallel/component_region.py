@@ -19,11 +19,13 @@ last sample, for nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.layout import set_share
 from holdfast.parallel.comm.collectives import Collectives
 
 
@@ -44,13 +46,6 @@ class WholeRegion(Region, Protocol):
     shape: tuple[int, int]
 
 
-class Share(NamedTuple):
-    """Of some samples or tokens, those that a rank computes, and how many of them count."""
-
-    computed: slice
-    counted: int
-
-
 class ComponentRegion:
     """The way into and out of one kind of component. by_sample: it needs complete samples."""
 
@@ -61,22 +56,25 @@ class ComponentRegion:
         first = self._set * degree
         self._neighbours = ranks.among(range(first, first + degree)) if degree > 1 else None
 
-    def share(self, count: int) -> Share:
+    def exclude_from_compilation(self) -> None:
+        """See `TensorParallel.exclude_from_compilation`."""
+        aside: Any = torch.compiler.disable
+        self.enter_region, self.leave_region = aside(self.enter_region), aside(self.leave_region)  # type: ignore[method-assign]
+
+    def share(self, count: int) -> slice:
         """This rank's of `count` samples or tokens."""
-        size = -(-count // self._sets)
-        first = self._set * size
-        counted = max(0, min(size, count - first))
-        return Share(slice(min(first, count - 1), first + size), counted)
+        return set_share(count, self._sets, self._set)[0]
 
     def enter_region(self, x: Tensor) -> Tensor:
         """The residual stream, as `TensorParallel` has it -> this rank's samples [b, S, D], or
         tokens [t, D]"""
         if self._holds_its_share():
             tokens = x if self._neighbours is None else self._neighbours.gather(x)
-            return tokens.unflatten(0, (-1, self._whole.shape[1])) if self._by_sample else tokens
+            by_sample = (-1, self._whole.shape[1], x.shape[-1])
+            return tokens.view(by_sample) if self._by_sample else tokens
         everything = self._whole.enter_region(x)
         rows = everything if self._by_sample else everything.flatten(0, 1)
-        return rows[self.share(rows.shape[0]).computed]
+        return rows[self.share(rows.shape[0])]
 
     def leave_region(self, x: Tensor) -> Tensor:
         """Each rank's summand for its samples or tokens -> the residual stream"""
@@ -85,10 +83,9 @@ class ComponentRegion:
             tokens = x.flatten(0, 1) if self._by_sample else x
             return tokens if self._neighbours is None else self._neighbours.scatter(tokens)
         count = batch if self._by_sample else batch * sequence
-        share = self.share(count)
-        after = count - share.computed.start - share.counted
+        share, counted = set_share(count, self._sets, self._set)
         beside = (0, 0) * (x.dim() - 1)
-        placed = F.pad(x[: share.counted], (*beside, share.computed.start, after))
+        placed = F.pad(x[:counted], (*beside, share.start, count - share.start - counted))
         return self._whole.leave_region(placed.view(batch, sequence, -1))
 
     def _holds_its_share(self) -> bool:

@@ -67,7 +67,7 @@ class TensorParallel:
 
     def attention_samples(self, batch: int) -> slice:
         """Of a microbatch, the samples whose attention this rank computes."""
-        return slice(0, batch) if self.attention is None else self.attention.share(batch).computed
+        return slice(0, batch) if self.attention is None else self.attention.share(batch)
 
     def region(self, tp_by: int, *, by_sample: bool) -> Region:
         """The way into and out of a component with this degree. by_sample: it needs complete
@@ -85,9 +85,9 @@ class TensorParallel:
         """The blocks around are to be: sends and receives are not for the compiler, so a compiled
         block ends and begins here."""
         aside: Any = torch.compiler.disable
-        for each in (self, *self._regions):
-            each.enter_region = aside(each.enter_region)  # type: ignore[method-assign]
-            each.leave_region = aside(each.leave_region)  # type: ignore[method-assign]
+        self.enter_region, self.leave_region = aside(self.enter_region), aside(self.leave_region)  # type: ignore[method-assign]
+        for region in self._regions:
+            region.exclude_from_compilation()
 
     def enter_region(self, x: Tensor) -> Tensor:
         """The residual stream, [ceil(B*S / n), D] where tokens are cut -> [B, S, D]"""
