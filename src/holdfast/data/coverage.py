@@ -35,9 +35,9 @@ def _describe_cache(dataset: Dataset) -> Iterator[str]:
     size = total_bytes(dataset.files())
     if size > dataset.cache.limit:
         yield (
-            f"data.cache_gb holds {dataset.cache.limit / size:.0%} of the dataset, and samples are "
-            "read from all of it: this node will fetch shards again and again; use "
-            f"data.cache_gb={math.ceil(size / 1e8) / 10:g} if the disk has room"
+            f"data.cache_gb has room for {dataset.cache.limit / size:.0%} of the dataset: this node "
+            "will fetch shards again and again; if its disk has room, use "
+            f"data.cache_gb={math.ceil(size / 1e8) / 10:g}"
         )
 
 

@@ -44,7 +44,7 @@ from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
-from holdfast.wire.store.publish import publish_file
+from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
@@ -321,7 +321,7 @@ def write_description(
             files[RESOLVED_FILE] = _json(resolved | {"run_id": run_id(folder) or ""})
         try:
             for name, text in files.items():
-                _replace_file(folder / name, text)
+                replace_file(folder / name, text)
         except OSError:
             if begins:
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
@@ -360,7 +360,7 @@ def _create_once(path: Path, text: str) -> bool:
     """Write a file atomically if it does not exist yet; return False if it does."""
     if path.exists():
         return False
-    temporary = _temporary(path)
+    temporary = temporary_beside(path)
     try:
         temporary.write_text(text, "utf-8")
         publish_file(temporary, path)
@@ -370,22 +370,6 @@ def _create_once(path: Path, text: str) -> bool:
         with suppress(OSError):
             temporary.unlink()
     return True
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write a file atomically; on a full disk, remove the part that was written."""
-    temporary = _temporary(path)
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def describe_environment(machine: HardwareInfo) -> dict[str, Any]:
