@@ -35,8 +35,8 @@ def _describe_cache(dataset: Dataset) -> Iterator[str]:
     size = total_bytes(dataset.files())
     if size > dataset.cache.limit:
         yield (
-            f"data.cache_gb has room for {dataset.cache.limit / size:.0%} of the dataset: this node "
-            "will fetch shards again and again; if its disk has room, use "
+            f"data.cache_gb has room for {dataset.cache.limit / size:.0%} of the dataset: this "
+            "node will fetch shards again and again; if its disk has room, use "
             f"data.cache_gb={math.ceil(size / 1e8) / 10:g}"
         )
 
