@@ -26,6 +26,7 @@ from tests.cli.remedies import (
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_ray_preparation,
     of_remote_datasets,
     of_rest,
     of_run_files,
@@ -66,6 +67,7 @@ TABLES = (
     of_disks,
     of_installations,
     of_remote_datasets,
+    of_ray_preparation,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
