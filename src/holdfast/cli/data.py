@@ -36,7 +36,7 @@ def prepare(
     run_file: RunFile,
     overrides: Overrides = None,
     on: Annotated[str, typer.Option(help="local, or ray: tokenise on a Ray cluster")] = "local",
-    address: Annotated[str, typer.Option(help="of the Ray cluster; else RAY_ADDRESS")] = "",
+    address: Annotated[str, typer.Option(help="of the Ray cluster; none: RAY_ADDRESS")] = "",
     json: Json = False,
 ) -> None:
     """Tokenise the sources of a run file.
