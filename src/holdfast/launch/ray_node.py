@@ -1,0 +1,117 @@
+"""The actor of one node of a run on Ray: it starts the agent, watches it, and reports its end.
+
+Ray creates the actor again on another machine if it loses this one. The agent ends with the actor,
+so a node never has two agents. An agent that a signal ended is started again here; an exit code is
+its own decision, and final.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from holdfast.elastic.notices.ray import NODE as RAY_NODE_VARIABLE
+from holdfast.launch.ray_board import RayBoard
+from holdfast.launch.ray_plan import NodeReport, RaySpec
+from holdfast.wire.child_command import module_command
+from holdfast.wire.lifeline import open_lifeline
+
+POLL_INTERVAL_S = 0.3
+LONG_LIFE_S = 60.0
+"""An agent that lives this long can start: earlier ends by a signal count no more."""
+MAX_SHORT_LIVES = 5
+
+
+class NodeActor:
+    """Runs the agent of `node` for `job`. group: id of the placement group of this actor."""
+
+    def __init__(self, job: str, node: str, group: str) -> None:
+        self._node, self._group = node, group
+        self._board, self._job = RayBoard(job), job
+        self._lifeline, self._held = open_lifeline()  # the kernel closes `_held` with this process
+        self._context: Any = import_module("ray").get_runtime_context()
+        self._host = str(import_module("ray.util").get_node_ip_address())
+        threading.Thread(target=self._run, name="agent", daemon=True).start()
+
+    def _run(self) -> None:
+        short_lives = 0
+        while True:
+            started = time.monotonic()
+            code = self._run_agent()
+            if code >= 0:
+                break
+            is_short = time.monotonic() - started < LONG_LIFE_S
+            short_lives = short_lives + 1 if is_short else 1
+            if short_lives >= MAX_SHORT_LIVES:
+                break
+        self._report(0, code)
+
+    def _run_agent(self) -> int:
+        """Start the agent and wait for it; return its exit code, below 0 for a signal."""
+        spec = self._spec()
+        with self._log_file(spec).open("ab") as out:
+            agent = subprocess.Popen(
+                module_command(
+                    "holdfast.cli.tied_agent", str(self._lifeline), *spec.command(self._node)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                pass_fds=(self._lifeline,),
+                env=self._environment(),
+            )
+        self._report(agent.pid)
+        is_asked = False
+        while agent.poll() is None:
+            with suppress(Exception):  # Ray's head is away: nothing is asked of us meanwhile
+                spec = self._board.read_spec() or spec
+            if not is_asked and (spec.stop or self._node not in spec.nodes):
+                agent.send_signal(signal.SIGTERM)
+                is_asked = True
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(POLL_INTERVAL_S)
+        return agent.returncode
+
+    def _environment(self) -> dict[str, str]:
+        """The notices of the agent need to know Ray's head and our machine."""
+        own = {
+            "PYTHONUNBUFFERED": "1",
+            "RAY_ADDRESS": str(self._context.gcs_address),
+            RAY_NODE_VARIABLE: str(self._context.get_node_id()),
+        }
+        return {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | own
+
+    def _log_file(self, spec: RaySpec) -> Path:
+        folder = Path(spec.logs or self._context.get_session_name())
+        if not spec.logs:
+            worker = import_module("ray._private.worker").global_worker
+            folder = Path(worker.node.get_logs_dir_path())
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / (f"{self._node}.log" if spec.logs else f"{self._job}-{self._node}.log")
+
+    def _spec(self) -> RaySpec:
+        while True:
+            with suppress(Exception):
+                if (spec := self._board.read_spec()) is not None:
+                    return spec
+            time.sleep(POLL_INTERVAL_S)
+
+    def _report(self, process: int, code: int | None = None) -> None:
+        report = NodeReport(
+            self._group, str(self._context.get_node_id()), self._host, process, code
+        )
+        while True:
+            try:
+                return self._board.write_report(self._node, report)
+            except Exception as error:
+                print(f"Ray's head takes no report: {error}", file=sys.stderr, flush=True)
+                time.sleep(POLL_INTERVAL_S)
