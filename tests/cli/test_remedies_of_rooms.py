@@ -20,6 +20,7 @@ from tests.cli.remedies import (
     of_engine_code,
     of_imports,
     of_installations,
+    of_launches,
     of_models,
     of_named_code,
     of_named_parts,
@@ -64,6 +65,7 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_launches,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -12,14 +12,41 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from holdfast.launch.ray_plan import NAMESPACE, JobStatus, NodeReport, RaySpec
+from holdfast.launch.ray_plan import (
+    NAMESPACE,
+    Group,
+    JobStatus,
+    NodeReport,
+    PlacedGroup,
+    RaySpec,
+)
+
+SEPARATOR = ","
+"""Between the names of nodes in a placement group's name."""
+
+
+def group_name(job: str, group: Group) -> str:
+    return f"{job}/{SEPARATOR.join(group)}"
+
+
+def placed_groups(job: str) -> dict[Group, PlacedGroup]:
+    """Return the placement groups of a job that Ray has."""
+    start = f"{job}/"
+    table = import_module("ray.util").placement_group_table().values()
+    return {
+        tuple(str(one["name"]).removeprefix(start).split(SEPARATOR)): PlacedGroup(
+            str(one["placement_group_id"]), one["state"] == "CREATED"
+        )
+        for one in table
+        if str(one["name"]).startswith(start) and one["state"] != "REMOVED"
+    }
 
 
 class RayBoard:
     """The values of one job. `ray.init` must have been called, or this process is an actor."""
 
     def __init__(self, job: str) -> None:
-        self._job = job
+        self.job = job
         self._store: Any = import_module("ray.experimental.internal_kv")
 
     def read_spec(self) -> RaySpec | None:
@@ -52,20 +79,20 @@ class RayBoard:
             self._delete(key)
 
     def _nodes(self) -> Iterator[str]:
-        start = f"{self._job}/node/"
+        start = f"{self.job}/node/"
         for key in self._store._internal_kv_list(start, namespace=NAMESPACE):
             yield key.decode().removeprefix(start)
 
     def _get(self, name: str) -> bytes | None:
         found: bytes | None = self._store._internal_kv_get(
-            f"{self._job}/{name}", namespace=NAMESPACE
+            f"{self.job}/{name}", namespace=NAMESPACE
         )
         return found
 
     def _put(self, name: str, text: str) -> None:
         self._store._internal_kv_put(
-            f"{self._job}/{name}", text.encode(), overwrite=True, namespace=NAMESPACE
+            f"{self.job}/{name}", text.encode(), overwrite=True, namespace=NAMESPACE
         )
 
     def _delete(self, name: str) -> None:
-        self._store._internal_kv_del(f"{self._job}/{name}", namespace=NAMESPACE)
+        self._store._internal_kv_del(f"{self.job}/{name}", namespace=NAMESPACE)

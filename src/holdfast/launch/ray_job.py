@@ -13,14 +13,16 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 import psutil
 
-from holdfast.launch.ray_board import RayBoard
+from holdfast.launch.ray_board import RayBoard, placed_groups
 from holdfast.launch.ray_plan import NAMESPACE, JobStatus, RaySpec, kept_groups
 
 CONNECT_TIMEOUT_S = 5.0
@@ -82,6 +84,7 @@ def carry_out(order: RayOrder) -> RayAnswer:
         return RayAnswer(status=status.to_json() if known is not None else "")
     if order.verb == "resize":
         wanted = RaySpec.from_json(order.spec)
+        forget_ended(board)
         board.write_spec(replace(wanted, groups=kept_groups(known.groups, wanted.groups)))
     else:
         status = board.read_status() or JobStatus()
@@ -89,6 +92,15 @@ def carry_out(order: RayOrder) -> RayAnswer:
         if status.is_over:
             board.clear()
     return RayAnswer()
+
+
+def forget_ended(board: RayBoard) -> None:
+    """Forget the ends of nodes whose machine was given back: the supervisor starts them again."""
+    held = placed_groups(board.job).keys()
+    still_held = {node for group in held for node in group}
+    for node, report in board.read_reports().items():
+        if report.code is not None and node not in still_held:
+            board.forget_report(node)
 
 
 def connect(address: str, runtime_env: Mapping[str, Any]) -> Any:
@@ -114,7 +126,9 @@ def connect(address: str, runtime_env: Mapping[str, Any]) -> Any:
         )
     except Exception as error:  # whatever ray raises becomes a sentence
         text = " ".join(str(error).split())
-        raise RayRefusalError("versions" if "ersion mismatch" in text else "refused", text) from None
+        raise RayRefusalError(
+            "versions" if "ersion mismatch" in text else "refused", text
+        ) from None
     return ray
 
 
@@ -135,11 +149,11 @@ def _own_address(address: str) -> str:
 
 
 def _submit(ray: Any, board: RayBoard, spec: RaySpec) -> RayAnswer:
-    if _has_supervisor(ray, spec.job):
-        status = board.read_status()
-        if status is None or not status.is_over:
-            raise RayRefusalError("running", spec.job)
+    status = board.read_status()
+    if _has_supervisor(ray, spec.job) and not (status is not None and status.is_over):
+        raise RayRefusalError("running", spec.job)
     _check_room(ray, spec)
+    _end_supervisor(ray, spec.job)
     board.clear()
     board.write_spec(spec)
     from holdfast.launch.ray_supervisor import Supervisor
@@ -171,6 +185,15 @@ def _has_supervisor(ray: Any, job: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _end_supervisor(ray: Any, job: str) -> None:
+    """End the supervisor of a job that is over, if it has not done so itself."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while _has_supervisor(ray, job) and time.monotonic() < until:
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(job, namespace=NAMESPACE), no_restart=True)
+        time.sleep(0.1)
 
 
 def _check_room(ray: Any, spec: RaySpec) -> None:

@@ -14,22 +14,19 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from holdfast.launch.ray_board import RayBoard
+from holdfast.launch.ray_board import RayBoard, group_name, placed_groups
 from holdfast.launch.ray_node import NodeActor
 from holdfast.launch.ray_plan import (
     NAMESPACE,
     Group,
     JobStatus,
     Observation,
-    PlacedGroup,
     RaySpec,
     decide,
     node_states,
 )
 
 ROUND_INTERVAL_S = 0.5
-SEPARATOR = ","
-"""Between the names of nodes in a placement group's name."""
 
 
 class Supervisor:
@@ -73,19 +70,10 @@ class Supervisor:
         return deeds.is_over
 
     def _observe(self) -> Observation:
-        start = f"{self._job}/"
-        table = import_module("ray.util").placement_group_table().values()
-        groups = {
-            tuple(str(one["name"]).removeprefix(start).split(SEPARATOR)): PlacedGroup(
-                str(one["placement_group_id"]), one["state"] == "CREATED"
-            )
-            for one in table
-            if str(one["name"]).startswith(start) and one["state"] != "REMOVED"
-        }
         alive = frozenset(str(n["NodeID"]) for n in self._ray.nodes() if n["Alive"])
         state = import_module("ray._private.state").state
         draining = frozenset(str(node) for node in state.get_draining_nodes())
-        return Observation(groups, self._board.read_reports(), alive, draining)
+        return Observation(placed_groups(self._job), self._board.read_reports(), alive, draining)
 
     def _create(self, group: Group, spec: RaySpec) -> None:
         for node in group:
@@ -93,7 +81,7 @@ class Supervisor:
         made = import_module("ray.util").placement_group(
             [spec.bundle] * len(group),
             strategy="STRICT_SPREAD",
-            name=self._name(group),
+            name=group_name(self._job, group),
             lifetime="detached",
         )
         self._ensure_actors(group, made.id.hex(), spec, made)
@@ -106,7 +94,7 @@ class Supervisor:
                 self._ray.get_actor(name, namespace=NAMESPACE)
                 continue
             if made is None:
-                made = import_module("ray.util").get_placement_group(self._name(group))
+                made = import_module("ray.util").get_placement_group(group_name(self._job, group))
             strategies = import_module("ray.util.scheduling_strategies")
             others = {k: v for k, v in spec.bundle.items() if k not in ("CPU", "GPU")}
             self._ray.remote(NodeActor).options(
@@ -124,7 +112,4 @@ class Supervisor:
         """Give the machines of a group back; its actors end with it."""
         util = import_module("ray.util")
         with suppress(ValueError):
-            util.remove_placement_group(util.get_placement_group(self._name(group)))
-
-    def _name(self, group: Group) -> str:
-        return f"{self._job}/{SEPARATOR.join(group)}"
+            util.remove_placement_group(util.get_placement_group(group_name(self._job, group)))
