@@ -197,7 +197,7 @@ def _end_supervisor(ray: Any, job: str) -> None:
 
 
 def _check_room(ray: Any, spec: RaySpec) -> None:
-    """Raises RayRefusalError if no machine has what a node takes, or if one has room for two groups."""
+    """Raises RayRefusalError if no machine has what a node takes, or one has room for two nodes."""
     machines = {str(n["NodeName"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
     taken = ", ".join(f"{name}: {number:g}" for name, number in spec.bundle.items())
     if not any(_times(has, spec.bundle) for has in machines.values()) and not any(

@@ -56,7 +56,11 @@ class NodeActor:
         short_lives = 0
         while True:
             started = time.monotonic()
-            code = self._run_agent()
+            try:
+                code = self._run_agent()
+            except OSError as error:  # no room for a log, or for a process
+                self._report(0, 1, str(error))
+                return
             if code >= 0 or self._asked_at:
                 break
             is_short = time.monotonic() - started < LONG_LIFE_S
@@ -121,10 +125,9 @@ class NodeActor:
                     return spec
             time.sleep(POLL_INTERVAL_S)
 
-    def _report(self, process: int, code: int | None = None) -> None:
-        report = NodeReport(
-            self._group, str(self._context.get_node_id()), self._host, process, code
-        )
+    def _report(self, process: int, code: int | None = None, detail: str = "") -> None:
+        machine = str(self._context.get_node_id())
+        report = NodeReport(self._group, machine, self._host, process, code, detail)
         while True:
             try:
                 return self._board.write_report(self._node, report)

@@ -92,13 +92,14 @@ def kept_groups(before: Sequence[Group], wanted: Sequence[Group]) -> tuple[Group
 @dataclass(frozen=True)
 class NodeReport:
     """What a node's actor has said last. machine: Ray's id of its machine. group: of its placement
-    group. code: exit code of the agent, once it has ended."""
+    group. code: exit code of the agent, once it has ended. detail: why it could not be started."""
 
     group: str
     machine: str
     host: str
     process: int
     code: int | None = None
+    detail: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -211,7 +212,8 @@ def _node_state(node: str, group: Group, seen: Observation) -> NodeStatus:
     if report is not None and report.code is not None and report.machine in seen.alive:
         if report.code == 0:
             return NodeStatus(node, NodeState.FINISHED, report.host)
-        return NodeStatus(node, NodeState.FAILED, f"{report.host}, exit code {report.code}")
+        why = report.detail or f"exit code {report.code}"
+        return NodeStatus(node, NodeState.FAILED, f"{report.host}, {why}")
     if placed is None or not placed.is_placed:
         return NodeStatus(node, NodeState.WAITING, "Ray has no machine for it yet")
     if report is None or report.group != placed.id or report.machine not in seen.alive:
