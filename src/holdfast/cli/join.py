@@ -105,7 +105,7 @@ def _config_for_node(
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
     given = [f"cluster.node={name}", f"folder={folder}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
-    given += [f"{key}=" for key in MACHINE_KEYS]
+    given += [f"{key}=''" for key in MACHINE_KEYS]
     given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
