@@ -68,7 +68,8 @@ class RayCluster:
                 node_ip_address=f"127.0.0.{self._next_host}",
             )
             self._next_host += 1
-        self._cluster.wait_for_nodes(60)
+        for name in names:
+            self._cluster._wait_for_node(self.machines[name], 60)
 
     def host(self, name: str) -> str:
         return str(self.machines[name].node_ip_address)

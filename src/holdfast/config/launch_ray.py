@@ -29,8 +29,8 @@ class RayConfig(Section):
     )
     groups: Literal["replica", "run"] = Field(
         "replica",
-        description="replica: the nodes of a replica start together, as soon as Ray has them; "
-        "run: no node starts until Ray has all of them, each on a machine of its own",
+        description="replica: the nodes of a replica start together, once Ray has them; run: all "
+        "nodes start together, each on a machine of its own",
     )
     runtime_env: dict[str, Any] = Field(
         {}, description="Ray's own runtime_env for each node: working_dir, env_vars, pip and so on"

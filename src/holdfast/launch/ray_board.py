@@ -1,7 +1,7 @@
 """What commands, supervisor and nodes of a run on Ray store for each other at Ray's head.
 
-Each value is written by one of them and read by the others, as often as they like. So none has to
-reach another one directly, and each can be started again at any time. Ray is imported when a value
+One of them writes a value, and the rest reads it as often as needed. So none has to reach another
+one directly, and each can be started again at any time. Ray is imported when a value
 is read or written.
 """
 

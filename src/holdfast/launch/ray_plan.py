@@ -204,7 +204,7 @@ def _stage(group: Group, placed: PlacedGroup, seen: Observation) -> _Stage:
 def node_states(spec: RaySpec, seen: Observation) -> list[NodeStatus]:
     """Return the nodes of the run as people see them."""
     group_of = {node: group for group in (*seen.groups, *spec.groups) for node in group}
-    return [_node_state(node, group_of[node], seen) for node in sorted(group_of, key=_in_order)]
+    return [_node_state(node, group_of[node], seen) for node in sorted(group_of, key=in_order)]
 
 
 def _node_state(node: str, group: Group, seen: Observation) -> NodeStatus:
@@ -222,7 +222,8 @@ def _node_state(node: str, group: Group, seen: Observation) -> NodeStatus:
     return NodeStatus(node, NodeState.RUNNING, f"{report.host}{drains}, process {report.process}")
 
 
-def _in_order(node: str) -> tuple[int, str]:
+def in_order(node: str) -> tuple[int, str]:
+    """Sort node-10 after node-9."""
     return len(node), node
 
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.errors import ConfigError
-from holdfast.launch.owner import LaunchRequest, NodeStatus, OwnedJob
+from holdfast.errors import ConfigError, RunFolderError
+from holdfast.launch.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
 from holdfast.launch.ray_errors import ADDRESS_KEY, explain
 from holdfast.launch.ray_job import RayAnswer, RayOrder
-from holdfast.launch.ray_plan import NODE_MARK, JobStatus, RaySpec, make_groups
+from holdfast.launch.ray_plan import NODE_MARK, JobStatus, RaySpec, in_order, make_groups
 from holdfast.wire.child_command import module_command
 
 ANSWER_TIMEOUT_S = 120.0
@@ -49,10 +49,17 @@ class RayOwner:
         return list(JobStatus.from_json(answer.status).nodes) if answer.status else []
 
     def logs(self, job: OwnedJob, node: str) -> Iterator[str]:
-        folder = Path(job.details["logs"])
-        for path in [folder / f"{node}.log"] if node else sorted(folder.glob("node-*.log")):
-            for line in path.read_text("utf-8", "replace").splitlines():
-                yield line if node else f"{path.stem}: {line}"
+        folder = job.details["logs"]
+        if not folder:
+            raise RunFolderError(
+                "the nodes of a run in a bucket print on their own machines",
+                where=f"job {job.job}",
+                remedy=f"read {job.job}-NODE.log among the logs of Ray's dashboard",
+            )
+        known = [path.stem for path in Path(folder).glob("node-*.log")]
+        for name in chosen_nodes(sorted(known, key=in_order), node):
+            for line in Path(folder, f"{name}.log").read_text("utf-8", "replace").splitlines():
+                yield line if node else f"{name}: {line}"
 
     def release(self, job: OwnedJob) -> None:
         _ask(RayOrder("stop", job.details["address"], job.job))
