@@ -70,6 +70,18 @@ def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderErr
     )
 
 
+def other_tls_error(holder: Mapping[str, Any]) -> RunFolderError:
+    """Return the error for a node that would speak TLS in a run that does not, or not in one that
+    does."""
+    uses_tls = bool(holder.get("tls"))
+    return RunFolderError(
+        f"the run at work {'speaks' if uses_tls else 'does not speak'} TLS, and this node "
+        f"{'does not' if uses_tls else 'does'}",
+        where="cluster.tls",
+        remedy=f"start this node with cluster.tls={str(uses_tls).lower()}",
+    )
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Result of a run. event: None if another trainer owns the journal. message: the line for the

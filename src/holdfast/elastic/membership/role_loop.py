@@ -38,7 +38,12 @@ from holdfast.elastic.protocol.coordinator_messages import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.messages import handler_of
-from holdfast.elastic.run_result import EndReason, RunEndedError, single_node_run_error
+from holdfast.elastic.run_result import (
+    EndReason,
+    RunEndedError,
+    other_tls_error,
+    single_node_run_error,
+)
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
@@ -46,7 +51,7 @@ from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term
+from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term, secret_of
 
 ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store."""
@@ -107,6 +112,7 @@ class RoleLoop:
         self._candidate = Candidate(
             self._membership,
             address,
+            secret.uses_tls,
             store,
             start_coordinator,
             complain,
@@ -237,6 +243,8 @@ class RoleLoop:
             address = ""  # this agent held the term before a restart or a failure of the term
         elif holder is not None and holder.get("alone"):
             await self._reject_single_node_run(holder, address)
+        elif holder is not None and bool(holder.get("tls")) != self._secret.uses_tls:
+            await self._reject_other_tls(holder, address)
         if not address and self._membership.now < self._stands_back_until:
             await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
             return
@@ -261,6 +269,13 @@ class RoleLoop:
             raise RunEndedError(
                 str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
             )
+
+    async def _reject_other_tls(self, holder: Mapping[str, Any], leader_address: str) -> None:
+        """Raises RunEndedError if the run that is at work speaks TLS and this node does not, or the
+        other way round."""
+        theirs = secret_of(holder, self._secret)
+        if await asyncio.to_thread(holder_probe(theirs), leader_address):
+            raise RunEndedError(str(other_tls_error(holder)), EndReason.USER_ERROR)
 
     # --- following ------------------------------------------------------------------------------
     async def _run_follower(self) -> None:
