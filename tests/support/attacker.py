@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -351,7 +352,7 @@ def attack(
 
     Every status must be one of `allowed`; if that is empty, no byte may come back. Every hundredth
     time, `honest` asks in between and must be served. The process `pid` must not grow. tls: speak
-    TLS with this secret's certificate, as nobody without the secret can.
+    TLS with this secret's certificate, as no client without the secret can.
     """
     counts = Counter[tuple[str, int]]()
     size = resident(pid) if pid else 0
@@ -395,7 +396,7 @@ def answer_to(address: str, data: bytes, most: int = 1 << 20, tls: Secret | None
         with suppress(OSError):  # refused and closed before all bytes had left
             connection.sendall(data)
             socket.socket.shutdown(connection, socket.SHUT_WR)
-        with suppress(ConnectionResetError):
+        with suppress(ConnectionResetError, ssl.SSLError):  # cut, or an alert and cut
             while len(found) < most and (more := connection.recv(65536)):
                 found += more
     return found

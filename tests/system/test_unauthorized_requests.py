@@ -458,14 +458,14 @@ def test_a_recording_is_useless_after_a_restart(run: AttackedRun) -> None:
     """The new process has never seen the nonces, but has another name. Honest clients learn it."""
     client = PeerClient(run.stage.address, run.secret, 1, "this run")
     client.inventory()
-    with tapped(run.stage.address) as tap:
+    with tapped(run.stage.address, tls=run.secret) as tap:
         other = PeerClient(tap.address, run.secret, 1, "this run")
         other.inventory()
         other.close()
     run.restart_stage()
     assert tap.requests
     for request in tap.requests:
-        assert statuses(answer_to(run.stage.address, request)) == [421]
+        assert statuses(answer_to(run.stage.address, request, tls=run.secret)) == [421]
     assert client.newest_generation() == 0  # the new process took nothing from the recording
     assert client.inventory() == {"snapshots": [], "plans": {}}
     assert client.newest_generation() == 1
@@ -498,7 +498,10 @@ def test_an_answer_that_was_changed(run: AttackedRun) -> None:
 
     right = PeerClient(run.stage.address, run.secret, 1).newest_generation()
     taken = 0
-    with tapped(run.stage.address, change) as stage, tapped(run.control, change) as control:
+    with (
+        tapped(run.stage.address, change, run.secret) as stage,
+        tapped(run.control, change, run.secret) as control,
+    ):
         for number in range(60):
             peer = PeerClient(stage.address, run.secret, 1, silence_timeout_s=2)
             client = Client(control.address, run.secret, 1, connect_retry_s=0.0)

@@ -17,6 +17,8 @@ from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_outcome import FailedOutcome, FinishedOutcome, LeftOutcome
 from holdfast.errors import CannotGoOnError, HoldfastError, RunFolderError, UserError
 from holdfast.events import Event, RunFailed, RunFinished, RunStopped
+from holdfast.wire.secret import Secret
+from holdfast.wire.term import holder_probe, secret_of
 
 
 class EndReason(StrEnum):
@@ -70,11 +72,15 @@ def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderErr
     )
 
 
-def other_tls_error(holder: Mapping[str, Any]) -> RunFolderError:
-    """Return the error for a node that would speak TLS in a run that does not, or not in one that
-    does."""
+def refuse_other_tls(holder: Mapping[str, Any], secret: Secret) -> None:
+    """Raises RunFolderError if a run at work speaks TLS and this node does not, or the other way
+    round. secret: as this node uses it."""
     uses_tls = bool(holder.get("tls"))
-    return RunFolderError(
+    if uses_tls == secret.uses_tls:
+        return
+    if not holder_probe(secret_of(holder, secret))(str(holder.get("address", ""))):
+        return  # it has ended, and this node may lead
+    raise RunFolderError(
         f"the run at work {'speaks' if uses_tls else 'does not speak'} TLS, and this node "
         f"{'does not' if uses_tls else 'does'}",
         where="cluster.tls",

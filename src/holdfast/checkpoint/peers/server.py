@@ -67,7 +67,7 @@ from holdfast.wire.http.sync_connection import (
     end_both_ways,
     parse_request,
 )
-from holdfast.wire.http.tls import listener_context, shake_hands, tls_errors
+from holdfast.wire.http.tls import is_tls, listener_context, shake_hands, tls_errors
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -261,10 +261,14 @@ class _PeerHandler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         self.request.settimeout(IDLE_CONNECTION_TIMEOUT_S)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.server.tls is not None and (reason := shake_hands(self.request)):
-            self.server.refusals.count(PEERS, reason)
-            return
         self._incoming, self._closes_connection = SocketReader(self.request), False
+        if self.server.tls is not None:
+            if (reason := shake_hands(self.request)) is not None:
+                self.server.refusals.count(PEERS, reason)
+                return
+        elif is_tls(self.request.recv(1, socket.MSG_PEEK)):  # it would wait for our hello
+            self._refuse(REFUSED, "not ours")
+            return
         while not self._closes_connection:
             try:
                 head = self._incoming.read_head()

@@ -41,17 +41,17 @@ from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.run_result import (
     EndReason,
     RunEndedError,
-    other_tls_error,
+    refuse_other_tls,
     single_node_run_error,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term, secret_of
+from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term
 
 ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store."""
@@ -243,8 +243,8 @@ class RoleLoop:
             address = ""  # this agent held the term before a restart or a failure of the term
         elif holder is not None and holder.get("alone"):
             await self._reject_single_node_run(holder, address)
-        elif holder is not None and bool(holder.get("tls")) != self._secret.uses_tls:
-            await self._reject_other_tls(holder, address)
+        elif holder is not None:
+            await self._reject_other_tls(holder)
         if not address and self._membership.now < self._stands_back_until:
             await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
             return
@@ -270,12 +270,13 @@ class RoleLoop:
                 str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
             )
 
-    async def _reject_other_tls(self, holder: Mapping[str, Any], leader_address: str) -> None:
+    async def _reject_other_tls(self, holder: Mapping[str, Any]) -> None:
         """Raises RunEndedError if the run that is at work speaks TLS and this node does not, or the
         other way round."""
-        theirs = secret_of(holder, self._secret)
-        if await asyncio.to_thread(holder_probe(theirs), leader_address):
-            raise RunEndedError(str(other_tls_error(holder)), EndReason.USER_ERROR)
+        try:
+            await asyncio.to_thread(refuse_other_tls, holder, self._secret)
+        except RunFolderError as error:
+            raise RunEndedError(str(error), EndReason.USER_ERROR) from error
 
     # --- following ------------------------------------------------------------------------------
     async def _run_follower(self) -> None:

@@ -144,7 +144,7 @@ def _context(secret: Secret, protocol: int) -> ssl.SSLContext:
     context.load_verify_locations(cadata=secret.certificate)
     key = _PKCS8_PREFIX + _private_key(secret)
     text = ssl.DER_cert_to_PEM_cert(secret.certificate) + _to_pem(key)
-    # OpenSSL reads a file only: an anonymous one in memory, which is gone with its descriptor.
+    # OpenSSL reads a file only: an anonymous one in memory, which ends with its descriptor.
     fd = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, text.encode())
