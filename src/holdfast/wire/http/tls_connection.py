@@ -1,8 +1,8 @@
 """TLS under one HTTP connection of a listener: bytes are decrypted for it, and encrypted from it.
 
-The HTTP connection exists from the first byte on. So its bounds hold for the handshake too: a client
-that has proven nothing is cut in time. The oldest of a crowd is closed. (asyncio's own
-TLS makes the connection only after the handshake, and keeps any number of unfinished ones.)
+The HTTP connection exists from the first byte on. So its bounds hold for the handshake too: a
+client that has proven nothing is cut in time. The oldest of a crowd is closed. (asyncio's own TLS
+makes the connection only after the handshake, and keeps any number of unfinished ones.)
 """
 
 from __future__ import annotations
