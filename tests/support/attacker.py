@@ -28,7 +28,7 @@ from holdfast.wire.http.auth import (
     sha256_hex,
     sign,
 )
-from holdfast.wire.http.tls import client_context, listener_context
+from holdfast.wire.http.tls import listener_context
 from holdfast.wire.secret import Secret
 
 MARK = "left-by-an-attacker"
@@ -376,7 +376,7 @@ def connect(address: str, tls: Secret | None = None) -> socket.socket:
     """Connect to host:port, or to the path of a unix socket."""
     if not address.startswith("/"):
         made = socket.create_connection(place(address), DEADLINE)
-        context = None if tls is None else client_context(tls)
+        context = None if tls is None else tls.client_tls
         return made if context is None else context.wrap_socket(made)
     made = socket.socket(socket.AF_UNIX)
     made.settimeout(DEADLINE)

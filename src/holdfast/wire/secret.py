@@ -14,11 +14,16 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.publish import publish_file
 from holdfast.wire.store.run_store import translate_os_error
+
+if TYPE_CHECKING:
+    import ssl
 
 SECRET_FILE_VARIABLE = "HOLDFAST_SECRET_FILE"
 _SECRET_BYTES = 32
@@ -38,6 +43,13 @@ class Secret:
     @property
     def uses_tls(self) -> bool:
         return bool(self.certificate)
+
+    @cached_property
+    def client_tls(self) -> ssl.SSLContext | None:
+        """Settings of TLS for a client, made once; None if the run's processes do not speak TLS."""
+        from holdfast.wire.http.tls import make_client_context
+
+        return make_client_context(self) if self.uses_tls else None
 
     def hex(self) -> str:
         """For a pipe to a child, and for nothing else."""

@@ -37,7 +37,7 @@ from holdfast.wire.http.auth import (
 )
 from holdfast.wire.http.connection_pool import ConnectionPool
 from holdfast.wire.http.sync_connection import ClientResponse, SyncConnection
-from holdfast.wire.http.tls import UPGRADE_STATUS, client_context, wants_tls
+from holdfast.wire.http.tls import UPGRADE_STATUS, wants_tls
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -92,7 +92,7 @@ class PeerClient:
         self._secret = secret
         self._silence_timeout_s = silence_timeout_s
         self._connections = ConnectionPool(
-            partial(_connect, address, *split_address(address), client_context(secret)),
+            partial(_connect, address, *split_address(address), secret.client_tls),
             IDLE_REUSE_LIMIT_S,
         )
 

@@ -30,7 +30,7 @@ from holdfast.wire.http.client import (
     UnreachableError,
     verify_answer,
 )
-from holdfast.wire.http.tls import client_context, explain
+from holdfast.wire.http.tls import explain
 from holdfast.wire.secret import Secret
 
 
@@ -47,7 +47,7 @@ class AsyncClient:
         self.address = address
         self._host, self._port = host.strip("[]"), int(port)
         self._secret, self._connect_seconds = secret, connect_timeout_s
-        self._tls = client_context(secret)
+        self._tls = secret.client_tls
         self._idle_connections: list[_AsyncConnection] = []
         self._busy_connections: set[_AsyncConnection] = set()
         self._listener = ListenerIdentity(time.time)

@@ -24,7 +24,7 @@ from holdfast.wire.http.auth import (
 )
 from holdfast.wire.http.connection_pool import ConnectionPool
 from holdfast.wire.http.sync_connection import HttpFormatError, SyncConnection
-from holdfast.wire.http.tls import UPGRADE_STATUS, client_context, wants_tls
+from holdfast.wire.http.tls import UPGRADE_STATUS, wants_tls
 from holdfast.wire.secret import Secret
 
 NO_GENERATION = 0
@@ -62,7 +62,7 @@ class Client:
         host, _, port = address.rpartition(":")
         self.address = address
         self.generation = generation
-        connect = partial(SyncConnection, host.strip("[]"), int(port), tls=client_context(secret))
+        connect = partial(SyncConnection, host.strip("[]"), int(port), tls=secret.client_tls)
         self._connections = ConnectionPool(connect)
         self._secret = secret
         self._connect_retry_s = connect_retry_s
