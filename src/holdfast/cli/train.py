@@ -32,6 +32,7 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.named_parts import with_named_parts
+from holdfast.launch.node_place import with_place
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -91,7 +92,7 @@ def start_run(
     overrides. Raises UserError."""
     with early_signals_answered():
         machine = detect_hardware()
-        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        loaded = with_place(plan_for_machine(load_config(run_file, overrides), machine))
         folder = Path(loaded.config.run_folder)
         with crash_log_in(folder):
             return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
@@ -103,12 +104,58 @@ def _train_in_folder(
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
 
-    refuse_old_base(loaded)
-    refuse_missing_trackers(loaded)
-    refuse_branch_without_state(folder, loaded, fresh)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
-    before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     watch = HolderWatch(folder, say)
+    refuse_missing_trackers(loaded)
+    begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several)
+    if begun.last_step is not None:
+        if json:
+            print_line({"finished": True, "step": begun.last_step, "folder": str(folder)})
+        return 0
+    loaded, version = begun.loaded, begun.dataset_version
+    with RunViews(loaded.config, folder, version, machine, json=json) as views:
+        code = local.train_locally(
+            loaded,
+            observers=views.observers,
+            render_metrics=views.render_metrics,
+            say=views.say,
+            say_last=views.say_last,
+            dataset_version=version,
+            fresh=fresh,
+            watch=watch,
+        )
+    if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
+        say(f"finished; the report: holdfast report {folder}")
+    return code
+
+
+@dataclass(frozen=True)
+class BegunRun:
+    """A run whose dataset is prepared and whose description lies in its folder.
+
+    last_step: of a run that is finished, which is said; then nothing was written."""
+
+    loaded: LoadedConfig
+    dataset_version: str
+    last_step: int | None = None
+
+
+def begin_run(
+    loaded: LoadedConfig,
+    machine: HardwareInfo,
+    folder: Path,
+    watch: HolderWatch,
+    *,
+    fresh: bool,
+    several: bool,
+) -> BegunRun:
+    """Prepare the data of a run and write its description, or check those that are there.
+
+    watch: what is known of the folder's holder. several: the run has several nodes, and one of
+    them may be at work already. Raises UserError."""
+    refuse_old_base(loaded)
+    refuse_branch_without_state(folder, loaded, fresh)
+    before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     if several:
         refuse_alone(folder, watch)
     if fresh or not several:
@@ -128,9 +175,7 @@ def _train_in_folder(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
             f"{folder}, or start over with --fresh"
         )
-        if json:
-            print_line({"finished": True, "step": last, "folder": str(folder)})
-        return 0
+        return BegunRun(loaded, version, last)
     refuse_unfit_state(folder, loaded.config)
     if several:
         refuse_unlike_node(folder, loaded, watch)
@@ -138,31 +183,18 @@ def _train_in_folder(
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, data.folder, version)
+    write_description(folder, loaded, machine, data.location, version)
     for line in about:
         say(line)
-    with RunViews(loaded.config, folder, version, machine, json=json) as views:
-        code = local.train_locally(
-            loaded,
-            observers=views.observers,
-            render_metrics=views.render_metrics,
-            say=views.say,
-            say_last=views.say_last,
-            dataset_version=version,
-            fresh=fresh,
-            watch=watch,
-        )
-    if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
-        say(f"finished; the report: holdfast report {folder}")
-    return code
+    return BegunRun(loaded, version)
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. use: lines about how much of it the run reads."""
+    """The data of a run. location: folder or address. use: lines about how much of it is read."""
 
     version: str
-    folder: Path
+    location: str
     use: tuple[str, ...]
 
 
@@ -177,7 +209,7 @@ def prepare_run_data(
         loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
         if task.has_own_data:
-            return loaded, RunData(task.data, Path(task.folder), ())
+            return loaded, RunData(task.data, task.folder, ())
     from holdfast.data.coverage import describe_use
 
     if not task.name:
@@ -195,7 +227,7 @@ def prepare_run_data(
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    return loaded, RunData(version, dataset.folder, tuple(use))
+    return loaded, RunData(version, dataset.location, tuple(use))
 
 
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:
@@ -244,34 +276,41 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
 
     Raises ConfigError for what this machine cannot do, LayoutError for what no machine can.
     """
-    config, found = loaded.config, len(machine.accelerators)
-    if config.device == "auto":
-        device = machine.accelerators[0].kind if found else "cpu"
-        loaded = loaded.with_planned({"device": device}, f"{found} accelerators on {machine.node}")
+    loaded, config = with_device(loaded, machine), loaded.config
     if config.layout.workers == 0:
         places, why = default_places(loaded.config, machine)
         loaded = loaded.with_planned({"layout.workers": max_workers(config, places)}, why)
+    refuse_unfit_machine(loaded, machine)
+    checked_layouts(loaded)
+    return loaded
+
+
+def refuse_unfit_machine(loaded: LoadedConfig, machine: HardwareInfo) -> None:
+    """Raises ConfigError for what this machine cannot do. Its device is known."""
     refuse_devices(loaded, machine)
     refuse_float8(loaded, machine)
-    workers = loaded.config.layout.workers
-    if (
-        loaded.config.train.compile
-        and loaded.config.device == "cpu"
-        and (cpp_compiler(os.environ) is None)
-    ):
+    config = loaded.config
+    if config.train.compile and config.device == "cpu" and cpp_compiler(os.environ) is None:
         raise ConfigError(
             "train.compile needs a C++ compiler on a CPU, and there is none on the PATH",
             where=loaded.where("train.compile"),
             remedy="install g++, name another in CXX, or use train.compile=false",
         )
-    if platform.system() == "Darwin" and workers > 1:
+    if platform.system() == "Darwin" and config.layout.workers > 1:
         raise ConfigError(
             "on macOS one worker is supported",
             where=loaded.where("layout.workers"),
             remedy="use 1",
         )
-    checked_layouts(loaded)
-    return loaded
+
+
+def with_device(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:
+    """Fill in this machine's device if the run leaves it open."""
+    if loaded.config.device != "auto":
+        return loaded
+    found = machine.accelerators
+    device = found[0].kind if found else "cpu"
+    return loaded.with_planned({"device": device}, f"{len(found)} accelerators on {machine.node}")
 
 
 def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:

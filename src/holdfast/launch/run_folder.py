@@ -34,6 +34,7 @@ from holdfast.config.identity import (
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import resolve_place
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.addresses import is_loopback_elsewhere
@@ -43,7 +44,7 @@ from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
-from holdfast.wire.store.publish import publish_file
+from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
@@ -286,7 +287,11 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
 
 
 def write_description(
-    folder: Path, loaded: LoadedConfig, machine: HardwareInfo, dataset: Path, dataset_version: str
+    folder: Path,
+    loaded: LoadedConfig,
+    machine: HardwareInfo,
+    dataset: str | Path,
+    dataset_version: str,
 ) -> None:
     """Write the three files. Later starts replace them: the journal keeps what was before. Of
     several that begin the folder in one moment, the one that creates `resolved.json` with its run
@@ -297,10 +302,11 @@ def write_description(
     it.
     """
     check_location(loaded.config.checkpoint.bucket)
+    check_location(loaded.config.data.folder)
     resolved = loaded.to_json() | {
         "format": 1,
         "config_hash": run_hash(folder, loaded.config),
-        "dataset": {"folder": str(dataset.resolve()), "version": dataset_version},
+        "dataset": {"folder": resolve_place(dataset), "version": dataset_version},
         "run_id": secrets.token_hex(16),
     }
     files = {
@@ -315,7 +321,7 @@ def write_description(
             files[RESOLVED_FILE] = _json(resolved | {"run_id": run_id(folder) or ""})
         try:
             for name, text in files.items():
-                _replace_file(folder / name, text)
+                replace_file(folder / name, text)
         except OSError:
             if begins:
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
@@ -354,7 +360,7 @@ def _create_once(path: Path, text: str) -> bool:
     """Write a file atomically if it does not exist yet; return False if it does."""
     if path.exists():
         return False
-    temporary = _temporary(path)
+    temporary = temporary_beside(path)
     try:
         temporary.write_text(text, "utf-8")
         publish_file(temporary, path)
@@ -364,22 +370,6 @@ def _create_once(path: Path, text: str) -> bool:
         with suppress(OSError):
             temporary.unlink()
     return True
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write a file atomically; on a full disk, remove the part that was written."""
-    temporary = _temporary(path)
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def describe_environment(machine: HardwareInfo) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from holdfast.wire.http.async_client import AsyncClient
 from holdfast.wire.http.client import Client
 from holdfast.wire.http.connection_limits import ConnectionLimiter
 from holdfast.wire.http.refusals import CONTROL, Refusals
-from holdfast.wire.http.tls import with_tls
+from holdfast.wire.http.tls import make_client_context, with_tls
 from holdfast.wire.secret import Secret
 from tests.checkpoint.peers import test_server as peers
 from tests.launch.holders import agent
@@ -184,5 +184,5 @@ def test_the_certificate_goes_to_children_with_the_secret_and_shows_nowhere() ->
     assert OURS.key.hex() not in repr(OURS)
     assert repr(OURS) == repr(PLAIN) == "Secret()"
     before = set(os.listdir("/proc/self/fd"))
-    OURS.client_tls
+    assert make_client_context(OURS) is not OURS.client_tls
     assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,179 @@
+"""`holdfast launch`: have the owner of machines start a run on several nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.early_signals import early_signals_answered
+from holdfast.cli.options import Fresh
+from holdfast.cli.output import print_json, say
+from holdfast.cli.train import begin_run, checked_layouts
+from holdfast.config.load import LoadedConfig, load_config
+from holdfast.errors import RunFolderError
+from holdfast.launch.holder import HolderWatch
+from holdfast.launch.runs import read_resolved
+from holdfast.plan.layouts import max_workers
+
+if TYPE_CHECKING:
+    from holdfast.launch.owner import LaunchRequest, OwnedJob
+
+app = make_app("Have the owner of machines start a run on several nodes.")
+
+KEYS_OF_NODES = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
+"""Keys that a node does not take from the run's description; `launch` passes them on to each."""
+
+
+@app.command()
+def launch(
+    run_file: Annotated[Path, typer.Argument(help="the run file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    on: Annotated[
+        str, typer.Option(help="local, ssh, slurm, ray or kubernetes; left out: launch.on")
+    ] = "",
+    nodes: Annotated[int, typer.Option(help="nodes of the run; left out: launch.nodes")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
+    ] = False,
+    fresh: Fresh = False,
+    json: Annotated[bool, typer.Option("--json", help="print the job as JSON")] = False,
+) -> int:
+    """Begin or resume a run on machines of an owner: a scheduler, a cluster, a host file.
+
+    The dataset is prepared here, and the run's description is written into its run store. Then the
+    owner starts 'holdfast join' on each node. The command returns as soon as the owner has
+    accepted the job. If a job of the run is at work, the command brings it to the number of nodes
+    asked for.
+
+    \b
+    Example:
+      holdfast launch run.yaml --on local --nodes 2 cluster.places=1
+      holdfast launch run.yaml --on slurm --nodes 4 --dry-run
+      holdfast status run.yaml; holdfast logs run.yaml; holdfast down run.yaml
+    """
+    from holdfast.launch.owners.choose import open_owner
+    from holdfast.plan.hardware import detect_hardware
+
+    given = list(overrides or [])
+    given += [f"launch.on={on}"] if on else []
+    given += [f"launch.nodes={nodes}"] if nodes else []
+    loaded = _for_all_nodes(load_config(run_file, given))
+    folder = Path(loaded.config.run_folder)
+    owner = open_owner(loaded.config.launch.on)
+    if dry_run:
+        print(owner.describe(_request(loaded, folder)), end="")
+        return 0
+    with early_signals_answered():
+        running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
+        running_workers = _stored_workers(folder)
+        begun = begin_run(
+            loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
+        )
+        if begun.last_step is not None:
+            return 0
+        if running is not None:
+            _say_limit(running_workers, begun.loaded)
+        _make_secret(folder)
+        job = _submit(running, _request(begun.loaded, folder))
+        job.write(folder)
+    if json:
+        print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
+        return 0
+    say("follow the run with:")
+    for command in ("status", "logs", "watch", "down"):
+        say(f"  holdfast {command} {run_file}")
+    return 0
+
+
+def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
+    """Start the nodes, or bring a job that is at work to the number of nodes asked for."""
+    from holdfast.launch.owners.choose import open_owner
+
+    owner = open_owner(request.config.launch.on)
+    if running is None:
+        job = owner.submit(request)
+        say(f"{job.owner} has accepted {job.nodes} nodes as {job.job}")
+        return job
+    live = sum(each.is_live for each in owner.status(running))
+    if live == running.nodes == request.all_nodes:
+        say(f"{running.owner} has {live} nodes of this run already, as {running.job}")
+        return running
+    job = owner.resize(running, request)
+    say(f"{job.owner} brings {job.job} from {live} to {job.nodes} nodes")
+    return job
+
+
+def _stored_workers(folder: Path) -> int:
+    stored = read_resolved(folder) or {}
+    return int(stored.get("config", {}).get("layout", {}).get("workers", 0))
+
+
+def _say_limit(workers: int, loaded: LoadedConfig) -> None:
+    """Say that the nodes at work keep the number of workers that they were started with."""
+    if loaded.config.layout.workers > workers:
+        say(
+            f"the nodes at work train with layout.workers={workers}, so further nodes are spares "
+            "until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for more"
+        )
+
+
+def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
+    """The configuration with as many workers as fit on all nodes, if the run file leaves them open.
+
+    Each node finds out its own device (`device: auto`)."""
+    config = loaded.config
+    if config.layout.workers == 0:
+        nodes, places = max(config.launch.nodes, config.launch.most_nodes), config.cluster.places
+        why = f"{nodes} nodes of {places or 1} places"
+        workers = max_workers(config, nodes * (places or 1))
+        loaded = loaded.with_planned({"layout.workers": workers}, why)
+    checked_layouts(loaded)
+    return loaded
+
+
+def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
+    from holdfast.config.cluster import AUTO
+    from holdfast.launch.owner import LaunchRequest
+
+    config = loaded.config
+    cluster, checkpoint = config.cluster, config.checkpoint
+    values = (cluster.interface, cluster.gloo_interface, checkpoint.peer_interface)
+    own = [f"{k}={v}" for k, v in zip(KEYS_OF_NODES, values, strict=True) if v != AUTO]
+    return LaunchRequest(
+        name=config.name,
+        location=str(folder.absolute()),
+        folder=folder.absolute(),
+        secret_file=(folder / "secret").absolute(),
+        config=config,
+        nodes=config.launch.nodes,
+        spares=config.launch.spares,
+        overrides=(f"cluster.places={cluster.places or 1}", *own),
+    )
+
+
+def _make_secret(folder: Path) -> None:
+    from holdfast.wire.secret import open_secret
+
+    open_secret(folder, say=say)
+
+
+def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
+    """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
+    from holdfast.launch.owner import JOB_FILE, OwnedJob
+    from holdfast.launch.owners.choose import open_owner
+
+    if not (folder / JOB_FILE).exists():
+        return None
+    job = OwnedJob.read(folder)
+    if not any(each.is_live for each in open_owner(job.owner).status(job)):
+        return None
+    if job.released or job.owner != owner or fresh:
+        raise RunFolderError(
+            f"{job.owner} still has nodes of this run (job {job.job})",
+            where=str(folder),
+            remedy=f"end them first with: holdfast down {folder}",
+        )
+    return job
