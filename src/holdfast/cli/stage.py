@@ -76,8 +76,7 @@ def stage(
             remedy=f"use {free / GB:.1f} or less",
         )
     known = read_secret(secret, is_given=True, say=say)
-    if tls or (tls is None and not is_loopback(host)):
-        known = with_tls(known)
+    known = with_tls(known) if (not is_loopback(host) if tls is None else tls) else known
     kept = StagingNode(
         bind_listener(host, port, "--listen"),
         known,

@@ -72,14 +72,17 @@ def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderErr
     )
 
 
-def refuse_other_tls(holder: Mapping[str, Any], secret: Secret) -> None:
-    """Raises RunFolderError if a run at work speaks TLS and this node does not, or the other way
-    round. secret: as this node uses it."""
+def refuse_join(holder: Mapping[str, Any], secret: Secret) -> None:
+    """Raises RunFolderError if the run at work would never admit this node. That is so for a run of
+    one node, and if only one of run and node speaks TLS. holder: of its newest term. secret: as
+    this node uses it."""
     uses_tls = bool(holder.get("tls"))
-    if uses_tls == secret.uses_tls:
+    if uses_tls == secret.uses_tls and not holder.get("alone"):
         return
     if not holder_probe(secret_of(holder, secret))(str(holder.get("address", ""))):
         return  # it has ended, and this node may lead
+    if holder.get("alone"):
+        raise single_node_run_error(holder, "cluster.node")
     raise RunFolderError(
         f"the run at work {'speaks' if uses_tls else 'does not speak'} TLS, and this node "
         f"{'does not' if uses_tls else 'does'}",

@@ -32,7 +32,7 @@ from holdfast.elastic.protocol.notice_messages import (
     Notice,
     UnknownNodeReply,
 )
-from holdfast.elastic.run_result import refuse_other_tls
+from holdfast.elastic.run_result import refuse_join
 from holdfast.events import StepTraced
 from holdfast.export.weights import with_checkpoint
 from holdfast.launch.holder import HolderWatch
@@ -119,7 +119,7 @@ def fixed_secret(secret: Secret) -> Callable[[Lab], None]:
 def start_in_encrypted_run(lab: Lab) -> None:
     """What a node checks before it joins a run at work that speaks TLS."""
     with agent(with_tls(Secret(b"n" * 32))) as address:
-        refuse_other_tls({"address": address, "tls": True}, lab.settings["secret"])
+        refuse_join({"address": address, "tls": True}, lab.settings["secret"])
 
 
 def stop_it(lab: Lab, found: Match[str]) -> None:

@@ -41,8 +41,7 @@ from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.run_result import (
     EndReason,
     RunEndedError,
-    refuse_other_tls,
-    single_node_run_error,
+    refuse_join,
 )
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.policy.membership import election
@@ -51,7 +50,7 @@ from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term
+from holdfast.wire.term import TERM_PATH, Term, newest_term
 
 ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store."""
@@ -241,10 +240,8 @@ class RoleLoop:
         address = "" if holder is None else str(holder.get("address", ""))
         if address == self._address and self.coordinator is None:
             address = ""  # this agent held the term before a restart or a failure of the term
-        elif holder is not None and holder.get("alone"):
-            await self._reject_single_node_run(holder, address)
         elif holder is not None:
-            await self._reject_other_tls(holder)
+            await self._refuse_join(holder)
         if not address and self._membership.now < self._stands_back_until:
             await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
             return
@@ -263,18 +260,10 @@ class RoleLoop:
             name, leader = self.state.name, holder.get("node") or "another agent"
             self._complain_once(f"{name} has joined the run; {leader} coordinates it")
 
-    async def _reject_single_node_run(self, holder: Mapping[str, Any], leader_address: str) -> None:
-        """Raises RunEndedError if a run of one node is at work: it would never admit this agent."""
-        if await asyncio.to_thread(holder_probe(self._secret), leader_address):
-            raise RunEndedError(
-                str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
-            )
-
-    async def _reject_other_tls(self, holder: Mapping[str, Any]) -> None:
-        """Raises RunEndedError if the run that is at work speaks TLS and this node does not, or the
-        other way round."""
+    async def _refuse_join(self, holder: Mapping[str, Any]) -> None:
+        """Raises RunEndedError if the run at work would never admit this agent."""
         try:
-            await asyncio.to_thread(refuse_other_tls, holder, self._secret)
+            await asyncio.to_thread(refuse_join, holder, self._secret)
         except RunFolderError as error:
             raise RunEndedError(str(error), EndReason.USER_ERROR) from error
 
