@@ -28,6 +28,9 @@ from tests.cli.remedies import (
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_ray,
+    of_ray_preparation,
+    of_remote_datasets,
     of_rest,
     of_run_files,
     of_runs_cases,
@@ -68,6 +71,9 @@ TABLES = (
     of_installations,
     of_kubernetes,
     of_launches,
+    of_ray,
+    of_remote_datasets,
+    of_ray_preparation,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

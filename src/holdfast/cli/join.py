@@ -118,7 +118,7 @@ def _with_data(
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-    from holdfast.data.dataset import Dataset
+    from holdfast.data.dataset_location import open_dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
     if loaded.config.task.name:
@@ -128,7 +128,8 @@ def _with_data(
     loaded = with_joining_base(loaded)
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
-    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
+    data = loaded.config.data
+    return loaded, dataset_version_in(folder, open_dataset(data.folder, data, ask=True))
 
 
 def _own(overrides: list[str]) -> list[str]:
@@ -137,6 +138,8 @@ def _own(overrides: list[str]) -> list[str]:
         key = override.partition("=")[0]
         if not key.startswith("cluster.") and key not in (
             "device",
+            "data.cache",
+            "data.cache_gb",
             "checkpoint.peer_advertise",
             "task.folder",
             "lora.base",

@@ -17,6 +17,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ModelFolderError, RunFolderError
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import newest_term, secret_of
 
 RESOLVED_FILE = "resolved.json"
 IMPORTED_FOLDER = "imported"
@@ -33,9 +34,17 @@ class Run:
     resolved: dict[str, Any]
 
     @property
-    def dataset_folder(self) -> Path:
-        """Path of the dataset when the run was last started."""
-        return Path(self.resolved.get("dataset", {}).get("folder") or self.config.data.folder)
+    def dataset_location(self) -> str:
+        """The dataset's folder, or its address, when the run was last started."""
+        return str(self.resolved.get("dataset", {}).get("folder") or self.config.data.folder)
+
+    @property
+    def dataset_files(self) -> Path:
+        """A folder with the dataset's manifest, tokenizer and template, if they exist. Raises
+        UserError for an address that fails."""
+        from holdfast.data.dataset_location import local_files
+
+        return local_files(self.dataset_location, self.config.data)
 
     @property
     def dataset_version(self) -> str:
@@ -126,7 +135,8 @@ def _foreign_file_error(path: Path) -> RunFolderError:
 
 def read_secrets(folder: Path) -> tuple[Secret, ...]:
     """Return the possible secrets of the run. First comes the one that a trainer started here would
-    use (the environment's, or the folder's). None is made. Raises RunFolderError for one that other
+    use (the environment's, or the folder's), with TLS if the run's newest term speaks it. None is
+    made. Raises RunFolderError for one that other
     users may read."""
     named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
     found = [read_secret(Path(named).expanduser(), is_given=True)] if named else []
@@ -136,7 +146,8 @@ def read_secrets(folder: Path) -> tuple[Secret, ...]:
         except RunFolderError:
             if not named:  # else it is not the one that is used here
                 raise
-    return tuple(dict.fromkeys(found))
+    holder = newest_term(FolderStore(folder))[1] if found else None
+    return tuple(dict.fromkeys(secret_of(holder, secret) for secret in found))
 
 
 def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from holdfast.core.data.target_weights import target_ids, target_weights
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.batch import Batches, Microbatch
-from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.model.decoder import Decoder
@@ -147,6 +147,7 @@ class DecoderTask:
                 objective,
                 groups.axis("tp"),
                 sequence_parallel=config.layout.sequence_parallel,
+                tp_by=config.layout.tp_by.degrees,
                 traffic=groups.traffic,
             )
             if config.train.compile and objective.tensor is not None:
@@ -216,7 +217,8 @@ class DecoderTask:
 
     def open_batches(self, dataset: str) -> Batches:
         config = self._config
-        return Batches(Dataset.open(dataset), config.data, config.train, config.seed)
+        opened = open_dataset(dataset, config.data)
+        return Batches(opened, config.data, config.train, config.seed)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
@@ -242,7 +244,8 @@ class DecoderTask:
 
     def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
         config = self._config
-        table = parameter_table(config.model, config.train.precision)
+        degrees = config.layout.tp_by.degrees
+        table = parameter_table(config.model, config.train.precision, tp_by=degrees)
         rows = {row.name: replace(row, shard_dim=None) for row in table}
         names = [name for name, _ in decoder.named_parameters()]
         return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
