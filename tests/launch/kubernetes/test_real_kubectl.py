@@ -12,8 +12,8 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.launch.owner import LaunchRequest, NodeState
 from holdfast.launch.owners.kubernetes import KubernetesOwner
-from tests.launch.kubernetes.test_manifests import request_of
-from tests.launch.kubernetes.test_owner import with_folder
+from tests.launch.kubernetes.test_manifests import RACK, request_of
+from tests.launch.kubernetes.test_owner import LEVEL, with_folder
 from tests.support.small_kubernetes import SmallKubernetes, small_kubernetes
 
 pytestmark = [
@@ -62,6 +62,15 @@ def test_a_run_is_launched_watched_grown_and_given_back(
     assert kube.objects == {}
     assert owner.status(job) == []
     owner.release(job)  # a job that has ended is no error
+
+
+def test_machines_in_two_racks_are_named(kube: SmallKubernetes, tmp_path: Path) -> None:
+    job = KubernetesOwner().submit(request(tmp_path, *RACK))
+    for number in range(4):
+        about = {"name": f"machine-{number}", "labels": {LEVEL: f"r{number // 3}"}}
+        kube.put("nodes", {"apiVersion": "v1", "kind": "Node", "metadata": about})
+    (found,) = KubernetesOwner().warnings(job)
+    assert "r0 (3 machines), r1 (1 machines)" in found
 
 
 def test_what_the_cluster_refuses_is_one_sentence(kube: SmallKubernetes, tmp_path: Path) -> None:
