@@ -6,7 +6,7 @@
 A loop takes steps of a fixed time and asks `Loader` for the next batch, as training does. Its data
 lie in a folder, in a cache that has every shard, and at a slow address with an empty cache. The
 address answers each request after a delay and at a bandwidth that all requests share. The table
-says how long the loop waited: for the first batch, and for all others as a share of the time.
+says how long the loop waited: for the first batch, and for all later ones as a share of the time.
 """
 
 from __future__ import annotations
