@@ -33,6 +33,7 @@ from tests.cli.remedies import (
     of_sets_and_faults,
     of_sharding,
     of_sources,
+    of_ssh,
     of_stores_cases,
     of_task_code,
     of_trainers,
@@ -66,6 +67,7 @@ TABLES = (
     of_disks,
     of_installations,
     of_launches,
+    of_ssh,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
