@@ -27,6 +27,7 @@ from tests.cli.remedies import (
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_remote_datasets,
     of_rest,
     of_run_files,
     of_runs_cases,
@@ -68,6 +69,7 @@ TABLES = (
     of_installations,
     of_launches,
     of_ssh,
+    of_remote_datasets,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

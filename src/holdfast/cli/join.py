@@ -24,6 +24,7 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
 from holdfast.launch.node_name import default_node_name
+from holdfast.launch.node_place import MACHINE_KEYS, with_place
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
@@ -72,7 +73,7 @@ def join(
     name = node or default_node_name(os.environ)
     machine = detect_hardware()
     loaded = _config_for_node(stored, folder, name, overrides or [])
-    loaded = with_device(loaded, machine)
+    loaded = with_place(with_device(loaded, machine))
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
@@ -104,6 +105,7 @@ def _config_for_node(
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
     given = [f"cluster.node={name}", f"folder={folder}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
+    given += [f"{key}=''" for key in MACHINE_KEYS]
     given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
@@ -116,7 +118,7 @@ def _with_data(
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-    from holdfast.data.dataset import Dataset
+    from holdfast.data.dataset_location import open_dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
     if loaded.config.task.name:
@@ -126,7 +128,8 @@ def _with_data(
     loaded = with_joining_base(loaded)
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
-    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
+    data = loaded.config.data
+    return loaded, dataset_version_in(folder, open_dataset(data.folder, data, ask=True))
 
 
 def _own(overrides: list[str]) -> list[str]:
@@ -135,10 +138,13 @@ def _own(overrides: list[str]) -> list[str]:
         key = override.partition("=")[0]
         if not key.startswith("cluster.") and key not in (
             "device",
+            "data.cache",
+            "data.cache_gb",
             "checkpoint.peer_advertise",
             "task.folder",
             "lora.base",
             *ADDRESS_KEYS,
+            *MACHINE_KEYS,
         ):
             raise RunFolderError(
                 f"{key} belongs to the run, and cannot differ for one node",

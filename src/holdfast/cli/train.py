@@ -32,6 +32,7 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.named_parts import with_named_parts
+from holdfast.launch.node_place import with_place
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -91,7 +92,7 @@ def start_run(
     overrides. Raises UserError."""
     with early_signals_answered():
         machine = detect_hardware()
-        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        loaded = with_place(plan_for_machine(load_config(run_file, overrides), machine))
         folder = Path(loaded.config.run_folder)
         with crash_log_in(folder):
             return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
@@ -182,7 +183,7 @@ def begin_run(
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, data.folder, version)
+    write_description(folder, loaded, machine, data.location, version)
     for line in about:
         say(line)
     return BegunRun(loaded, version)
@@ -190,10 +191,10 @@ def begin_run(
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. use: lines about how much of it the run reads."""
+    """The data of a run. location: folder or address. use: lines about how much of it is read."""
 
     version: str
-    folder: Path
+    location: str
     use: tuple[str, ...]
 
 
@@ -208,7 +209,7 @@ def prepare_run_data(
         loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
         if task.has_own_data:
-            return loaded, RunData(task.data, Path(task.folder), ())
+            return loaded, RunData(task.data, task.folder, ())
     from holdfast.data.coverage import describe_use
 
     if not task.name:
@@ -226,7 +227,7 @@ def prepare_run_data(
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    return loaded, RunData(version, dataset.folder, tuple(use))
+    return loaded, RunData(version, dataset.location, tuple(use))
 
 
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:

@@ -22,7 +22,7 @@ from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.task import SCRIPT_TASK
-from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
 from holdfast.elastic.node.launch_specs import plan_single_node
@@ -77,9 +77,7 @@ def train_locally(
     node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
-    version = (
-        Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
-    )
+    version = dataset_version or open_dataset(config.data.folder, config.data).version
     secret = open_secret(folder, say=say)
     hash_ = run_hash(folder, config)
     start = _RunOrigin(config, store, secret, hash_, version, fresh, say)
