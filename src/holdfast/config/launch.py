@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
+from holdfast.config.launch_kubernetes import KubernetesConfig
+from holdfast.config.launch_ray import RayConfig
 from holdfast.config.launch_ssh import SshConfig
 
 
@@ -31,3 +33,5 @@ class LaunchConfig(Section):
     )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
     ssh: SshConfig = SshConfig.model_validate({})
+    ray: RayConfig = RayConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from holdfast.config.base import Section
 
-HOST_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._:@-]*$"
-"""A host's name or address, or user@host. It cannot be an option of ssh."""
+
+def is_host(text: str) -> bool:
+    """Return True for a host's name or address, or USER@HOST. An option of ssh is none."""
+    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:@-]*", text))
 
 
 class SshConfig(Section):
-    hosts: tuple[Annotated[str, Field(pattern=HOST_PATTERN)], ...] = Field(
+    hosts: tuple[str, ...] = Field(
         (), description="hosts of the nodes, each as HOST or USER@HOST; each gets one node"
     )
     hosts_file: str = Field(
@@ -35,3 +37,11 @@ class SshConfig(Section):
         description="folder on the hosts for logs and secrets of nodes; it starts at the home",
     )
     options: tuple[str, ...] = Field((), description='further options of ssh, as ["-p", "2222"]')
+
+    @field_validator("hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not is_host(host):
+                raise ValueError(f"{host!r} is no host: use HOST or USER@HOST, such as gpu-1")
+        return hosts

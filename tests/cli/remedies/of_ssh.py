@@ -60,6 +60,10 @@ def hosts(*overrides: str) -> Callable[[Lab], None]:
     return begin
 
 
+def hosts_in_file(lab: Lab) -> None:
+    hosts(f"launch.ssh.hosts_file={lab.write('hosts', '-oProxyCommand=x')}")(lab)
+
+
 def name_them(lab: Lab, found: Match[str]) -> None:
     lab.write("hosts", "a\nb\nc\n")
     lab.settings["overrides"].append(f"{found[1]}={lab.path('hosts')}")
@@ -123,6 +127,13 @@ CASES: list[Case] = [
         describe,
         r"name a file with one host a line",
         lambda lab, found: lab.write("none", "a\nb # the second\n\nc\n"),
+    ),
+    case(
+        OWNER + "… is no host",
+        hosts_in_file,
+        describe,
+        r"write HOST or USER@HOST, such as (\S+), at the beginning of a line",
+        lambda lab, found: lab.write("hosts", f"{found[1]}\nb\nc\n"),
     ),
     case(
         HOST + "this host has Holdfast …, and the run was begun with …",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.launch_ssh import is_host
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.node_host import HostRequest
 from holdfast.launch.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob, chosen_nodes
@@ -146,6 +147,12 @@ def _hosts_of(request: LaunchRequest) -> list[tuple[str, str]]:
         for line in text.splitlines():
             words = line.partition("#")[0].split()
             slots = _SLOTS.search(line.partition("#")[0])
+            if words and not is_host(words[0]):
+                raise ConfigError(
+                    f"{words[0]!r} is no host",
+                    where=settings.hosts_file,
+                    remedy="write HOST or USER@HOST, such as gpu-1, at the beginning of a line",
+                )
             found += [(words[0], slots[1] if slots else "")] if words else []
     user = f"{settings.user}@" if settings.user else ""
     return [(host if "@" in host else user + host, places) for host, places in found]
