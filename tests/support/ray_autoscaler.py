@@ -43,7 +43,7 @@ START_RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
 class AutoscaledCluster:
     """A head without CPUs, and at most `most` machines of one CPU as the autoscaler wants."""
 
-    def __init__(self, folder: Path, most: int, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, most: int) -> None:
         host = _address_of_this_machine()
         with socket.socket() as free:
             free.bind((host, 0))
@@ -112,8 +112,16 @@ class AutoscaledCluster:
 
     @property
     def machines(self) -> int:
-        """Raylets that run, without the head's."""
-        return sum("raylet/raylet" in " ".join(_command(p)[:1]) for p in self._processes()) - 1
+        """Those that run, without the head."""
+        return len(self._raylets()) - 1
+
+    def lose_newest(self) -> None:
+        """Kill the raylet of a machine; what it has started ends with it."""
+        self._raylets()[-1].kill()
+
+    def _raylets(self) -> list[psutil.Process]:
+        found = [p for p in self._processes() if "raylet/raylet" in " ".join(_command(p)[:1])]
+        return sorted(found, key=lambda process: process.create_time())
 
     def _processes(self) -> list[psutil.Process]:
         mark = str(self.folder)
