@@ -100,17 +100,28 @@ class RayRun:
 
     def first_step(self, after: int, nodes: set[str]) -> float:
         """Wait for a step in a generation later than `after`, of these nodes; return its time."""
+        return self._first_step(after, lambda ranks: set(ranks) == nodes, f"{sorted(nodes)}")
 
+    def first_step_of_workers(self, after: int, least: int) -> float:
+        """The same, of any nodes with at least so many workers."""
+        return self._first_step(after, lambda ranks: len(ranks) >= least, f"{least} workers")
+
+    def _first_step(self, after: int, fits: Callable[[list[str]], bool], what: str) -> float:
         def due() -> list[float]:
+            fitting = {
+                record.generation
+                for record in self.journal.records()
+                if isinstance(record.event, GenerationStarted)
+                and record.generation > after
+                and fits(record.event.topology["nodes"])
+            }
             return [
                 record.time
                 for record in self.journal.records()
-                if isinstance(record.event, StepDone)
-                and record.generation > after
-                and self.journal.nodes(record.generation) == nodes
+                if isinstance(record.event, StepDone) and record.generation in fitting
             ]
 
-        self.wait(due, f"no step of {sorted(nodes)}")
+        self.wait(due, f"no step of {what}")
         return min(due())
 
     def wait_more_steps(self, number: int = 20) -> None:
