@@ -129,7 +129,7 @@ class RayRun:
         self.wait(lambda: self.step >= wanted, f"no step {wanted}")
 
     def undisturbed(self) -> Path:
-        """The folder of the same run, as far as this one, as one process of this machine."""
+        """The folder of the same run, with as many steps, as one process of this machine."""
         folder = self.run_file.parent / "alone"
         mine = [s for s in SETTINGS if not s.startswith("cluster.") or "threads" in s]
         done = apart(
