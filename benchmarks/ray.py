@@ -1,13 +1,14 @@
 """How long a run on a real Ray takes to continue after a loss, next to Ray Train.
 
-    python -m benchmarks.ray [--rounds 2] [--without-peer]
+    python -m benchmarks.ray [--rounds 2] [--spares 1] [--without-peer]
 
 Five raylets of one CPU on this machine, four workers, gloo. Needs ray[default,train] of pip. Prints
 one JSON object a loss. Seconds count from the SIGKILL, or from the announcement of a drain:
 
     error_s   until another worker's collective raised (the floor; Ray Train's workers note it)
     fewer_s   until the remaining workers did a step
-    all_s     until all four workers did a step again, on the fifth machine
+    all_s     until all four workers did a step again. Without a spare, Ray starts a node on the
+              fifth machine. A spare (`launch.spares`) is a node that waits there
 
 The first line is the time of `import torch` in a new process, which every new worker pays unless it
 is forked. Ray itself notices a lost machine after some seconds (`tests/support/ray_cluster.py`).
@@ -31,7 +32,7 @@ from tests.support.ray_run import ENDLESS, RayRun
 from holdfast.events import WorkerLost, WorkerStarted
 
 MACHINES = ("a", "b", "c", "d", "e")
-ALL = {"node-0", "node-1", "node-2", "node-3"}
+WORKERS = 4
 DRAIN_S = 60.0
 
 
@@ -52,7 +53,8 @@ def kill_worker(run: RayRun) -> float:
 
 def take_machine(run: RayRun, cluster: RayCluster, *, drains: bool) -> float:
     """Take the machine of a node away; return when."""
-    machine = cluster.machine_at(run.states()["node-3"][1])
+    victim = max(run.journal.nodes(run.generation))
+    machine = cluster.machine_at(run.states()[victim][1])
     started = time.time()
     if drains:
         cluster.drain(machine, DRAIN_S)
@@ -69,7 +71,7 @@ def measure(run: RayRun, cluster: RayCluster, what: str) -> dict[str, float | st
     else:
         started = take_machine(run, cluster, drains=what == "drain")
     fewer = run.first_step_of_workers(before, 1)
-    again = run.first_step_of_workers(before, 4)
+    again = run.first_step_of_workers(before, WORKERS)
     if what != "worker":
         cluster.add(f"more-{int(started)}")
     return {
@@ -83,13 +85,14 @@ def measure(run: RayRun, cluster: RayCluster, what: str) -> dict[str, float | st
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--spares", type=int, choices=(0, 1), default=0)
     parser.add_argument("--without-peer", action="store_true")
     arguments = parser.parse_args()
     print(json.dumps({"import_torch_s": round(import_seconds(), 2)}), flush=True)
     with tempfile.TemporaryDirectory() as folder, ray_cluster(*MACHINES) as cluster:
         run = RayRun(Path(folder), cluster)
-        run.launch(4, ENDLESS)
-        run.first_step(0, ALL)
+        run.launch(WORKERS, ENDLESS, f"launch.spares={arguments.spares}")
+        run.first_step_of_workers(0, WORKERS)
         for what in ("worker", "machine", "drain"):
             for _ in range(arguments.rounds):
                 print(json.dumps(measure(run, cluster, what)), flush=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.ray_train [--rounds 2]
 
-Four workers with gloo, and machines that are free. Each step is an all-reduce, 0.1 s of sleep and a reported
-checkpoint. Prints one JSON object a loss: seconds from the SIGKILL until another worker's
+Four workers with gloo, and machines that are free. Each step is an all-reduce, 0.1 s of sleep and a
+reported checkpoint. Prints one JSON object a loss: seconds from the SIGKILL until another worker's
 collective raised, and until all four workers did a step again.
 """
 
