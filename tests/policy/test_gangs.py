@@ -1,4 +1,4 @@
-"""The order of gangs: every interleaving of small cases goes on to the end."""
+"""The order of gangs: every interleaving of small cases reaches the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Queues = tuple[tuple[int, ...], ...]
 
 def stuck(queues: Queues, needs: dict[int, frozenset[int]]) -> Queues | None:
     """Explore all interleavings of hosts that begin the first gang of their queue and wait inside
-    it for all of its hosts. Return a state in which no host can go on, or None."""
+    it for all of its hosts. Return a state in which no host can continue, or None."""
     start = (queues, (None,) * len(queues))
     seen, open_states = {start}, [start]
     while open_states:

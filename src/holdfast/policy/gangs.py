@@ -2,7 +2,7 @@
 
 A gang is a program that runs on several hosts together and waits inside for all of them, such as a
 training run. If one host began gang 1 and another one gang 2, and both need both hosts, neither
-would ever go on. So one controller decides one order (Pathways, Barham et al., MLSys 2022, section
+would ever continue. So one controller decides one order (Pathways, Barham et al., MLSys 2022, section
 4.4):
 
     ready    A gang is queued once the gangs that it waits for are done. It holds nothing before.
@@ -12,7 +12,7 @@ would ever go on. So one controller decides one order (Pathways, Barham et al., 
              not ask: its queue may hold gangs ahead.
 
 The first queued gang of the common order is first in all of its queues, or behind gangs that are
-done. So some gang can always go on. `tests/policy/test_gangs.py` checks every interleaving of small
+done. So some gang can always continue. `tests/policy/test_gangs.py` checks every interleaving of small
 cases, and that queues without a common order do get stuck.
 
 A lost host ends the gangs that may have begun on it. The rest of its queue is queued again.
@@ -114,7 +114,7 @@ class GangBoard:
 
     def lose_host(self, name: str) -> None:
         """A host does not answer any more. Gangs that it has begun fail, or are queued again if
-        they may be tried again; those that it has not are queued again in any case. The first gang
+        they may be tried again. Those that it has not begun are queued again. The first gang
         of its queue counts as begun: the host may have done so since its last report."""
         lost = self.hosts.pop(name)
         if lost.queue:

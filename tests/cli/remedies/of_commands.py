@@ -26,7 +26,6 @@ from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.notices.ray import make_ray_source
 from holdfast.launch.node_place import PLACE_VARIABLE, with_place
-from holdfast.launch.pods.controller import Controller
 from holdfast.report.trackers.registry import check_options, load_tracker, require_tracker
 from holdfast.tasks.loading import load_task
 from holdfast.wire.store.run_store import FolderStore
@@ -44,11 +43,6 @@ from tests.cli.remedies.of_runs import (
     run_command,
 )
 from tests.support.sample_tasks import Classifier
-
-
-def submit(lab: Lab) -> None:
-    with Controller(secret_file=lab.path("secret")) as controller:
-        controller.submit(["true"], on=lab.settings["on"])
 
 
 def word(old: str, new: str = "{0}") -> Callable[[Lab, Match[str]], None]:
@@ -160,19 +154,6 @@ def tracker_folder(lab: Lab) -> None:
 
 
 CASES: list[Case] = [
-    case(
-        "launch/pods/controller.py: …",
-        lambda lab: lab.settings.update(on={}),
-        submit,
-        r"give on=\{GROUP: HOSTS\} with 1 or more hosts",
-        fixed(on={"group": 1}),
-    ),
-    one(
-        "cli/host.py: the controller's secret is not known",
-        "host 127.0.0.1:1 --group big",
-        rf"name its file here, or in {SECRET_FILE_VARIABLE}",
-        add("--secret {root}/secret"),
-    ),
     case(
         "launch/node_place.py: … names no place",
         lambda lab: lab.settings.update(place="rck=7"),

@@ -7,8 +7,8 @@
 
 A gang runs one program on several hosts at once. Hosts join a group by `holdfast host`, whenever
 they like. The order of gangs is `policy/gangs.py`'s; a future is done when all parts of its gang
-are. In a word of a program, `{rank}`, `{host}` and `{size}` are filled in for each host. A word may
-be a future: it becomes what rank 0 of that gang has printed, without the last newline, and the gang
+are. Each host fills in `{rank}`, `{host}` and `{size}` in the program's words. A word may be a
+future. It becomes what rank 0 of that gang has printed, without the last newline, and the gang
 waits for it. (Pathways: Barham et al., MLSys 2022.)
 """
 
