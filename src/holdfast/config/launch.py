@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
+from holdfast.config.launch_slurm import SlurmConfig
 
 
 class LaunchConfig(Section):
@@ -17,3 +18,4 @@ class LaunchConfig(Section):
     )
     nodes: int = Field(1, ge=1, description="nodes that the run is given; --nodes sets it, too")
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
+    slurm: SlurmConfig = SlurmConfig()
