@@ -109,6 +109,8 @@ class Slurm:
         except (OSError, subprocess.SubprocessError) as error:
             log(f"{command[0]} failed: {error}")
             return None
+        if done.returncode != 0 and command[0] == "scancel":
+            return None
         if done.returncode != 0:
             log(f"{' '.join(command)}: {done.stderr.decode('utf-8', 'replace').strip()}")
             return None
@@ -127,7 +129,7 @@ class Slurm:
             f"--job-name={STEP_NAME}",
             "--overlap",
             "--mem=0",
-            "--cpu-bind=none",
+            "--cpu-bind=quiet,none",
             "--no-kill",
             "--kill-on-bad-exit=0",
             "--open-mode=append",
@@ -227,15 +229,16 @@ class JobKeeper:
         return [a for a in self._agents.values() if a.is_running and not a.is_signalled]
 
     def _signal(self, agents: Sequence[Agent], name: str) -> None:
-        """Send a signal to the agents whose steps have begun."""
+        """Send a signal to the agents whose steps have begun, once to each.
+
+        scancel of 22.05 delivers a step's signal, and still says that the job is unknown.
+        """
         steps = self._slurm.steps() if agents else {}
         found = [agent for agent in agents if agent.node in steps]
-        if not found:
-            return
-        named = [steps[agent.node] for agent in found]
-        if self._slurm.run("scancel", f"--signal={name}", *named) is not None:
-            for agent in found:
-                agent.is_signalled = True
+        if found:
+            self._slurm.run("scancel", f"--signal={name}", *(steps[a.node] for a in found))
+        for agent in found:
+            agent.is_signalled = True
 
     # --- the job's nodes --------------------------------------------------------------------
     def _look(self) -> bool:

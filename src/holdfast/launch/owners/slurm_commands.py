@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.config.launch_slurm import SlurmConfig
@@ -220,4 +221,5 @@ def release_nodes(job: JobLine, nodes: Sequence[str]) -> None:
     parts = [line.split("|") for line in said.splitlines()]
     steps = [p[0] for p in parts if len(p) == 3 and p[1] == STEP_NAME and p[2] in nodes]
     if steps:
-        run_slurm("scancel", "--quiet", "--signal=TERM", *steps)
+        with suppress(RefusedError):  # 22.05 says so of each step, and delivers the signal
+            run_slurm("scancel", "--quiet", "--signal=TERM", *steps)
