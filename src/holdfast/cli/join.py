@@ -23,6 +23,7 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
+from holdfast.launch.node_place import MACHINE_KEYS, with_place
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
@@ -69,7 +70,7 @@ def join(
     refuse_alone(folder, HolderWatch(folder, say))
     name = node or platform.node() or "localhost"
     loaded = _config_for_node(stored, folder, name, overrides or [])
-    loaded = with_device(loaded, detect_hardware())
+    loaded = with_place(with_device(loaded, detect_hardware()))
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
@@ -100,6 +101,7 @@ def _config_for_node(
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
     given = [f"cluster.node={name}", f"folder={folder}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
+    given += [f"{key}=" for key in MACHINE_KEYS]
     given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
@@ -135,6 +137,7 @@ def _own(overrides: list[str]) -> list[str]:
             "task.folder",
             "lora.base",
             *ADDRESS_KEYS,
+            *MACHINE_KEYS,
         ):
             raise RunFolderError(
                 f"{key} belongs to the run, and cannot differ for one node",

@@ -32,6 +32,7 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.named_parts import with_named_parts
+from holdfast.launch.node_place import with_place
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -91,7 +92,7 @@ def start_run(
     overrides. Raises UserError."""
     with early_signals_answered():
         machine = detect_hardware()
-        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        loaded = with_place(plan_for_machine(load_config(run_file, overrides), machine))
         folder = Path(loaded.config.run_folder)
         with crash_log_in(folder):
             return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
