@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.commands import end_with_starter
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 INSTALL = (
     "needs: apt-get install --no-install-recommends slurmctld slurmd slurm-client "
@@ -181,6 +183,7 @@ class SlurmCluster:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
+                preexec_fn=end_with_starter,
             )
 
     def _write_config(self) -> None:

@@ -131,7 +131,7 @@ def _own(overrides: list[str]) -> list[str]:
     """Raises RunFolderError for a setting of the entire run: all nodes have to agree on it."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith(("cluster.", "checkpoint.machine.")) and key not in (
+        if not key.startswith("cluster.") and key not in (
             "device",
             "checkpoint.peer_advertise",
             "task.folder",

@@ -171,20 +171,10 @@ class Slurm:
         parts = [line.split("|") for line in text.splitlines()]
         return {p[0] for p in parts if len(p) == 2 and p[1].startswith("drain")}
 
-    def switch(self, node: str) -> str:
-        """Return the name of a node's lowest switch; "" if Slurm knows no topology."""
-        return lowest_switch(self.run("scontrol", "show", "topology", node) or "")
-
 
 def parse_fields(text: str) -> dict[str, str]:
     """Return the fields of `scontrol show`, each as NAME=VALUE. A value has no spaces."""
     return dict(re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", text))
-
-
-def lowest_switch(text: str) -> str:
-    """Return the switch of level 0 in the output of `scontrol show topology NODE`."""
-    found = re.search(r"^SwitchName=(\S+) Level=0 ", text, re.MULTILINE)
-    return found[1] if found else ""
 
 
 class JobKeeper:
@@ -270,8 +260,6 @@ class JobKeeper:
 
     def _start(self, node: str) -> subprocess.Popen[bytes]:
         command = [node if word == "{node}" else word for word in self._options.command]
-        if switch := self._slurm.switch(node):
-            command.append(f"checkpoint.machine.rack={switch}")
         log(f"starting the agent of {node}")
         return self._slurm.start_step(node, Path(self._options.logs, f"{node}.log"), command)
 
