@@ -16,7 +16,7 @@ from tests.support.nodes import Nodes
 from tests.support.slurm_cluster import SlurmCluster
 
 COMMAND_DEADLINE_S = 120.0
-DEADLINE_S = 180.0
+DEADLINE_S = 60.0
 PACE_S = 0.3
 """Seconds for a step until `open_to_end`."""
 QUICK = (

@@ -129,15 +129,20 @@ class SlurmCluster:
         return {words[0]: words[1] for line in lines if len(words := line.split()) == 2}
 
     def tasks(self, node: str) -> list[psutil.Process]:
-        """Return the steps' daemons and the tasks of a node."""
-        found = self._processes({"SLURMD_NODENAME": node})
-        parents = []
-        for process in found:
-            with suppress(psutil.Error):
-                parent = process.parent()
-                if parent is not None and parent.cmdline()[0].startswith("slurmstepd"):
-                    parents.append(parent)
-        return [*dict.fromkeys(parents), *found]
+        """Return the steps' daemons and the tasks of a node.
+
+        An agent's title replaces the environment that one could know it by, so they are found as
+        children of the daemons. Those write to the log of their node's slurmd.
+        """
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.name() == "slurmstepd" and self._log(node) in _open_files(process):
+                    found += [process, *process.children(recursive=True)]
+        return found
+
+    def _log(self, name: str) -> str:
+        return str(self.root / f"{name}.log")
 
     def run(self, *command: str, check: bool = True) -> str:
         """Return what a command of Slurm prints."""
@@ -161,14 +166,15 @@ class SlurmCluster:
         texts += [path.read_text("utf-8")[-3000:] for path in [self.root / "slurmctld.log"]]
         return "\n".join(texts)
 
-    def _processes(self, wanted: dict[str, str] | None = None) -> list[psutil.Process]:
-        """Return the processes whose environment leads to this Slurm, but not our own."""
-        wanted = {"SLURM_CONF": str(self.config)} | (wanted or {})
+    def _processes(self) -> list[psutil.Process]:
+        """Return all tasks, and the processes whose environment leads to this Slurm; not our own."""
         own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-        found = []
+        found = [task for name in self.names for task in self.tasks(name)]
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.pid not in own and wanted.items() <= process.environ().items():
+                if process.pid not in own and process.environ().get("SLURM_CONF") == str(
+                    self.config
+                ):
                     found.append(process)
         return found
 
@@ -222,6 +228,10 @@ def slurm_of(nodes: int, kill_wait: int = 30) -> Iterator[SlurmCluster]:
     finally:
         cluster.end()
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _open_files(process: psutil.Process) -> set[str]:
+    return {each.path for each in process.open_files()}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from holdfast.config.base import Section
 from holdfast.config.launch_slurm import SlurmConfig
+from holdfast.config.launch_ray import RayConfig
 
 
 class LaunchConfig(Section):
@@ -25,3 +26,4 @@ class LaunchConfig(Section):
     )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
     slurm: SlurmConfig = SlurmConfig()
+    ray: RayConfig = RayConfig()

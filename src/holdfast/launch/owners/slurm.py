@@ -107,7 +107,7 @@ class SlurmOwner:
                     found[name] = NodeStatus(name, state, f"Slurm: {each.reason}")
                 continue
             for node in each.names:
-                idle = state is NodeState.RUNNING and (each.raw, node) not in agents
+                idle = state is NodeState.RUNNING and (each.job, node) not in agents
                 detail = f"job {each.job}, {each.state.lower()}"
                 found[node] = NodeStatus(node, state, f"{detail}, no agent" if idle else detail)
         return list(found.values())

@@ -13,16 +13,15 @@ from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.launch.slurm_job import STEP_NAME
 
 COMMAND_TIMEOUT_S = 60.0
-_JOB_FORMAT = "%i|%A|%T|%r|%D|%N"
+_JOB_FORMAT = "%i|%T|%r|%D|%N"
 
 
 @dataclass(frozen=True)
 class JobLine:
-    """A job as `squeue` shows it. job: its number, with the index if it is of an array. raw: the
-    number that its processes know. names: of its nodes, once it has them."""
+    """A job as `squeue` shows it. job: its number, with the index if it is of an array. names: of
+    its nodes, once it has them."""
 
     job: str
-    raw: str
     state: str
     reason: str
     nodes: int
@@ -182,12 +181,12 @@ def jobs_named(name: str) -> list[JobLine]:
     said = run_slurm(
         "squeue", "-h", "-r", "--me", "-t", "all", "-S", "S", "-n", name, "-o", _JOB_FORMAT
     )
-    return [_job_line(line) for line in said.splitlines() if line.count("|") == 5]
+    return [_job_line(line) for line in said.splitlines() if line.count("|") == 4]
 
 
 def _job_line(line: str) -> JobLine:
-    job, raw, state, reason, nodes, names = line.split("|")
-    return JobLine(job, raw, state, reason, int(nodes), _host_names(names))
+    job, state, reason, nodes, names = line.split("|")
+    return JobLine(job, state, reason, int(nodes), _host_names(names))
 
 
 def _host_names(names: str) -> tuple[str, ...]:
@@ -198,9 +197,9 @@ def _host_names(names: str) -> tuple[str, ...]:
 
 def nodes_with_agents() -> set[tuple[str, str]]:
     """Return job and node of each step of this user that is an agent."""
-    said = run_slurm("squeue", "-h", "-s", "--me", "-o", "%A|%j|%N")
+    said = run_slurm("squeue", "-h", "-s", "--me", "-o", "%i|%j|%N")
     parts = [line.split("|") for line in said.splitlines()]
-    return {(p[0], p[2]) for p in parts if len(p) == 3 and p[1] == STEP_NAME}
+    return {(p[0].rpartition(".")[0], p[2]) for p in parts if len(p) == 3 and p[1] == STEP_NAME}
 
 
 def cancel_pending(name: str, *jobs: str) -> None:
