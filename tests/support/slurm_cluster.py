@@ -167,7 +167,7 @@ class SlurmCluster:
         return "\n".join(texts)
 
     def _processes(self) -> list[psutil.Process]:
-        """Return all tasks, and the processes whose environment leads to this Slurm; not our own."""
+        """Return all tasks, and what has the environment of this Slurm; not our own."""
         own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
         found = [task for name in self.names for task in self.tasks(name)]
         for process in psutil.process_iter():

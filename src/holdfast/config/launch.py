@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
-from holdfast.config.launch_slurm import SlurmConfig
 from holdfast.config.launch_ray import RayConfig
+from holdfast.config.launch_slurm import SlurmConfig
 
 
 class LaunchConfig(Section):

@@ -28,7 +28,10 @@ class SlurmConfig(Section):
         "of its own, so Slurm restarts a lost node alone",
     )
     notice_seconds: int = Field(
-        60, ge=0, le=65535, description="how long before the time limit agents get SIGUSR1; 0: not"
+        60,
+        ge=0,
+        le=65535,
+        description="how long before the time limit agents save and leave; 0: not",
     )
     requeue: bool = Field(
         True, description="the job is queued again after its time limit or the loss of its node"

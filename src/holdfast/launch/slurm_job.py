@@ -7,10 +7,12 @@ program asks Slurm every few seconds which nodes the job has. It starts an agent
 and queues a job of one node in place of each node that was lost or is drained. It hands a node back
 whose agent has left the run. It ends once no agent is left.
 
-    SIGUSR1   The time limit is near. The program passes the signal on to all agents. Once they have
-              saved and left, it has the job queued again.
+    SIGUSR1   The time limit is near. The program sends SIGTERM to all agents. Once they have saved
+              and left, it has the job queued again.
     SIGUSR2   `holdfast down`. The program sends SIGTERM to all agents, which save and leave.
     SIGTERM   Slurm ends the job, and has sent the signal to the agents itself.
+
+SIGUSR1 itself is not passed on: Slurm signals all processes of a step, and workers would die of it.
 
 Slurm may start the job again elsewhere although this process still runs: its node's slurmd died
 alone. The program then ends its agents. If it cannot, the run's terms and generations fence them.
@@ -44,10 +46,6 @@ KILLED = 128
 COMMAND_TIMEOUT_S = 30.0
 STEP_NAME = "agent"
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-PASSED_ON = {signal.SIGUSR1: "USR1", signal.SIGUSR2: "TERM"}
-"""A signal to this program -> what it sends to the agents.
-
-A second SIGTERM would end an agent before it has saved. So what Slurm sends is not sent again."""
 
 
 @dataclass
@@ -187,7 +185,7 @@ class JobKeeper:
         self._agents: dict[str, Agent] = {}
         self._replacements: list[str] = []
         self._last_code = 0
-        self._passed_on = ""
+        self._must_ask = False
         self._is_ending = False
         self._is_time_over = False
 
@@ -203,7 +201,7 @@ class JobKeeper:
             if self._reap() or time.monotonic() >= next_look:
                 if not self._look():
                     return 0
-                has_more = bool(self._passed_on and self._unsignalled())
+                has_more = self._must_ask and bool(self._unsignalled())
                 next_look = time.monotonic() + (SIGNAL_INTERVAL_S if has_more else INTERVAL_S)
             if self._agents and not any(agent.is_running for agent in self._agents.values()):
                 return self._end()
@@ -213,20 +211,21 @@ class JobKeeper:
         log(f"{signal.Signals(number).name}: agents save and leave")
         self._is_ending = True
         self._is_time_over = self._is_time_over or number == signal.SIGUSR1
-        self._passed_on = self._passed_on or PASSED_ON.get(signal.Signals(number), "")
+        # A second SIGTERM might end an agent before it has saved: Slurm's own is not sent again.
+        self._must_ask = self._must_ask or number != signal.SIGTERM
 
     def _unsignalled(self) -> list[Agent]:
         return [a for a in self._agents.values() if a.is_running and not a.is_signalled]
 
-    def _signal(self, agents: Sequence[Agent], name: str) -> None:
-        """Send a signal to the agents whose steps have begun, once to each.
+    def _ask_to_leave(self, agents: Sequence[Agent]) -> None:
+        """Send SIGTERM to the agents whose steps have begun, once to each.
 
         scancel of 22.05 delivers a step's signal, and still says that the job is unknown.
         """
         steps = self._slurm.steps() if agents else {}
         found = [agent for agent in agents if agent.node in steps]
         if found:
-            self._slurm.run("scancel", f"--signal={name}", *(steps[a.node] for a in found))
+            self._slurm.run("scancel", "--signal=TERM", *(steps[a.node] for a in found))
         for agent in found:
             agent.is_signalled = True
 
@@ -234,8 +233,8 @@ class JobKeeper:
     def _look(self) -> bool:
         """Compare the job with the agents; False if Slurm has started the job elsewhere."""
         if self._is_ending:
-            if self._passed_on:
-                self._signal(self._unsignalled(), self._passed_on)
+            if self._must_ask:
+                self._ask_to_leave(self._unsignalled())
             return True
         view = self._slurm.view()
         if view is None:
@@ -291,7 +290,7 @@ class JobKeeper:
                 agent.is_drained = True
                 log(f"{agent.node} is drained: its agent leaves the run")
                 self._replace(agent.node)
-        self._signal([a for a in running if a.is_drained and not a.is_signalled], "TERM")
+        self._ask_to_leave([a for a in running if a.is_drained and not a.is_signalled])
 
     def _release(self, view: JobView) -> None:
         """Hand nodes back whose agents have left. The node of this process has to stay."""

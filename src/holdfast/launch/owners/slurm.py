@@ -8,6 +8,7 @@ of one node: Slurm cannot add nodes to a job. All jobs have one name, which find
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest
 
-from holdfast.launch.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
+from holdfast.launch.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob, chosen_nodes
 from holdfast.launch.owners.slurm_commands import (
     JobLine,
+    cancel_all,
     cancel_pending,
     jobs_named,
     nodes_with_agents,
@@ -70,15 +72,15 @@ class SlurmOwner:
         refuse_impossible(request.config.launch.slurm, request.nodes)
         script = _write_script(request)
         name = job_name(request)
-        first = ""
+        numbers: list[str] = []
         try:
             for each in _submissions(request):
-                first = first or submit_job(each.arguments(script), request.config.launch.slurm)
+                numbers.append(submit_job(each.arguments(script), request.config.launch.slurm))
         except BaseException:
             cancel_pending(name)
             raise
         details = {"name": name, "folder": str(script.parent)}
-        return OwnedJob("slurm", first, request.all_nodes, details)
+        return OwnedJob("slurm", numbers[0], request.all_nodes, details)
 
     def resize(self, job: OwnedJob, request: LaunchRequest) -> OwnedJob:
         """Queue jobs of one node each, or give back what the run has too much of.
@@ -113,19 +115,26 @@ class SlurmOwner:
         return list(found.values())
 
     def logs(self, job: OwnedJob, node: str) -> Iterator[str]:
+        """Node `slurm` is what the jobs themselves have printed. A node that waits has no lines."""
         folder = Path(job.details["folder"])
-        for path in [folder / f"{node}.log"] if node else sorted(folder.glob("*.log")):
-            if path.exists():
-                for line in path.read_text("utf-8", "replace").splitlines():
-                    yield line if node else f"{path.stem}: {line}"
+        known = sorted(path.stem for path in folder.glob("*.log"))
+        for name in [] if _WAITING_NODE.fullmatch(node) else chosen_nodes(known, node):
+            for line in (folder / f"{name}.log").read_text("utf-8", "replace").splitlines():
+                yield line if node else f"{name}: {line}"
 
     def release(self, job: OwnedJob) -> None:
+        """Have all agents leave; the second call ends them with Slurm's KillWait."""
+        if job.released:
+            cancel_all(job.details["name"])
+            return
         cancel_pending(job.details["name"])
         running = [each.job for each in _jobs(job) if _state(each) is NodeState.RUNNING]
         request_leave(running)
 
 
 _LIVE = (NodeState.WAITING, NodeState.RUNNING)
+_WAITING_NODE = re.compile(r"\d+(_\d+)?\.\d+")
+"""What `status` calls a node of a job that has none yet, such as 8.0."""
 
 
 def job_name(request: LaunchRequest) -> str:

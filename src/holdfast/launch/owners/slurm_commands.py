@@ -72,13 +72,15 @@ def _unanswered(why: str) -> UserError:
 
 def _last_error(said: str) -> str:
     lines = [line for line in said.strip().splitlines() if line.strip()]
-    refusals = [line for line in lines if "error:" in line] or lines or ["without a word"]
+    lines = [line for line in lines if not line.startswith("Try ")] or ["without a word"]
+    refusals = [line for line in lines if "error:" in line] or lines
     return refusals[-1].rpartition("error: ")[2].removeprefix("Batch job submission failed: ")
 
 
 _KEYS = (
-    ("partition", "partition"),
+    ("option", "options"),
     ("account", "account"),
+    ("partition", "partition"),
     ("qos", "qos"),
     ("time", "time"),
     ("gres", "gres"),
@@ -134,9 +136,10 @@ def refuse_impossible(slurm: SlurmConfig, nodes: int) -> None:
         if slurm.partition or name.endswith("*"):
             most = max(most, int(count))
             longest = max(longest, seconds_of(limit))
+    partition = f"partition {slurm.partition}" if slurm.partition else "the default partition"
     if 0 < most < nodes:
         raise ConfigError(
-            f"{nodes} nodes do not fit: partition {slurm.partition or 'of the default'} has {most}",
+            f"{nodes} nodes do not fit: {partition} has {most}",
             where="launch.nodes",
             remedy=f"ask for at most {most}, or set launch.slurm.partition",
         )
@@ -206,6 +209,10 @@ def cancel_pending(name: str, *jobs: str) -> None:
     """Cancel jobs that have not started: those of a name, or these."""
     chosen = list(jobs) if jobs else [f"--name={name}"]
     run_slurm("scancel", "--quiet", "--me", "--state=PENDING", *chosen)
+
+
+def cancel_all(name: str) -> None:
+    run_slurm("scancel", "--quiet", "--me", f"--name={name}")
 
 
 def request_leave(jobs: Sequence[str]) -> None:
