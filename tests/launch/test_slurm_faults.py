@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not is_installed(), reason=INSTALL),
 ]
-STEPS, FIRST = 240, 3
+STEPS, FIRST = 400, 3
 ALL = {"n1", "n2", "n3", "n4"}
 
 
@@ -61,10 +61,10 @@ def test_a_lost_node_is_replaced_once_slurm_has_one(
 ) -> None:
     run.launch(4, "layout.workers=4")
     run.wait_step(FIRST, nodes=ALL)
-    before, lost = run.newest, time.time()
+    lost = time.time()
     run.cluster.lose("n3")
     run.do_step(ALL - {"n3"})
-    continued = run.first_step_after(before) - lost
+    continued = run.first_step_of(run.newest) - lost
     run.wait_until(lambda: "Slurm:" in run.status(), "a job in place of n3 waits")
     queued = time.time() - lost
     back = time.time()
@@ -85,7 +85,7 @@ def test_the_loss_of_the_batch_host_queues_the_job_again(
     before, lost = run.newest, time.time()
     run.cluster.lose("n1")
     run.do_step(ALL - {"n1"})
-    continued = run.first_step_after(before) - lost
+    continued = run.first_step_of(run.newest) - lost
     run.wait_until(lambda: run.cluster.states()["n1"].startswith("down"), "n1 is down")
     back = time.time()
     run.cluster.return_node("n1")
@@ -100,12 +100,13 @@ def test_the_loss_of_the_batch_host_queues_the_job_again(
 def test_requeue_saves_and_resumes(run: LaunchedRun, undisturbed: dict[str, bytes]) -> None:
     run.launch(4, "layout.workers=4")
     run.wait_step(FIRST, nodes=ALL)
-    before, asked = run.newest, time.time()
+    asked = time.time()
     job = run.cluster.run("squeue", "-h", "-o", "%A").split()[0]
     run.cluster.run("scontrol", "requeue", job)
-    run.wait_generation(ALL, after=before)
+    run.wait_restarted()
+    run.wait_generation(ALL, after=run.newest)
     run.do_step(ALL)
-    resumed = run.first_step_after(before) - asked
+    resumed = run.first_step_of(run.newest) - asked
     run.open_to_end()
     run.ends_as(undisturbed)
     report("scontrol requeue", first_step=resumed)
@@ -154,8 +155,7 @@ def test_tasks_that_outlive_their_slurmd_are_fenced(
     run: LaunchedRun, undisturbed: dict[str, bytes]
 ) -> None:
     """slurmd of the batch host dies alone, and all its tasks hang. Slurm starts the job again on
-    the other nodes and on this one; then the old tasks wake, next to the new agent of their name.
-    """
+    all nodes. Then the old tasks wake, next to the new agent of their name."""
     run.launch(4, "layout.workers=4")
     run.wait_step(FIRST, nodes=ALL)
     before, lost = run.newest, time.time()
@@ -203,12 +203,12 @@ def test_the_time_limit_is_a_notice_and_the_job_is_queued_again(
 ) -> None:
     run.launch(2, "layout.workers=2", "launch.slurm.time=1")
     run.wait_step(FIRST, nodes={"n1", "n2"})
-    before = run.newest
     run.wait_until(
         lambda: "queued again" in (run.folder / "launch" / "slurm.log").read_text(), "requeued"
     )
     asked = time.time()
-    run.wait_generation({"n1", "n2"}, after=before)
+    run.wait_restarted()
+    run.wait_generation({"n1", "n2"}, after=run.newest)
     resumed = time.time() - asked
     run.open_to_end()
     run.ends_as(undisturbed)

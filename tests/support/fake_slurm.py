@@ -47,7 +47,10 @@ JobId=7 JobName=tiny-1
    BatchHost={host}
    NumNodes=4 NumCPUs=8 NumTasks=4 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
    TRES=cpu=8,node=4,billing=8
+
 """
+OTHER = JOB.replace("JobId=7", "JobId=17 ArrayJobId=7")
+"""The record of another job of the same array."""
 DEADLINE_S = 20.0
 
 
@@ -80,7 +83,9 @@ class FakeSlurm:
         self, nodes: list[str], state: str = "RUNNING", restarts: int = 0, host: str = "n1"
     ) -> None:
         text = ",".join(nodes)
-        self.say("job", JOB.format(nodes=text, state=state, restarts=restarts, host=host))
+        other = OTHER.format(nodes="n9", state="RUNNING", restarts=5, host="n9")
+        own = JOB.format(nodes=text, state=state, restarts=restarts, host=host)
+        self.say("job", other, own, other)
         self.say("hostnames", *nodes)
 
     def end_step(self, node: str, code: int) -> None:

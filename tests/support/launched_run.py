@@ -16,7 +16,7 @@ from tests.support.nodes import Nodes
 from tests.support.slurm_cluster import SlurmCluster
 
 COMMAND_DEADLINE_S = 120.0
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 PACE_S = 0.3
 """Seconds for a step until `open_to_end`."""
 QUICK = (
@@ -85,10 +85,20 @@ class LaunchedRun(Nodes):
         """Wait until these nodes have done one step more."""
         self.wait_step(self.last_step + 1, nodes=nodes)
 
-    def first_step_after(self, generation: int) -> float:
-        """Return the moment of the first step that a later generation has done."""
+    def first_step_of(self, generation: int) -> float:
+        """Return the moment of the first step that a generation has done."""
         records = [r for r in self.records() if isinstance(r.event, StepDone)]
-        return min(r.time for r in records if r.generation > generation)
+        return min(r.time for r in records if r.generation == generation)
+
+    def wait_restarted(self) -> None:
+        """Wait until Slurm has started a job of the run again."""
+        self.wait_until(
+            lambda: any(
+                "Restarts=1 " in each and "JobState=RUNNING" in each
+                for each in self.cluster.run("scontrol", "show", "job").split("\n\n")
+            ),
+            "a job is started again",
+        )
 
     def open_to_end(self) -> None:
         self.is_paced = False

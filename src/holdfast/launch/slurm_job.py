@@ -3,8 +3,8 @@
     python -m holdfast.launch.slurm_job --script FILE --logs FOLDER [...] -- holdfast join RUN
 
 Each node's agent is a step of its own, so the loss of a node ends that step and no other. The
-program asks Slurm every few seconds which nodes the job has. It starts an agent on each new node
-and queues a job of one node in place of each node that was lost or is drained. It hands a node back
+program asks Slurm every few seconds which nodes the job has. It starts an agent on each new node.
+In place of each node that was lost or is drained, it queues a job of one node. It hands a node back
 whose agent has left the run. It ends once no agent is left.
 
     SIGUSR1   The time limit is near. The program sends SIGTERM to all agents. Once they have saved
@@ -142,7 +142,7 @@ class Slurm:
         text = self.run("scontrol", "show", "job", self.job)
         if text is None:
             return None
-        fields = parse_fields(text)
+        fields = parse_fields(record_of(self.job, text))
         nodes = self.host_names(fields.get("NodeList", ""))
         if nodes is None:
             return None
@@ -168,6 +168,15 @@ class Slurm:
         text = self.run("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T") or ""
         parts = [line.split("|") for line in text.splitlines()]
         return {p[0] for p in parts if len(p) == 2 and p[1].startswith("drain")}
+
+
+def record_of(job: str, text: str) -> str:
+    """Return the record of one job in the output of `scontrol show job`.
+
+    The number of an array is that of one of its jobs, too; then all of them are shown.
+    """
+    records = re.split(r"(?m)^(?=JobId=)", text)
+    return next((each for each in records if each.startswith(f"JobId={job} ")), "")
 
 
 def parse_fields(text: str) -> dict[str, str]:
