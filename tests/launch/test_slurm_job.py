@@ -26,14 +26,13 @@ def slurm(tmp_path: Path) -> FakeSlurm:
 
 
 @contextmanager
-def keeper_of(slurm: FakeSlurm, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    command = ["--script", "/s.sh", "--logs", "/logs", "--replace", "--requeue", "--"]
+def keeper_of(slurm: FakeSlurm, *more: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*more, "--script", "/s.sh", "--logs", "/logs", "--replace", "--requeue", "--"]
     environment = os.environ | {
         "PATH": f"{slurm.folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURMD_NODENAME": "n1",
         "SLURM_JOB_NODELIST": "n[1-9]",  # of the job's start
-        "SLURM_RESTART_COUNT": str(restarts),
     }
     process = subprocess.Popen(
         module_command(
@@ -51,6 +50,12 @@ def keeper_of(slurm: FakeSlurm, restarts: int = 0) -> Iterator[subprocess.Popen[
         for node in ("n1", "n2", "n3"):
             slurm.end_step(node, 9)
         process.communicate(timeout=DEADLINE_S)
+
+
+def started(slurm: FakeSlurm, node: str) -> int:
+    """Return how often the agent of a node was started."""
+    calls = slurm.calls("srun")
+    return sum("--job-name=agent" in call and f"--nodelist={node}" in call for call in calls)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -77,7 +82,7 @@ def test_a_lost_node_is_replaced_by_a_job_of_one_node(slurm: FakeSlurm) -> None:
         slurm.set_job(["n1", "n3"])
         slurm.end_step("n2", 1)
         call = slurm.wait_call("sbatch", "--nodes=1")
-        assert call == "--parsable --nodes=1 --comment=job 7 lost n2 /s.sh"
+        assert call == "--parsable --nodes=1 --comment=in place of n2 of job 7 /s.sh"
         slurm.end_step("n1", 0)
         slurm.end_step("n3", 0)
         code, out = ended(process)
@@ -93,19 +98,19 @@ def test_an_agent_that_is_killed_is_started_again_and_one_that_refuses_is_not(
         slurm.end_step("n2", 137)
         code_of_others = 2
         # It is killed again at once each time, and started three times.
-        wait_until(lambda: sum("--nodelist=n2" in call for call in slurm.calls("srun")) == 4)
+        wait_until(lambda: started(slurm, "n2") == 4)
         slurm.end_step("n1", code_of_others)
         slurm.end_step("n3", code_of_others)
         code, out = ended(process)
     assert code == code_of_others, out
-    assert sum("--nodelist=n3" in call for call in slurm.calls("srun")) == 1
+    assert started(slurm, "n3") == 1
 
 
 def test_a_drained_node_leaves_and_is_replaced(slurm: FakeSlurm) -> None:
     slurm.say("sinfo", "n1|allocated", "n2|draining", "n3|allocated")
     with keeper_of(slurm) as process:
         assert slurm.wait_call("scancel", "--signal=TERM") == "--signal=TERM 7.1"
-        slurm.wait_call("sbatch", "--nodes=1", "lost n2")
+        slurm.wait_call("sbatch", "--nodes=1", "place of n2")
         for node in ("n1", "n2", "n3"):
             slurm.end_step(node, 0)
         code, out = ended(process)
@@ -137,25 +142,31 @@ def test_a_signal_of_slurm_is_not_sent_a_second_time(slurm: FakeSlurm) -> None:
     assert not slurm.calls("scancel")
 
 
-def test_a_job_that_slurm_has_started_elsewhere_ends_here(slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize(("nodes", "restarts"), [(["n2", "n3"], 0), (["n1", "n2", "n3"], 1)])
+def test_a_node_that_slurm_has_given_up_ends_its_own_agent_alone(
+    slurm: FakeSlurm, nodes: list[str], restarts: int
+) -> None:
     with keeper_of(slurm) as process:
         slurm.wait_started("n1", "n2", "n3")
-        slurm.set_job(["n2", "n3"], restarts=1, host="n2")
+        slurm.wait_call("srun", "--job-name=deputy")
+        slurm.set_job(nodes, restarts=restarts)
         slurm.end_step("n3", 1)
-        code, out = ended(process)
-    assert code == 0, out
-    assert "started this job again on n2" in out
+        assert process.wait(DEADLINE_S) == 0
     assert not slurm.calls("sbatch")
+    assert not slurm.calls("scancel")
 
 
-def test_a_start_after_a_requeue_cancels_what_the_earlier_one_asked_for(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", "8|job 7 lost n3", "9|job 6 lost n3", "10|(null)")
-    slurm.set_job(["n1"], restarts=1)
-    with keeper_of(slurm, restarts=1) as process:
-        slurm.wait_call("scancel", "--state=PENDING 8")
-        slurm.end_step("n1", 0)
-        code, out = ended(process)
+def test_a_deputy_on_another_node_has_the_job_queued_again(slurm: FakeSlurm) -> None:
+    with keeper_of(slurm):
+        call = slurm.wait_call("srun", "--job-name=deputy")
+    assert "--nodelist=n2" in call
+    assert call.endswith("--replace --requeue -- holdfast join --node {node}")
+    slurm.set_job(["n2", "n3"])  # of the node n1
+    with keeper_of(slurm, "--deputy") as deputy:
+        code, out = ended(deputy)
     assert code == 0, out
+    assert slurm.calls("sbatch") == ["--parsable --nodes=1 --comment=in place of n1 of job 7 /s.sh"]
+    assert slurm.calls("scontrol")[-1] == "requeue 7"
 
 
 def test_the_fields_of_a_job() -> None:

@@ -12,10 +12,14 @@ whose agent has left the run. It ends once no agent is left.
     SIGUSR2   `holdfast down`. The program sends SIGTERM to all agents, which save and leave.
     SIGTERM   Slurm ends the job, and has sent the signal to the agents itself.
 
+If the node of the batch step is lost, Slurm keeps the job, without its batch step. So this program
+starts a deputy as a step of another node. The deputy queues a job of one node in place of the lost
+one. It has the job itself queued again, with the nodes that are left.
+
 SIGUSR1 itself is not passed on: Slurm signals all processes of a step, and workers would die of it.
 
-Slurm may start the job again elsewhere although this process still runs: its node's slurmd died
-alone. The program then ends its agents. If it cannot, the run's terms and generations fence them.
+If this node's slurmd dies alone, Slurm gives the node up although this process still runs. The
+program then ends its own node's agent. If it cannot, the run's terms and generations fence it.
 Only the standard library is imported, because every start of a run waits for it.
 """
 
@@ -44,7 +48,7 @@ MOST_RESTARTS = 3
 KILLED = 128
 """A step's exit code is at least this if a signal killed the agent."""
 COMMAND_TIMEOUT_S = 30.0
-STEP_NAME = "agent"
+STEP_NAME, DEPUTY_NAME = "agent", "deputy"
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -115,7 +119,7 @@ class Slurm:
         return done.stdout.decode("utf-8", "replace")
 
     def start_step(
-        self, node: str, log_file: Path, command: Sequence[str]
+        self, node: str, log_file: Path, command: Sequence[str], name: str = STEP_NAME
     ) -> subprocess.Popen[bytes]:
         """Start a command as a step of one node, with all that the job has there."""
         arguments = [
@@ -124,7 +128,7 @@ class Slurm:
             "--nodes=1",
             "--ntasks=1",
             f"--nodelist={node}",
-            f"--job-name={STEP_NAME}",
+            f"--job-name={name}",
             "--overlap",
             "--mem=0",
             "--cpu-bind=quiet,none",
@@ -193,6 +197,7 @@ class JobKeeper:
         self._host, self._restarts = host, restarts
         self._agents: dict[str, Agent] = {}
         self._replacements: list[str] = []
+        self._deputy: subprocess.Popen[bytes] | None = None
         self._last_code = 0
         self._must_ask = False
         self._is_ending = False
@@ -200,7 +205,6 @@ class JobKeeper:
 
     def run(self) -> int:
         """Return the exit code of the job, once no agent is left."""
-        self._cancel_old_replacements()
         next_look = time.monotonic()
         while True:
             number = _next_signal(max(0.0, next_look - time.monotonic()))
@@ -240,7 +244,7 @@ class JobKeeper:
 
     # --- the job's nodes --------------------------------------------------------------------
     def _look(self) -> bool:
-        """Compare the job with the agents; False if Slurm has started the job elsewhere."""
+        """Compare the job with the agents; False if this node is no longer the job's."""
         if self._is_ending:
             if self._must_ask:
                 self._ask_to_leave(self._unsignalled())
@@ -248,8 +252,8 @@ class JobKeeper:
         view = self._slurm.view()
         if view is None:
             return True
-        if view.restarts != self._restarts or view.batch_host not in ("", self._host):
-            self._stand_down(view)
+        if view.restarts != self._restarts or (view.nodes and self._host not in view.nodes):
+            self._stand_down()
             return False
         if view.state not in ("RUNNING", "RESIZING", "SIGNALING"):
             return True
@@ -262,6 +266,7 @@ class JobKeeper:
                 if not (agent.ended is not None and agent.is_signalled):
                     log(f"{agent.node} is lost")
                     self._replace(agent.node)
+        self._keep_deputy(view.nodes)
         self._leave_drained(view.nodes)
         self._release(view)
         return True
@@ -324,32 +329,17 @@ class JobKeeper:
     # --- other jobs -------------------------------------------------------------------------
     def _replace(self, node: str) -> None:
         """Queue a job of one node."""
-        if not self._options.replace:
-            return
-        comment = f"{self._comment} {node}"
-        job = self._slurm.run(
-            "sbatch", "--parsable", "--nodes=1", f"--comment={comment}", self._options.script
-        )
-        if job is not None:
-            number = job.strip().partition(";")[0]
-            log(f"job {number} is queued in place of {node}")
-            self._replacements.append(number)
+        if self._options.replace and (job := queue_job(self._slurm, self._options, node)):
+            self._replacements.append(job)
 
-    @property
-    def _comment(self) -> str:
-        return f"job {self._slurm.job} lost"
-
-    def _cancel_old_replacements(self) -> None:
-        """Cancel what an earlier start of this job asked for: this start has all of its nodes."""
-        if not self._restarts:
-            return
-        text = self._slurm.run("squeue", "-h", "--me", "-t", "PENDING", "-o", "%A|%k") or ""
-        parts = [line.split("|", 1) for line in text.splitlines()]
-        self._cancel_pending([p[0] for p in parts if p[-1].startswith(f"{self._comment} ")])
-
-    def _cancel_pending(self, jobs: Sequence[str]) -> None:
-        if jobs:
-            self._slurm.run("scancel", "--state=PENDING", *jobs)
+    def _keep_deputy(self, nodes: Sequence[str]) -> None:
+        """Start a deputy on another node, unless there is one."""
+        others = [node for node in nodes if node != self._host and self._agents[node].is_running]
+        if others and (self._deputy is None or self._deputy.poll() is not None):
+            command = [sys.executable, "-P", "-m", "holdfast.launch.slurm_job", "--deputy"]
+            command += self._options.arguments
+            path = Path(self._options.logs, "slurm.log")
+            self._deputy = self._slurm.start_step(others[0], path, command, DEPUTY_NAME)
 
     # --- the end ----------------------------------------------------------------------------
     def _end(self) -> int:
@@ -358,15 +348,45 @@ class JobKeeper:
             log("the time is over: the job is queued again")
             self._slurm.run("scontrol", "requeue", self._slurm.job)
             return 0
-        self._cancel_pending(self._replacements)
+        if self._replacements:
+            self._slurm.run("scancel", "--state=PENDING", *self._replacements)
         return self._last_code
 
-    def _stand_down(self, view: JobView) -> None:
-        """End the agents: Slurm runs the job elsewhere."""
-        log(f"Slurm has started this job again on {view.batch_host or 'another node'}: leaving")
-        for agent in self._agents.values():
-            if agent.is_running:
-                agent.step.terminate()
+    def _stand_down(self) -> None:
+        """End what only this process can end: Slurm has given up its node, or runs the job again.
+
+        Slurm itself ends the steps of the other nodes, if it wants to.
+        """
+        log("Slurm has taken this node from the job: leaving")
+        if (own := self._agents.get(self._host)) is not None and own.is_running:
+            own.step.terminate()
+
+
+def queue_job(slurm: Slurm, options: argparse.Namespace, node: str) -> str | None:
+    """Queue a job of one node in place of a node; return its number."""
+    comment = f"in place of {node} of job {slurm.job}"
+    said = slurm.run("sbatch", "--parsable", "--nodes=1", f"--comment={comment}", options.script)
+    if said is None:
+        return None
+    job = said.strip().partition(";")[0]
+    log(f"job {job} is queued in place of {node}")
+    return job
+
+
+def watch_batch_host(slurm: Slurm, options: argparse.Namespace) -> int:
+    """Wait until the node of the batch step is lost, and have the job queued again."""
+    while True:
+        view = slurm.view()
+        if view is not None and view.state == "RUNNING" and view.batch_host not in view.nodes:
+            log(f"{view.batch_host}, which had the batch step, is lost: the job is queued again")
+            if options.replace:
+                queue_job(slurm, options, view.batch_host)
+            if options.requeue:
+                slurm.run("scontrol", "requeue", slurm.job)
+            else:
+                slurm.run("scancel", slurm.job)
+            return 0
+        time.sleep(INTERVAL_S)
 
 
 def log(text: str) -> None:
@@ -387,15 +407,19 @@ def _unblock() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     parser = argparse.ArgumentParser(description="Keep an agent on each node of a Slurm job.")
     parser.add_argument("--script", required=True, help="the job's script, for further jobs")
     parser.add_argument("--logs", required=True, help="folder of the agents' output")
     parser.add_argument("--replace", action="store_true", help="queue a job for each lost node")
     parser.add_argument("--requeue", action="store_true", help="queue the job again at its end")
+    parser.add_argument("--deputy", action="store_true", help="watch the node of the batch step")
     parser.add_argument("command", nargs="+", help="an agent's command; {node}: its node")
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given, argparse.Namespace(arguments=given))
     slurm = Slurm(os.environ["SLURM_JOB_ID"])
+    if options.deputy:
+        return watch_batch_host(slurm, options)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return JobKeeper(slurm, options, os.environ["SLURMD_NODENAME"], restarts).run()
 
