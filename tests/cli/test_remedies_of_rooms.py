@@ -38,6 +38,7 @@ from tests.cli.remedies import (
     of_runs_cases,
     of_sets_and_faults,
     of_sharding,
+    of_slurm,
     of_sources,
     of_ssh,
     of_stores_cases,
@@ -49,6 +50,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_slurm,
     of_sources,
     of_datasets_cases,
     of_stores_cases,

@@ -2,8 +2,8 @@
 
 A gang is a program that runs on several hosts together and waits inside for all of them, such as a
 training run. If one host began gang 1 and another one gang 2, and both need both hosts, neither
-would ever continue. So one controller decides one order (Pathways, Barham et al., MLSys 2022, section
-4.4):
+would ever continue. So one controller decides one order (Pathways, Barham et al., MLSys 2022,
+section 4.4):
 
     ready    A gang is queued once the gangs that it waits for are done. It holds nothing before.
     queued   The controller appends it to the queues of all of its hosts in one step. So any two
@@ -12,8 +12,8 @@ would ever continue. So one controller decides one order (Pathways, Barham et al
              not ask: its queue may hold gangs ahead.
 
 The first queued gang of the common order is first in all of its queues, or behind gangs that are
-done. So some gang can always continue. `tests/policy/test_gangs.py` checks every interleaving of small
-cases, and that queues without a common order do get stuck.
+done. So some gang can always continue. `tests/policy/test_gangs.py` checks every interleaving of
+small cases, and that queues without a common order do get stuck.
 
 A lost host ends the gangs that may have begun on it. The rest of its queue is queued again.
 """
