@@ -34,7 +34,8 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history import History, build_history, notice_text
 from holdfast.wire.journal import JournalContents, read_contents
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_store import RunStore
 
 STALLED_AFTER_TIMEOUTS = 2
 """Without a step for so many `cluster.progress_seconds`, a run that trains is stalled: as
@@ -83,7 +84,7 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
         watch: of the run's holder; it has looked.
         lives: the verdict of that watch.
     """
-    store, now = FolderStore(folder), time.time()
+    store, now = store_of_run(folder), time.time()
     contents = read_contents(store)
     history = build_history(contents.records)
     if history.state == "running" and not lives:
@@ -118,7 +119,7 @@ def is_at_work(folder: Path, watch: HolderWatch) -> bool:
     verdict = watch.look()
     if verdict is not None:
         return verdict
-    if build_history(read_contents(FolderStore(folder)).records).state in ENDED_STATES:
+    if build_history(read_contents(store_of_run(folder)).records).state in ENDED_STATES:
         return False
     return watch.wait_for_verdict()
 
@@ -177,7 +178,7 @@ def _step_check(
 
 
 # --- checkpoints -----------------------------------------------------------------------------
-def _check_checkpoints(store: FolderStore, history: History) -> tuple[Commit | None, list[Check]]:
+def _check_checkpoints(store: RunStore, history: History) -> tuple[Commit | None, list[Check]]:
     """Return the newest checkpoint that opens, and a check for each recent one that does not."""
     bad: list[tuple[str, str]] = []
     newest: Commit | None = None

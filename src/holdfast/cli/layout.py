@@ -186,6 +186,7 @@ def _request_of_run_file(
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset import Dataset, exists
     from holdfast.launch.microbatch_size import with_microbatch_size
+    from holdfast.launch.runs import run_folder_of
     from holdfast.plan.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 
@@ -198,7 +199,7 @@ def _request_of_run_file(
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
     if exists(loaded.config.data.folder):
         loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
-    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
+    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

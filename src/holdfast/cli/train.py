@@ -20,6 +20,12 @@ from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.bucket_run import (
+    place_word,
+    probe_run_store,
+    require_secret,
+    shown_bucket,
+)
 from holdfast.launch.devices import (
     default_places,
     describe_asynchronous,
@@ -49,7 +55,7 @@ from holdfast.launch.run_folder import (
     with_stored_places,
     write_description,
 )
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.launch.task_run import with_task
 from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
@@ -92,8 +98,9 @@ def start_run(
     with early_signals_answered():
         machine = detect_hardware()
         loaded = plan_for_machine(load_config(run_file, overrides), machine)
-        folder = Path(loaded.config.run_folder)
+        folder = run_folder_of(loaded.config)
         with crash_log_in(folder):
+            probe_run_store(folder)
             return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
 
 
@@ -110,6 +117,8 @@ def _train_in_folder(
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     watch = HolderWatch(folder, say)
     if several:
+        if before is not None:
+            require_secret(folder)
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
@@ -126,7 +135,7 @@ def _train_in_folder(
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
-            f"{folder}, or start over with --fresh"
+            f"{place_word(folder)}, or start over with --fresh"
         )
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
@@ -137,8 +146,9 @@ def _train_in_folder(
     begins = read_resolved(folder) is None
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
-        about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, data.folder, version)
+        about = [f"a new run in {shown_bucket(folder) or folder.resolve()}", *about]
+    if not write_description(folder, loaded, machine, data.folder, version) and several:
+        require_secret(folder)  # another node may have begun the run just now
     for line in about:
         say(line)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
@@ -153,7 +163,7 @@ def _train_in_folder(
             watch=watch,
         )
     if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
-        say(f"finished; the report: holdfast report {folder}")
+        say(f"finished; the report: holdfast report {place_word(folder)}")
     return code
 
 
@@ -326,10 +336,10 @@ def finished_step(folder: Path, steps: int) -> int | None:
     from holdfast.core.data.lineage import split_effective
     from holdfast.events import RunFinished
     from holdfast.wire.journal import read_journal
-    from holdfast.wire.store.run_store import FolderStore
+    from holdfast.wire.store.run_location import store_of_run
 
     if not folder.is_dir():
         return None
-    effective, _ = split_effective(read_journal(FolderStore(folder)))
+    effective, _ = split_effective(read_journal(store_of_run(folder)))
     done = [r.event.step for r in effective if isinstance(r.event, RunFinished)]
     return max((step for step in done if step >= steps), default=None)

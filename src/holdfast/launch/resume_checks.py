@@ -27,7 +27,8 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFol
 from holdfast.launch.branch_config import batches_after
 from holdfast.launch.runs import drop_unknown_keys, read_resolved
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
+from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 BATCH_KEYS = ("train.batch_size", "train.batch_warmup")
 """A branch changes them from its first step on: the batches before it were dealt."""
@@ -46,7 +47,7 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     It is "" for a run without a checkpoint. Otherwise it names the newest before the
     last step. If only the schedule gets longer, it names the newest whose steps keep their learning
     rates. For a wsd schedule this is the last before the decay."""
-    steps = [step_of(key) for key in usable_commits(FolderStore(folder))]
+    steps = [step_of(key) for key in usable_commits(store_of_run(folder))]
     if not steps:
         return ""
     at, after = steps[0], config.train
@@ -107,7 +108,7 @@ def _shape(found: tuple[str, tuple[int, ...]] | None) -> str:
 def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
     """Raises UserError if the newest checkpoint in a run folder has other tensors than the model,
     or lies after the last step."""
-    store, steps = FolderStore(folder), config.train.steps
+    store, steps = store_of_run(folder), config.train.steps
     if not folder.is_dir():
         return
     for key in usable_commits(store):
@@ -121,7 +122,7 @@ def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
 
 def refuse_cut(folder: Path, steps: int) -> None:
     """Raises RunFolderError if the newest checkpoint lies after the last step."""
-    done = [step_of(key) for key in usable_commits(FolderStore(folder))]
+    done = [step_of(key) for key in usable_commits(store_of_run(folder))]
     if done and done[0] > steps:
         raise _cut_error(folder, done[0], steps)
 
@@ -160,7 +161,7 @@ def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[st
     """Read the last checkpoint of a finished run. If it is damaged, bring it back from the bucket.
 
     Raises RunFolderError, with the newest intact checkpoint, if the bucket does not have it."""
-    store = FolderStore(folder)
+    store = store_of_run(folder)
     keys = usable_commits(store)
     if not keys or step_of(keys[0]) != step or (problem := find_damage(store, keys[0])) is None:
         return

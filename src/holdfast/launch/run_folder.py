@@ -37,6 +37,11 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.addresses import is_loopback_elsewhere
+from holdfast.launch.bucket_run import (
+    describe_in_bucket,
+    refuse_foreign_bucket,
+    refuse_fresh_in_bucket,
+)
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.resume_checks import branch_command, refuse_cut
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
@@ -44,7 +49,8 @@ from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run
+from holdfast.wire.store.run_store import MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
 FIRST_FILES = frozenset({"run.yaml", "environment.json"})
@@ -87,7 +93,7 @@ def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
 
     The trainer takes in no other nodes, cannot be reached from this host, or has another secret.
     The node would find silence, and open the next term."""
-    _, holder = newest_term(FolderStore(folder))
+    _, holder = newest_term(store_of_run(folder))
     if holder is None:
         return
     watch = watch or HolderWatch(folder)
@@ -184,6 +190,9 @@ def refuse_old_base(loaded: LoadedConfig) -> None:
 
 def refuse_foreign(folder: Path) -> None:
     """Raises RunFolderError for a folder with things in it that no `train` put there."""
+    if bucket_of_run(folder):
+        refuse_foreign_bucket(folder)
+        return
     found: list[str] = []
     with suppress(FileNotFoundError):  # another node may move it just now
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -244,7 +253,7 @@ def is_begun_by_other(
         refuse_other(folder, loaded, dataset_version)
     except RunFolderError:
         return False
-    store = FolderStore(folder)
+    store = store_of_run(folder)
     return not any(store.list(prefix) for prefix in (TERMS_PREFIX, GENERATIONS_PREFIX, "commits/"))
 
 
@@ -256,6 +265,7 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
     """
     if before is None:
         return None
+    refuse_fresh_in_bucket(folder)
     refuse_in_use(folder, watch)  # may take seconds
     number = 1
     while True:
@@ -287,10 +297,10 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
 
 def write_description(
     folder: Path, loaded: LoadedConfig, machine: HardwareInfo, dataset: Path, dataset_version: str
-) -> None:
-    """Write the three files. Later starts replace them: the journal keeps what was before. Of
-    several that begin the folder in one moment, the one that creates `resolved.json` with its run
-    id begins the run. The rest join it, or are refused.
+) -> bool:
+    """Write the three files; return True if they begin the run. Later starts replace them: the
+    journal keeps what was before. Of several that begin the folder in one moment, the one that
+    creates `resolved.json` with its run id begins the run. The rest join it, or are refused.
 
     Raises RunFolderError when the folder cannot be made or written, or was begun by another run
     just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep
@@ -308,6 +318,13 @@ def write_description(
         "environment.json": _json(describe_environment(machine)),
         RESOLVED_FILE: _json(resolved),
     }
+    if bucket_of_run(folder):
+
+        def when_begun() -> str:
+            refuse_other(folder, loaded, dataset_version)
+            return _json(resolved | {"run_id": run_id(folder) or ""})
+
+        return describe_in_bucket(folder, files, RESOLVED_FILE, when_begun)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (begins := _create_once(folder / RESOLVED_FILE, files[RESOLVED_FILE])):
@@ -320,6 +337,7 @@ def write_description(
             if begins:
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
             raise
+        return begins
     except (FileExistsError, NotADirectoryError) as error:
         path = Path(str(error.filename))
         in_the_way = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]

@@ -12,11 +12,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast.config.load import load_config
+from holdfast.config.paths import expand_address
 from holdfast.config.run import RunConfig
+from holdfast.config.run_place import is_bucket
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import ModelFolderError, RunFolderError
+from holdfast.errors import HoldfastError, ModelFolderError, RunFolderError
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import (
+    location_of_run,
+    make_local_folder,
+    read_run_file,
+    store_of_run,
+)
+from holdfast.wire.store.run_store import RunStore
 
 RESOLVED_FILE = "resolved.json"
 IMPORTED_FOLDER = "imported"
@@ -28,9 +36,14 @@ class Run:
     """A run folder that was trained in, and what it says about itself."""
 
     folder: Path
-    store: FolderStore
+    store: RunStore
     config: RunConfig
     resolved: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where the run is, for messages and commands: its folder, or its bucket's address."""
+        return location_of_run(self.folder)
 
     @property
     def dataset_folder(self) -> Path:
@@ -43,6 +56,19 @@ class Run:
         return str(self.resolved.get("dataset", {}).get("version", ""))
 
 
+def named_path(argument: str | Path) -> Path:
+    """Return the path that an argument names: a run file, a run folder, or the local folder of a
+    run at a bucket's address. Raises UserError."""
+    text = str(argument)
+    return make_local_folder(expand_address(text)) if "://" in text else Path(text)
+
+
+def run_folder_of(config: RunConfig) -> Path:
+    """Return the run's folder on this node; that of a run in a bucket is made if it is missing."""
+    place = config.run_place
+    return make_local_folder(place) if is_bucket(place) else Path(place)
+
+
 def open_run(argument: Path) -> Run:
     """The run that `argument` names: its folder, or the run file that it was started with.
 
@@ -51,7 +77,7 @@ def open_run(argument: Path) -> Run:
     folder = argument
     if argument.is_file():
         try:
-            folder = Path(load_config(argument).config.run_folder)
+            folder = run_folder_of(load_config(argument).config)
         except ModelFolderError as error:
             raise ModelFolderError(
                 f"{argument} reads this folder, and {error.message}",
@@ -62,17 +88,17 @@ def open_run(argument: Path) -> Run:
     if resolved is None:
         raise RunFolderError(
             "there is no run here",
-            where=str(folder),
+            where=location_of_run(folder),
             remedy=f"train it first: holdfast train {shlex.quote(str(argument))}"
             if argument.is_file()
-            else "name a run folder, or a run file that was trained",
+            else "name a run folder or bucket, or a run file that was trained",
         )
     known = drop_unknown_keys(resolved["config"])
     try:
         config = RunConfig.model_validate(known)
     except ValidationError:
         raise _foreign_file_error(folder / RESOLVED_FILE) from None
-    return Run(folder, FolderStore(folder), config, resolved | {"config": known})
+    return Run(folder, store_of_run(folder), config, resolved | {"config": known})
 
 
 def with_base(run: Run, base: Path | None) -> Run:
@@ -96,9 +122,10 @@ def read_resolved(folder: Path) -> dict[str, Any] | None:
     is not what `train` wrote."""
     path = folder / RESOLVED_FILE
     try:
-        value = parse_json(path.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        text = read_run_file(folder, RESOLVED_FILE)
+        if text is None:
+            return None
+        value = parse_json(text)
     except (ValueError, IsADirectoryError):
         raise _foreign_file_error(path) from None
     except OSError as error:  # a link to itself, a folder or a disk that refuses
@@ -158,7 +185,7 @@ def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; empty where it is missing or unreadable."""
     try:
-        value = parse_json((folder / "environment.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        value = parse_json(read_run_file(folder, "environment.json") or "{}")
+    except (HoldfastError, OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -105,6 +105,9 @@ class BucketStore:
         else:
             self._create_large(key, chain([first], parts))
 
+    def replace(self, key: str, data: Buffer) -> None:
+        self._objects.put(key, check_key(key), bytes(data))
+
     def get(self, key: str) -> bytes:
         check_key(key)
         if key.startswith(SEGMENTS):

@@ -44,6 +44,7 @@ from holdfast.wire.store.run_store import (
     ChecksummedStore,
     MissingKeyError,
     ReadPreference,
+    ReplacingStore,
     RunStore,
     byte_views,
 )
@@ -128,6 +129,12 @@ class EncryptedStore:
                 raise AlreadyExistsError(f"{key} exists already")
             return
         self.inner.create(key, self._encrypt_object(key, byte_views(data), self._new_footer()))
+
+    def replace(self, key: str, data: Buffer) -> None:
+        """Raises ValueError for an object that is sealed: those are immutable."""
+        if key.startswith(ENCRYPTED_PREFIXES) or not isinstance(self.inner, ReplacingStore):
+            raise ValueError(f"{key!r} cannot be replaced here")
+        self.inner.replace(key, data)
 
     def has_same_bytes(self, key: str, data: Iterable[Buffer]) -> bool:
         """Compare a blob with the stored one, without sending it. Sealed again under a new salt, it

@@ -93,6 +93,14 @@ class ChecksummedStore(Protocol):
         False if that is unknown."""
 
 
+@runtime_checkable
+class ReplacingStore(Protocol):
+    """A store that replaces an object atomically: a bucket's description and signs of life."""
+
+    def replace(self, key: str, data: Buffer) -> None:
+        """Store a small object, whether one is there or not. Raises as `RunStore.create` does."""
+
+
 class ReadPreference(NamedTuple):
     """How a store is best read: requests under way at a time, and bytes of each. A distant one
     wants many, because each waits for its answer."""
