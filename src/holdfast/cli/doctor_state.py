@@ -30,6 +30,7 @@ from holdfast.events import (
     UploadFailed,
     WorkerReady,
 )
+from holdfast.launch.bucket_run import place_word
 from holdfast.launch.holder import HolderWatch
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history import History, build_history, notice_text
@@ -90,7 +91,7 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
     if history.state == "running" and not lives:
         history = history.as_interrupted()
     step_age = _age_of_last(contents.records, StepDone, now)
-    newest, checkpoints = _check_checkpoints(store, history)
+    newest, checkpoints = _check_checkpoints(store, history, place_word(folder))
     ages = [
         now - record.time
         for record in contents.records
@@ -178,7 +179,9 @@ def _step_check(
 
 
 # --- checkpoints -----------------------------------------------------------------------------
-def _check_checkpoints(store: RunStore, history: History) -> tuple[Commit | None, list[Check]]:
+def _check_checkpoints(
+    store: RunStore, history: History, place: str
+) -> tuple[Commit | None, list[Check]]:
     """Return the newest checkpoint that opens, and a check for each recent one that does not."""
     bad: list[tuple[str, str]] = []
     newest: Commit | None = None
@@ -197,7 +200,7 @@ def _check_checkpoints(store: RunStore, history: History) -> tuple[Commit | None
         if newest is None
         else f"a start takes step {newest.step}"
     )
-    remedy = f"see all of it: holdfast checkpoint verify {store.folder}; {instead}"
+    remedy = f"see all of it: holdfast checkpoint verify {place}; {instead}"
     return newest, [Check("checkpoint", state, reason, remedy, key) for key, reason in bad]
 
 

@@ -20,7 +20,7 @@ from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
-from holdfast.launch.bucket_run import place_word, require_secret, shown_bucket
+from holdfast.launch.bucket_run import place_word, require_secret
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
@@ -29,7 +29,7 @@ from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 from holdfast.launch.task_run import described
 from holdfast.launch.trackers import refuse_missing_trackers
-from holdfast.wire.store.run_location import bucket_of_run, location_of_run
+from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
 
@@ -71,7 +71,7 @@ def join(
     if stored is None:
         raise RunFolderError(
             "no run has been started here",
-            where=shown_bucket(folder) or str(folder),
+            where=where_of_run(folder),
             remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
         )
     require_secret(folder)

@@ -24,7 +24,6 @@ from holdfast.launch.bucket_run import (
     place_word,
     probe_run_store,
     require_secret,
-    shown_bucket,
 )
 from holdfast.launch.devices import (
     default_places,
@@ -62,6 +61,7 @@ from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.layouts import layouts_of, max_workers
+from holdfast.wire.store.run_location import where_of_run
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
@@ -146,7 +146,7 @@ def _train_in_folder(
     begins = read_resolved(folder) is None
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
-        about = [f"a new run in {shown_bucket(folder) or folder.resolve()}", *about]
+        about = [f"a new run in {where_of_run(folder.resolve())}", *about]
     if not write_description(folder, loaded, machine, data.folder, version) and several:
         require_secret(folder)  # another node may have begun the run just now
     for line in about:

@@ -14,7 +14,12 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.runs import read_secrets
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import probe_store
-from holdfast.wire.store.run_location import bucket_of_run, replace_run_file, store_of_run
+from holdfast.wire.store.run_location import (
+    bucket_of_run,
+    replace_run_file,
+    store_of_run,
+    where_of_run,
+)
 from holdfast.wire.store.run_store import AlreadyExistsError
 from holdfast.wire.term import TERMS_PREFIX
 
@@ -28,15 +33,10 @@ def place_word(folder: Path) -> str:
     return shlex.quote(address) if address else str(folder)
 
 
-def shown_bucket(folder: Path) -> str:
-    """Return the address of the run's bucket without its options, for messages."""
-    return bucket_of_run(folder).partition("?")[0]
-
-
 def probe_run_store(folder: Path) -> None:
     """Try what a run rests on, if the run is in a bucket. Raises StoreError."""
     if bucket_of_run(folder):
-        probe_store(store_of_run(folder), shown_bucket(folder))
+        probe_store(store_of_run(folder), where_of_run(folder))
 
 
 def refuse_fresh_in_bucket(folder: Path) -> None:
@@ -44,7 +44,7 @@ def refuse_fresh_in_bucket(folder: Path) -> None:
     if bucket_of_run(folder):
         raise RunFolderError(
             "--fresh moves an old run aside, and objects of a bucket cannot be renamed",
-            where=shown_bucket(folder),
+            where=where_of_run(folder),
             remedy="begin under another prefix with folder=..., or remove the objects",
         )
 
@@ -55,7 +55,7 @@ def refuse_foreign_bucket(folder: Path) -> None:
     if any(store.list(prefix) for prefix in RUN_PREFIXES):
         raise RunFolderError(
             "there are checkpoints under this prefix, and no description of a run",
-            where=shown_bucket(folder),
+            where=where_of_run(folder),
             remedy="name another prefix with folder=..., or this one in checkpoint.bucket",
         )
 

@@ -27,7 +27,12 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFol
 from holdfast.launch.branch_config import batches_after
 from holdfast.launch.runs import drop_unknown_keys, read_resolved
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_location import (
+    bucket_of_run,
+    location_of_run,
+    store_of_run,
+    where_of_run,
+)
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 BATCH_KEYS = ("train.batch_size", "train.batch_warmup")
@@ -58,7 +63,8 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
             same = last_common_step(before, after, at)
             at = max((step for step in steps if step <= same), default=at)
     at = max((step for step in steps if step <= at and step < after.steps), default=at)
-    words = ["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)]
+    to = Path("runs", folder.name.rpartition("-")[0]) if bucket_of_run(folder) else folder
+    words = ["holdfast", "branch", location_of_run(folder), "--at", str(at), "--to", _free(to)]
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     changes = changed_keys([d for d in found if not d.key.startswith(BATCH_KEYS)], config)
     if before is not None and any(d.key.startswith(BATCH_KEYS) for d in found):
@@ -114,7 +120,7 @@ def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
     for key in usable_commits(store):
         with suppress(MissingKeyError, CorruptError):  # a restore takes the next one
             commit = Checkpoint.open(store, key).commit
-            refuse_other_shapes(commit, config, str(folder))
+            refuse_other_shapes(commit, config, where_of_run(folder))
             if commit.step > steps:
                 raise _cut_error(folder, commit.step, steps)
             return
@@ -130,7 +136,7 @@ def refuse_cut(folder: Path, steps: int) -> None:
 def _cut_error(folder: Path, done: int, steps: int) -> RunFolderError:
     return RunFolderError(
         f"this run has done step {done}, and train.steps {steps} would cut it",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy=f"use train.steps={done} or more",
     )
 
@@ -146,13 +152,13 @@ def refuse_branch_without_state(folder: Path, loaded: LoadedConfig, fresh: bool)
     if stored.get("config", {}).get("branch_of") == config.branch_of:
         raise RunFolderError(
             f"this branch lies in {moved} now, and its run file names the folder where it was made",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy=f"add {shlex.quote(f'folder={moved}')}",
         )
     raise RunFolderError(
         f"this run continues {config.branch_of}, and "
         + ("--fresh would begin it at step 0" if fresh else "its first checkpoint is not here"),
-        where=str(folder),
+        where=where_of_run(folder),
         remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
     )
 
@@ -172,14 +178,14 @@ def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[st
     if intact is None:
         remedy = "no older one is intact either: start over with --fresh"
     else:
-        command = ["holdfast", "branch", str(folder), "--at", str(intact), "--to"]
+        command = ["holdfast", "branch", location_of_run(folder), "--at", str(intact), "--to"]
         remedy = (
             f"the newest intact one is of step {intact}; do the {step - intact} steps after it "
             f"again in a run of its own: {shlex.join([*command, _free(folder, '-again')])}"
         )
     raise RunFolderError(
         f"this run did all {step} steps, but its last checkpoint is damaged: {problem}",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy=remedy,
     )
 

@@ -49,7 +49,7 @@ from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file
-from holdfast.wire.store.run_location import bucket_of_run, store_of_run
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run, where_of_run
 from holdfast.wire.store.run_store import MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
@@ -83,7 +83,7 @@ def refuse_in_use(folder: Path, watch: HolderWatch | None = None) -> None:
         return  # no holder lives, or another node has begun again: another run
     raise RunFolderError(
         f"another trainer uses this run folder: {watch.describe_holder()}",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy="stop it, or choose another with folder=...",
     )
 
@@ -99,14 +99,14 @@ def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
     watch = watch or HolderWatch(folder)
     if holder.get("alone"):
         if watch.wait_for_verdict():
-            raise single_node_run_error(holder, str(folder))
+            raise single_node_run_error(holder, where_of_run(folder))
         return
     if is_loopback_elsewhere(holder):  # at our own loopback address is no leader
         if watch.wait_for_verdict():
             raise RunFolderError(
                 f"{watch.describe_holder()} leads the run and listens on {holder.get('address')}, "
                 "which only its own machine reaches",
-                where=str(folder),
+                where=where_of_run(folder),
                 remedy="start it without cluster.interface, or with an address of its machine",
             )
         return
@@ -118,7 +118,7 @@ def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
     in_folder = ask_holder(address, known[1:], REMOTE_ANSWER_TIMEOUT_S) is HolderReply.LIVES
     raise RunFolderError(
         f"another secret than is known here is the run's: {watch.describe_holder()}",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy=f"unset {SECRET_FILE_VARIABLE}: the secret in this folder is right"
         if in_folder
         else f"name the file of the run's secret in {SECRET_FILE_VARIABLE}",
@@ -137,12 +137,12 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
     if [d.key for d in differing] == [SCHEDULE_STEPS]:
         refuse_cut(folder, loaded.config.train.steps)  # no other length of the schedule helps
     command = branch_command(folder, stored["config"], loaded.config)
-    refuse_other_run(stored["config"], loaded.config, str(folder), command)
+    refuse_other_run(stored["config"], loaded.config, where_of_run(folder), command)
     before = stored.get("dataset", {}).get("version", dataset_version)
     if before != dataset_version:
         raise RunFolderError(
             f"the run was trained on dataset {before}, and data.folder holds {dataset_version}",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="name the folder of that dataset, or start over with --fresh",
         )
 
@@ -200,7 +200,7 @@ def refuse_foreign(folder: Path) -> None:
     if foreign and not (folder / RESOLVED_FILE).exists():  # another node may have begun just now
         raise RunFolderError(
             f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="choose another with folder=..., or empty it",
         )
 
@@ -284,12 +284,12 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
             if error.errno == errno.EBUSY:
                 raise RunFolderError(
                     "the run folder is a mount point, which cannot be moved aside",
-                    where=str(folder),
+                    where=where_of_run(folder),
                     remedy=f"start the new run in it with folder={folder / 'new'}, or empty it",
                 ) from None
             raise RunFolderError(
                 f"cannot be moved to {target} ({error.strerror})",
-                where=str(folder),
+                where=where_of_run(folder),
                 remedy="move it yourself, or choose another folder",
             ) from None
         return target
@@ -343,19 +343,19 @@ def write_description(
         in_the_way = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
         raise RunFolderError(
             f"{(in_the_way or [path])[0]} is a file, not a folder",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="choose another with folder=...",
         ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpaceError(
                 "the disk is full",
-                where=str(folder),
+                where=where_of_run(folder),
                 remedy="free some space and run the same command again",
             ) from None
         raise RunFolderError(
             f"the run folder cannot be written ({error.strerror})",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="choose another with folder=..., or change its permissions",
         ) from None
 

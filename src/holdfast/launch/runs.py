@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ class Run:
     store: RunStore
     config: RunConfig
     resolved: dict[str, Any]
+
+    def __reduce__(self) -> tuple[Callable[..., Run], tuple[Any, ...]]:
+        """Another process opens the run store again."""
+        return _run_in, (self.folder, self.config, self.resolved)
 
     @property
     def place(self) -> str:
@@ -101,6 +106,10 @@ def open_run(argument: Path) -> Run:
     return Run(folder, store_of_run(folder), config, resolved | {"config": known})
 
 
+def _run_in(folder: Path, config: RunConfig, resolved: dict[str, Any]) -> Run:
+    return Run(folder, store_of_run(folder), config, resolved)
+
+
 def with_base(run: Run, base: Path | None) -> Run:
     """The run with its frozen weights in another folder, if one is named. Raises RunFolderError
     for a run that has none."""
@@ -110,7 +119,7 @@ def with_base(run: Run, base: Path | None) -> Run:
     if not lora.rank or run.config.task.name:
         raise RunFolderError(
             "this run has no folder of frozen weights",
-            where=str(run.folder),
+            where=run.place,
             remedy="leave out --base",
         )
     moved = lora.model_copy(update={"base": os.path.abspath(base)})

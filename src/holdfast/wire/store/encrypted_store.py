@@ -46,6 +46,8 @@ from holdfast.wire.store.run_store import (
     ReadPreference,
     ReplacingStore,
     RunStore,
+    SegmentedStore,
+    append_interval,
     byte_views,
 )
 
@@ -129,6 +131,15 @@ class EncryptedStore:
                 raise AlreadyExistsError(f"{key} exists already")
             return
         self.inner.create(key, self._encrypt_object(key, byte_views(data), self._new_footer()))
+
+    @property
+    def append_interval_s(self) -> float:
+        return append_interval(self.inner)
+
+    def segment_sizes(self, prefix: str) -> dict[str, int]:
+        if isinstance(self.inner, SegmentedStore):
+            return self.inner.segment_sizes(prefix)
+        return {key: self.inner.size(key) for key in self.inner.list(prefix)}
 
     def replace(self, key: str, data: Buffer) -> None:
         """Raises ValueError for an object that is sealed: those are immutable."""

@@ -37,6 +37,11 @@ def location_of_run(folder: Path | str) -> str:
     return bucket_of_run(folder) or str(folder)
 
 
+def where_of_run(folder: Path | str) -> str:
+    """Return the place of the run store for a message: without the options of an address."""
+    return bucket_of_run(folder).partition("?")[0] or str(folder)
+
+
 def bucket_of_run(folder: Path | str) -> str:
     """Return the address of the run's bucket; "" for a run in a folder. Raises RunFolderError for a
     file that does not name one."""

@@ -101,6 +101,23 @@ class ReplacingStore(Protocol):
         """Store a small object, whether one is there or not. Raises as `RunStore.create` does."""
 
 
+@runtime_checkable
+class SegmentedStore(Protocol):
+    """A store in which each append is a request of its own, and each look at a segment another."""
+
+    append_interval_s: float
+    """Seconds that a writer waits between two appends, unless something needs the first."""
+
+    def segment_sizes(self, prefix: str) -> dict[str, int]:
+        """Return the journal's segments that begin with `prefix`, and their bytes, by one
+        request."""
+
+
+def append_interval(store: RunStore) -> float:
+    """Return the seconds between two appends of one writer to a store; 0 for no limit."""
+    return store.append_interval_s if isinstance(store, SegmentedStore) else 0.0
+
+
 class ReadPreference(NamedTuple):
     """How a store is best read: requests under way at a time, and bytes of each. A distant one
     wants many, because each waits for its answer."""
