@@ -79,7 +79,7 @@ def import_(
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     refuse_file_of_task(loaded.config.task, COMMAND)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
-    _refuse_bucket(loaded)
+    refuse_bucket(loaded)
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
@@ -92,7 +92,7 @@ def import_(
     _report(row | {"folder": str(folder)}, resume_command(loaded), json)
 
 
-def _refuse_bucket(loaded: LoadedConfig) -> None:
+def refuse_bucket(loaded: LoadedConfig) -> None:
     """Raises RunFolderError for a run in a bucket: the settings of the source would be on this node
     alone."""
     if is_bucket(place := loaded.config.run_place):
