@@ -13,7 +13,7 @@ import re
 from urllib.parse import parse_qsl, urlsplit
 
 PLACE_OPTIONS = ("endpoint", "account")
-"""Options of an address that decide which bucket it is. All others say how it is reached."""
+"""Options of an address that decide which bucket it is. The other options say how it is reached."""
 SCHEMES = ("s3", "gs", "az")
 
 

@@ -61,8 +61,9 @@ def refuse_foreign_bucket(folder: Path) -> None:
 
 
 def require_secret(folder: Path) -> None:
-    """Raises RunFolderError if the run is in a bucket and this node does not have its secret: a
-    new one would be another than that of the other nodes."""
+    """Raises RunFolderError if the run is in a bucket and this node does not have its secret.
+
+    A new secret would not be that of the other nodes."""
     if not bucket_of_run(folder) or read_secrets(folder):
         return
     raise RunFolderError(

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def place(self) -> str:
-        """Where the run is, for messages and commands: its folder, or its bucket's address."""
+        """The run's folder, or its bucket's address, for messages and commands."""
         return location_of_run(self.folder)
 
     @property
