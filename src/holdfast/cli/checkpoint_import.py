@@ -79,8 +79,7 @@ def import_(
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     refuse_file_of_task(loaded.config.task, COMMAND)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
-    refuse_bucket(loaded)
-    folder = Path(loaded.config.run_folder)
+    folder = require_folder(loaded)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
     dataset = prepare_and_check_dataset(loaded)
@@ -92,15 +91,16 @@ def import_(
     _report(row | {"folder": str(folder)}, resume_command(loaded), json)
 
 
-def refuse_bucket(loaded: LoadedConfig) -> None:
-    """Raises RunFolderError for a run in a bucket: the settings of the source would be on this node
-    alone."""
+def require_folder(loaded: LoadedConfig) -> Path:
+    """Return the run folder. Raises RunFolderError for a run in a bucket: the settings of the
+    source would be on this node alone."""
     if is_bucket(place := loaded.config.run_place):
         raise RunFolderError(
             "an import needs a run folder, and folder is the address of a bucket",
             where=place.partition("?")[0],
             remedy="import into a folder with folder=<path>",
         )
+    return Path(place)
 
 
 def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:

@@ -14,7 +14,7 @@ from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import JournalJson, run_path
 from holdfast.cli.output import say
-from holdfast.cli.train import finished_step, prepare_and_check_dataset
+from holdfast.cli.train import finished_step, prepare_and_check_dataset, with_device
 from holdfast.cli.views import RunViews
 from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
@@ -24,6 +24,7 @@ from holdfast.launch.bucket_run import place_word, require_secret
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
+from holdfast.launch.node_place import MACHINE_KEYS, with_place
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
@@ -78,12 +79,8 @@ def join(
     refuse_alone(folder, HolderWatch(folder, say))
     name = node or platform.node() or "localhost"
     loaded = _config_for_node(stored, folder, name, overrides or [])
-    if (last := finished_step(folder, loaded.config.train.steps)) is not None:
-        ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
-        say(
-            f"this run is finished: all {last} steps are done; see: holdfast report "
-            f"{place_word(folder)}"
-        )
+    loaded = with_place(with_device(loaded, detect_hardware()))
+    if _is_finished(folder, loaded):
         return 0
     refuse_missing_trackers(loaded)
     loaded, version = _with_data(loaded, stored, folder)
@@ -105,12 +102,24 @@ def join(
         )
 
 
+def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
+    """Return True, and say so, if all steps of the run are done."""
+    if (last := finished_step(folder, loaded.config.train.steps)) is None:
+        return False
+    ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
+    say(
+        f"this run is finished: all {last} steps are done; see: holdfast report {place_word(folder)}"
+    )
+    return True
+
+
 def _config_for_node(
     stored: dict[str, Any], folder: Path, name: str, overrides: list[str]
 ) -> LoadedConfig:
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
     given = [f"cluster.node={name}", f"folder={location_of_run(folder)}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
+    given += [f"{key}=" for key in MACHINE_KEYS]
     given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
@@ -148,6 +157,7 @@ def _own(overrides: list[str]) -> list[str]:
             "task.folder",
             "lora.base",
             *ADDRESS_KEYS,
+            *MACHINE_KEYS,
         ):
             raise RunFolderError(
                 f"{key} belongs to the run, and cannot differ for one node",

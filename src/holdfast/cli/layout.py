@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli import layout_show
+from holdfast.cli import layout_distance, layout_show
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
@@ -32,6 +32,7 @@ TIME_BOUNDS = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay 
 
 app = make_app("Show how a model is spread over workers, before anything starts.")
 app.command()(layout_show.show)
+app.command()(layout_distance.distance)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.named_parts import with_named_parts
+from holdfast.launch.node_place import with_place
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -97,10 +98,9 @@ def start_run(
     overrides. Raises UserError."""
     with early_signals_answered():
         machine = detect_hardware()
-        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        loaded = with_place(plan_for_machine(load_config(run_file, overrides), machine))
         folder = run_folder_of(loaded.config)
         with crash_log_in(folder):
-            probe_run_store(folder)
             return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
 
 
@@ -110,12 +110,59 @@ def _train_in_folder(
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
 
+    several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
+    watch = HolderWatch(folder, say)
+    begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several)
+    if begun.last_step is not None:
+        if json:
+            print_line({"finished": True, "step": begun.last_step, "folder": str(folder)})
+        return 0
+    loaded, version = begun.loaded, begun.dataset_version
+    with RunViews(loaded.config, folder, version, machine, json=json) as views:
+        code = local.train_locally(
+            loaded,
+            observers=views.observers,
+            render_metrics=views.render_metrics,
+            say=views.say,
+            say_last=views.say_last,
+            dataset_version=version,
+            fresh=fresh,
+            watch=watch,
+        )
+    if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
+        say(f"finished; the report: holdfast report {place_word(folder)}")
+    return code
+
+
+@dataclass(frozen=True)
+class BegunRun:
+    """A run whose dataset is prepared and whose description lies in its folder.
+
+    last_step: of a run that is finished, which is said; then nothing was written."""
+
+    loaded: LoadedConfig
+    dataset_version: str
+    last_step: int | None = None
+
+
+def begin_run(
+    loaded: LoadedConfig,
+    machine: HardwareInfo,
+    folder: Path,
+    watch: HolderWatch,
+    *,
+    fresh: bool,
+    several: bool,
+) -> BegunRun:
+    """Prepare the data of a run and write its description, or check those that are there.
+
+    watch: what is known of the folder's holder. several: the run has several nodes, and one of
+    them may be at work already. Raises UserError."""
+    probe_run_store(folder)
     refuse_old_base(loaded)
     refuse_missing_trackers(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
-    several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
-    watch = HolderWatch(folder, say)
     if several:
         if before is not None:
             require_secret(folder)
@@ -137,9 +184,7 @@ def _train_in_folder(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
             f"{place_word(folder)}, or start over with --fresh"
         )
-        if json:
-            print_line({"finished": True, "step": last, "folder": str(folder)})
-        return 0
+        return BegunRun(loaded, version, last)
     refuse_unfit_state(folder, loaded.config)
     if several:
         refuse_unlike_node(folder, loaded, watch)
@@ -151,20 +196,7 @@ def _train_in_folder(
         require_secret(folder)  # another node may have begun the run just now
     for line in about:
         say(line)
-    with RunViews(loaded.config, folder, version, machine, json=json) as views:
-        code = local.train_locally(
-            loaded,
-            observers=views.observers,
-            render_metrics=views.render_metrics,
-            say=views.say,
-            say_last=views.say_last,
-            dataset_version=version,
-            fresh=fresh,
-            watch=watch,
-        )
-    if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
-        say(f"finished; the report: holdfast report {place_word(folder)}")
-    return code
+    return BegunRun(loaded, version)
 
 
 @dataclass(frozen=True)
@@ -254,10 +286,7 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
 
     Raises ConfigError for what this machine cannot do, LayoutError for what no machine can.
     """
-    config, found = loaded.config, len(machine.accelerators)
-    if config.device == "auto":
-        device = machine.accelerators[0].kind if found else "cpu"
-        loaded = loaded.with_planned({"device": device}, f"{found} accelerators on {machine.node}")
+    loaded, config = with_device(loaded, machine), loaded.config
     if config.layout.workers == 0:
         places, why = default_places(loaded.config, machine)
         loaded = loaded.with_planned({"layout.workers": max_workers(config, places)}, why)
@@ -282,6 +311,15 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
         )
     checked_layouts(loaded)
     return loaded
+
+
+def with_device(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:
+    """Fill in this machine's device if the run leaves it open."""
+    if loaded.config.device != "auto":
+        return loaded
+    found = machine.accelerators
+    device = found[0].kind if found else "cpu"
+    return loaded.with_planned({"device": device}, f"{len(found)} accelerators on {machine.node}")
 
 
 def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:

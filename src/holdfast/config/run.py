@@ -17,6 +17,7 @@ from holdfast.config.data import DataConfig
 from holdfast.config.degrees import ModuleCuts, find_impossible_degrees
 from holdfast.config.float8 import find_impossible_float8
 from holdfast.config.huggingface.convert import explain_no_architecture
+from holdfast.config.launch import LaunchConfig
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
 from holdfast.config.lora import LoraConfig
@@ -64,6 +65,7 @@ class RunConfig(Section):
     layout: InPlace[LayoutConfig] = LayoutConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
     cluster: InPlace[ClusterConfig] = ClusterConfig()
+    launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
 
     @field_validator("device", mode="before")

@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,7 +49,7 @@ from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
-from holdfast.wire.store.publish import publish_file
+from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
 from holdfast.wire.store.run_location import bucket_of_run, store_of_run, where_of_run
 from holdfast.wire.store.run_store import MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
@@ -318,21 +319,25 @@ def write_description(
         "environment.json": _json(describe_environment(machine)),
         RESOLVED_FILE: _json(resolved),
     }
+
+    def when_begun() -> str:
+        refuse_other(folder, loaded, dataset_version)
+        return _json(resolved | {"run_id": run_id(folder) or ""})
+
     if bucket_of_run(folder):
-
-        def when_begun() -> str:
-            refuse_other(folder, loaded, dataset_version)
-            return _json(resolved | {"run_id": run_id(folder) or ""})
-
         return describe_in_bucket(folder, files, RESOLVED_FILE, when_begun)
+    return _describe_in_folder(folder, files, when_begun)
+
+
+def _describe_in_folder(folder: Path, files: dict[str, str], when_begun: Callable[[], str]) -> bool:
+    """As `describe_in_bucket`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (begins := _create_once(folder / RESOLVED_FILE, files[RESOLVED_FILE])):
-            refuse_other(folder, loaded, dataset_version)
-            files[RESOLVED_FILE] = _json(resolved | {"run_id": run_id(folder) or ""})
+            files[RESOLVED_FILE] = when_begun()
         try:
             for name, text in files.items():
-                _replace_file(folder / name, text)
+                replace_file(folder / name, text)
         except OSError:
             if begins:
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
@@ -372,7 +377,7 @@ def _create_once(path: Path, text: str) -> bool:
     """Write a file atomically if it does not exist yet; return False if it does."""
     if path.exists():
         return False
-    temporary = _temporary(path)
+    temporary = temporary_beside(path)
     try:
         temporary.write_text(text, "utf-8")
         publish_file(temporary, path)
@@ -382,22 +387,6 @@ def _create_once(path: Path, text: str) -> bool:
         with suppress(OSError):
             temporary.unlink()
     return True
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write a file atomically; on a full disk, remove the part that was written."""
-    temporary = _temporary(path)
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def describe_environment(machine: HardwareInfo) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import MeshShape, Replica, Stages
+from holdfast.plan.domains import DomainChooser, placement_costs
 from holdfast.plan.interface import NodePlaces, PresentPlacement
 from holdfast.plan.packing import PlacePool, WorkerSlot
 from holdfast.plan.replica_counts import ReplicaCounts
@@ -95,6 +96,9 @@ class ReplicaPlacer:
 
     def __post_init__(self) -> None:
         self._parts = StateOverlap(self.config)
+        self._domains = DomainChooser(
+            [node.machine for node in self.nodes], placement_costs(self.config)
+        )
         self._was: dict[int, _Was] = {}
         self._gone_on: list[tuple[Replica, Sequence[int | None]]] = list(
             self.present.broken_replicas
@@ -104,12 +108,26 @@ class ReplicaPlacer:
         free = [node.places for node in self.nodes]
         due = self._keep_unchanged(free)
         pool = PlacePool(free, [node.speed for node in self.nodes], self._unplaced_workers())
-        pool.leave_idle(sum(free) - sum(shape.size * n for shape, n in due.items()))
+        idle = sum(free) - sum(shape.size * n for shape, n in due.items())
+        if self._domains.is_of_use:  # the domains decide which places stay idle, but for slow ones
+            idle = min(idle, self._slow_places(free))
+        pool.leave_idle(idle, max((s.tp for s in +due), default=1))
         self._repair_replicas(due, pool)
+        domains = self._domains
+        for replica in self.replicas:
+            domains.place(seat.node for seat in replica.slots)
         for shape in sorted((+due).elements(), key=lambda s: (-s.size, s.mesh_shape)):
-            seats = self._assign_slots(shape, pool.take_places(shape.size, shape.tp), pool)
+            among = domains.choose(shape.size, pool.free_places)
+            parts = pool.take_places(shape.size, shape.tp, among)
+            domains.place(node for node, _ in parts)
+            seats = self._assign_slots(shape, domains.in_order(parts), pool)
             self.replicas.append(PlacedReplica(shape, seats, (1, len(self.replicas))))
         return sorted(self.replicas, key=lambda each: each.sort_key)
+
+    def _slow_places(self, free: Sequence[int]) -> int:
+        """Free places on nodes that are slower than the fastest."""
+        fastest = max(node.speed for node in self.nodes)
+        return sum(n for node, n in zip(self.nodes, free, strict=True) if node.speed < fastest)
 
     def missing_bytes(self, replica: PlacedReplica) -> int:
         """Bytes that its workers lack."""
@@ -198,7 +216,8 @@ class ReplicaPlacer:
         while gaps and (found := self._find_donors(shape, gaps, pool)):
             node, number = found
             gaps = self._fill(shape, node, number, gaps, pool, seats)
-        for node, number in pool.take_places(len(gaps)):
+        near = self._domains.near(own, len(gaps), pool.free_places)
+        for node, number in pool.take_places(len(gaps), among=near):
             seats.update(self._match_workers(shape, node, number, gaps, pool))
             gaps = [at for at in gaps if at not in seats]
 

@@ -12,15 +12,18 @@ from typing import Protocol
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import Topology
+from holdfast.policy.placement import Machine
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlaces:
-    """A present node, with its places for workers. speed: relative to that of other nodes."""
+    """A present node, with its places for workers. speed: relative to that of other nodes. machine:
+    where it stands; None: not known."""
 
     name: str
     places: int
     speed: float = 1.0
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True)

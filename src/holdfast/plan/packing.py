@@ -7,7 +7,7 @@ their free places, so a choice does not scan the other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -36,11 +36,17 @@ class PlacePool:
         for heap in self._by_free.values():
             heapify(heap)
 
-    def leave_idle(self, number: int) -> None:
-        """Give up this many places. Slow nodes come first, then nodes without held state, then
-        complete nodes."""
+    def leave_idle(self, number: int, unit: int = 1) -> None:
+        """Give up this many places. Those come first that no group of `unit` workers fills. Then
+        come slow nodes, then nodes without held state, then complete nodes."""
         if number <= 0:
             return
+        for node, free in enumerate(self.free_places):
+            held = len(self.workers_by_node.get(node, ()))
+            given = min(number, free % unit, free - held)
+            if given > 0:
+                self.reserve(node, given)
+                number -= given
         order = sorted(
             (node for node, n in enumerate(self.free_places) if n),
             key=lambda i: (
@@ -61,9 +67,13 @@ class PlacePool:
         heap = self._by_free.setdefault(self.free_places[node], [])
         heappush(heap, (-self._speeds[node], node))
 
-    def take_places(self, size: int, unit: int = 1) -> list[tuple[int, int]]:
+    def take_places(
+        self, size: int, unit: int = 1, among: Collection[int] | None = None
+    ) -> list[tuple[int, int]]:
         """(node, places) for a replica of `size` workers, of which `unit` in a row belong
-        together. There must be so many free places."""
+        together. There must be so many free places. among: nodes that may be used; None: all."""
+        if among is not None:
+            return self._take_among(size, unit, among)
         parts: list[tuple[int, int]] = []
         while size:
             counts = sorted(n for n in self._by_free if n)
@@ -76,6 +86,25 @@ class PlacePool:
                 node = next(
                     i for n in reversed(counts) if (i := self._fastest_node_with(n)) is not None
                 )
+                given = self.free_places[node]
+                given -= given % unit if given > unit else 0
+            self.reserve(node, given)
+            parts.append((node, given))
+            size -= given
+        return parts
+
+    def _take_among(self, size: int, unit: int, among: Collection[int]) -> list[tuple[int, int]]:
+        """As `take_places`, by a look at each of these nodes."""
+        parts: list[tuple[int, int]] = []
+        while size:
+            there = [node for node in among if self.free_places[node]]
+            speed_first = {node: (-self._speeds[node], node) for node in there}
+            enough = [node for node in there if self.free_places[node] >= size]
+            if enough:
+                node = min(enough, key=lambda i: (self.free_places[i], speed_first[i]))
+                given = size
+            else:
+                node = min(there, key=lambda i: (-self.free_places[i], speed_first[i]))
                 given = self.free_places[node]
                 given -= given % unit if given > unit else 0
             self.reserve(node, given)

@@ -21,8 +21,8 @@ from holdfast.wire.store.run_store import (
     JOURNAL_PREFIX,
     MissingKeyError,
     RunStore,
-    SegmentedStore,
     append_interval,
+    segment_sizes,
 )
 
 
@@ -135,10 +135,10 @@ def read_contents(store: RunStore) -> JournalContents:
     """Read every record of the run, and note the lines that are none."""
     records: list[Record] = []
     unreadable: list[str] = []
-    sizes = _segment_sizes(store)
-    for key in store.list(JOURNAL_PREFIX) if sizes is None else sorted(sizes):
-        data = store.get(key) if sizes is None else _read(store, key, sizes[key])
-        segment = parse_segment(key, data)
+    for key, size in segment_sizes(store, JOURNAL_PREFIX).items():
+        data = bytearray(size)
+        store.read_into(key, 0, memoryview(data))
+        segment = parse_segment(key, bytes(data))
         records += segment.records
         unreadable += segment.unreadable
     merged = DuplicateFilter()(sorted(records, key=lambda record: record.order))
@@ -188,11 +188,9 @@ class JournalTail:
         Raises what the run store raises. The next call then returns these records too."""
         records: list[Record] = []
         read_bytes: dict[str, int] = {}
-        sizes = _segment_sizes(self._store)
-        for key in self._store.list(JOURNAL_PREFIX) if sizes is None else sorted(sizes):
+        for key, size in segment_sizes(self._store, JOURNAL_PREFIX).items():
             start = self._read_bytes.get(key, 0)
             try:
-                size = self._store.size(key) if sizes is None else sizes[key]
                 if size <= start:
                     continue
                 data = bytearray(size - start)
@@ -221,17 +219,6 @@ def follow_journal(
         yield follower.read_new()
         if ended.wait(poll_interval_s):
             return
-
-
-def _segment_sizes(store: RunStore) -> dict[str, int] | None:
-    """Return the segments and their bytes, if the store has them by one request."""
-    return store.segment_sizes(JOURNAL_PREFIX) if isinstance(store, SegmentedStore) else None
-
-
-def _read(store: RunStore, key: str, size: int) -> bytes:
-    data = bytearray(size)
-    store.read_into(key, 0, memoryview(data))
-    return bytes(data)
 
 
 def _segment_end(store: RunStore, key: str) -> tuple[int, bool]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from re import Match
 
-from holdfast.cli.checkpoint_import import refuse_bucket
+from holdfast.cli.checkpoint_import import require_folder
 from holdfast.config.load import load_config
 from holdfast.launch.bucket_run import (
     refuse_foreign_bucket,
@@ -79,7 +79,7 @@ def remove_marker(lab: Lab, found: Match[str]) -> None:
 
 def import_there(lab: Lab) -> None:
     with environment(lab):
-        refuse_bucket(load_config(None, [f"folder={lab.settings['address']}"]))
+        require_folder(load_config(None, [f"folder={lab.settings['address']}"]))
 
 
 def name_region(lab: Lab, found: Match[str]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.cli import chaos, join
+from holdfast.cli.layout_distance import distance
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.cli.train import with_vocabulary
 from holdfast.config.load import load_config
@@ -24,6 +25,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.notices.ray import make_ray_source
+from holdfast.launch.node_place import PLACE_VARIABLE, with_place
 from holdfast.report.trackers.registry import check_options, load_tracker, require_tracker
 from holdfast.tasks.loading import load_task
 from holdfast.wire.store.run_store import FolderStore
@@ -152,6 +154,20 @@ def tracker_folder(lab: Lab) -> None:
 
 
 CASES: list[Case] = [
+    case(
+        "launch/node_place.py: … names no place",
+        lambda lab: lab.settings.update(place="rck=7"),
+        lambda lab: with_place(load_config(None, []), {PLACE_VARIABLE: lab.settings["place"]}),
+        r"write KIND=NAME with one of node, rack, power, pool, zone",
+        fixed(place="rack=7"),
+    ),
+    case(
+        "cli/layout_distance.py: a message has at least 1 byte",
+        lambda lab: lab.settings.update(size=0),
+        lambda lab: distance(size=[lab.settings["size"]]),
+        r"use 1 or more",
+        fixed(size=1),
+    ),
     schedule(
         "… stages are not … on each rank",
         "--stages 3 --virtual 2 --schedule gpipe",

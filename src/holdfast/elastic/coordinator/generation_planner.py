@@ -97,14 +97,16 @@ class GenerationPlanner:
             return ()
         present = _present_placement(self._previous_topology, ())
         try:
-            plan = self._context.planner(self._context.config, _node_places(nodes), 1, present)
+            plan = self._context.planner(
+                self._context.config, _node_places(nodes, self._peers), 1, present
+            )
         except LayoutError:
             return ()
         return tuple(dict.fromkeys(plan.topology.nodes))
 
     def can_add_workers(self, nodes: Sequence[NodeRecord]) -> bool:
         """Return True if the ready processes of these nodes would give more workers than now."""
-        before, ready = self._previous_topology, _ready_places(nodes)
+        before, ready = self._previous_topology, _ready_places(nodes, self._peers)
         asked = (0 if before is None else before.generation, tuple(ready))
         if before is None or not ready or asked == self._declined_growth:
             return False
@@ -215,10 +217,13 @@ class GenerationPlanner:
         )
         config, here = self._context.config, {node.name for node in nodes}
         whole = self._recovery_planner.find_intact_replicas(held_states, node_by_worker)
-        some = _ready_places(nodes)
+        some = _ready_places(nodes, self._peers)
         if whole is not None:
             places = whole.places_by_node if whole.places_by_node.keys() <= here else {}
-            some = [NodePlaces(name, places[name]) for name in sorted(places)]
+            some = [
+                _with_machine(NodePlaces(name, places[name]), self._peers)
+                for name in sorted(places)
+            ]
             present = PresentPlacement(whole.topology, whole.lost_ranks)
         if some and len(some) >= min(config.cluster.min_nodes, len(nodes)):
             try:
@@ -232,7 +237,9 @@ class GenerationPlanner:
                 )
                 if kept and after.resume_point is not None:
                     return planned.topology, after
-        planned = self._context.planner(config, _node_places(nodes), generation, present)
+        planned = self._context.planner(
+            config, _node_places(nodes, self._peers), generation, present
+        )
         return planned.topology, self._recovery_planner.plan_recovery(
             planned.topology, held_states, node_by_worker, durable_step
         )
@@ -306,8 +313,14 @@ class GenerationPlanner:
                 self._context.emit_in_generation(before.generation, lost)
 
 
-def _node_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
-    return [NodePlaces(node.name, node.places) for node in nodes]
+def _node_places(nodes: Sequence[NodeRecord], peers: Mapping[str, Peer]) -> list[NodePlaces]:
+    return [_with_machine(NodePlaces(node.name, node.places), peers) for node in nodes]
+
+
+def _with_machine(node: NodePlaces, peers: Mapping[str, Peer]) -> NodePlaces:
+    """The node with its place among racks and zones, which its mover has told."""
+    peer = peers.get(node.name)
+    return node if peer is None else replace(node, machine=peer.machine)
 
 
 def _present_placement(
@@ -370,13 +383,13 @@ def _is_run_continuing(state: CoordinatorState) -> bool:
     return any(node.generation for node in state.nodes)
 
 
-def _ready_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
+def _ready_places(nodes: Sequence[NodeRecord], peers: Mapping[str, Peer]) -> list[NodePlaces]:
     """Return the places that have a process; all places of a node that does not report them."""
     found = [
         (n.name, n.places if n.ready_workers is None else min(n.places, n.ready_workers))
         for n in nodes
     ]
-    return [NodePlaces(name, places) for name, places in found if places]
+    return [_with_machine(NodePlaces(name, places), peers) for name, places in found if places]
 
 
 def _recovery_rung(

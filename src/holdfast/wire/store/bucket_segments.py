@@ -157,7 +157,7 @@ class BucketSegments:
             key: pieces if _is_complete(pieces) else self._list_pieces(key)
             for key, pieces in listed.items()
         }
-        return {key: sum(p.size for p in pieces) for key, pieces in self._listed.items()}
+        return {key: sum(p.size for p in self._listed[key]) for key in sorted(self._listed)}
 
     def size(self, key: str) -> int:
         return sum(piece.size for piece in self._require_pieces(key))

@@ -46,9 +46,9 @@ from holdfast.wire.store.run_store import (
     ReadPreference,
     ReplacingStore,
     RunStore,
-    SegmentedStore,
     append_interval,
     byte_views,
+    segment_sizes,
 )
 
 ENCRYPTED_PREFIXES = ("data/", "parts/", "commits/")
@@ -115,6 +115,7 @@ class EncryptedStore:
         requests, most = getattr(inner, "reads", NEARBY_READS)
         # what is opened is held a second time
         self.reads = ReadPreference(requests, min(most, NEARBY_READS.bytes))
+        self.append_interval_s = append_interval(inner)
         self._key = key
         self._key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress
@@ -132,14 +133,8 @@ class EncryptedStore:
             return
         self.inner.create(key, self._encrypt_object(key, byte_views(data), self._new_footer()))
 
-    @property
-    def append_interval_s(self) -> float:
-        return append_interval(self.inner)
-
     def segment_sizes(self, prefix: str) -> dict[str, int]:
-        if isinstance(self.inner, SegmentedStore):
-            return self.inner.segment_sizes(prefix)
-        return {key: self.inner.size(key) for key in self.inner.list(prefix)}
+        return segment_sizes(self.inner, prefix)
 
     def replace(self, key: str, data: Buffer) -> None:
         """Raises ValueError for an object that is sealed: those are immutable."""

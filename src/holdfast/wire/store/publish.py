@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -53,3 +54,20 @@ def _rename_to_free_name(temporary: Path, target: Path) -> None:
         # as `os.link` fails where there are no hard links, so that its message fits
         code = code if code == errno.EEXIST else errno.EPERM
         raise OSError(code, os.strerror(code), str(temporary), None, str(target))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically; on a full disk, remove the part that was written."""
+    temporary = temporary_beside(path)
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return this process's name for an unfinished file that becomes `path`."""
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}")

@@ -113,6 +113,17 @@ class SegmentedStore(Protocol):
         request."""
 
 
+def segment_sizes(store: RunStore, prefix: str) -> dict[str, int]:
+    """Return the keys that begin with `prefix`, sorted, and their bytes."""
+    if isinstance(store, SegmentedStore):
+        return store.segment_sizes(prefix)
+    sizes = {}
+    for key in store.list(prefix):
+        with suppress(MissingKeyError):  # removed meanwhile
+            sizes[key] = store.size(key)
+    return sizes
+
+
 def append_interval(store: RunStore) -> float:
     """Return the seconds between two appends of one writer to a store; 0 for no limit."""
     return store.append_interval_s if isinstance(store, SegmentedStore) else 0.0

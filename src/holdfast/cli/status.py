@@ -1,0 +1,43 @@
+"""`holdfast status`: the nodes of a launched run as the owner of the machines sees them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
+from holdfast.cli.output import print_json, print_table
+from holdfast.launch.runs import open_run
+
+app = make_app("Show the nodes of a launched run.")
+
+
+@app.command()
+def status(
+    run: RunArgument,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """Show the nodes of a run that 'holdfast launch' started, as their owner sees them.
+
+    What the run itself does: holdfast watch RUN. Exit code 1 if no node waits or runs.
+
+    \b
+    Example:
+      holdfast status runs/my-run
+    """
+    from holdfast.launch.owner import NodeState, OwnedJob
+    from holdfast.launch.owners.choose import open_owner
+
+    job = OwnedJob.read(open_run(run).folder)
+    nodes = open_owner(job.owner).status(job)
+    if json:
+        print_json({"owner": job.owner, "job": job.job, "nodes": [asdict(each) for each in nodes]})
+    else:
+        print_table(
+            [(each.node, each.state.value, each.detail) for each in nodes],
+            head=("node", "state", f"{job.owner}, job {job.job}"),
+        )
+    return 0 if any(each.state in (NodeState.WAITING, NodeState.RUNNING) for each in nodes) else 1

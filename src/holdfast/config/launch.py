@@ -1,0 +1,19 @@
+"""The section `launch:` of a run file: on whose machines `holdfast launch` starts a run's nodes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from holdfast.config.base import Section
+
+
+class LaunchConfig(Section):
+    """Each node runs one agent ([nodes.md](nodes.md)); `cluster.places` workers fit on it."""
+
+    on: Literal["local", "ssh", "slurm", "ray", "kubernetes"] = Field(
+        "local", description="the owner of the machines; --on of the command sets it, too"
+    )
+    nodes: int = Field(1, ge=1, description="nodes that the run is given; --nodes sets it, too")
+    spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")

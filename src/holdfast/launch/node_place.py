@@ -1,0 +1,60 @@
+"""The place of this node: its rack, power domain, spot pool and zone.
+
+The run file's `checkpoint.machine` says it, or the owner of the machines does, in the environment:
+
+    HOLDFAST_PLACE          "rack=r7,zone=us-east-1a", any kinds of `policy/placement.py`
+    SLURM_TOPOLOGY_ADDR     "spine0.leaf3.n12" with topology/tree: leaf3 is the rack
+
+The places of new replicas (`plan/domains.py`) and of copies of snapshots depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from holdfast.config.load import LoadedConfig
+from holdfast.errors import ConfigError
+from holdfast.policy.placement import FAILURE_DOMAINS
+
+PLACE_VARIABLE = "HOLDFAST_PLACE"
+SLURM_VARIABLE, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
+MACHINE_KEYS = tuple(f"checkpoint.machine.{kind}" for kind in FAILURE_DOMAINS)
+"""Keys of one node: another node that joins does not inherit them."""
+
+
+def with_place(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> LoadedConfig:
+    """Fill in the domains that the run file leaves open. Raises ConfigError for a HOLDFAST_PLACE
+    that names none."""
+    told = {kind: name for kind, name in _from_slurm(environ).items() if name}
+    told |= _parse_place(environ.get(PLACE_VARIABLE, ""))
+    machine = loaded.config.checkpoint.machine
+    values = {
+        f"checkpoint.machine.{kind}": name
+        for kind, name in told.items()
+        if not getattr(machine, kind)
+    }
+    return loaded.with_planned(values, "the environment's") if values else loaded
+
+
+def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """The switch that the node hangs on, by Slurm's own path of it."""
+    parts = environ.get(SLURM_VARIABLE, "").split(".")
+    kinds = environ.get(SLURM_PATTERN, "").split(".")
+    if len(parts) < 2 or len(parts) != len(kinds) or kinds[-2:] != ["switch", "node"]:
+        return {}  # topology/none gives the node alone
+    return {"rack": parts[-2]}
+
+
+def _parse_place(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        kind, _, name = part.partition("=")
+        if kind not in FAILURE_DOMAINS or not name:
+            raise ConfigError(
+                f"{part!r} names no place",
+                where=PLACE_VARIABLE,
+                remedy=f"write KIND=NAME with one of {', '.join(FAILURE_DOMAINS)}",
+            )
+        found[kind] = name
+    return found

@@ -1,0 +1,30 @@
+"""The owners of machines by the word that names them in `launch.on`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from holdfast.errors import ConfigError
+from holdfast.launch.owner import MachineOwner
+
+_OWNERS = {
+    "local": ("local", "LocalOwner"),
+    "ssh": ("ssh", "SshOwner"),
+    "slurm": ("slurm", "SlurmOwner"),
+    "ray": ("ray", "RayOwner"),
+    "kubernetes": ("kubernetes", "KubernetesOwner"),
+}
+"""Word -> module of this room, class. A module is imported when its owner is used."""
+
+
+def open_owner(word: str) -> MachineOwner:
+    """Raises ConfigError for a word that names no owner."""
+    if word not in _OWNERS:
+        raise ConfigError(
+            f"{word!r} owns no machines that are known",
+            where="--on",
+            remedy=f"use one of {', '.join(_OWNERS)}",
+        )
+    module, name = _OWNERS[word]
+    found: MachineOwner = getattr(import_module(f"holdfast.launch.owners.{module}"), name)()
+    return found

@@ -1,0 +1,219 @@
+"""Which nodes a new replica gets, if it is known where the nodes stand.
+
+Two wishes pull apart. A replica is fast if its nodes stand near each other, and replicas exchange
+gradients faster if they do, too. But a rack, a power domain, a spot
+pool or a zone may be lost at once. If a complete replica is left elsewhere, the run continues from
+memory. Both are one sum here, in seconds lost for each second of training:
+
+    communication   (bytes inside a replica / bandwidth at its widest level + what the backward
+                     does not hide of: bytes of gradients / bandwidth between replicas) / step
+    failures        sum over domains of rate * (cost of a recovery from memory,
+                     or of a start from a checkpoint if every replica has a node in the domain)
+
+A new replica takes the domain with the least sum, after the replicas that are placed already.
+Tensor groups stay inside a node in any case (`plan/packing.py`). Nodes whose place is not known
+have no domains, so nothing is chosen, and the packing alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.run_table import run_block_costs
+from holdfast.plan.network import ASSUMED_LINKS, LEVELS, Link, meeting_level
+from holdfast.policy.placement import FAILURE_DOMAINS, Machine
+
+_DAY_S = 86_400.0
+
+FAILURES_PER_DAY: Mapping[str, float] = {
+    "node": 3.8e-3,
+    "rack": 2e-3,
+    "power": 5e-4,
+    "pool": 2.0,
+    "zone": 1e-3,
+}
+"""Losses of one complete domain a day. node: Llama 3 (419 interruptions of 2,048 nodes in 54 days).
+pool: bursts of spot nodes, from days with 2 to 11 in the traces of Bamboo and of "Can't Be Late".
+The rest is assumed. A run's own history may replace them."""
+
+
+@dataclass(frozen=True)
+class PlacementCosts:
+    """What the sum is made of.
+
+    step_s: seconds of a step. inner_bytes: sent by a rank inside its replica in a step, over its
+    slowest link. gradient_bytes: of a rank, exchanged between replicas. recovery_s: lost if a
+    domain takes some replicas. restart_s: lost if it takes all of them: the start, and half of the
+    interval between checkpoints.
+    """
+
+    step_s: float = 1.0
+    inner_bytes: float = 1e8
+    gradient_bytes: float = 1e8
+    recovery_s: float = 5.0
+    restart_s: float = 600.0
+    links: Mapping[str, Link] = field(default_factory=lambda: ASSUMED_LINKS)
+    failures_per_day: Mapping[str, float] = field(default_factory=lambda: FAILURES_PER_DAY)
+
+
+_ASSUMED_FLOPS = {"cpu": 5e10}
+_ASSUMED_ACCELERATOR_FLOPS = 4e14
+"""FLOP/s that a device reaches: 40 % of an H100's peak, a core's for a CPU."""
+_HIDDEN_SHARE = 0.5
+"""Of a step: gradients travel while the backward computes, which takes about so much of it."""
+_FLOPS_PER_PARAMETER = 6
+_BYTES_PER_GRADIENT = 4
+_BYTES_PER_ACTIVATION = 2
+
+
+def placement_costs(config: RunConfig) -> PlacementCosts:
+    """Return the costs of a run, from its model and degrees. They are good enough to compare
+    domains: an estimate of a step's time is not among them (`plan/estimate.py`)."""
+    layout, train = config.layout, config.train
+    blocks = run_block_costs(config)
+    parameters = sum(blocks.parameters) + blocks.first[1] + blocks.last[1]
+    tokens = train.batch_size * config.data.sequence_length
+    replica = layout.pp * layout.tp * layout.dp_shard * layout.cp
+    workers = max(layout.workers, replica)
+    replicas = workers // replica
+    flops = _ASSUMED_FLOPS.get(config.device, _ASSUMED_ACCELERATOR_FLOPS)
+    own = parameters / (layout.pp * layout.tp) * _BYTES_PER_GRADIENT
+    inner = 3 * own if layout.dp_shard > 1 or layout.cp > 1 else 0.0
+    if layout.pp > 1:
+        inner += 2 * tokens / replicas * config.model.dim * _BYTES_PER_ACTIVATION
+    return PlacementCosts(
+        step_s=_FLOPS_PER_PARAMETER * parameters * tokens / workers / flops,
+        inner_bytes=inner,
+        gradient_bytes=own / layout.dp_shard,
+    )
+
+
+def placement_cost(replicas: Sequence[Sequence[Machine]], costs: PlacementCosts) -> float:
+    """Return the seconds lost for each second of training. replicas: the machines of each."""
+    inner = max((_widest(machines) for machines in replicas), key=_width, default="node")
+    between = _widest([machine for machines in replicas for machine in machines])
+    lost = costs.links[inner].message_s(costs.inner_bytes)
+    if len(replicas) > 1:
+        exchange = costs.links[between].message_s(2 * costs.gradient_bytes)
+        lost += max(0.0, exchange - _HIDDEN_SHARE * costs.step_s)
+    return lost / costs.step_s + _failure_cost(replicas, costs)
+
+
+def _failure_cost(replicas: Sequence[Sequence[Machine]], costs: PlacementCosts) -> float:
+    total = 0.0
+    for kind in FAILURE_DOMAINS:
+        hit: dict[str, int] = {}
+        for machines in replicas:
+            for name in {machine.domain(kind) for machine in machines}:
+                hit[name] = hit.get(name, 0) + 1
+        hit.pop("", None)  # unknown
+        rate = costs.failures_per_day[kind] / _DAY_S
+        total += sum(
+            rate * (costs.restart_s if number == len(replicas) else costs.recovery_s)
+            for number in hit.values()
+        )
+    return total
+
+
+def _width(level: str) -> int:
+    return LEVELS.index(level)
+
+
+def _widest(machines: Sequence[Machine]) -> str:
+    """The level at which the two machines meet that are farthest from each other. Domains are
+    nested, so it is enough to compare all with the first."""
+    first = machines[0]
+    return max((meeting_level(first, other) for other in machines), key=_width, default="node")
+
+
+class DomainChooser:
+    """Chooses the nodes that each new replica may use. Lives for one plan."""
+
+    def __init__(
+        self, machines: Sequence[Machine | None], costs: PlacementCosts | None = None
+    ) -> None:
+        """machines: the place of each node, by its index; None: not known."""
+        self._machines = machines
+        self._costs = costs or PlacementCosts()
+        self._placed: list[list[Machine]] = []
+        known = [machine for machine in machines if machine is not None]
+        self.is_of_use = len(known) == len(machines) and any(
+            machine.domain(kind) for machine in known for kind in FAILURE_DOMAINS if kind != "node"
+        )
+        self._scopes = list(self._make_scopes()) if self.is_of_use else []
+
+    def place(self, nodes: Iterable[int]) -> None:
+        """Take note that a replica is on these nodes."""
+        found = [self._machines[node] for node in sorted(set(nodes))]
+        self._placed.append([machine for machine in found if machine is not None])
+
+    def choose(self, size: int, free: Sequence[int]) -> frozenset[int] | None:
+        """Return the nodes among which a replica of so many workers is best packed; None: any.
+        free: free places of each node."""
+        best: tuple[float, int, int] | None = None
+        for number, scope in enumerate(self._scopes):
+            room = sum(free[node] for node in scope)
+            if room < size:
+                continue
+            likely = [self._machines[node] for node in self._likely(scope, size, free)]
+            replicas = [*self._placed, [machine for machine in likely if machine is not None]]
+            key = (placement_cost(replicas, self._costs), room, number)
+            best = key if best is None or key < best else best
+        return None if best is None else self._scopes[best[2]]
+
+    def near(self, nodes: Iterable[int], size: int, free: Sequence[int]) -> frozenset[int] | None:
+        """Return the fewest nodes around those of a replica that have room for so many workers
+        more; None: any."""
+        own = set(nodes)
+        fit = [
+            scope
+            for scope in self._scopes
+            if own & scope and sum(free[node] for node in scope) >= size
+        ]
+        return min(
+            fit, key=lambda scope: (-len(own & scope), len(scope), sorted(scope)), default=None
+        )
+
+    def in_order(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return (node, places) so that nodes of a rack follow each other: stages that send to each
+        other are neighbours. Unlike parts stay in the order in which they were taken."""
+        if not self.is_of_use or len({places for _, places in parts}) > 1:
+            return list(parts)
+        return sorted(parts, key=lambda part: self._order_key(part[0]))
+
+    def _order_key(self, node: int) -> tuple[str, ...]:
+        machine = self._machines[node]
+        return () if machine is None else (machine.zone, machine.power, machine.rack, machine.name)
+
+    def _likely(self, scope: frozenset[int], size: int, free: Sequence[int]) -> list[int]:
+        """The nodes that packing would take: the smallest that is enough, or the emptiest."""
+        inside = sorted((node for node in scope if free[node]), key=lambda i: (free[i], i))
+        enough = next((node for node in inside if free[node] >= size), None)
+        if enough is not None:
+            return [enough]
+        taken: list[int] = []
+        for node in reversed(inside):
+            if size <= 0:
+                break
+            taken.append(node)
+            size -= free[node]
+        return taken
+
+    def _make_scopes(self) -> Iterator[frozenset[int]]:
+        """Every set of nodes that share a rack, a power domain, a pool or a zone, and all nodes."""
+        seen: set[frozenset[int]] = set()
+        everywhere = frozenset(range(len(self._machines)))
+        for kind in FAILURE_DOMAINS:
+            domains: dict[str, set[int]] = {}
+            for node, machine in enumerate(self._machines):
+                if machine is not None and kind != "node" and machine.domain(kind):
+                    domains.setdefault(machine.domain(kind), set()).add(node)
+            for name in sorted(domains):
+                scope = frozenset(domains[name])
+                if scope not in seen:
+                    seen.add(scope)
+                    yield scope
+        if everywhere not in seen:
+            yield everywhere

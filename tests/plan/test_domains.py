@@ -1,0 +1,177 @@
+"""New replicas and the racks, power domains, pools and zones of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+
+from holdfast.config.run import RunConfig
+from holdfast.plan.domains import DomainChooser, PlacementCosts, placement_cost
+from holdfast.plan.interface import NodePlaces, PresentPlacement
+from holdfast.plan.network import ASSUMED_LINKS, LEVELS, meeting_level
+from holdfast.plan.planner import plan_layout
+from holdfast.policy.placement import Machine
+
+
+def run(workers: int, **layout: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "layout": {"workers": workers, **layout},
+            "train": {"batch_size": 1024, "microbatch_size": 2},
+            "model": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "vocab_size": 128256},
+            "data": {"sequence_length": 4096},
+            "device": "cuda",
+        }
+    )
+
+
+def nodes(
+    racks: Sequence[str], places: int = 2, zone: str = "", pool: str = ""
+) -> list[NodePlaces]:
+    return [
+        NodePlaces(
+            f"n{i:02}",
+            places,
+            machine=Machine(f"n{i:02}", rack=rack, zone=zone or f"z{rack}", pool=pool),
+        )
+        for i, rack in enumerate(racks)
+    ]
+
+
+def racks_of(found: Sequence[str], of: Sequence[NodePlaces]) -> list[str]:
+    by_name = {node.name: node.machine.rack for node in of if node.machine is not None}
+    return [by_name[name] for name in found]
+
+
+def test_a_replica_of_two_nodes_stays_in_one_rack_and_the_next_takes_another() -> None:
+    there = nodes(["a", "b", "a", "b"], zone="z")
+    plan = plan_layout(run(8, pp=4), there, 1)
+    first, second = (
+        {plan.topology.nodes[rank] for rank in replica.ranks} for replica in plan.topology.replicas
+    )
+    assert {first == {"n00", "n02"}, second == {"n01", "n03"}} == {True}
+
+
+def test_without_domains_the_plan_is_the_one_of_the_packing_alone() -> None:
+    there = nodes(["a", "b", "a", "b"], zone="z")
+    bare = [NodePlaces(node.name, node.places) for node in there]
+    plan = plan_layout(run(8, pp=4), bare, 1)
+    assert plan.topology.nodes == ("n00", "n00", "n01", "n01", "n02", "n02", "n03", "n03")
+    some = [*there[:3], bare[3]]  # a node whose place is not known: nothing is chosen
+    assert plan_layout(run(8, pp=4), some, 1).topology.nodes == plan.topology.nodes
+
+
+def test_stages_follow_the_racks_if_no_rack_is_large_enough() -> None:
+    there = nodes(["a", "b", "a", "b"], zone="z")
+    plan = plan_layout(run(8, pp=8), there, 1)
+    racks = racks_of(plan.topology.nodes, there)
+    assert sum(one != other for one, other in pairwise(racks)) == 1
+
+
+def test_replicas_of_one_node_each_do_not_share_a_rack_that_may_fail() -> None:
+    there = nodes(["a", "a", "b", "b"], zone="z")
+    plan = plan_layout(run(4, pp=2), there, 1)
+    racks = racks_of(plan.topology.nodes, there)
+    assert {racks[replica.ranks[0]] for replica in plan.topology.replicas} == {"a", "b"}
+
+
+def test_a_gap_is_filled_from_the_rack_of_the_replica() -> None:
+    there = nodes(["a", "a", "b", "b", "a"], places=1, zone="z")
+    before = plan_layout(run(4, pp=2), there[:4], 1)
+    lost = before.topology.nodes.index("n01")
+    left = [node for node in there if node.name != "n01"]
+    after = plan_layout(run(4, pp=2), left, 2, PresentPlacement(before.topology, frozenset({lost})))
+    for replica in after.topology.replicas:
+        names = [after.topology.nodes[rank] for rank in replica.ranks]
+        assert len(set(racks_of(names, there))) == 1
+    assert "n04" in after.topology.nodes
+
+
+def test_tensor_groups_stay_inside_a_node() -> None:
+    there = nodes(["a", "b", "a", "b"], places=3, zone="z")
+    plan = plan_layout(run(8, pp=2, tp=2), there, 1)
+    for replica in plan.topology.replicas:
+        for first in replica.ranks[::2]:
+            assert plan.topology.nodes[first] == plan.topology.nodes[first + 1]
+
+
+def test_the_choice_is_the_best_of_all_for_two_replicas_of_two_nodes() -> None:
+    """Brute force over every pair of pairs of nodes."""
+    there = nodes(["a", "b", "a", "c", "b", "c"], places=1, zone="z")
+    machines = [node.machine for node in there if node.machine is not None]
+    for costs in (
+        PlacementCosts(),
+        PlacementCosts(inner_bytes=0, gradient_bytes=1e9),
+        PlacementCosts(restart_s=1e7),
+    ):
+        chooser = DomainChooser([node.machine for node in there], costs)
+        free, placed = [1] * len(there), []
+        for _ in range(2):
+            among = chooser.choose(2, free)
+            assert among is not None
+            taken = [node for node in sorted(among) if free[node]][:2]
+            for node in taken:
+                free[node] = 0
+            chooser.place(taken)
+            placed.append([machines[node] for node in taken])
+        best = min(
+            placement_cost([[machines[i] for i in one], [machines[i] for i in other]], costs)
+            for one in combinations(range(6), 2)
+            for other in combinations(sorted({*range(6)} - {*one}), 2)
+        )
+        assert placement_cost(placed, costs) == pytest.approx(best)
+
+
+def test_zones_are_worth_their_distance_only_if_they_fail_often() -> None:
+    here = [Machine(f"n{i}", zone="us-east-1a", pool="spot-a") for i in range(2)]
+    away = [Machine(f"m{i}", zone="us-east-1b", pool="spot-b") for i in range(2)]
+    there = [*here, *away]
+    rare = PlacementCosts(
+        step_s=5,
+        gradient_bytes=1e9,
+        failures_per_day=dict.fromkeys(("node", "rack", "power", "pool", "zone"), 1e-3),
+    )
+    often = PlacementCosts(
+        step_s=5,
+        gradient_bytes=1e9,
+        failures_per_day={"node": 1e-3, "rack": 0.0, "power": 0.0, "pool": 200.0, "zone": 0.0},
+    )
+    for costs, zones in ((rare, 1), (often, 2)):
+        chooser = DomainChooser(there, costs)
+        chooser.place([0])
+        among = chooser.choose(1, [0, 1, 1, 1])
+        assert among is not None
+        likely = min(node for node in among if node)
+        assert len({there[0].zone, there[likely].zone}) == zones
+
+
+def test_levels_come_from_names_of_zones_and_racks() -> None:
+    one = Machine("a", rack="r1", zone="us-east-1a")
+    assert meeting_level(one, Machine("a2", node="a", rack="r1", zone="us-east-1a")) == "node"
+    assert meeting_level(one, Machine("b", rack="r1", zone="us-east-1a")) == "rack"
+    assert meeting_level(one, Machine("b", rack="r2", zone="us-east-1a")) == "zone"
+    assert meeting_level(one, Machine("b", rack="r1", zone="us-east-1b")) == "region"
+    assert meeting_level(one, Machine("b", rack="r1", zone="us-west-2a")) == "world"
+    assert (
+        meeting_level(Machine("a", zone="us-central1-a"), Machine("b", zone="us-central1-f"))
+        == "region"
+    )
+    assert meeting_level(Machine("a"), Machine("b")) == "rack"
+    assert list(ASSUMED_LINKS) == list(LEVELS)
+
+
+def test_a_farther_link_is_never_faster() -> None:
+    for size in (1e3, 1e6, 1e9):
+        times = [ASSUMED_LINKS[level].allreduce_s(size, 16) for level in LEVELS]
+        assert times == sorted(times)
+
+
+def test_a_thousand_nodes_are_planned_in_time_for_a_recovery() -> None:
+    there = nodes([f"r{i // 16}" for i in range(128)], places=8, zone="z")
+    plan = plan_layout(run(1024, pp=4, tp=4, dp_shard=2), there, 1)
+    assert plan.topology.world_size == 1024
+    for replica in plan.topology.replicas:
+        names = [plan.topology.nodes[rank] for rank in replica.ranks]
+        assert len(set(racks_of(names, there))) == 1
