@@ -185,7 +185,7 @@ def _request_of_run_file(
     from holdfast.config.load import load_config
     from holdfast.config.task import refuse_file_of_task
     from holdfast.core.sharding.reduction_tree import deal
-    from holdfast.data.dataset import Dataset, exists
+    from holdfast.data.dataset_location import dataset_exists, open_dataset
     from holdfast.launch.microbatch_size import with_microbatch_size
     from holdfast.launch.runs import run_folder_of
     from holdfast.plan.balance import times_of_stages
@@ -198,9 +198,16 @@ def _request_of_run_file(
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
+<<<<<<< HEAD
     if exists(loaded.config.data.folder):
         loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
     loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
+=======
+    if dataset_exists(loaded.config.data.folder, loaded.config.data):
+        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
+        loaded = with_vocabulary(loaded, dataset)
+    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
+>>>>>>> main
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

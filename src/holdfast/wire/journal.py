@@ -136,9 +136,7 @@ def read_contents(store: RunStore) -> JournalContents:
     records: list[Record] = []
     unreadable: list[str] = []
     for key, size in segment_sizes(store, JOURNAL_PREFIX).items():
-        data = bytearray(size)
-        store.read_into(key, 0, memoryview(data))
-        segment = parse_segment(key, bytes(data))
+        segment = parse_segment(key, _read(store, key, size))
         records += segment.records
         unreadable += segment.unreadable
     merged = DuplicateFilter()(sorted(records, key=lambda record: record.order))
@@ -219,6 +217,15 @@ def follow_journal(
         yield follower.read_new()
         if ended.wait(poll_interval_s):
             return
+
+
+def _read(store: RunStore, key: str, size: int) -> bytes:
+    data = bytearray(size)
+    try:
+        store.read_into(key, 0, memoryview(data))
+    except CorruptError:  # cut after a failed append
+        return store.get(key)
+    return bytes(data)
 
 
 def _segment_end(store: RunStore, key: str) -> tuple[int, bool]:
