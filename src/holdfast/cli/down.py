@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
->>>>>>> main
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import say
@@ -27,14 +23,10 @@ app = make_app("Give the machines of a launched run back.")
 
 @app.command()
 def down(
-<<<<<<< HEAD
     run: RunArgument,
-=======
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="return once all nodes have left")
     ] = True,
->>>>>>> main
 ) -> int:
     """End the nodes of a run that 'holdfast launch' started. The run saves and can be resumed.
 

@@ -14,11 +14,12 @@ from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import JournalJson, run_path
 from holdfast.cli.output import say
-<<<<<<< HEAD
-from holdfast.cli.train import finished_step, prepare_and_check_dataset, with_device
-=======
-from holdfast.cli.train import finished_step, refuse_unfit_machine, with_device
->>>>>>> main
+from holdfast.cli.train import (
+    finished_step,
+    prepare_and_check_dataset,
+    refuse_unfit_machine,
+    with_device,
+)
 from holdfast.cli.views import RunViews
 from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
@@ -86,15 +87,8 @@ def join(
     name = node or default_node_name(os.environ)
     machine = detect_hardware()
     loaded = _config_for_node(stored, folder, name, overrides or [])
-<<<<<<< HEAD
-    loaded = with_place(with_device(loaded, detect_hardware()))
-    if _is_finished(folder, loaded):
-=======
     loaded = with_place(with_device(loaded, machine))
-    if (last := finished_step(folder, loaded.config.train.steps)) is not None:
-        ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
-        say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
->>>>>>> main
+    if _is_finished(folder, loaded):
         return 0
     refuse_unfit_machine(loaded, machine)
     refuse_missing_trackers(loaded)
@@ -156,14 +150,10 @@ def _with_data(
     loaded = with_joining_base(loaded)
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
-<<<<<<< HEAD
     if bucket_of_run(folder):  # no disk is shared, so this node may have to prepare its own
         return loaded, dataset_version_in(folder, prepare_and_check_dataset(loaded, wait=True))
-    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
-=======
     data = loaded.config.data
     return loaded, dataset_version_in(folder, open_dataset(data.folder, data, ask=True))
->>>>>>> main
 
 
 def _own(overrides: list[str]) -> list[str]:

@@ -15,11 +15,7 @@ from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
-<<<<<<< HEAD
-from holdfast.launch.runs import run_folder_of
-=======
-from holdfast.launch.runs import read_resolved
->>>>>>> main
+from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.plan.layouts import max_workers
 from holdfast.wire.store.run_location import bucket_of_run
 

@@ -198,16 +198,10 @@ def _request_of_run_file(
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
-<<<<<<< HEAD
-    if exists(loaded.config.data.folder):
-        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
-    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
-=======
     if dataset_exists(loaded.config.data.folder, loaded.config.data):
         dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
         loaded = with_vocabulary(loaded, dataset)
-    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
->>>>>>> main
+    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

@@ -191,14 +191,9 @@ def begin_run(
     begins = read_resolved(folder) is None
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
-<<<<<<< HEAD
         about = [f"a new run in {where_of_run(folder.resolve())}", *about]
-    if not write_description(folder, loaded, machine, data.folder, version) and several:
+    if not write_description(folder, loaded, machine, data.location, version) and several:
         require_secret(folder)  # another node may have begun the run just now
-=======
-        about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, data.location, version)
->>>>>>> main
     for line in about:
         say(line)
     return BegunRun(loaded, version)

@@ -151,13 +151,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _located(config: RunConfig, key: str, value: str, base: str) -> str:
     if not value.strip():
         raise ConfigError("the path is empty", remedy="name a file or a folder")
-<<<<<<< HEAD
-    if key in ("folder", "checkpoint.bucket") and "://" in value:
+    if key in ("folder", "checkpoint.bucket", "data.folder") and "://" in value:
         return expand_address(value)
-=======
-    if key in ("checkpoint.bucket", "data.folder") and "://" in value:
-        return _expand_address(value)
->>>>>>> main
     path = expand_path(value)
     if key == "folder":
         expand_path(path.replace("{name}", config.name))  # is a name too long?

@@ -298,23 +298,15 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
 
 
 def write_description(
-<<<<<<< HEAD
-    folder: Path, loaded: LoadedConfig, machine: HardwareInfo, dataset: Path, dataset_version: str
-) -> bool:
-    """Write the three files; return True if they begin the run. Later starts replace them: the
-    journal keeps what was before. Of several that begin the folder in one moment, the one that
-    creates `resolved.json` with its run id begins the run. The rest join it, or are refused.
-=======
     folder: Path,
     loaded: LoadedConfig,
     machine: HardwareInfo,
     dataset: str | Path,
     dataset_version: str,
-) -> None:
-    """Write the three files. Later starts replace them: the journal keeps what was before. Of
-    several that begin the folder in one moment, the one that creates `resolved.json` with its run
-    id begins the run. The rest join it, or are refused.
->>>>>>> main
+) -> bool:
+    """Write the three files; return True if they begin the run. Later starts replace them: the
+    journal keeps what was before. Of several that begin the folder in one moment, the one that
+    creates `resolved.json` with its run id begins the run. The rest join it, or are refused.
 
     Raises RunFolderError when the folder cannot be made or written, or was begun by another run
     just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep
