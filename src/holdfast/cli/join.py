@@ -75,14 +75,7 @@ def join(
     from holdfast.launch import local
     from holdfast.plan.hardware import detect_hardware
 
-    stored = read_resolved(folder)
-    if stored is None:
-        raise RunFolderError(
-            "no run has been started here",
-            where=where_of_run(folder),
-            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
-        )
-    require_secret(folder)
+    stored = _read_begun_run(folder)
     refuse_alone(folder, HolderWatch(folder, say))
     name = node or default_node_name(os.environ)
     machine = detect_hardware()
@@ -109,6 +102,19 @@ def join(
                 ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
             ),
         )
+
+
+def _read_begun_run(folder: Path) -> dict[str, Any]:
+    """Return what the first node has stored. Raises RunFolderError."""
+    stored = read_resolved(folder)
+    if stored is None:
+        raise RunFolderError(
+            "no run has been started here",
+            where=where_of_run(folder),
+            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
+        )
+    require_secret(folder)
+    return stored
 
 
 def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
