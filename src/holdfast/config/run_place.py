@@ -34,6 +34,15 @@ def local_run_folder(address: str) -> str:
     return os.path.join(_cache_folder(), "holdfast", "runs", f"{name}-{digest}")
 
 
+def dataset_of_run(address: str) -> str:
+    """Return the place of the dataset of a run in a bucket that names none: below the run's own
+    address. "" if the address seals what is stored, because a dataset cannot be sealed."""
+    place, mark, options = address.partition("?")
+    return (
+        "" if "seal" in dict(parse_qsl(options)) else f"{place.rstrip('/')}/dataset{mark}{options}"
+    )
+
+
 def _cache_folder() -> str:
     named = os.environ.get("XDG_CACHE_HOME", "")
     return named if os.path.isabs(named) else os.path.expanduser("~/.cache")
