@@ -62,6 +62,9 @@ def chaos(
     network: Annotated[
         bool, typer.Option(help="nodes in network namespaces, where the rights allow")
     ] = True,
+    store: Annotated[
+        str, typer.Option(help="address of a bucket for the run stores; left out: folders")
+    ] = "",
     known: Annotated[bool, typer.Option("--list", help="list the faults and leave")] = False,
 ) -> int:
     """Train on several nodes, break them again and again, and compare with a run left in peace.
@@ -70,6 +73,7 @@ def chaos(
     which the journal shows, about every third step; what was killed is started again. In the end
     there are three verdicts: the same loss at every step, each sample used once, the same tensors.
     If nodes cannot have their own networks, partition, delay and loss are left out and listed.
+    With --store, the run stores are in a bucket, and faults of disks and networks are left out.
 
     Runs of 25 faults each, one after the other. A run that the same command has finished in --out
     is not repeated; another command's result is refused. Exit code 0 only if every run recovered,
@@ -93,7 +97,7 @@ def chaos(
     samples = (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
     changed, file = (*samples, *(overrides or ())), run_file or out / RUN_FILE
     asked = CampaignSettings(
-        COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part
+        COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part, store=store
     )
     runs = _plan_runs(shapes, number, names, draws)
     return _run_campaign(asked, shapes, runs, own=run_file is None)
