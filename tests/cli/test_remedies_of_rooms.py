@@ -21,6 +21,7 @@ from tests.cli.remedies import (
     of_engine_code,
     of_imports,
     of_installations,
+    of_kubernetes,
     of_launches,
     of_models,
     of_named_code,
@@ -29,6 +30,7 @@ from tests.cli.remedies import (
     of_others_cases,
     of_own_loops,
     of_ray,
+    of_ray_preparation,
     of_remote_datasets,
     of_rest,
     of_run_files,
@@ -69,9 +71,11 @@ TABLES = (
     of_disks,
     of_installations,
     of_buckets,
+    of_kubernetes,
     of_launches,
     of_ray,
     of_remote_datasets,
+    of_ray_preparation,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
