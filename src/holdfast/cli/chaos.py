@@ -63,7 +63,8 @@ def chaos(
         bool, typer.Option(help="nodes in network namespaces, where the rights allow")
     ] = True,
     store: Annotated[
-        str, typer.Option(help="address of a bucket for the run stores; left out: folders")
+        str,
+        typer.Option(help="a bucket for the run stores; faults of disks and networks are left out"),
     ] = "",
     known: Annotated[bool, typer.Option("--list", help="list the faults and leave")] = False,
 ) -> int:
@@ -73,7 +74,6 @@ def chaos(
     which the journal shows, about every third step; what was killed is started again. In the end
     there are three verdicts: the same loss at every step, each sample used once, the same tensors.
     If nodes cannot have their own networks, partition, delay and loss are left out and listed.
-    With --store, the run stores are in a bucket, and faults of disks and networks are left out.
 
     Runs of 25 faults each, one after the other. A run that the same command has finished in --out
     is not repeated; another command's result is refused. Exit code 0 only if every run recovered,
@@ -89,18 +89,22 @@ def chaos(
     """
     if known:
         return _list_faults()
+    _check_exists(run_file)
     number, names = _parse_faults(faults)
     shapes, part = _shapes(layout, nodes), _parse_part(shard)
     draws = None if trace is None else tuple(_read_draws(trace, seed, shapes[0].nodes))
-    _check_exists(run_file)
-    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
-    samples = (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
-    changed, file = (*samples, *(overrides or ())), run_file or out / RUN_FILE
+    changed = (*_sample_overrides(run_file, shapes), *(overrides or ()))
+    file, chosen = run_file or out / RUN_FILE, tuple(names)
     asked = CampaignSettings(
-        COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part, store=store
+        COMMAND, file, changed, out, seed, chosen, draws, network, shard=part, store=store
     )
     runs = _plan_runs(shapes, number, names, draws)
     return _run_campaign(asked, shapes, runs, own=run_file is None)
+
+
+def _sample_overrides(run_file: Path | None, shapes: Sequence[ChaosLayout]) -> tuple[str, ...]:
+    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
+    return (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
 
 
 def _run_campaign(
