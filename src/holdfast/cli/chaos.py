@@ -33,6 +33,11 @@ from holdfast.wire.child_command import module_command
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment
 
+Store = Annotated[
+    str, typer.Option(help="a bucket for the run stores; faults of disks and networks are left out")
+]
+Trace = Annotated[Path | None, typer.Option(help="a file that says which fault comes when")]
+
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
 
 
@@ -52,9 +57,7 @@ def chaos(
     nodes: Annotated[
         int, typer.Option(help="agents that share the ranks; 0: as the layout says")
     ] = 0,
-    trace: Annotated[
-        Path | None, typer.Option(help="a file that says which fault comes when")
-    ] = None,
+    trace: Trace = None,
     shard: Annotated[
         str, typer.Option(help="i/n: the i-th part of all runs, from 1; parts may share --out")
     ] = "1/1",
