@@ -33,6 +33,7 @@ from holdfast.wire.child_command import module_command
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment
 
+Nodes = Annotated[int, typer.Option(help="agents that share the ranks; 0: as the layout says")]
 Store = Annotated[
     str, typer.Option(help="a bucket for the run stores; faults of disks and networks are left out")
 ]
@@ -54,9 +55,7 @@ def chaos(
     layout: Annotated[
         str, typer.Option(help="by name, several with commas; or degrees such as tp=2,workers=4")
     ] = "replicated",
-    nodes: Annotated[
-        int, typer.Option(help="agents that share the ranks; 0: as the layout says")
-    ] = 0,
+    nodes: Nodes = 0,
     trace: Trace = None,
     shard: Annotated[
         str, typer.Option(help="i/n: the i-th part of all runs, from 1; parts may share --out")

@@ -10,6 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.doctor_checks import Check, run_checks
+from holdfast.cli.doctor_versions import run_version_checks
 from holdfast.cli.options import named_argument
 from holdfast.cli.output import print_json, print_table, say
 
@@ -38,7 +39,7 @@ def doctor(
       holdfast doctor run.yaml --json
     """
     if run is None:
-        checks = run_checks()
+        checks = [*run_checks(), *run_version_checks()]
         if json:
             print_json([check.to_json() for check in checks])
         else:
