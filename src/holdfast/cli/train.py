@@ -124,7 +124,7 @@ def _train_in_folder(
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
     from holdfast.launch.roll_call import call_roll
-    from holdfast.wire.store.run_store import FolderStore
+    from holdfast.wire.store.run_location import store_of_run
 
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     watch = HolderWatch(folder, say)
@@ -136,7 +136,7 @@ def _train_in_folder(
         return 0
     loaded, version = begun.loaded, begun.dataset_version
     if place is not None and several:
-        call_roll(FolderStore(folder), place, loaded.config.launch.gather_seconds)
+        call_roll(store_of_run(folder), place, loaded.config.launch.gather_seconds)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
         code = local.train_locally(
             loaded,
