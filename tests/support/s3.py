@@ -12,6 +12,7 @@ import datetime
 import http.client
 import http.server
 import ipaddress
+import os
 import socket
 import ssl
 import subprocess
@@ -33,6 +34,7 @@ from cryptography.x509.oid import NameOID
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 BUCKET = "runs"
+SERVER_VARIABLE = "HOLDFAST_TEST_S3"
 
 _SERVER = """
     import os, sys, threading
@@ -60,7 +62,12 @@ _SERVER = """
 
 @cache
 def server() -> tuple[str, int]:
-    """(host, port) of this test process's S3 server, with one bucket."""
+    """(host, port) of this test process's S3 server, with one bucket.
+
+    HOLDFAST_TEST_S3=HOST:PORT names another server, with these credentials and this bucket."""
+    if given := os.environ.get(SERVER_VARIABLE):
+        host_given, _, port_given = given.rpartition(":")
+        return host_given, int(port_given)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_SERVER)],
         stdin=subprocess.PIPE,
