@@ -15,7 +15,6 @@ from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.data.dataset_location import (
     RemoteDataset,
-    dataset_of_run_store,
     open_dataset,
 )
 from holdfast.data.prepare import prepare_dataset
@@ -293,12 +292,6 @@ def test_a_bucket_that_is_not_there_is_one_sentence(source: Path, tmp_path: Path
     location = s3.location(s3.server()).replace(f"//{s3.BUCKET}/", "//nothing/")
     with pytest.raises(StoreError, match="there is no such bucket"):
         make(_config(source, location, tmp_path))
-
-
-def test_a_run_in_a_bucket_has_its_dataset_below_it() -> None:
-    assert dataset_of_run_store("runs/mine") == "runs/mine/data"
-    address = dataset_of_run_store("s3://b/runs/mine/?endpoint=https://h&region=x")
-    assert address == "s3://b/runs/mine/data?endpoint=https://h&region=x"
 
 
 def test_a_batch_of_a_folder_starts_no_threads(local: Dataset, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.plan.layouts import max_workers
+from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
     from holdfast.launch.owner import LaunchRequest, OwnedJob
@@ -62,7 +63,7 @@ def launch(
     given += [f"launch.on={on}"] if on else []
     given += [f"launch.nodes={nodes}"] if nodes else []
     loaded = _for_all_nodes(load_config(run_file, given))
-    folder = Path(loaded.config.run_folder)
+    folder = run_folder_of(loaded.config)
     owner = open_owner(loaded.config.launch.on)
     if dry_run:
         print(owner.describe(_request(loaded, folder)), end="")
@@ -145,7 +146,7 @@ def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
     own = [f"{k}={v}" for k, v in zip(KEYS_OF_NODES, values, strict=True) if v != AUTO]
     return LaunchRequest(
         name=config.name,
-        location=str(folder.absolute()),
+        location=bucket_of_run(folder) or str(folder.absolute()),
         folder=folder.absolute(),
         secret_file=_secret_file(folder),
         config=config,
