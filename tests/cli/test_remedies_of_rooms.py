@@ -20,12 +20,14 @@ from tests.cli.remedies import (
     of_engine_code,
     of_imports,
     of_installations,
+    of_launches,
     of_models,
     of_named_code,
     of_named_parts,
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_remote_datasets,
     of_rest,
     of_run_files,
     of_runs_cases,
@@ -64,6 +66,8 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_launches,
+    of_remote_datasets,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -36,7 +36,7 @@ def test_replicas_of_two_nodes_keep_to_a_rack_and_a_lost_node_is_replaced_from_i
             run.start(name, settings=[f"checkpoint.machine.rack={RACKS[name]}"])
         run.wait_generation({"n1", "n3", "n2", "n4"})
         assert racks_by_replica(run.events(GenerationStarted)[-1]) == [{"ra"}, {"rb"}], run.story()
-        run.start("n5", settings=[f"checkpoint.machine.rack={RACKS['a3']}"])
+        run.start("n5", settings=[f"checkpoint.machine.rack={RACKS['n5']}"])
         run.kill("n3")
         run.wait_generation({"n1", "n5", "n2", "n4"})
         assert racks_by_replica(run.events(GenerationStarted)[-1]) == [{"ra"}, {"rb"}], run.story()

@@ -98,7 +98,7 @@ def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
     found = open_run(Path(run))
     before = sys.modules["__main__"], sys.argv
     try:
-        return open_task(found.config).read_step(str(found.dataset_folder), step)
+        return open_task(found.config).read_step(found.dataset_location, step)
     finally:  # a script takes their place
         sys.modules["__main__"], sys.argv = before
 

@@ -145,7 +145,7 @@ def _begin_run(
     config = loaded.config
     folder = Path(config.run_folder)
     new = read_resolved(folder) is None
-    write_description(folder, loaded, machine, dataset.folder, dataset.version)
+    write_description(folder, loaded, machine, dataset.location, dataset.version)
     store = FolderStore(folder)
     identity = {"config_hash": config_hash(config), "dataset_version": dataset.version}
     try:
@@ -230,7 +230,7 @@ def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
     theirs = source / "tokenizer.json"
     if theirs.is_file() and (difference := describe_difference(theirs, dataset.tokenizer_path)):
         raise DataError(
-            f"the dataset in {dataset.folder} was tokenised with another tokenizer: {difference}",
+            f"the dataset in {dataset.place} was tokenised with another tokenizer: {difference}",
             where=str(theirs),
             remedy=f"add {shlex.quote(f'data.tokenizer.path={theirs}')} and name another "
             "data.folder",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from holdfast.errors import ConfigError, DataError
 from holdfast.launch.runs import open_run
 from holdfast.launch.task_run import with_task
 from holdfast.report.formatting import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from holdfast.data.dataset import Dataset
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
 
@@ -48,7 +51,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) 
     if json:
         print_json(dataset_numbers(dataset))
     else:
-        say(f"dataset {dataset.version} is ready in {dataset.folder}")
+        say(f"dataset {dataset.version} is ready in {dataset.place}")
 
 
 @app.command()
@@ -65,11 +68,10 @@ def inspect(
       holdfast data inspect run.yaml --position 1000
     """
     from holdfast.data.batch import Batches
-    from holdfast.data.dataset import Dataset
     from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
 
     config = _decoder_config(run_file, overrides, "data inspect")
-    dataset = Dataset.open(_prepared_folder(config, run_file, overrides or []))
+    dataset = _prepared(config, run_file, overrides or [])
     batches = Batches(dataset, config.data, config.train, config.seed)
     found = dataset_numbers(dataset) | {"samples": mask_shares(batches)}
     if json:
@@ -106,18 +108,24 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     Example:
       holdfast data verify run.yaml
     """
-    from holdfast.data.dataset import Dataset
     from holdfast.data.verify import find_problems as problems_of
 
     given = overrides or []
-    folder = _prepared_folder(_decoder_config(run_file, given, "data verify"), run_file, given)
-    problems = problems_of(folder)
+    config = _decoder_config(run_file, given, "data verify")
+    version, problems = "", list[str]()
+    try:
+        dataset = _prepared(config, run_file, given)
+        version, problems = dataset.version, problems_of(dataset)
+    except DataError as error:
+        if not _is_prepared(config):
+            raise
+        problems = [str(error)]
     if json:
-        print_json({"folder": str(folder), "problems": problems})
+        print_json({"folder": config.data.folder, "problems": problems})
     elif problems:
         print("\n".join(problems), flush=True)
     else:
-        say(f"dataset {Dataset.open(folder).version}: every byte is what was written")
+        say(f"dataset {version}: every byte is what was written")
     return 1 if problems else 0
 
 
@@ -169,15 +177,20 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
     return config
 
 
-def _prepared_folder(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Path:
-    from holdfast.data.dataset import exists
+def _is_prepared(config: RunConfig) -> bool:
+    from holdfast.data.dataset_location import dataset_exists
 
-    folder = Path(config.data.folder)
-    if not exists(folder):
+    return dataset_exists(config.data.folder, config.data)
+
+
+def _prepared(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Dataset:
+    from holdfast.data.dataset_location import open_dataset
+
+    if not _is_prepared(config):
         raise DataError(
             "there is no prepared dataset",
-            where=str(folder),
+            where=config.data.folder,
             remedy="make it: "
             + shlex.join(["holdfast", "data", "prepare", str(run_file), *overrides]),
         )
-    return folder
+    return open_dataset(config.data.folder, config.data, ask=True)

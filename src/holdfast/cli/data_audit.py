@@ -62,7 +62,7 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
     from holdfast.wire.term import newest_term
 
     config, journal = found.config, read_contents(found.store)
-    batches, file_problems = open_audited(config, found.dataset_folder)
+    batches, file_problems = open_audited(config, found.dataset_location)
     result = audit_records(journal.records, batches, last_step)
     result.unreadable = len(journal.unreadable)
     commits = list_commits(found.store)

@@ -195,7 +195,7 @@ def _config_checks(
         checks += _memory_checks(run.config, topology, found.answers, lives)
     if run.config.task.has_own_data:
         return checks  # its data is a part of its source
-    return [*checks, check_dataset(run.dataset_folder, run.dataset_version, finished)]
+    return [*checks, check_dataset(run, finished)]
 
 
 def _memory_checks(

@@ -17,7 +17,7 @@ from holdfast.cli.doctor_checks import Check, CheckState
 from holdfast.config.run import RunConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.run_table import run_state_table
-from holdfast.errors import DataError, HoldfastError
+from holdfast.errors import DataError, HoldfastError, StoreError
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -31,6 +31,7 @@ from holdfast.events import (
     WorkerReady,
 )
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.runs import Run
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history import History, build_history, notice_text
 from holdfast.wire.journal import JournalContents, read_contents
@@ -123,20 +124,21 @@ def is_at_work(folder: Path, watch: HolderWatch) -> bool:
     return watch.wait_for_verdict()
 
 
-def check_dataset(folder: Path, version: str, is_finished: bool) -> Check:
+def check_dataset(run: Run, is_finished: bool) -> Check:
     """Check that the run's dataset is where it was."""
-    from holdfast.data.dataset import Dataset
+    from holdfast.data.dataset_location import open_dataset
 
+    folder, version = run.dataset_location, run.dataset_version
     bad: CheckState = "weak" if is_finished else "fails"
     try:
-        dataset = Dataset.open(folder)
-    except DataError as error:
+        dataset = open_dataset(folder, run.config.data, ask=True)
+    except (DataError, StoreError) as error:
         remedy = error.remedy or "put it back, or name its folder with data.folder=<path>"
-        return Check("dataset", bad, error.message, remedy, error.where or str(folder))
+        return Check("dataset", bad, error.message, remedy, error.where or folder)
     if version and not dataset.is_version(version):
         found = f"this is {dataset.version}, and the run trains on {version}"
-        return Check("dataset", bad, found, "name its folder with data.folder=<path>", str(folder))
-    return Check("dataset", "good", f"{dataset.version} in {folder}")
+        return Check("dataset", bad, found, "name its folder with data.folder=<path>", folder)
+    return Check("dataset", "good", f"{dataset.version} in {dataset.place}")
 
 
 # --- the run ---------------------------------------------------------------------------------

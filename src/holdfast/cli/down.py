@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,12 +13,20 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
 from holdfast.launch.runs import open_run
 
+if TYPE_CHECKING:
+    from holdfast.launch.owner import MachineOwner, OwnedJob
+
+WAIT_INTERVAL_S = 0.5
+
 app = make_app("Give the machines of a launched run back.")
 
 
 @app.command()
 def down(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="return once all nodes have left")
+    ] = True,
 ) -> int:
     """End the nodes of a run that 'holdfast launch' started. The run saves and can be resumed.
 
@@ -29,6 +39,21 @@ def down(
 
     found = open_run(run)
     job = OwnedJob.read(found.folder)
-    open_owner(job.owner).release(job)
-    say(f"{job.owner} ends the nodes of job {job.job}; resume with: holdfast launch {run}")
+    owner = open_owner(job.owner)
+    owner.release(job)
+    replace(job, released=True).write(found.folder)
+    if wait:
+        _wait_until_left(owner, job)
+        say(f"no node of job {job.job} is left; resume with: holdfast launch {run}")
+    else:
+        say(f"{job.owner} ends the nodes of job {job.job}; see them with: holdfast status {run}")
     return 0
+
+
+def _wait_until_left(owner: MachineOwner, job: OwnedJob) -> None:
+    before: list[str] = []
+    while left := [each.node for each in owner.status(job) if each.is_live]:
+        if left != before:
+            say(f"leaving: {', '.join(left)}")
+            before = left
+        time.sleep(WAIT_INTERVAL_S)

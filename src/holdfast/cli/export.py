@@ -126,7 +126,7 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
     """-> (step, whether there was a tokenizer)"""
     from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 
-    tokenizer = found.dataset_folder / "tokenizer.json"
+    tokenizer = found.dataset_files / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
     checkpoint, _ = with_checkpoint(
         found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard), say
@@ -135,7 +135,7 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
         return checkpoint.step, False
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
-    elif (begin := untrained_begin(found.dataset_folder)) is not None:
+    elif (begin := untrained_begin(found.dataset_files)) is not None:
         say(
             f"the tokenizer begins each prompt with {begin}, and no document of the run does: "
             "name a new data.folder to train it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import JournalJson
 from holdfast.cli.output import say
-from holdfast.cli.train import finished_step, with_device
+from holdfast.cli.train import finished_step, refuse_unfit_machine, with_device
 from holdfast.cli.views import RunViews
 from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
@@ -23,6 +23,7 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
+from holdfast.launch.node_name import default_node_name
 from holdfast.launch.node_place import MACHINE_KEYS, with_place
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
@@ -42,7 +43,8 @@ def join(
         list[str] | None, typer.Argument(help="of this node alone: cluster.key=value, device=...")
     ] = None,
     node: Annotated[
-        str, typer.Option(help="what this node is called; left out: the machine's name")
+        str,
+        typer.Option(help="name of this node; left out: that of Slurm, of the pod, or the machine"),
     ] = "",
     json: JournalJson = False,
 ) -> int:
@@ -68,19 +70,21 @@ def join(
             remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
         )
     refuse_alone(folder, HolderWatch(folder, say))
-    name = node or platform.node() or "localhost"
+    name = node or default_node_name(os.environ)
+    machine = detect_hardware()
     loaded = _config_for_node(stored, folder, name, overrides or [])
-    loaded = with_place(with_device(loaded, detect_hardware()))
+    loaded = with_place(with_device(loaded, machine))
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
+    refuse_unfit_machine(loaded, machine)
     refuse_missing_trackers(loaded)
     loaded, version = _with_data(loaded, stored, folder)
     with (
         early_signals_answered(),
         crash_log_in(folder),
-        RunViews(loaded.config, folder, version, detect_hardware(), json=json) as views,
+        RunViews(loaded.config, folder, version, machine, json=json) as views,
     ):
         return local.train_locally(
             loaded,
@@ -101,7 +105,7 @@ def _config_for_node(
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
     given = [f"cluster.node={name}", f"folder={folder}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
-    given += [f"{key}=" for key in MACHINE_KEYS]
+    given += [f"{key}=''" for key in MACHINE_KEYS]
     given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
@@ -114,7 +118,7 @@ def _with_data(
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-    from holdfast.data.dataset import Dataset
+    from holdfast.data.dataset_location import open_dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
     if loaded.config.task.name:
@@ -124,7 +128,8 @@ def _with_data(
     loaded = with_joining_base(loaded)
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
-    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
+    data = loaded.config.data
+    return loaded, dataset_version_in(folder, open_dataset(data.folder, data, ask=True))
 
 
 def _own(overrides: list[str]) -> list[str]:
@@ -133,6 +138,8 @@ def _own(overrides: list[str]) -> list[str]:
         key = override.partition("=")[0]
         if not key.startswith("cluster.") and key not in (
             "device",
+            "data.cache",
+            "data.cache_gb",
             "checkpoint.peer_advertise",
             "task.folder",
             "lora.base",

@@ -10,17 +10,21 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import Fresh
-from holdfast.cli.output import say
+from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.runs import read_resolved
 from holdfast.plan.layouts import max_workers
 
 if TYPE_CHECKING:
-    from holdfast.launch.owner import LaunchRequest
+    from holdfast.launch.owner import LaunchRequest, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
+
+KEYS_OF_NODES = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
+"""Keys that a node does not take from the run's description; `launch` passes them on to each."""
 
 
 @app.command()
@@ -35,12 +39,14 @@ def launch(
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
     fresh: Fresh = False,
+    json: Annotated[bool, typer.Option("--json", help="print the job as JSON")] = False,
 ) -> int:
     """Begin or resume a run on machines of an owner: a scheduler, a cluster, a host file.
 
     The dataset is prepared here, and the run's description is written into its run store. Then the
     owner starts 'holdfast join' on each node. The command returns as soon as the owner has
-    accepted the job.
+    accepted the job. If a job of the run is at work, the command brings it to the number of nodes
+    asked for.
 
     \b
     Example:
@@ -61,19 +67,57 @@ def launch(
         print(owner.describe(_request(loaded, folder)), end="")
         return 0
     with early_signals_answered():
+        running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
+        running_workers = _stored_workers(folder)
         begun = begin_run(
             loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
         )
         if begun.last_step is not None:
             return 0
+        if running is not None:
+            _say_limit(running_workers, begun.loaded)
         _make_secret(folder)
-        _refuse_running(folder)
-        job = owner.submit(_request(begun.loaded, folder))
+        job = _submit(running, _request(begun.loaded, folder))
         job.write(folder)
-    say(f"{job.owner} has accepted {job.nodes} nodes as {job.job}; follow them with:")
+    if json:
+        print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
+        return 0
+    say("follow the run with:")
     for command in ("status", "logs", "watch", "down"):
         say(f"  holdfast {command} {run_file}")
     return 0
+
+
+def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
+    """Start the nodes, or bring a job that is at work to the number of nodes asked for."""
+    from holdfast.launch.owners.choose import open_owner
+
+    owner = open_owner(request.config.launch.on)
+    if running is None:
+        job = owner.submit(request)
+        say(f"{job.owner} has accepted {job.nodes} nodes as {job.job}")
+        return job
+    live = sum(each.is_live for each in owner.status(running))
+    if live == running.nodes == request.all_nodes:
+        say(f"{running.owner} has {live} nodes of this run already, as {running.job}")
+        return running
+    job = owner.resize(running, request)
+    say(f"{job.owner} brings {job.job} from {live} to {job.nodes} nodes")
+    return job
+
+
+def _stored_workers(folder: Path) -> int:
+    stored = read_resolved(folder) or {}
+    return int(stored.get("config", {}).get("layout", {}).get("workers", 0))
+
+
+def _say_limit(workers: int, loaded: LoadedConfig) -> None:
+    """Say that the nodes at work keep the number of workers that they were started with."""
+    if loaded.config.layout.workers > workers:
+        say(
+            f"the nodes at work train with layout.workers={workers}, so further nodes are spares "
+            "until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for more"
+        )
 
 
 def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
@@ -82,17 +126,22 @@ def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
     Each node finds out its own device (`device: auto`)."""
     config = loaded.config
     if config.layout.workers == 0:
-        places = config.launch.nodes * (config.cluster.places or 1)
-        why = f"{config.launch.nodes} nodes of {config.cluster.places or 1} places"
-        loaded = loaded.with_planned({"layout.workers": max_workers(config, places)}, why)
+        nodes, places = max(config.launch.nodes, config.launch.most_nodes), config.cluster.places
+        why = f"{nodes} nodes of {places or 1} places"
+        workers = max_workers(config, nodes * (places or 1))
+        loaded = loaded.with_planned({"layout.workers": workers}, why)
     checked_layouts(loaded)
     return loaded
 
 
 def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
+    from holdfast.config.cluster import AUTO
     from holdfast.launch.owner import LaunchRequest
 
     config = loaded.config
+    cluster, checkpoint = config.cluster, config.checkpoint
+    values = (cluster.interface, cluster.gloo_interface, checkpoint.peer_interface)
+    own = [f"{k}={v}" for k, v in zip(KEYS_OF_NODES, values, strict=True) if v != AUTO]
     return LaunchRequest(
         name=config.name,
         location=str(folder.absolute()),
@@ -101,7 +150,7 @@ def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
         config=config,
         nodes=config.launch.nodes,
         spares=config.launch.spares,
-        overrides=(f"cluster.places={config.cluster.places or 1}",),
+        overrides=(f"cluster.places={cluster.places or 1}", *own),
     )
 
 
@@ -111,18 +160,20 @@ def _make_secret(folder: Path) -> None:
     open_secret(folder, say=say)
 
 
-def _refuse_running(folder: Path) -> None:
-    """Raises RunFolderError if a job of this run still has nodes."""
-    from holdfast.launch.owner import JOB_FILE, NodeState, OwnedJob
+def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
+    """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
+    from holdfast.launch.owner import JOB_FILE, OwnedJob
     from holdfast.launch.owners.choose import open_owner
 
     if not (folder / JOB_FILE).exists():
-        return
+        return None
     job = OwnedJob.read(folder)
-    states = {each.state for each in open_owner(job.owner).status(job)}
-    if states & {NodeState.RUNNING, NodeState.WAITING}:
+    if not any(each.is_live for each in open_owner(job.owner).status(job)):
+        return None
+    if job.released or job.owner != owner or fresh:
         raise RunFolderError(
             f"{job.owner} still has nodes of this run (job {job.job})",
             where=str(folder),
             remedy=f"end them first with: holdfast down {folder}",
         )
+    return job

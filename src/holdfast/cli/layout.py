@@ -185,7 +185,7 @@ def _request_of_run_file(
     from holdfast.config.load import load_config
     from holdfast.config.task import refuse_file_of_task
     from holdfast.core.sharding.reduction_tree import deal
-    from holdfast.data.dataset import Dataset, exists
+    from holdfast.data.dataset_location import dataset_exists, open_dataset
     from holdfast.launch.microbatch_size import with_microbatch_size
     from holdfast.plan.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
@@ -197,8 +197,9 @@ def _request_of_run_file(
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
-    if exists(loaded.config.data.folder):
-        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
+    if dataset_exists(loaded.config.data.folder, loaded.config.data):
+        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
+        loaded = with_vocabulary(loaded, dataset)
     loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):

@@ -29,7 +29,9 @@ def distance(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Show what a message and a ring's all-reduce cost at each distance, against inside a node.
+    """Show what a message costs at each distance.
+
+    Against one inside a node, alone and in a ring's all-reduce.
 
     The links are assumed (docs/nodes.md names the sources): they rank layouts, and time none.
 
@@ -65,7 +67,7 @@ def distance(
 
 
 def _is_hundredfold(row: dict[str, Any]) -> bool:
-    return max(row["message_ratio"], row["ring_ratio"]) >= HUNDREDFOLD
+    return bool(max(row["message_ratio"], row["ring_ratio"]) >= HUNDREDFOLD)
 
 
 def _times(ratio: float) -> str:

@@ -79,7 +79,7 @@ def _read_request(
 ) -> tuple[LoadedConfig, list[str]]:
     """The run file with what the command line says, the dataset's vocabulary if it is there, and
     what has to be said about it."""
-    from holdfast.data.dataset import Dataset, exists
+    from holdfast.data.dataset_location import dataset_exists, open_dataset
 
     if workers is not None:
         overrides.append(f"layout.workers={workers}")
@@ -89,8 +89,9 @@ def _read_request(
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
         notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
-    if exists(loaded.config.data.folder):
-        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
+    if dataset_exists(loaded.config.data.folder, loaded.config.data):
+        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
+        loaded = with_vocabulary(loaded, dataset)
     elif loaded.config.model.vocab_size == 0:
         notes.append(
             "the vocabulary is the dataset's, which is not prepared: embedding and head count as "

@@ -214,15 +214,15 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
     None, with a message, if the run's dataset no longer exists."""
     from holdfast.data.batch import Batches
-    from holdfast.data.dataset import Dataset
+    from holdfast.data.dataset_location import open_dataset
 
     config = run.config
     if config.task.has_own_data:
         return None  # its data is no text
     try:
-        dataset = Dataset.open(run.dataset_folder)
+        dataset = open_dataset(run.dataset_location, config.data)
         if not dataset.is_version(run.dataset_version):
-            say(f"no counts beside the curve: {run.dataset_folder} holds another dataset now")
+            say(f"no counts beside the curve: {dataset.place} holds another dataset now")
             return None
         batches = Batches(dataset, config.data, config.train, config.seed)
     except DataError as error:

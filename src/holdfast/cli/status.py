@@ -28,7 +28,7 @@ def status(
     Example:
       holdfast status runs/my-run
     """
-    from holdfast.launch.owner import NodeState, OwnedJob
+    from holdfast.launch.owner import OwnedJob
     from holdfast.launch.owners.choose import open_owner
 
     job = OwnedJob.read(open_run(run).folder)
@@ -40,4 +40,4 @@ def status(
             [(each.node, each.state.value, each.detail) for each in nodes],
             head=("node", "state", f"{job.owner}, job {job.job}"),
         )
-    return 0 if any(each.state in (NodeState.WAITING, NodeState.RUNNING) for each in nodes) else 1
+    return 0 if any(each.is_live for each in nodes) else 1

@@ -106,6 +106,7 @@ def _train_in_folder(
 
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     watch = HolderWatch(folder, say)
+    refuse_missing_trackers(loaded)
     begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several)
     if begun.last_step is not None:
         if json:
@@ -153,7 +154,6 @@ def begin_run(
     watch: what is known of the folder's holder. several: the run has several nodes, and one of
     them may be at work already. Raises UserError."""
     refuse_old_base(loaded)
-    refuse_missing_trackers(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     if several:
@@ -183,7 +183,7 @@ def begin_run(
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, data.folder, version)
+    write_description(folder, loaded, machine, data.location, version)
     for line in about:
         say(line)
     return BegunRun(loaded, version)
@@ -191,10 +191,10 @@ def begin_run(
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. use: lines about how much of it the run reads."""
+    """The data of a run. location: folder or address. use: lines about how much of it is read."""
 
     version: str
-    folder: Path
+    location: str
     use: tuple[str, ...]
 
 
@@ -209,7 +209,7 @@ def prepare_run_data(
         loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
         if task.has_own_data:
-            return loaded, RunData(task.data, Path(task.folder), ())
+            return loaded, RunData(task.data, task.folder, ())
     from holdfast.data.coverage import describe_use
 
     if not task.name:
@@ -227,7 +227,7 @@ def prepare_run_data(
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    return loaded, RunData(version, dataset.folder, tuple(use))
+    return loaded, RunData(version, dataset.location, tuple(use))
 
 
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:
@@ -280,27 +280,28 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
     if config.layout.workers == 0:
         places, why = default_places(loaded.config, machine)
         loaded = loaded.with_planned({"layout.workers": max_workers(config, places)}, why)
+    refuse_unfit_machine(loaded, machine)
+    checked_layouts(loaded)
+    return loaded
+
+
+def refuse_unfit_machine(loaded: LoadedConfig, machine: HardwareInfo) -> None:
+    """Raises ConfigError for what this machine cannot do. Its device is known."""
     refuse_devices(loaded, machine)
     refuse_float8(loaded, machine)
-    workers = loaded.config.layout.workers
-    if (
-        loaded.config.train.compile
-        and loaded.config.device == "cpu"
-        and (cpp_compiler(os.environ) is None)
-    ):
+    config = loaded.config
+    if config.train.compile and config.device == "cpu" and cpp_compiler(os.environ) is None:
         raise ConfigError(
             "train.compile needs a C++ compiler on a CPU, and there is none on the PATH",
             where=loaded.where("train.compile"),
             remedy="install g++, name another in CXX, or use train.compile=false",
         )
-    if platform.system() == "Darwin" and workers > 1:
+    if platform.system() == "Darwin" and config.layout.workers > 1:
         raise ConfigError(
             "on macOS one worker is supported",
             where=loaded.where("layout.workers"),
             remedy="use 1",
         )
-    checked_layouts(loaded)
-    return loaded
 
 
 def with_device(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:

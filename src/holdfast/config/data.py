@@ -105,7 +105,19 @@ class ChatConfig(Section):
 
 class DataConfig(Section):
     folder: InPlace[str] = Field(
-        "datasets/python-stdlib", description="folder of the prepared dataset"
+        "datasets/python-stdlib",
+        description="folder of the prepared dataset, or an address such as s3://bucket/prefix "
+        "(docs/data.md)",
+    )
+    cache: InPlace[str] = Field(
+        "",
+        description="folder of this node for datasets with an address; empty: holdfast/data in "
+        "$XDG_CACHE_HOME or ~/.cache",
+    )
+    cache_gb: InPlace[float] = Field(
+        100,
+        gt=0,
+        description="most that `cache` holds; shards that were not used for the longest time go",
     )
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -16,4 +16,10 @@ class LaunchConfig(Section):
         "local", description="the owner of the machines; --on of the command sets it, too"
     )
     nodes: int = Field(1, ge=1, description="nodes that the run is given; --nodes sets it, too")
+    most_nodes: int = Field(
+        0,
+        ge=0,
+        description="nodes that the run may grow to with another --nodes, or by a scheduler; "
+        "layout.workers is planned for so many. 0: launch.nodes",
+    )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")

@@ -23,6 +23,7 @@ MAX_NAME_BYTES = 255
 FREE_PATHS = (
     "folder",
     "data.folder",
+    "data.cache",
     "data.chat.template_file",
     "checkpoint.bucket",
     "cluster.notices_at",
@@ -35,6 +36,7 @@ FREE_PATHS = (
 )
 PLACES = ("data.tokenizer.path", "data.sources.*.path")
 OPTIONAL = (
+    "data.cache",
     "data.chat.template_file",
     "checkpoint.bucket",
     "cluster.notices_at",
@@ -149,7 +151,7 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _located(config: RunConfig, key: str, value: str, base: str) -> str:
     if not value.strip():
         raise ConfigError("the path is empty", remedy="name a file or a folder")
-    if key == "checkpoint.bucket" and "://" in value:
+    if key in ("checkpoint.bucket", "data.folder") and "://" in value:
         return _expand_address(value)
     path = expand_path(value)
     if key == "folder":

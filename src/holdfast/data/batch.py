@@ -38,6 +38,8 @@ from holdfast.core.weights import shortest
 from holdfast.data.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.dataset import Dataset, TokenStream
 from holdfast.data.packing import PackedSamples
+from holdfast.data.prefetch import Prefetch
+from holdfast.data.shards import ShardFile
 from holdfast.errors import DataError
 
 Streams = tuple[TokenStream, ...]
@@ -108,6 +110,11 @@ class Batches:
             place = sizes.index(min(sizes))
             raise self._empty_error(dataset.source_names[place], self._streams[place])
         self.order = SampleOrder(seed, sizes, weights)
+        self._prefetch = None
+        if dataset.cache is not None:
+            fixed, every = self._fixed_files(), {f for s in self._streams for f in s.files}
+            count = len(every.union(fixed))
+            self._prefetch = Prefetch(dataset.cache, self.files_of, train.steps, fixed, count)
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
@@ -121,6 +128,8 @@ class Batches:
         """Microbatch `index` (from 0) of a step, or the `part`-th of `parts` equal shares of its
         samples in order (ranks of one dp_shard axis). Its ledger entry holds the hash of its
         own inputs and targets."""
+        if self._prefetch is not None:
+            self._prefetch.reach(step)
         start, stop = self.positions(step, index, part, parts)
         source, _, sample = self.order.places(start, stop)
         why = self.skips.reason(step, index)
@@ -204,6 +213,24 @@ class Batches:
         unigram, bigram = (bits_per_byte(nats, found.tokens_per_byte) for nats in both)
         return {"unigram": unigram, "bigram": bigram}
 
+    def files_of(self, step: int) -> list[ShardFile]:
+        """The files of text that a step reads, on all nodes together."""
+        start, stop = self.schedule.position(step), self.schedule.position(step + 1)
+        source, _, sample = self.order.places(start, stop)
+        found: list[ShardFile] = []
+        for s in np.unique(source).tolist():
+            if self.packed[s] is None:
+                begins = sample[source == s] * self.sequence_length
+                found += self._streams[s].files_with(begins, begins + self.sequence_length + 1)
+        return found
+
+    def _fixed_files(self) -> list[ShardFile]:
+        """The files of validation, and of chat data, whose rows lie anywhere in them."""
+        splits = self.dataset.splits
+        validation = self.dataset.streams("validation") if "validation" in splits else ()
+        chat = (s for s, rows in zip(self._streams, self.packed, strict=True) if rows is not None)
+        return [file for stream in (*validation, *chat) for file in stream.files]
+
     def _pack(self, streams: Streams) -> Packed:
         room = self.sequence_length + 1
         return tuple(
@@ -223,7 +250,7 @@ class Batches:
         if stream.is_chat:
             what = f"has no row of {self.sequence_length + 1} tokens or fewer"
             remedy = "raise data.sequence_length, or set data.chat.long_rows: cut"
-        return DataError(f"source {name!r} {what}", where=str(self.dataset.folder), remedy=remedy)
+        return DataError(f"source {name!r} {what}", where=self.dataset.place, remedy=remedy)
 
     def _gather(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from holdfast.config.data import DataConfig
 from holdfast.config.train import EvaluateConfig, TrainConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
+from holdfast.data.node_cache import total_bytes
 
 MOST = 0.5
 """A source with this share of the samples, or a larger one, makes most of the training."""
@@ -22,7 +24,21 @@ def describe_use(
         _describe_passes(batches, train.steps),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
+        *_describe_cache(dataset),
     ]
+
+
+def _describe_cache(dataset: Dataset) -> Iterator[str]:
+    """Whether this node has room for a dataset with an address."""
+    if dataset.cache is None:
+        return
+    size = total_bytes(dataset.files())
+    if size > dataset.cache.limit:
+        yield (
+            f"data.cache_gb has room for {dataset.cache.limit / size:.0%} of the dataset: this "
+            "node will fetch shards again and again; if its disk has room, use "
+            f"data.cache_gb={math.ceil(size / 1e8) / 10:g}"
+        )
 
 
 def _describe_packing(batches: Batches) -> Iterator[str]:

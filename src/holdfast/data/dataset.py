@@ -7,9 +7,11 @@ a checksum of every other file. So one name stands for all bytes.
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.chat_templates import TEMPLATE_FILE
 from holdfast.data.files import canonical_json, checksum, file_checksum
-from holdfast.data.shards import Shard
+from holdfast.data.node_cache import NodeCache
+from holdfast.data.shards import Shard, ShardFile
 from holdfast.errors import DataError
 
 FORMAT = 3
@@ -27,19 +30,60 @@ MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 """The paths that the sources had. They are no part of the identity; older datasets have none."""
 
+MAPPED_FILES = 128
+"""Files of a stream that stay mapped, of a dataset with an address. A file that was removed takes
+up disk as long as a process maps it."""
 REMAKE_REMEDY = "remove the folder and run holdfast data prepare again"
 
 
-class TokenStream:
-    """Packed tokens of one source and split, over all its shards: shape [tokens]."""
+class CachedArrays(Sequence[NDArray[Any]]):
+    """Files as arrays, each fetched and mapped when it is first used. A few stay mapped."""
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str):
+    def __init__(self, cache: NodeCache, files: Sequence[ShardFile], dtype: np.dtype[Any]):
+        self._cache, self._files, self._dtype = cache, files, dtype
+        self._mapped: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @overload
+    def __getitem__(self, index: int) -> NDArray[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[NDArray[Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> NDArray[Any] | Sequence[NDArray[Any]]:
+        if isinstance(index, slice):
+            return CachedArrays(self._cache, self._files[index], self._dtype)
+        with self._lock:
+            if (found := self._mapped.get(index)) is not None:
+                self._mapped.move_to_end(index)
+                return found
+        if index >= len(self._files):
+            raise IndexError(index)
+        array = self._cache.map(self._files[index], self._dtype)
+        with self._lock:
+            self._mapped[index] = array
+            while len(self._mapped) > MAPPED_FILES:
+                self._mapped.popitem(last=False)
+        return array
+
+
+class TokenStream:
+    """Packed tokens of one source and split, over all its shards: shape [tokens]. cache: fetches
+    the shards that are not in the folder yet."""
+
+    def __init__(
+        self, folder: Path, shards: Sequence[Shard], dtype: str, cache: NodeCache | None = None
+    ):
         self.shards = tuple(shards)
-        self._folder = folder
-        self._arrays = [np.memmap(folder / s.path, dtype=dtype, mode="r") for s in shards]
-        self._masks = [
-            np.memmap(folder / s.mask_path, dtype=np.uint8, mode="r") for s in shards if s.mask_xxh3
-        ]
+        self.dtype = np.dtype(dtype) if shards else np.dtype("<u2")
+        self._folder, self._cache = folder, cache
+        files = [s.token_file(self.dtype) for s in shards]
+        self._arrays = self._map(files, self.dtype)
+        masks = [s.mask_file for s in shards if s.mask_xxh3]
+        self._masks = self._map(masks, np.dtype(np.uint8))
         self._starts = np.cumsum([0, *(s.tokens for s in shards)])
         self.tokens = int(self._starts[-1])
         self.documents = sum(s.documents for s in shards)
@@ -56,7 +100,7 @@ class TokenStream:
         """The first token of each document, and the stream's length: [documents + 1]."""
         starts = [np.zeros(1, dtype=np.int64)]
         for shard, base in zip(self.shards, self._starts.tolist(), strict=False):
-            index = np.fromfile(self._folder / shard.index_path, dtype="<u8").astype(np.int64)
+            index = self._map([shard.index_file], np.dtype("<u8"))[0].astype(np.int64)
             starts.append(index[1:] + base)
         return np.concatenate(starts)
 
@@ -67,6 +111,27 @@ class TokenStream:
     def largest_token(self) -> int:
         """The largest id; 0 of an empty stream. Reads all of it."""
         return max((int(array.max()) for array in self._arrays), default=0)
+
+    @property
+    def files(self) -> list[ShardFile]:
+        """The files that samples are read from."""
+        tokens = [s.token_file(self.dtype) for s in self.shards]
+        return tokens + [s.mask_file for s in self.shards if s.mask_xxh3]
+
+    def files_with(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[ShardFile]:
+        """The files with the tokens of any of the ranges [start, stop)."""
+        last = self.tokens - 1
+        used = np.zeros(len(self.shards) + 1, dtype=np.int64)
+        for at, change in ((np.minimum(starts, last), 1), (np.minimum(stops - 1, last), -1)):
+            shard = np.searchsorted(self._starts, at, side="right") - (1 if change > 0 else 0)
+            np.add.at(used, shard, change)
+        chosen = np.flatnonzero(np.cumsum(used)[:-1])
+        return [self.shards[i].token_file(self.dtype) for i in chosen.tolist()]
+
+    def _map(self, files: Sequence[ShardFile], dtype: np.dtype[Any]) -> Sequence[NDArray[Any]]:
+        if self._cache is not None:
+            return CachedArrays(self._cache, files, dtype)
+        return [np.memmap(self._folder / file.path, dtype=dtype, mode="r") for file in files]
 
     def _read(
         self, arrays: Sequence[NDArray[Any]], start: int, stop: int, dtype: np.dtype[Any]
@@ -83,19 +148,22 @@ class TokenStream:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._arrays[0].dtype if self._arrays else np.dtype("<u2")
-
 
 class Dataset:
-    """A dataset that `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`."""
+    """A dataset that `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`.
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]):
+    location: its folder, or its address; place: the same without options, for messages. cache: of
+    a dataset with an address, what this node has of it; `folder` is then the cache's."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], cache: NodeCache | None = None):
         self.folder = folder
+        self.cache = cache
+        self.location = str(folder) if cache is None else cache.location
+        self.place = str(folder) if cache is None else cache.where
         self.manifest = manifest
         self.version: str = manifest["version"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.dtype: np.dtype[Any] = np.dtype(manifest["tokenizer"]["dtype"])
         self.end: int = manifest["tokenizer"]["end"]
         self.begin: int | None = manifest["tokenizer"].get("begin")
         self.source_names: tuple[str, ...] = tuple(s["name"] for s in manifest["sources"])
@@ -106,7 +174,7 @@ class Dataset:
         self.former_version = _version_with_paths(manifest, self.source_paths)
         self._streams = {
             split: tuple(
-                TokenStream(folder, [Shard(**s) for s in shards], manifest["tokenizer"]["dtype"])
+                TokenStream(folder, [Shard(**s) for s in shards], self.dtype.str, cache)
                 for shards in by_source
             )
             for split, by_source in manifest["shards"].items()
@@ -151,8 +219,16 @@ class Dataset:
     def shards(self) -> list[Shard]:
         return [s for by in self._streams.values() for stream in by for s in stream.shards]
 
+    def files(self) -> list[ShardFile]:
+        """The files of all shards."""
+        return [file for shard in self.shards() for file in shard.files(self.dtype)]
+
+    def path(self, file: ShardFile) -> Path:
+        """The place of a shard's file, which is fetched if this node has it not yet."""
+        return self.folder / file.path if self.cache is None else self.cache.path(file)
+
     @staticmethod
-    def open(folder: str | Path) -> Dataset:
+    def open(folder: str | Path, cache: NodeCache | None = None) -> Dataset:
         """Map a dataset. Raises DataError when there is none, when its manifest or tokenizer is
         not what was written, or when a shard has another size. (Shards' bytes: `verify`.)"""
         folder = Path(folder)
@@ -170,13 +246,13 @@ class Dataset:
                 where=str(folder / TEMPLATE_FILE),
                 remedy=REMAKE_REMEDY,
             )
-        width = np.dtype(manifest["tokenizer"]["dtype"]).itemsize
+        if cache is not None:  # it checks what it fetches
+            return Dataset(folder, manifest, cache)
+        dtype = np.dtype(manifest["tokenizer"]["dtype"])
         for by_source in manifest["shards"].values():
             for shard in (Shard(**s) for shards in by_source for s in shards):
-                _check_size(folder / shard.path, shard.tokens * width)
-                _check_size(folder / shard.index_path, (shard.documents + 1) * 8)
-                if shard.mask_xxh3:
-                    _check_size(folder / shard.mask_path, shard.tokens)
+                for file in shard.files(dtype):
+                    _check_size(folder / file.path, file.bytes)
         return Dataset(folder, manifest)
 
 
@@ -240,6 +316,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             "there is no prepared dataset", where=str(folder), remedy="run holdfast data prepare"
         ) from None
+    return parse_manifest(raw, str(path))
+
+
+def parse_manifest(raw: bytes, where: str) -> dict[str, Any]:
+    """Raises DataError when it is newer than this program, or changed by one byte."""
     try:
         manifest: dict[str, Any] = parse_json(raw)
         newer = manifest["format"] > FORMAT
@@ -249,13 +330,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if newer:
         raise DataError(
             f"format {manifest['format']} is newer than this program's ({FORMAT})",
-            where=str(path),
+            where=where,
             remedy="use a newer holdfast",
         )
     if not sound:
-        raise DataError(
-            "the manifest is not what was written", where=str(path), remedy=REMAKE_REMEDY
-        )
+        raise DataError("the manifest is not what was written", where=where, remedy=REMAKE_REMEDY)
     return manifest
 
 

@@ -97,7 +97,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
             raise DataError(
                 f"the dataset there was prepared with another data.{key} "
                 f"({_without_paths(before)}, not {_without_paths(now)})",
-                where=str(dataset.folder),
+                where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
     _check_places(dataset, config)
@@ -120,7 +120,7 @@ def _check_places(dataset: Dataset, config: DataConfig) -> None:
             raise DataError(
                 f"the dataset there was prepared with another data.sources "
                 f"({path or 'no path'}, not {source.path or 'no path'}, which holds other text)",
-                where=str(dataset.folder),
+                where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
 
@@ -172,7 +172,7 @@ def check_tokenizer_match(dataset: Dataset, path: Path) -> None:
     """Raises DataError when a tokenizer.json gives tokens other meanings than the dataset's."""
     if difference := vocabulary.describe_difference(path, dataset.tokenizer_path):
         raise DataError(
-            f"{path} does not match the dataset in {dataset.folder}: {difference}",
+            f"{path} does not match the dataset in {dataset.place}: {difference}",
             where="data.tokenizer.path",
             remedy=f"use {dataset.tokenizer_path}, or name another data.folder",
         )

@@ -42,6 +42,7 @@ from holdfast.data.dataset import (
     with_paths_checksum,
     with_version,
 )
+from holdfast.data.dataset_location import RemoteDataset, is_address
 from holdfast.data.dataset_match import (
     changed_sources,
     check_settings_match,
@@ -56,6 +57,7 @@ from holdfast.data.dedup_split import (
     tokenizer_sample,
 )
 from holdfast.data.files import canonical_json, checksum, explain_os_errors, write_atomic
+from holdfast.data.remote_prepare import upload_dataset
 from holdfast.data.shards import Shard, write_shards
 from holdfast.data.sources import SourcePlan, Unit, plan_source, read_unit
 from holdfast.data.task_pool import Task, TaskPool
@@ -91,17 +93,14 @@ def prepare_dataset(
     also for a folder that holds another dataset or that another process is preparing. Raises
     OutOfSpaceError when the disk is full; finished units stay, and the same call resumes.
     """
+    if is_address(config.folder):
+        return _prepare_remote(config, say, progress or _no_progress, wait)
     folder = Path(config.folder)
     with explain_os_errors(folder):
         wanted = content_settings(config)
         if exists(folder):
             dataset = Dataset.open(folder)
-            check_settings_match(dataset, wanted, config)
-            if changed := changed_sources(config, dataset):
-                say(
-                    f"{folder} stays as it was prepared, though its sources have changed "
-                    f"({'; '.join(changed)}): name another data.folder to read them anew"
-                )
+            _check_match(dataset, wanted, config, say)
             # left by a kill after the manifest
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
             return dataset
@@ -111,6 +110,32 @@ def prepare_dataset(
                 _Preparation(config, folder, wanted, say, progress or _no_progress).run()
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return Dataset.open(folder)
+
+
+def _prepare_remote(config: DataConfig, say: Say, progress: Progress, wait: bool) -> Dataset:
+    """As `prepare_dataset`, of a dataset with an address."""
+    remote = RemoteDataset(config.folder, config)
+    wanted = content_settings(config)
+    local = config.model_copy(update={"folder": str(remote.prepare_folder)})
+    if not remote.is_prepared():
+        with explain_os_errors(remote.root):
+            _make_folder(remote.claim_folder / WORK_FOLDER)
+            with _locked_folder(remote.claim_folder, say, say if wait else None):
+                make = partial(prepare_dataset, local, say, progress)
+                upload_dataset(remote, make, say, progress, wait=wait)
+    dataset = remote.open(ask=True)
+    _check_match(dataset, wanted, config, say)
+    return dataset
+
+
+def _check_match(dataset: Dataset, wanted: dict[str, Any], config: DataConfig, say: Say) -> None:
+    """Raises DataError for a dataset that is not the run file's."""
+    check_settings_match(dataset, wanted, config)
+    if changed := changed_sources(config, dataset):
+        say(
+            f"{dataset.place} stays as it was prepared, though its sources have changed "
+            f"({'; '.join(changed)}): name another data.folder to read them anew"
+        )
 
 
 def _make_folder(folder: Path) -> None:

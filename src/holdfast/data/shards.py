@@ -21,6 +21,15 @@ from holdfast.data.unit_tasks import UnitTokens, read_tokens
 
 
 @dataclass(frozen=True)
+class ShardFile:
+    """One file of a dataset, as its manifest knows it. path: relative to the dataset."""
+
+    path: str
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
 class Shard:
     """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`, and the
     mask, if there is one, `.mask`."""
@@ -40,10 +49,21 @@ class Shard:
     def mask_path(self) -> str:
         return self.path.removesuffix(".bin") + ".mask"
 
-    def checksums(self) -> list[tuple[str, str]]:
-        """(path, xxh3) of each of its files."""
-        files = [(self.path, self.xxh3), (self.index_path, self.index_xxh3)]
-        return files + ([(self.mask_path, self.mask_xxh3)] if self.mask_xxh3 else [])
+    def token_file(self, dtype: np.dtype[Any]) -> ShardFile:
+        return ShardFile(self.path, self.tokens * dtype.itemsize, self.xxh3)
+
+    @property
+    def index_file(self) -> ShardFile:
+        return ShardFile(self.index_path, (self.documents + 1) * 8, self.index_xxh3)
+
+    @property
+    def mask_file(self) -> ShardFile:
+        return ShardFile(self.mask_path, self.tokens, self.mask_xxh3)
+
+    def files(self, dtype: np.dtype[Any]) -> list[ShardFile]:
+        """All of its files. dtype: of its tokens."""
+        found = [self.token_file(dtype), self.index_file]
+        return found + ([self.mask_file] if self.mask_xxh3 else [])
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "mask_xxh3" or value}

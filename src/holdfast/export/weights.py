@@ -214,7 +214,7 @@ def write_folder(
     from holdfast.export.adapters import run_weights
     from holdfast.model.huggingface import export_folder
 
-    template = run.dataset_folder / TEMPLATE_FILE
+    template = run.dataset_files / TEMPLATE_FILE
     chat_template = template if tokenizer is not None and template.is_file() else None
     cast = None if dtype is None else getattr(torch, dtype)
     weights = run_weights(run, checkpoint)
@@ -239,7 +239,7 @@ def write_folder(
         return
     tokens = None
     if tokenizer is not None:
-        tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
+        tokens = dataset_tokens(run.dataset_files, load_tokenizer(tokenizer))
     base = run.config.lora.base
     export_folder(
         to,
@@ -305,7 +305,7 @@ def continuations(
 
     if not _is_of_transformers(run):
         refuse_task(run.config.task, "generating text")
-    path = run.dataset_folder / "tokenizer.json"
+    path = run.dataset_files / "tokenizer.json"
     if not path.is_file():
         raise DataError(
             "the run's tokenizer is not there",
@@ -314,10 +314,10 @@ def continuations(
             "holdfast data prepare RUN.yaml",
         )
     tokenizer = load_tokenizer(path)
-    special = dataset_tokens(run.dataset_folder, tokenizer)
+    special = dataset_tokens(run.dataset_files, tokenizer)
     end, begin = special.end_id, [] if special.begin_id is None else [special.begin_id]
     if chat:
-        prompts = [_as_chat(run.dataset_folder, prompt) for prompt in prompts]
+        prompts = [_as_chat(run.dataset_files, prompt) for prompt in prompts]
         tokenizer.encode_special_tokens, begin = False, []  # the template writes special tokens
     model = _open_model(run, checkpoint)
     texts = []

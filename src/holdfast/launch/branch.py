@@ -185,7 +185,7 @@ def _make_folder(
     )
     try:
         has_own = loaded.config.task.has_own_data
-        dataset = parent.dataset_folder if has_own else Path(loaded.config.data.folder)
+        dataset = parent.dataset_location if has_own else loaded.config.data.folder
         try:
             write_description(part, loaded, machine, dataset, parent.dataset_version)
         except RunFolderError as error:

@@ -23,6 +23,7 @@ from holdfast.config.optimizer import OptimizerConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
+from holdfast.data.dataset_location import resolve_place
 from holdfast.errors import ConfigError
 from holdfast.launch.named_parts import PLANNED
 from holdfast.launch.runs import RESOLVED_FILE, Run, read_environment
@@ -52,7 +53,7 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
         f"branch_of={'.'.join(filter(None, (parent.config.name, run_id)))}@{step}",
     ]
     if not parent.config.task.has_own_data:
-        given.append(f"data.folder={yaml_word(str(parent.dataset_folder.resolve()))}")
+        given.append(f"data.folder={yaml_word(resolve_place(parent.dataset_location))}")
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", target.name):
         given.append(f"name={target.name}")
     values = _stored_values(parent)

@@ -7,7 +7,7 @@ and its secret. No node needs to know the other nodes.
 
 from __future__ import annotations
 
-import platform
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +22,7 @@ from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.task import SCRIPT_TASK
-from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
 from holdfast.elastic.node.launch_specs import plan_single_node
@@ -32,6 +32,7 @@ from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.node_name import default_node_name
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.launch.trackers import tracker_programs
@@ -73,12 +74,10 @@ def train_locally(
     # A node of several may get fewer workers than it has places for.
     workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
     refuse_low_limits(config, workers, raise_open_files())
-    node = config.cluster.node or platform.node() or "localhost"
+    node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
-    version = (
-        Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
-    )
+    version = dataset_version or open_dataset(config.data.folder, config.data).version
     secret = open_secret(folder, say=say)
     hash_ = run_hash(folder, config)
     start = _RunOrigin(config, store, secret, hash_, version, fresh, say)

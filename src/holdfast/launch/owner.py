@@ -13,7 +13,7 @@ in the run folder as `launch.json`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -66,12 +66,14 @@ class OwnedJob:
 
     owner: key of `config.launch.on`. job: the owner's own name of it, such as a job's number.
     details: what else this owner needs. Values are text, so that people can read the file.
+    released: 'holdfast down' has given the nodes back; they may still be leaving.
     """
 
     owner: str
     job: str
     nodes: int
     details: dict[str, str] = field(default_factory=dict)
+    released: bool = False
 
     def write(self, folder: Path) -> None:
         """Store it in the run folder, in place of an older one."""
@@ -84,7 +86,8 @@ class OwnedJob:
         try:
             value: Any = parse_json(path.read_text("utf-8"))
             details = {str(k): str(v) for k, v in dict(value["details"]).items()}
-            return OwnedJob(str(value["owner"]), str(value["job"]), int(value["nodes"]), details)
+            owner, job, nodes = str(value["owner"]), str(value["job"]), int(value["nodes"])
+            return OwnedJob(owner, job, nodes, details, bool(value.get("released", False)))
         except FileNotFoundError:
             raise RunFolderError(
                 "no job of this run is known here",
@@ -115,6 +118,25 @@ class NodeStatus:
     state: NodeState
     detail: str = ""
 
+    @property
+    def is_live(self) -> bool:
+        """Return True if the node is at work, or may be so later."""
+        return self.state in (NodeState.WAITING, NodeState.RUNNING)
+
+
+def chosen_nodes(known: Sequence[str], node: str) -> list[str]:
+    """Return `node` alone, or all known nodes if it is empty. Raises RunFolderError for a node that
+    is not known."""
+    if not node:
+        return list(known)
+    if node in known:
+        return [node]
+    raise RunFolderError(
+        f"this job has no node {node}",
+        where="--node",
+        remedy=f"use one of {', '.join(known)}" if known else "leave out --node",
+    )
+
 
 class MachineOwner(Protocol):
     """One owner of machines. Every method may raise UserError, in one sentence, for what a person
@@ -131,7 +153,8 @@ class MachineOwner(Protocol):
         """Return the nodes of the job that the owner knows of; none if it does not know the job."""
 
     def resize(self, job: OwnedJob, request: LaunchRequest) -> OwnedJob:
-        """Ask for another number of nodes of a job that runs."""
+        """Bring a job that runs to the number of nodes of the request. It also starts again those
+        that have ended, if the owner does not do so by itself."""
 
     def logs(self, job: OwnedJob, node: str) -> Iterator[str]:
         """Yield the lines that a node has printed so far; of all nodes, with their names, if `node`

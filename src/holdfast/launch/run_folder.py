@@ -34,6 +34,7 @@ from holdfast.config.identity import (
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import resolve_place
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.addresses import is_loopback_elsewhere
@@ -286,7 +287,11 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
 
 
 def write_description(
-    folder: Path, loaded: LoadedConfig, machine: HardwareInfo, dataset: Path, dataset_version: str
+    folder: Path,
+    loaded: LoadedConfig,
+    machine: HardwareInfo,
+    dataset: str | Path,
+    dataset_version: str,
 ) -> None:
     """Write the three files. Later starts replace them: the journal keeps what was before. Of
     several that begin the folder in one moment, the one that creates `resolved.json` with its run
@@ -297,10 +302,11 @@ def write_description(
     it.
     """
     check_location(loaded.config.checkpoint.bucket)
+    check_location(loaded.config.data.folder)
     resolved = loaded.to_json() | {
         "format": 1,
         "config_hash": run_hash(folder, loaded.config),
-        "dataset": {"folder": str(dataset.resolve()), "version": dataset_version},
+        "dataset": {"folder": resolve_place(dataset), "version": dataset_version},
         "run_id": secrets.token_hex(16),
     }
     files = {

@@ -33,9 +33,17 @@ class Run:
     resolved: dict[str, Any]
 
     @property
-    def dataset_folder(self) -> Path:
-        """Path of the dataset when the run was last started."""
-        return Path(self.resolved.get("dataset", {}).get("folder") or self.config.data.folder)
+    def dataset_location(self) -> str:
+        """The dataset's folder, or its address, when the run was last started."""
+        return str(self.resolved.get("dataset", {}).get("folder") or self.config.data.folder)
+
+    @property
+    def dataset_files(self) -> Path:
+        """A folder with the dataset's manifest, tokenizer and template, if they exist. Raises
+        UserError for an address that fails."""
+        from holdfast.data.dataset_location import local_files
+
+        return local_files(self.dataset_location, self.config.data)
 
     @property
     def dataset_version(self) -> str:

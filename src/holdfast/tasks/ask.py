@@ -84,9 +84,9 @@ def run_entries(
     """As `data.ledger_entries.stand_in_entries`, from the run's data. Raises UserError."""
     if not config.task.has_own_data:
         from holdfast.data.batch import Batches
-        from holdfast.data.dataset import Dataset
+        from holdfast.data.dataset_location import open_dataset
 
-        dataset = Dataset.open(config.data.folder)
+        dataset = open_dataset(config.data.folder, config.data)
         batches = Batches(dataset, config.data, config.train, config.seed, skips)
         return stand_in_entries(batches, missing, last_step)
     dumped = config.model_dump(mode="json")

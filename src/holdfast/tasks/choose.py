@@ -10,7 +10,7 @@ import torch
 from holdfast.config.run import RunConfig
 from holdfast.data.audit import AuditedBatches
 from holdfast.data.batch import Batches
-from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.data.verify import find_problems
 from holdfast.errors import TaskError
 from holdfast.tasks.ask import describe_task
@@ -43,13 +43,13 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
-    """Return a run's batches, and what is wrong with the files of its data. dataset: the folder of
-    the prepared dataset. Raises UserError."""
+    """Return a run's batches, and what is wrong with the files of its data. dataset: the location
+    of the prepared dataset. Raises UserError."""
     if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
-    opened = Dataset.open(dataset)
+    opened = open_dataset(dataset, config.data)
     batches = Batches(opened, config.data, config.train, config.seed)
-    return batches, find_problems(opened.folder)
+    return batches, find_problems(opened)
 
 
 def _load_same(config: RunConfig, device: torch.device | str = "cpu") -> Task:

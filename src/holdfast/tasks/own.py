@@ -13,7 +13,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
-from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.data.dataset_match import needed_vocabulary
 from holdfast.errors import PeerLostError, TaskError
 from holdfast.model.lora import set_base
@@ -153,7 +153,7 @@ class OwnTask:
         """The task's own data, or the prepared tokens. Raises UserError."""
         if self._config.task.has_own_data:
             return TaskBatches(self._task, self._config)
-        opened = Dataset.open(dataset)
+        opened = open_dataset(dataset, self._config.data)
         needed, known = needed_vocabulary(opened), self._task.vocabulary()
         if known is not None and needed > known:
             raise TaskError(

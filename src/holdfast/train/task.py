@@ -20,7 +20,7 @@ from holdfast.core.data.target_weights import target_ids, target_weights
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.batch import Batches, Microbatch
-from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.model.decoder import Decoder
@@ -216,7 +216,8 @@ class DecoderTask:
 
     def open_batches(self, dataset: str) -> Batches:
         config = self._config
-        return Batches(Dataset.open(dataset), config.data, config.train, config.seed)
+        opened = open_dataset(dataset, config.data)
+        return Batches(opened, config.data, config.train, config.seed)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any

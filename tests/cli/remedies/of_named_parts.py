@@ -125,7 +125,7 @@ def begin_two_tokenizers(lab: Lab) -> None:
 
 
 def begin_import(lab: Lab) -> None:
-    dataset = SimpleNamespace(folder="dataset", tokenizer_path=lab.settings["tokenizer"])
+    dataset = SimpleNamespace(place="dataset", tokenizer_path=lab.settings["tokenizer"])
     refuse_other_tokenizer(lab.folder / "hf", cast(Dataset, dataset))
 
 

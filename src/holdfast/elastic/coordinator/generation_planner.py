@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
@@ -28,7 +28,7 @@ from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CheckpointError, LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
-from holdfast.plan.interface import NodePlaces, Planner, PresentPlacement
+from holdfast.plan.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
 from holdfast.plan.planner import reweight
 from holdfast.policy.membership.transitions import CoordinatorState, NodeRecord
 from holdfast.policy.recovery.survivors import HeldState
@@ -65,7 +65,7 @@ class GenerationPlanner:
         self._recovery_planner = RecoveryPlanner(context.config)
         self._previous_topology: Topology | None = None  # of the generation that is over
         self._planned: dict[int, tuple[Topology, RecoveryPlan]] = {}
-        self._peers: dict[str, Peer] = {}
+        self._planner = _PlacedPlanner(context)
         # of the checkpoint that the last generation began from
         self._restored_key: str | None = None
         self._declined_growth: tuple[int, tuple[NodePlaces, ...]] | None = None
@@ -97,23 +97,20 @@ class GenerationPlanner:
             return ()
         present = _present_placement(self._previous_topology, ())
         try:
-            plan = self._context.planner(
-                self._context.config, _node_places(nodes, self._peers), 1, present
-            )
+            plan = self._planner(_node_places(nodes), 1, present)
         except LayoutError:
             return ()
         return tuple(dict.fromkeys(plan.topology.nodes))
 
     def can_add_workers(self, nodes: Sequence[NodeRecord]) -> bool:
         """Return True if the ready processes of these nodes would give more workers than now."""
-        before, ready = self._previous_topology, _ready_places(nodes, self._peers)
+        before, ready = self._previous_topology, _ready_places(nodes)
         asked = (0 if before is None else before.generation, tuple(ready))
         if before is None or not ready or asked == self._declined_growth:
             return False
         try:
-            planned = self._context.planner(
-                self._context.config, ready, 1, _present_placement(self._previous_topology, ())
-            )
+            present = _present_placement(before, ())
+            planned = self._planner(ready, 1, present)
         except LayoutError:
             planned = None
         if planned is None or planned.topology.world_size <= before.world_size:
@@ -157,7 +154,7 @@ class GenerationPlanner:
         if no plan is possible."""
         nodes = [node for name in sorted(node_names) if (node := state.node(name)) is not None]
         self.is_session_start = self._previous_topology is None or not _is_run_continuing(state)
-        self._peers = _present_peers(state, node_reports)
+        self._planner.peers = _present_peers(state, node_reports)
         keys, held = _collect_held_states(node_reports, {node.name for node in state.nodes})
         self.reached_step = max([self.reached_step, *(one.applied for one in held.values())])
         self.bad_steps.observe(self._previous_topology, held, keys)
@@ -217,17 +214,14 @@ class GenerationPlanner:
         )
         config, here = self._context.config, {node.name for node in nodes}
         whole = self._recovery_planner.find_intact_replicas(held_states, node_by_worker)
-        some = _ready_places(nodes, self._peers)
+        some = _ready_places(nodes)
         if whole is not None:
             places = whole.places_by_node if whole.places_by_node.keys() <= here else {}
-            some = [
-                _with_machine(NodePlaces(name, places[name]), self._peers)
-                for name in sorted(places)
-            ]
+            some = [NodePlaces(name, places[name]) for name in sorted(places)]
             present = PresentPlacement(whole.topology, whole.lost_ranks)
         if some and len(some) >= min(config.cluster.min_nodes, len(nodes)):
             try:
-                planned = self._context.planner(config, some, generation, present)
+                planned = self._planner(some, generation, present)
             except LayoutError:
                 planned = None
             if planned is not None:
@@ -237,9 +231,7 @@ class GenerationPlanner:
                 )
                 if kept and after.resume_point is not None:
                     return planned.topology, after
-        planned = self._context.planner(
-            config, _node_places(nodes, self._peers), generation, present
-        )
+        planned = self._planner(_node_places(nodes), generation, present)
         return planned.topology, self._recovery_planner.plan_recovery(
             planned.topology, held_states, node_by_worker, durable_step
         )
@@ -249,8 +241,8 @@ class GenerationPlanner:
         topology, after = self._planned[generation]
         self._context.on_generation_created(generation)
         here = set(topology.nodes)
-        machines = [peer for name, peer in self._peers.items() if name in here]
-        sources = [peer for name, peer in self._peers.items() if name not in here]
+        machines = [peer for name, peer in self._planner.peers.items() if name in here]
+        sources = [peer for name, peer in self._planner.peers.items() if name not in here]
         newest: RestorePoint | None = None
         self._restored_key = None
         if after.resume_point is not None:
@@ -313,14 +305,29 @@ class GenerationPlanner:
                 self._context.emit_in_generation(before.generation, lost)
 
 
-def _node_places(nodes: Sequence[NodeRecord], peers: Mapping[str, Peer]) -> list[NodePlaces]:
-    return [_with_machine(NodePlaces(node.name, node.places), peers) for node in nodes]
+@dataclass
+class _PlacedPlanner:
+    """The run's planner, told the place of each node that its mover has named. peers: the movers of
+    the nodes that are present, by node."""
+
+    context: PlannerContext
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+
+    def __call__(
+        self, nodes: Sequence[NodePlaces], generation: int, present: PresentPlacement | None
+    ) -> LayoutPlan:
+        """Raises LayoutError."""
+        placed = [
+            replace(node, machine=self.peers[node.name].machine)
+            if node.name in self.peers
+            else node
+            for node in nodes
+        ]
+        return self.context.planner(self.context.config, placed, generation, present)
 
 
-def _with_machine(node: NodePlaces, peers: Mapping[str, Peer]) -> NodePlaces:
-    """The node with its place among racks and zones, which its mover has told."""
-    peer = peers.get(node.name)
-    return node if peer is None else replace(node, machine=peer.machine)
+def _node_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
+    return [NodePlaces(node.name, node.places) for node in nodes]
 
 
 def _present_placement(
@@ -383,13 +390,13 @@ def _is_run_continuing(state: CoordinatorState) -> bool:
     return any(node.generation for node in state.nodes)
 
 
-def _ready_places(nodes: Sequence[NodeRecord], peers: Mapping[str, Peer]) -> list[NodePlaces]:
+def _ready_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
     """Return the places that have a process; all places of a node that does not report them."""
     found = [
         (n.name, n.places if n.ready_workers is None else min(n.places, n.ready_workers))
         for n in nodes
     ]
-    return [_with_machine(NodePlaces(name, places), peers) for name, places in found if places]
+    return [NodePlaces(name, places) for name, places in found if places]
 
 
 def _recovery_rung(

@@ -1,0 +1,73 @@
+"""A run on the machines of each owner, with real agents, from `launch` to its last step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import Outcome, apart
+from tests.support.nodes import Nodes, prepared
+
+pytestmark = pytest.mark.slow
+DEADLINE = 240.0
+SETTINGS = (
+    "layout.workers=2",
+    "cluster.beat_seconds=0.5",
+    "cluster.settle_seconds=0.5",
+    "cluster.threads_per_worker=1",
+    "cluster.min_nodes=2",
+)
+
+
+class LaunchedRun:
+    """A run of a tiny model and the commands about it."""
+
+    def __init__(self, root: Path) -> None:
+        self.run_file, self.folder = prepared(root), root / "run"
+
+    def __call__(self, command: str, *arguments: str) -> Outcome:
+        return apart(command, self.run_file, *arguments, deadline=DEADLINE)
+
+    def wait(self, state: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            nodes = json.loads(self("status", "--json").out)["nodes"]
+            if {each["state"] for each in nodes} == {state}:
+                return
+            assert time.monotonic() < deadline, (nodes, self("logs").out)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[LaunchedRun]:
+    made = LaunchedRun(tmp_path)
+    yield made
+    if (made.folder / "launch.json").exists():
+        made("down")
+
+
+def test_this_machine_as_the_owner(run: LaunchedRun) -> None:
+    settings = (*SETTINGS, "cluster.places=1", "train.steps=100000", "checkpoint.every_steps=50")
+    started = run("launch", "--on", "local", "--nodes", "2", *settings)
+    assert started.code == 0, started.err
+    nodes = Nodes(run.run_file, run.folder)
+    deadline = time.monotonic() + DEADLINE
+    while max(nodes.losses(), default=0) < 60:
+        assert time.monotonic() < deadline, run("logs").out
+    assert nodes.nodes(nodes.newest) == {"node-0", "node-1"}
+    ended = run("down")
+    assert ended.code == 0, ended.err
+    run.wait("finished")
+    step = max(nodes.losses())
+
+    more = ("train.schedule.steps=100000", f"train.steps={step + 20}")
+    resumed = run("launch", "--on", "local", "--nodes", "2", *settings, *more)
+    assert resumed.code == 0, resumed.err
+    followed = run("logs", "--follow")
+    assert followed.code == 0
+    run.wait("finished")
+    assert set(nodes.losses()) == set(range(1, step + 21)), "each step counts once"
+    assert "this run is finished" in run("launch", *settings, *more).err
