@@ -27,6 +27,7 @@ from tests.cli.remedies import (
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_ray,
     of_remote_datasets,
     of_rest,
     of_run_files,
@@ -67,6 +68,7 @@ TABLES = (
     of_disks,
     of_installations,
     of_launches,
+    of_ray,
     of_remote_datasets,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
+from holdfast.config.launch_ray import RayConfig
 
 
 class LaunchConfig(Section):
@@ -23,3 +24,4 @@ class LaunchConfig(Section):
         "layout.workers is planned for so many. 0: launch.nodes",
     )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
+    ray: RayConfig = RayConfig()
