@@ -7,11 +7,14 @@ A mix of n_i nodes of each offer works at
 
 because each loss costs the entire run `loss_h` hours. The work that is left then costs
 work / R * sum(n_i * price_i). The choice is the least of that among the mixes that end before the
-deadline. Two guards come from the literature and from experience:
+deadline. Three rules come on top:
 
     the last moment    Spot may vanish at any time. So before it is too late, the run changes to
                        on-demand nodes alone, which finish in time even after the change. ("Can't Be
                        Late", Wu et al., NSDI 2024, call it the safety net.)
+    patience           A run that decides again and again (`Need.decide_h`) buys no on-demand nodes
+                       early: later they cost the same, and spot may return before. Until slack is
+                       used up it takes all spot there is, or waits.
     hysteresis         A change costs `change_h` hours of the run. A mix that still ends in time is
                        kept unless another one saves a share of the cost, the change included.
 
@@ -21,13 +24,16 @@ Without a deadline the run gets all nodes that it wants, at the least price.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 MIN_SAVING_SHARE = 0.1
 """Share of the remaining cost that another mix must save before the run changes."""
+_PATIENT_CHANGES = 4
+"""Changes of the mix for which there must be time before the run waits for spot."""
 FASTEST = "no mix ends in time: the fastest is chosen"
 LAST_MOMENT = "later than now, on-demand nodes alone could not end in time"
+PATIENT = "all spot there is: on-demand nodes can still wait"
 CHEAPEST = "the cheapest that ends in time"
 KEPT = "kept: no other mix saves enough to be worth a change"
 
@@ -55,7 +61,7 @@ class Need:
 
     work: node-hours at speed 1. hours_left: until the deadline; inf: there is none. min_nodes,
     max_nodes: of a mix. loss_h, change_h: hours that the entire run loses with a lost node, and
-    with a change of the mix.
+    with a change of the mix. decide_h: hours until the next choice; 0: this is the only one.
     """
 
     work: float
@@ -64,6 +70,7 @@ class Need:
     max_nodes: int = 1
     loss_h: float = 0.01
     change_h: float = 0.05
+    decide_h: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Mix:
 def choose_mix(
     offers: Sequence[Offer], need: Need, current: Mapping[str, int] | None = None
 ) -> Mix | None:
-    """Return the mix to run from now on; None if fewer than `min_nodes` can be had.
+    """Return the mix to run from now on; None if fewer than `min_nodes` can be had. A mix of no
+    nodes waits for spot.
 
     current: the nodes that the run has, of which those that cannot be had any more are lost.
     """
@@ -93,11 +101,14 @@ def choose_mix(
     mixes = [_priced(nodes, offers, need, now) for nodes in _candidates(offers, need)]
     if not mixes:
         return None
-    if (safe := _last_moment(mixes, offers, need)) is not None:
+    slack = _slack(mixes, offers, need)
+    if (safe := _last_moment(mixes, offers, need, slack)) is not None:
         return safe
+    if need.decide_h and slack >= _PATIENT_CHANGES * need.change_h + need.decide_h:
+        return _patient(mixes, offers, need)
     in_time = [mix for mix in mixes if mix.in_time]
     if not in_time:
-        return _with_reason(min(mixes, key=lambda mix: (mix.hours, mix.cost)), FASTEST)
+        return replace(min(mixes, key=lambda mix: (mix.hours, mix.cost)), reason=FASTEST)
     if need.hours_left == inf:
         most = max(mix.size for mix in in_time)
         in_time = [mix for mix in in_time if mix.size == most]
@@ -106,7 +117,7 @@ def choose_mix(
     is_possible = kept.in_time and need.min_nodes <= kept.size <= need.max_nodes
     is_full = need.hours_left < inf or kept.size >= best.size
     if is_possible and is_full and kept.cost * (1 - MIN_SAVING_SHARE) <= best.cost:
-        return _with_reason(kept, KEPT)
+        return replace(kept, reason=KEPT)
     return best
 
 
@@ -163,20 +174,38 @@ def _rate(nodes: Mapping[str, int], offers: Mapping[str, Offer], need: Need) -> 
     return work * max(0.0, 1 - losses * need.loss_h)
 
 
-def _last_moment(mixes: Sequence[Mix], offers: Sequence[Offer], need: Need) -> Mix | None:
+def _on_demand(mixes: Sequence[Mix], offers: Sequence[Offer]) -> list[Mix]:
+    spot = {offer.name for offer in offers if offer.spot}
+    return [mix for mix in mixes if not spot & mix.nodes.keys()]
+
+
+def _slack(mixes: Sequence[Mix], offers: Sequence[Offer], need: Need) -> float:
+    """Hours that may pass until on-demand nodes alone would be too late; -inf without a deadline,
+    or without on-demand nodes: then no choice is made by it."""
+    safe = _on_demand(mixes, offers)
+    if need.hours_left == inf or not safe:
+        return -inf
+    return need.hours_left - min(mix.hours for mix in safe)
+
+
+def _patient(mixes: Sequence[Mix], offers: Sequence[Offer], need: Need) -> Mix:
+    """All spot nodes, the cheapest first; no nodes if there are too few."""
+    demand = {offer.name for offer in offers if not offer.spot}
+    spot = [mix for mix in mixes if not demand & mix.nodes.keys()]
+    most = max(spot, key=lambda mix: mix.size, default=None)
+    if most is None:
+        return Mix({}, inf, 0.0, True, PATIENT)
+    return replace(most, in_time=True, reason=PATIENT)
+
+
+def _last_moment(
+    mixes: Sequence[Mix], offers: Sequence[Offer], need: Need, slack: float
+) -> Mix | None:
     """The cheapest mix of on-demand nodes that ends in time, if it could not any more after one
     more change, with spot gone."""
-    if need.hours_left == inf:
+    if slack == -inf or slack >= 2 * need.change_h:
         return None
-    spot = {offer.name for offer in offers if offer.spot}
-    safe = [mix for mix in mixes if not spot & mix.nodes.keys()]
-    if not safe or min(mix.hours for mix in safe) + 2 * need.change_h <= need.hours_left:
-        return None
-    fitting = [mix for mix in safe if mix.in_time]
+    fitting = [mix for mix in _on_demand(mixes, offers) if mix.in_time]
     if not fitting:
         return None
-    return _with_reason(min(fitting, key=lambda mix: (mix.cost, mix.hours)), LAST_MOMENT)
-
-
-def _with_reason(mix: Mix, reason: str) -> Mix:
-    return Mix(mix.nodes, mix.hours, mix.cost, mix.in_time, reason)
+    return replace(min(fitting, key=lambda mix: (mix.cost, mix.hours)), reason=LAST_MOMENT)
