@@ -20,6 +20,7 @@ from tests.cli.remedies import (
     of_engine_code,
     of_imports,
     of_installations,
+    of_kubernetes,
     of_launches,
     of_models,
     of_named_code,
@@ -28,6 +29,7 @@ from tests.cli.remedies import (
     of_others_cases,
     of_own_loops,
     of_ray,
+    of_ray_preparation,
     of_remote_datasets,
     of_rest,
     of_run_files,
@@ -67,9 +69,11 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_kubernetes,
     of_launches,
     of_ray,
     of_remote_datasets,
+    of_ray_preparation,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError
-from holdfast.launch.node_place import PLACE_VARIABLE, with_place
+from holdfast.launch.node_place import PLACE_VARIABLE, ZONE_VARIABLE, with_place
 
 
 def loaded(*overrides: str) -> LoadedConfig:
@@ -31,6 +31,8 @@ def test_slurm_names_the_switch_and_the_owner_the_rest() -> None:
     told = SLURM | {PLACE_VARIABLE: "zone=us-east-1a, power=p2"}
     assert rack_and_zone(with_place(loaded(), told)) == ("leaf0", "us-east-1a")
     assert with_place(loaded(), told).config.checkpoint.machine.power == "p2"
+    assert rack_and_zone(with_place(loaded(), {ZONE_VARIABLE: "z"})) == ("", "z")
+    assert rack_and_zone(with_place(loaded(), {ZONE_VARIABLE: ""})) == ("", "")
 
 
 def test_the_run_file_comes_before_the_environment() -> None:

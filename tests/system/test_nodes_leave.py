@@ -61,9 +61,10 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
 ) -> None:
     """It takes half of the state with it, and nothing is saved by any rule: what the step after the
     notice left is copied first. Then all that are left are to go: the run stops with everything
-    saved."""
+    saved. An owner that replaces only nodes that fail gets the exit code that it needs."""
     folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS, "layout.tp=2", "model.kv_heads=2") as nodes:
+    given = (*SETTINGS, "layout.tp=2", "model.kv_heads=2", "cluster.left_exit_code=143")
+    with nodes_of(run_file, folder, *given) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(5, nodes={"a", "b"})
         goes = next(name for name in "ab" if name != nodes.leader)
@@ -77,7 +78,7 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
         nodes.agents[goes].wait(DEADLINE)
         all_of_them = apart("notice", folder, "--seconds", "60", "--leave")
         assert all_of_them.code == 0, all_of_them.err
-        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+        assert nodes.end() == {"a": 143, "b": 143}, nodes.story()
         assert f"{goes} has left the run" in nodes.said
         heard = [(event.nodes, event.leave) for event in nodes.events(NoticeReceived)]
         rest = sorted({"a", "b"} - {goes})

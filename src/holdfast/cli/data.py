@@ -22,6 +22,7 @@ from holdfast.report.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
+    from holdfast.data.prepare import MakePool
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
 
@@ -31,7 +32,13 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command()
-def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
+def prepare(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    on: Annotated[str, typer.Option(help="local, or ray: tokenise on a Ray cluster")] = "local",
+    address: Annotated[str, typer.Option(help="of the Ray cluster; none: RAY_ADDRESS")] = "",
+    json: Json = False,
+) -> None:
     """Tokenise the sources of a run file.
 
     If it is killed half-way, the same command resumes.
@@ -40,13 +47,18 @@ def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) 
     Example:
       holdfast data prepare run.yaml
       holdfast data prepare run.yaml data.processes=8
+      holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
     from holdfast.data.inspect import dataset_numbers
     from holdfast.data.prepare import prepare_dataset as make
 
+    pool = _pool(on, address)
     with StageProgress() as progress:
         dataset = make(
-            _decoder_config(run_file, overrides, "data prepare").data, progress.say, progress.show
+            _decoder_config(run_file, overrides, "data prepare").data,
+            progress.say,
+            progress.show,
+            pool=pool,
         )
     if json:
         print_json(dataset_numbers(dataset))
@@ -175,6 +187,25 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
             remedy="train: " + shlex.join(["holdfast", "train", str(run_file), *(overrides or [])]),
         )
     return config
+
+
+def _pool(on: str, address: str) -> MakePool:
+    """Raises ConfigError."""
+    if on == "ray":
+        from holdfast.data.ray_pool import RayPool
+
+        return lambda processes: RayPool(address)
+    if on != "local":
+        raise ConfigError(
+            f"{on} does not prepare data", where="--on", remedy="use --on local, or --on ray"
+        )
+    if address:
+        raise ConfigError(
+            "an address is for Ray alone", where="--address", remedy="add --on ray, or leave it out"
+        )
+    from holdfast.data.task_pool import TaskPool
+
+    return TaskPool
 
 
 def _is_prepared(config: RunConfig) -> bool:

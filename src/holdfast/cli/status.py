@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, print_table
+from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.runs import open_run
 
 app = make_app("Show the nodes of a launched run.")
@@ -28,16 +28,21 @@ def status(
     Example:
       holdfast status runs/my-run
     """
-    from holdfast.launch.owner import OwnedJob
+    from holdfast.launch.owner import OwnedJob, WarningOwner
     from holdfast.launch.owners.choose import open_owner
 
     job = OwnedJob.read(open_run(run).folder)
-    nodes = open_owner(job.owner).status(job)
+    owner = open_owner(job.owner)
+    nodes = owner.status(job)
+    warnings = owner.warnings(job) if isinstance(owner, WarningOwner) else []
     if json:
-        print_json({"owner": job.owner, "job": job.job, "nodes": [asdict(each) for each in nodes]})
+        told = {"owner": job.owner, "job": job.job, "nodes": [asdict(each) for each in nodes]}
+        print_json(told | {"warnings": warnings})
     else:
         print_table(
             [(each.node, each.state.value, each.detail) for each in nodes],
             head=("node", "state", f"{job.owner}, job {job.job}"),
         )
+        for warning in warnings:
+            say(warning)
     return 0 if any(each.is_live for each in nodes) else 1

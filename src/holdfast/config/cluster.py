@@ -84,6 +84,13 @@ class ClusterConfig(Section):
         description="Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated "
         "by commas; a KEY may end with *",
     )
+    left_exit_code: int = Field(
+        0,
+        ge=0,
+        le=255,
+        description="exit code of a node that is asked to leave before the last step. Some owners "
+        "of machines replace a node only if its code is not 0",
+    )
     max_restarts_without_progress: int = Field(
         3,
         ge=0,

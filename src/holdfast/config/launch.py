@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
+from holdfast.config.launch_kubernetes import KubernetesConfig
 from holdfast.config.launch_ray import RayConfig
 
 
@@ -25,3 +26,4 @@ class LaunchConfig(Section):
     )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
     ray: RayConfig = RayConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()

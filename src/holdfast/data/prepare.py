@@ -60,7 +60,7 @@ from holdfast.data.files import canonical_json, checksum, explain_os_errors, wri
 from holdfast.data.remote_prepare import upload_dataset
 from holdfast.data.shards import Shard, write_shards
 from holdfast.data.sources import SourcePlan, Unit, plan_source, read_unit
-from holdfast.data.task_pool import Task, TaskPool
+from holdfast.data.task_pool import Pool, Task, TaskPool
 from holdfast.data.text_pieces import cut_text
 from holdfast.data.tokenizer_check import PROBE_BYTES, check_tokenizer
 from holdfast.data.unit_tasks import SPLITS, read_ends, read_refused, read_result, read_scan
@@ -75,6 +75,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 Say = Callable[[str], None]
+MakePool = Callable[[int], Pool]
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units)
 
 
@@ -83,10 +84,16 @@ def _no_progress(what: str, done: int, total: int) -> None:
 
 
 def prepare_dataset(
-    config: DataConfig, say: Say = print, progress: Progress | None = None, *, wait: bool = False
+    config: DataConfig,
+    say: Say = print,
+    progress: Progress | None = None,
+    *,
+    wait: bool = False,
+    pool: MakePool = TaskPool,
 ) -> Dataset:
     """Return the dataset of `config.folder`, and prepare it if it does not exist. `wait`: if
     another process prepares it already, wait, as the nodes of one run do that begin together.
+    `pool`: makes what does the tasks, from a number of processes.
 
     The result depends on the sources and the settings alone: not on the number of processes,
     not on interruptions. Raises DataError for unusable sources or an unusable tokenizer. Raises it
@@ -94,7 +101,7 @@ def prepare_dataset(
     OutOfSpaceError when the disk is full; finished units stay, and the same call resumes.
     """
     if is_address(config.folder):
-        return _prepare_remote(config, say, progress or _no_progress, wait)
+        return _prepare_remote(config, say, progress or _no_progress, wait, pool)
     folder = Path(config.folder)
     with explain_os_errors(folder):
         wanted = content_settings(config)
@@ -107,12 +114,14 @@ def prepare_dataset(
         _make_folder(folder / WORK_FOLDER)
         with _locked_folder(folder, say, say if wait else None):
             if not exists(folder):
-                _Preparation(config, folder, wanted, say, progress or _no_progress).run()
+                _Preparation(config, folder, wanted, say, progress or _no_progress, pool).run()
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return Dataset.open(folder)
 
 
-def _prepare_remote(config: DataConfig, say: Say, progress: Progress, wait: bool) -> Dataset:
+def _prepare_remote(
+    config: DataConfig, say: Say, progress: Progress, wait: bool, pool: MakePool
+) -> Dataset:
     """As `prepare_dataset`, of a dataset with an address."""
     remote = RemoteDataset(config.folder, config)
     wanted = content_settings(config)
@@ -121,7 +130,7 @@ def _prepare_remote(config: DataConfig, say: Say, progress: Progress, wait: bool
         with explain_os_errors(remote.root):
             _make_folder(remote.claim_folder / WORK_FOLDER)
             with _locked_folder(remote.claim_folder, say, say if wait else None):
-                make = partial(prepare_dataset, local, say, progress)
+                make = partial(prepare_dataset, local, say, progress, pool=pool)
                 upload_dataset(remote, make, say, progress, wait=wait)
     dataset = remote.open(ask=True)
     _check_match(dataset, wanted, config, say)
@@ -185,13 +194,14 @@ class _Preparation:
     wanted: dict[str, Any]
     say: Say
     progress: Progress
+    make_pool: MakePool
 
     def run(self) -> None:
         self.chat = ChatPreparation(self.config)
         self.plans = self._plan()
         self.units = [unit for plan in self.plans for unit in plan.units]
         self._resume_or_clear()
-        with TaskPool(self._processes()) as pool:
+        with self.make_pool(self._processes()) as pool:
             raw, rows = self._scan(pool)
             names = [plan.name for plan in self.plans]
             sources = [unit.source for unit in self.units]
@@ -238,9 +248,7 @@ class _Preparation:
         cores = self.config.processes or usable_cores()
         return 0 if len(self.units) == 1 else min(cores, len(self.units))
 
-    def _run_stage(
-        self, pool: TaskPool, what: str, stage: str, task: Callable[[Unit], Task]
-    ) -> None:
+    def _run_stage(self, pool: Pool, what: str, stage: str, task: Callable[[Unit], Task]) -> None:
         """Do a stage's task for each unit that has no result yet."""
         missing = [u for u in self.units if not _is_whole(self._path(stage, u))]
         done = len(self.units) - len(missing)
@@ -255,7 +263,7 @@ class _Preparation:
 
         pool.run([task(u) for u in missing], count)
 
-    def _scan(self, pool: TaskPool) -> tuple[list[str], list[DocumentRows]]:
+    def _scan(self, pool: Pool) -> tuple[list[str], list[DocumentRows]]:
         limit = self.config.max_document_bytes
         self._run_stage(
             pool,
@@ -325,7 +333,7 @@ class _Preparation:
                 yield from chain.from_iterable(cut_text(text) for text in chosen)
 
     def _tokenise(
-        self, pool: TaskPool, raw: list[str], choice: DocumentChoice, known: vocabulary.Vocabulary
+        self, pool: Pool, raw: list[str], choice: DocumentChoice, known: vocabulary.Vocabulary
     ) -> None:
         stop = sorted(self.chat.stop.values())
 

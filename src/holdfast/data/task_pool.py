@@ -14,10 +14,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast import errors
 from holdfast.data.unit_tasks import Encoder, perform_task
@@ -38,6 +38,12 @@ def _tokenizer_loader() -> Callable[[str], Encoder]:
         return load_tokenizer(Path(path))
 
     return tokenizer_of
+
+
+class Pool(AbstractContextManager["Pool"], Protocol):
+    """Whatever does the tasks of a preparation: `TaskPool`, or `ray_pool.RayPool`."""
+
+    def run(self, tasks: Sequence[Task], on_done: Callable[[Task], None]) -> None: ...
 
 
 class TaskPool:
@@ -146,10 +152,10 @@ def _run_task(process: subprocess.Popen[str], task: Task) -> None:
         raise HoldfastError(f"a preparing process ended with {process.wait()}")
     answer = json.loads(line)
     if "error" in answer:
-        raise _error_from_json(answer["error"])
+        raise error_from_json(answer["error"])
 
 
-def _error_from_json(value: dict[str, Any]) -> Exception:
+def error_from_json(value: dict[str, Any]) -> Exception:
     kind = getattr(errors, value["kind"], None)
     if isinstance(kind, type) and issubclass(kind, UserError):
         return kind(value["message"], where=value["where"], remedy=value["remedy"])
@@ -158,7 +164,7 @@ def _error_from_json(value: dict[str, Any]) -> Exception:
     return HoldfastError(value["message"])
 
 
-def _error_to_json(error: Exception) -> dict[str, Any]:
+def error_to_json(error: Exception) -> dict[str, Any]:
     if isinstance(error, UserError):
         return {
             "kind": type(error).__name__,
@@ -185,7 +191,7 @@ def main() -> None:
             perform_task(json.loads(line), tokenizer_of)
             answer: dict[str, Any] = {}
         except Exception as error:
-            answer = {"error": _error_to_json(error)}
+            answer = {"error": error_to_json(error)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

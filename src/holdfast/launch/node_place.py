@@ -3,6 +3,7 @@
 The run file's `checkpoint.machine` says it, or the owner of the machines does, in the environment:
 
     HOLDFAST_PLACE          "rack=r7,zone=us-east-1a", any kinds of `policy/placement.py`
+    HOLDFAST_ZONE           the zone, or nothing: Kubernetes fills in a label that may be missing
     SLURM_TOPOLOGY_ADDR     "spine0.leaf3.n12" with topology/tree: leaf3 is the rack
 
 The places of new replicas (`plan/domains.py`) and of copies of snapshots depend on it.
@@ -18,6 +19,7 @@ from holdfast.errors import ConfigError
 from holdfast.policy.placement import FAILURE_DOMAINS
 
 PLACE_VARIABLE = "HOLDFAST_PLACE"
+ZONE_VARIABLE = "HOLDFAST_ZONE"
 SLURM_VARIABLE, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
 MACHINE_KEYS = tuple(f"checkpoint.machine.{kind}" for kind in FAILURE_DOMAINS)
 """Keys of one node: another node that joins does not inherit them."""
@@ -27,6 +29,8 @@ def with_place(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) ->
     """Fill in the domains that the run file leaves open. Raises ConfigError for a HOLDFAST_PLACE
     that names none."""
     told = {kind: name for kind, name in _from_slurm(environ).items() if name}
+    if zone := environ.get(ZONE_VARIABLE):
+        told["zone"] = zone
     told |= _parse_place(environ.get(PLACE_VARIABLE, ""))
     machine = loaded.config.checkpoint.machine
     values = {

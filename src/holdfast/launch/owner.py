@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from holdfast.config.run import RunConfig
 from holdfast.core.json_parsing import parse_json
@@ -163,3 +163,11 @@ class MachineOwner(Protocol):
     def release(self, job: OwnedJob) -> None:
         """Give all nodes back. Agents get the owner's signal and leave the run after a step. A job
         that has ended is no error."""
+
+
+@runtime_checkable
+class WarningOwner(Protocol):
+    """An owner that can tell where it gave other machines than it was asked for."""
+
+    def warnings(self, job: OwnedJob) -> list[str]:
+        """Return a sentence for each wish that was not granted. May raise UserError."""

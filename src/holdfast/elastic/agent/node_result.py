@@ -25,7 +25,7 @@ class NodeResult:
                 f"{self.parts.context.node} has left the run "
                 f"({self.parts.shutdown_controller.reason or 'as requested'})"
             )
-            return 0
+            return self._left_code
         return self.report_result(end)
 
     def report_result(self, result: RunResult) -> int:
@@ -38,7 +38,15 @@ class NodeResult:
             and self.parts.node_runner.closing_reason
             and not self.parts.shutdown_controller.reason
         )
-        return CannotGoOnError.exit_code if short else result.exit_code
+        if short:
+            return CannotGoOnError.exit_code
+        is_left = result.exit_code == 0 and result.is_resumable
+        return self._left_code if is_left else result.exit_code
+
+    @property
+    def _left_code(self) -> int:
+        """The exit code of a node that leaves while steps are left to do."""
+        return self.parts.context.config.cluster.left_exit_code
 
     async def _find_result(self) -> RunResult | None:
         """Return the run's result; None if the run continues without this node."""
