@@ -92,7 +92,7 @@ def mix(
     ] = None,
     least: Annotated[int, typer.Option(min=1, help="least nodes")] = 1,
     spot: Annotated[
-        int | None, typer.Option(min=0, help="spot nodes that can be had now; none: all")
+        int | None, typer.Option(min=0, help="spot nodes that the cloud has now; none: all")
     ] = None,
     accelerator: Accelerator = "",
     cloud: Cloud = "",
@@ -163,8 +163,8 @@ def spec(
 ) -> None:
     """Write the job with which a service starts the nodes of a run; its own tools submit it.
 
-    Each node runs 'holdfast join'. Begin the run first, with 'holdfast launch' or 'holdfast train'
-    on a machine of yours, so that its description and its dataset lie in the bucket.
+    Each node runs 'holdfast join'. Begin the run first, on a machine of yours, with 'holdfast
+    launch' or 'holdfast train'. Then its description and its dataset lie in the bucket.
 
     \b
     Example:

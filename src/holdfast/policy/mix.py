@@ -43,8 +43,8 @@ class Offer:
     """What one zone sells of one kind.
 
     name: unique. spot: may be taken back. price: US dollars an hour for a node. available: nodes
-    that can be had now. speed: work of a node in an hour, relative to the others' (all of a run
-    should be alike). losses_per_hour: of one node.
+    that the cloud has now. speed: work of a node in an hour, relative to that of other offers (all
+    nodes of a run should be alike). losses_per_hour: of one node.
     """
 
     name: str
@@ -92,10 +92,10 @@ class Mix:
 def choose_mix(
     offers: Sequence[Offer], need: Need, current: Mapping[str, int] | None = None
 ) -> Mix | None:
-    """Return the mix to run from now on; None if fewer than `min_nodes` can be had. A mix of no
+    """Return the mix to run from now on; None if there are fewer than `min_nodes`. A mix of no
     nodes waits for spot.
 
-    current: the nodes that the run has, of which those that cannot be had any more are lost.
+    current: the nodes that the run has, of which those that are not available are lost.
     """
     now = _clamped(current or {}, offers)
     mixes = [_priced(nodes, offers, need, now) for nodes in _candidates(offers, need)]
@@ -143,7 +143,7 @@ def _candidates(offers: Sequence[Offer], need: Need) -> Iterator[dict[str, int]]
 
 
 def _in_order(offers: Sequence[Offer], need: Need) -> list[str]:
-    """The name of each node that can be had, the cheapest for its work first."""
+    """The name of each available node, the cheapest for its work first."""
 
     def price_of_work(offer: Offer) -> tuple[float, str]:
         lost = offer.losses_per_hour * need.loss_h * need.max_nodes
@@ -180,8 +180,8 @@ def _on_demand(mixes: Sequence[Mix], offers: Sequence[Offer]) -> list[Mix]:
 
 
 def _slack(mixes: Sequence[Mix], offers: Sequence[Offer], need: Need) -> float:
-    """Hours that may pass until on-demand nodes alone would be too late; -inf without a deadline,
-    or without on-demand nodes: then no choice is made by it."""
+    """Hours that may pass until on-demand nodes alone would be too late. -inf: there is no
+    deadline, or no on-demand node, and it decides nothing."""
     safe = _on_demand(mixes, offers)
     if need.hours_left == inf or not safe:
         return -inf
@@ -202,7 +202,7 @@ def _last_moment(
     mixes: Sequence[Mix], offers: Sequence[Offer], need: Need, slack: float
 ) -> Mix | None:
     """The cheapest mix of on-demand nodes that ends in time, if it could not any more after one
-    more change, with spot gone."""
+    more change, without spot."""
     if slack == -inf or slack >= 2 * need.change_h:
         return None
     fitting = [mix for mix in _on_demand(mixes, offers) if mix.in_time]

@@ -1,7 +1,7 @@
 """A command job of Azure Machine Learning (`az ml job create --file`), in its YAML form.
 
 With `type: pytorch`, Azure starts one process on each node and tells it NODE_RANK. `join` does not
-read what Azure tells torch beside that: it finds the other nodes by the run store.
+read what Azure tells torch, too: it finds the other nodes by the run store.
 """
 
 from __future__ import annotations
