@@ -51,7 +51,7 @@ JobId=7 JobName=tiny-1
 """
 OTHER = JOB.replace("JobId=7", "JobId=17 ArrayJobId=7")
 """The record of another job of the same array."""
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class FakeSlurm:
