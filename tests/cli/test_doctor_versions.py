@@ -1,4 +1,4 @@
-"""`holdfast doctor` names what does not go together, from recorded outputs of tools."""
+"""`holdfast doctor` names what does not go together, from outputs in the form of the tools'."""
 
 from __future__ import annotations
 

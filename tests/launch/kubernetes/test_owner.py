@@ -1,4 +1,4 @@
-"""`KubernetesOwner` with a kubectl that answers from a table; what a real one says was recorded."""
+"""`KubernetesOwner` with a kubectl that answers from a table, in the words of a real one."""
 
 from __future__ import annotations
 
