@@ -1,10 +1,11 @@
-"""Cost of a copy in another machine's memory: `python benchmarks/copies.py [--mb 700]`.
+"""Cost of a copy in another machine's memory: `python benchmarks/copies.py [--mb 700] [--tls]`.
 
 The sender is this process with one rank's snapshots, the receiver a real `holdfast stage`. Both are
 on this machine over loopback, so no network is measured. Each row is the best of the rounds, in
 wall seconds and in CPU seconds of both processes, with its floor from the same run. The floor is
 the same bytes from one memory file into another's pages over a loopback socket (sendfile,
 recv_into, a process each). A pass of xxh3 over them is added, which every receiver needs.
+With --tls every byte is encrypted as well (`cluster.tls`); the floor is not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import Event, SnapshotKept
 from holdfast.layout import Layout, place_layout
 from holdfast.policy.placement import Machine
+from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret
 
 READ = 16 * 2**20
@@ -159,11 +161,15 @@ def _loopback() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def measure(nbytes: int, rounds: int, folder: Path) -> list[tuple[str, float, float, float]]:
+def measure(
+    nbytes: int, rounds: int, folder: Path, uses_tls: bool = False
+) -> list[tuple[str, float, float, float]]:
     """(what, wall, CPU, bytes that travelled) of each row, the best of the rounds."""
     secret = Secret(secrets.token_bytes(32))
     (folder / "secret").touch(0o600)
     (folder / "secret").write_text(secret.hex())
+    if uses_tls:
+        secret = with_tls(secret)
     room = str(2.5 * nbytes / 1e9)
     stage = subprocess.Popen(
         [
@@ -178,6 +184,7 @@ def measure(nbytes: int, rounds: int, folder: Path) -> list[tuple[str, float, fl
             "--memory",
             room,
             "--json",
+            "--tls" if uses_tls else "--no-tls",
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -245,13 +252,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=float, default=700.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tls", action="store_true", help="encrypt, as cluster.tls does")
     parser.add_argument("--quick", action="store_true", help="8 MB, one round")
     arguments = parser.parse_args()
     nbytes = int((8 if arguments.quick else arguments.mb) * 1e6)
     with tempfile.TemporaryDirectory(prefix="hf-") as folder:
-        rows = measure(nbytes, 1 if arguments.quick else arguments.rounds, Path(folder))
+        rows = measure(
+            nbytes, 1 if arguments.quick else arguments.rounds, Path(folder), arguments.tls
+        )
     base = rows[0]
-    print(f"{nbytes / 1e6:g} MB of state, {os.cpu_count()} cores, loopback")
+    way = "over TLS" if arguments.tls else "not encrypted"
+    print(f"{nbytes / 1e6:g} MB of state, {os.cpu_count()} cores, loopback, {way}")
     print(f"{'':38s}{'wall s':>9s}{'x floor':>9s}{'CPU s':>9s}{'x floor':>9s}{'MB sent':>9s}")
     for what, wall, cpu, sent in rows:
         print(

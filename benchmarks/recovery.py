@@ -29,6 +29,7 @@ Below the rows is each bar with the measured value, as a multiple of the floors.
 it is also shown as a share of theirs.
 
     python -m benchmarks.recovery [NAME ...] [--peers-python PYTHON] [--step 0.5] [--rounds 3]
+                                  [--set cluster.tls=false]
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.recovering import others, ours
@@ -136,6 +138,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=0, help="faults a row, in place of its own")
     parser.add_argument("--seconds", type=float, default=60.0, help="deadline of each wait")
     parser.add_argument(
+        "--set", action="append", default=[], help="key=value of the run file, for ours"
+    )
+    parser.add_argument(
         "--peers-python", default="", help="interpreter of the peers; none: no peer"
     )
     settings = parser.parse_args()
@@ -152,8 +157,9 @@ def main() -> int:
                 continue
             found = rows.setdefault(case.name, [])
             try:
+                given = replace(case, settings=(*case.settings, *settings.set))
                 for each in ours.measured(
-                    case, run_file, settings.step, settings.seconds, settings.rounds
+                    given, run_file, settings.step, settings.seconds, settings.rounds
                 ):
                     found.append(each)
             except SilentError as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.connection_limits import ConnectionLimiter
 from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret
@@ -38,9 +39,13 @@ def growing(store: FolderStore, key: str = "terms/0000000001-alive") -> Iterator
 
 
 @contextmanager
-def agent(secret: Secret, handlers: Mapping[str, Handler] | None = None) -> Iterator[str]:
+def agent(
+    secret: Secret,
+    handlers: Mapping[str, Handler] | None = None,
+    limiter: ConnectionLimiter | None = None,
+) -> Iterator[str]:
     """The address of something that answers as an agent's control does. handlers: path -> what
-    answers more than the term's requests."""
+    answers more than the term's requests. limiter: instead of the usual one."""
     paths = {TERM_PATH, *(handlers or {})}
     bound, loop, ended = (
         bind_listener("127.0.0.1", 0, "cluster.interface"),
@@ -58,6 +63,7 @@ def agent(secret: Secret, handlers: Mapping[str, Handler] | None = None) -> Iter
         lambda: 0,
         generationless_paths=frozenset(paths),
     )
+    guard.limiter = limiter or guard.limiter
     listener = HttpListener(guard, bound)
 
     def serve() -> None:

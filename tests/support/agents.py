@@ -106,6 +106,7 @@ class FleetAgent:
         lost_after: float = 1.0,
         changed: Callable[[CoordinatorState, CoordinatorState], None] = lambda old, new: None,
         gather: float = 0.3,
+        secret: Secret = SECRET,
     ) -> None:
         self.name, self.store = name, store
         self.work = Switch()
@@ -119,7 +120,7 @@ class FleetAgent:
             name,
             self.address,
             store,
-            SECRET,
+            secret,
             self.work,
             self._reign,
             timeouts=patience,
@@ -130,8 +131,8 @@ class FleetAgent:
         handlers = {path: self._answer(do) for path, do in self.follower.handlers.items()}
         guard = SignedApplication(
             handlers,
-            SECRET,
-            Verifier(SECRET, time.time),
+            secret,
+            Verifier(secret, time.time),
             lambda: 0,
             generationless_paths=frozenset(handlers),
         )

@@ -19,10 +19,11 @@ from holdfast.checkpoint.peers.client import run_identity
 from holdfast.events import RequestsRefused, RunStarted
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.transitions import Phase
+from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
-from tests.support.agents import FleetAgent, scene_of, until, working
+from tests.support.agents import SECRET, FleetAgent, scene_of, until, working
 from tests.support.attacker import DEADLINE, MARK, place
 from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone
@@ -32,15 +33,18 @@ class AttackedRun:
     """A trainer with a mover that listens to peers, and a staging machine. The attacker does not
     know their secret."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, uses_tls: bool = False) -> None:
         self.folder = folder / "run"
         self.folder.mkdir(parents=True)
         (self.folder / "plan.json").write_text(json.dumps({"steps": 10**6, "pace": 0.05}))
         self.secret = open_secret(self.folder, {})
+        if uses_tls:
+            self.secret = with_tls(self.secret)
         self.trainer = Trainer(
             self.folder,
             "layout.workers=1",
             "checkpoint.peer_memory_gb=0.05",
+            f"cluster.tls={str(uses_tls).lower()}",
             module="tests.support.attacked_trainer",
         )
         self._stage_secret = folder / "stage.secret"
@@ -101,7 +105,7 @@ class AttackedRun:
         if self.refused.get("stage"):
             assert '"refused":{"peers":{' in said
         assert "Traceback" not in said
-        for hidden in (MARK, self.secret.hex()):
+        for hidden in (MARK, self.secret.key.hex()):
             assert hidden not in said
             for path in self.folder.rglob("*"):
                 if path.is_file() and path.name != "secret":
@@ -119,7 +123,7 @@ class Stage:
     """A process of `holdfast stage`."""
 
     def __init__(self, secret: Secret, file: Path, port: int = 0) -> None:
-        file.write_text(secret.hex())
+        file.write_text(secret.key.hex())
         file.chmod(0o600)
         self.process = subprocess.Popen(
             [
@@ -134,6 +138,7 @@ class Stage:
                 "--memory",
                 "0.05",
                 "--json",
+                "--tls" if secret.uses_tls else "--no-tls",
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -185,7 +190,7 @@ def listening(pids: set[int]) -> dict[str, int]:
 
 
 @contextmanager
-def fleet(folder: Path) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
+def fleet(folder: Path, secret: Secret = SECRET) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
     """Two agents at work in a thread. They are patient: on a busy machine neither is declared lost,
     so that every change of the state comes from a request."""
     ready, done = Future[tuple[list[FleetAgent], FolderStore]](), threading.Event()
@@ -194,7 +199,10 @@ def fleet(folder: Path) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
         slow = ElectionTimeouts(
             leader_timeout_s=600.0, delay_per_place_s=1.0, minority_wait_s=600.0
         )
-        pair = [FleetAgent(name, store, 2, 2, patience=slow, lost_after=600.0) for name in "ab"]
+        pair = [
+            FleetAgent(name, store, 2, 2, patience=slow, lost_after=600.0, secret=secret)
+            for name in "ab"
+        ]
 
         def trains() -> bool:
             leading = [a.follower.coordinator for a in pair if a.follower.coordinator]

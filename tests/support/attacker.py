@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from holdfast.wire.http.auth import (
     sha256_hex,
     sign,
 )
+from holdfast.wire.http.tls import listener_context
 from holdfast.wire.secret import Secret
 
 MARK = "left-by-an-attacker"
@@ -344,17 +346,19 @@ def attack(
     pid: int | None,
     honest: Callable[[], object],
     allowed: frozenset[int],
+    tls: Secret | None = None,
 ) -> Counter[tuple[str, int]]:
     """Send `count` bad requests and count the answers by kind and status (0: no answer).
 
     Every status must be one of `allowed`; if that is empty, no byte may come back. Every hundredth
-    time, `honest` asks in between and must be served. The process `pid` must not grow.
+    time, `honest` asks in between and must be served. The process `pid` must not grow. tls: speak
+    TLS with this secret's certificate, as no client without the secret can.
     """
     counts = Counter[tuple[str, int]]()
     size = resident(pid) if pid else 0
     for number in range(count):
         kind, data = attacker.attempt(number)
-        answer = answer_to(address, data)
+        answer = answer_to(address, data, tls=tls)
         found = statuses(answer)
         assert set(found) <= allowed, (kind, data[:2000], answer[:500])
         assert allowed or answer == b"", (kind, data[:2000], answer[:500])
@@ -368,10 +372,12 @@ def attack(
     return counts
 
 
-def connect(address: str) -> socket.socket:
+def connect(address: str, tls: Secret | None = None) -> socket.socket:
     """Connect to host:port, or to the path of a unix socket."""
     if not address.startswith("/"):
-        return socket.create_connection(place(address), DEADLINE)
+        made = socket.create_connection(place(address), DEADLINE)
+        context = None if tls is None else tls.client_tls
+        return made if context is None else context.wrap_socket(made)
     made = socket.socket(socket.AF_UNIX)
     made.settimeout(DEADLINE)
     made.connect(address)
@@ -383,14 +389,14 @@ def place(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def answer_to(address: str, data: bytes, most: int = 1 << 20) -> bytes:
+def answer_to(address: str, data: bytes, most: int = 1 << 20, tls: Secret | None = None) -> bytes:
     """Send bytes, end this side of the connection, and return what comes back."""
     found = b""
-    with connect(address) as connection:
+    with connect(address, tls) as connection:
         with suppress(OSError):  # refused and closed before all bytes had left
             connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):
+            socket.socket.shutdown(connection, socket.SHUT_WR)
+        with suppress(ConnectionResetError, ssl.SSLError):  # cut, or an alert and cut
             while len(found) < most and (more := connection.recv(65536)):
                 found += more
     return found
@@ -412,8 +418,14 @@ def resident(pid: int) -> int:
 class Tap:
     """A man in the middle: records the requests, and may change the answers."""
 
-    def __init__(self, address: str, change: Callable[[bytes], bytes] = lambda data: data) -> None:
-        self._there, self.change = address, change
+    def __init__(
+        self,
+        address: str,
+        change: Callable[[bytes], bytes] = lambda data: data,
+        tls: Secret | None = None,
+    ) -> None:
+        """tls: the certificate that it has, as only a holder of the secret can."""
+        self._there, self.change, self._tls = address, change, tls
         self.requests: list[bytes] = []
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
@@ -431,11 +443,10 @@ class Tap:
                 threading.Thread(target=self._carry, args=(here,), daemon=True).start()
 
     def _carry(self, here: socket.socket) -> None:
-        with (
-            here,
-            socket.create_connection(place(self._there), DEADLINE) as there,
-            suppress(OSError),
-        ):
+        context = None if self._tls is None else listener_context(self._tls)
+        if context is not None:
+            here = context.wrap_socket(here, server_side=True)
+        with here, connect(self._there, self._tls) as there, suppress(OSError):
             while (request := message(here)) is not None:
                 self.requests.append(request)
                 there.sendall(request)
@@ -465,8 +476,12 @@ def message(connection: socket.socket) -> bytes | None:
 
 
 @contextmanager
-def tapped(address: str, change: Callable[[bytes], bytes] = lambda data: data) -> Iterator[Tap]:
-    tap = Tap(address, change)
+def tapped(
+    address: str,
+    change: Callable[[bytes], bytes] = lambda data: data,
+    tls: Secret | None = None,
+) -> Iterator[Tap]:
+    tap = Tap(address, change, tls)
     try:
         yield tap
     finally:

@@ -33,6 +33,7 @@ from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import RequestsRefused, StepDone
 from holdfast.wire.http.auth import ListenerIdentity
 from holdfast.wire.http.client import Client, RequestError
+from holdfast.wire.http.tls import UPGRADE_STATUS, with_tls
 from holdfast.wire.secret import Secret
 from tests.support.agents import SECRET
 from tests.support.attacked_run import AttackedRun, fleet, listening
@@ -113,13 +114,18 @@ class Row:
     honest: Callable[[], object]  # a request that is served between the bad ones
     state: Callable[[], object]  # what no bad request may change
     allowed: frozenset[int] = REFUSED
+    tls: Secret | None = None  # the certificate that attackers have stolen, without the proof's key
     refused: int = 401
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "tls"]
+)
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AttackedRun]:
     with ExitStack() as stack:
-        found = AttackedRun(tmp_path_factory.mktemp("attacked"))
+        found = AttackedRun(tmp_path_factory.mktemp("attacked"), request.param)
         stack.callback(found.close)
         yield found
         found.end()
@@ -143,7 +149,14 @@ def control(run: AttackedRun) -> Iterator[Row]:
         return health_of(run), names, files, kinds, outside.post("/term", {})
 
     attacker = control_attacker(inside, run.control, run.secret, 1, paths, "/store", CHECK)
-    yield Row(run.control, run.agent, [attacker] * 2, lambda: inside.post("/store", CHECK), state)
+    yield Row(
+        run.control,
+        run.agent,
+        [attacker] * 2,
+        lambda: inside.post("/store", CHECK),
+        state,
+        tls=run.secret,
+    )
     step = max(event.step for event in run.trainer.events(StepDone))
     run.trainer.wait_step(step + 2, 1)  # the training continues
     run.trainer.wait(lambda: run.trainer.events(RequestsRefused), "the first report of refusals")
@@ -154,13 +167,20 @@ def control(run: AttackedRun) -> Iterator[Row]:
 @contextmanager
 def agents(run: AttackedRun) -> Iterator[Row]:
     """The listener where agents join and follow their coordinator; two agents without trainers."""
-    with fleet(Path(mkdtemp(dir=run.folder.parent))) as (pair, store):
+    secret = with_tls(SECRET) if run.secret.uses_tls else SECRET
+    with agents_in(Path(mkdtemp(dir=run.folder.parent)), secret) as row:
+        yield row
+
+
+@contextmanager
+def agents_in(folder: Path, secret: Secret) -> Iterator[Row]:
+    with fleet(folder, secret) as (pair, store):
         (leader,) = (agent for agent in pair if agent.reigns)
         coordinator = leader.follower.coordinator
         assert coordinator is not None
         paths = list(leader.follower.handlers)
         assert {"/join", "/beat", "/term"} <= set(paths)
-        honest = Client(leader.address, SECRET)
+        honest = Client(leader.address, secret)
 
         def state() -> tuple[object, ...]:
             reign = coordinator.state
@@ -181,8 +201,10 @@ def agents(run: AttackedRun) -> Iterator[Row]:
             )
 
         assert state()[-1] == [[], []]
-        attacker = control_attacker(honest, leader.address, SECRET, 0, paths, "/term", {})
-        yield Row(leader.address, None, [attacker], lambda: honest.post("/term", {}), state)
+        attacker = control_attacker(honest, leader.address, secret, 0, paths, "/term", {})
+        yield Row(
+            leader.address, None, [attacker], lambda: honest.post("/term", {}), state, tls=secret
+        )
         honest.close()
 
 
@@ -214,7 +236,7 @@ def peers_at(
         return honest.inventory(), honest.newest_generation(), more()
 
     inventory = honest.inventory()
-    with tapped(address) as tap:
+    with tapped(address, tls=run.secret) as tap:
         client = PeerClient(tap.address, run.secret, 1, identity)
         assert client.inventory() == inventory
         client.newest_generation()
@@ -235,7 +257,7 @@ def peers_at(
         fresh = signing(address, run.secret, 9, requests, honest.listener_identity)
         asked = [path for _, path, _ in requests]
         attackers.append(HttpAttacker(SEED, asked, tap.requests, fresh, requests[0][0]))
-    yield Row(address, pid, attackers, honest.newest_generation, state)
+    yield Row(address, pid, attackers, honest.newest_generation, state, tls=run.secret)
     honest.close()
 
 
@@ -293,7 +315,7 @@ def control_attacker(
 ) -> HttpAttacker:
     """Return an attacker that has recorded `body` at `path` and intercepted requests to `paths`."""
     honest.post(path, body)  # learns the listener's name
-    with tapped(address) as tap:
+    with tapped(address, tls=secret) as tap:
         client = Client(tap.address, secret, generation)
         for _ in range(3):
             client.post(path, body)
@@ -310,16 +332,36 @@ def test_bad_requests(
     run: AttackedRun, listener: Callable[[AttackedRun], AbstractContextManager[Row]], attempts: int
 ) -> None:
     with listener(run) as row:
-        before = row.state()
-        counts = Counter[tuple[str, int]]()
-        for attacker in row.attackers:
-            counts += attack(row.address, attacker, attempts // 2, row.pid, row.honest, row.allowed)
-        assert row.state() == before
+        refused = attack_row(row, attempts)
+    run.refused[listener.__name__] = run.refused.get(listener.__name__, 0) + refused
+
+
+def attack_row(row: Row, attempts: int) -> int:
+    """Make all kinds of attempts at a listener; return how many got its usual refusal."""
+    before = row.state()
+    counts = Counter[tuple[str, int]]()
+    for attacker in row.attackers:
+        counts += attack(
+            row.address, attacker, attempts // 2, row.pid, row.honest, row.allowed, row.tls
+        )
+    assert row.state() == before
     if row.refused == 401:
         assert {status for kind, status in counts if kind in UNPROVEN} == {401}, counts
     refused = sum(count for (_, status), count in counts.items() if status == row.refused)
     assert refused > counts.total() // 30, counts
-    run.refused[listener.__name__] = run.refused.get(listener.__name__, 0) + refused
+    return refused
+
+
+def test_bad_requests_over_tls(tmp_path: Path) -> None:
+    """The proofs hold where TLS is passed; without TLS, no bad request reaches them."""
+    with agents_in(tmp_path, with_tls(SECRET)) as row:
+        attack_row(row, 640)
+        outside = attack(
+            row.address, row.attackers[0], 320, None, row.honest, frozenset({UPGRADE_STATUS})
+        )
+    statuses = {kind: status for kind, status in outside if kind != "another protocol"}
+    assert set(statuses.values()) <= {0, UPGRADE_STATUS}, outside
+    assert statuses["no proof"] == statuses["replayed"] == UPGRADE_STATUS, outside
 
 
 def test_a_generation_that_is_not_the_newest(run: AttackedRun) -> None:
@@ -381,7 +423,7 @@ def test_a_crowd_of_silent_connections(run: AttackedRun) -> None:
     for address, ask in clients.items():
         with ExitStack() as stack:
             for number in range(150):
-                silent = stack.enter_context(connect(address))
+                silent = stack.enter_context(connect(address))  # before any handshake
                 if number % 2:
                     silent.send(b"POST /report HTTP/1.1\r\nhost: x\r\n")
             ask()
@@ -416,14 +458,14 @@ def test_a_recording_is_useless_after_a_restart(run: AttackedRun) -> None:
     """The new process has never seen the nonces, but has another name. Honest clients learn it."""
     client = PeerClient(run.stage.address, run.secret, 1, "this run")
     client.inventory()
-    with tapped(run.stage.address) as tap:
+    with tapped(run.stage.address, tls=run.secret) as tap:
         other = PeerClient(tap.address, run.secret, 1, "this run")
         other.inventory()
         other.close()
     run.restart_stage()
     assert tap.requests
     for request in tap.requests:
-        assert statuses(answer_to(run.stage.address, request)) == [421]
+        assert statuses(answer_to(run.stage.address, request, tls=run.secret)) == [421]
     assert client.newest_generation() == 0  # the new process took nothing from the recording
     assert client.inventory() == {"snapshots": [], "plans": {}}
     assert client.newest_generation() == 1
@@ -456,7 +498,10 @@ def test_an_answer_that_was_changed(run: AttackedRun) -> None:
 
     right = PeerClient(run.stage.address, run.secret, 1).newest_generation()
     taken = 0
-    with tapped(run.stage.address, change) as stage, tapped(run.control, change) as control:
+    with (
+        tapped(run.stage.address, change, run.secret) as stage,
+        tapped(run.control, change, run.secret) as control,
+    ):
         for number in range(60):
             peer = PeerClient(stage.address, run.secret, 1, silence_timeout_s=2)
             client = Client(control.address, run.secret, 1, connect_retry_s=0.0)

@@ -86,10 +86,11 @@ def _post(found: Run, notice: Notice) -> EmergencyReply | UnknownNodeReply:
     from holdfast.elastic.protocol.notice_messages import NOTICE_PATH, notice_reply_from_json
     from holdfast.wire.http.client import Client
     from holdfast.wire.secret import open_secret
-    from holdfast.wire.term import newest_term
+    from holdfast.wire.term import newest_term, secret_of
 
     _, holder = newest_term(found.store)
-    client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
+    secret = secret_of(holder, open_secret(found.folder))
+    client = Client(str((holder or {}).get("address", "")), secret)
     try:
         return notice_reply_from_json(client.post(NOTICE_PATH, notice.to_json()))
     except HoldfastError as error:

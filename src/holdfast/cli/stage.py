@@ -31,6 +31,10 @@ def stage(
     listen: Annotated[str, typer.Option(help="address and port to listen on, host:port")],
     secret: Annotated[Path, typer.Option(help="file with the run's secret (mode 0600)")],
     memory: Annotated[float, typer.Option(help="GB that copies may take; each rank needs two")],
+    tls: Annotated[
+        bool | None,
+        typer.Option(help="speak TLS, as the run (cluster.tls); default: unless --listen is local"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON lines")] = False,
 ) -> int:
     """Keep the copies that a run's movers send here, until Ctrl-C. Nothing is written to disk.
@@ -44,8 +48,10 @@ def stage(
     """
     from holdfast.checkpoint.peers.client import split_address
     from holdfast.checkpoint.peers.staging_node import StagingNode
+    from holdfast.config.peers import is_loopback
     from holdfast.plan.limits import available_memory
     from holdfast.wire.http.sockets import bind_listener
+    from holdfast.wire.http.tls import with_tls
     from holdfast.wire.secret import read_secret
 
     try:
@@ -70,6 +76,7 @@ def stage(
             remedy=f"use {free / GB:.1f} or less",
         )
     known = read_secret(secret, is_given=True, say=say)
+    known = with_tls(known) if (not is_loopback(host) if tls is None else tls) else known
     kept = StagingNode(
         bind_listener(host, port, "--listen"),
         known,

@@ -26,6 +26,11 @@ class ClusterConfig(Section):
     gloo_interface: str = Field(
         AUTO, description="network device that gloo uses; auto: the device of cluster.interface"
     )
+    tls: bool | Literal["auto"] = Field(
+        "auto",
+        description="encrypt control and copies of snapshots between processes of the run, alike "
+        "on all nodes; auto: unless only this machine reaches the addresses (docs/security.md)",
+    )
     metrics_port: int = Field(
         0, ge=0, le=65535, description="port of /healthz and /metrics; 0: any free port"
     )

@@ -17,6 +17,8 @@ from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_outcome import FailedOutcome, FinishedOutcome, LeftOutcome
 from holdfast.errors import CannotGoOnError, HoldfastError, RunFolderError, UserError
 from holdfast.events import Event, RunFailed, RunFinished, RunStopped
+from holdfast.wire.secret import Secret
+from holdfast.wire.term import holder_probe, secret_of
 
 
 class EndReason(StrEnum):
@@ -67,6 +69,25 @@ def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderErr
         f"process {holder.get('pid')} on {holder.get('node')} trains this run without other nodes",
         where=where,
         remedy="stop it, start it with cluster.node=NAME; then other nodes can join",
+    )
+
+
+def refuse_join(holder: Mapping[str, Any], secret: Secret) -> None:
+    """Raises RunFolderError if the run at work would never admit this node. That is so for a run of
+    one node, and if only one of run and node speaks TLS. holder: of its newest term. secret: as
+    this node uses it."""
+    uses_tls = bool(holder.get("tls"))
+    if uses_tls == secret.uses_tls and not holder.get("alone"):
+        return
+    if not holder_probe(secret_of(holder, secret))(str(holder.get("address", ""))):
+        return  # it has ended, and this node may lead
+    if holder.get("alone"):
+        raise single_node_run_error(holder, "cluster.node")
+    raise RunFolderError(
+        f"the run at work {'speaks' if uses_tls else 'does not speak'} TLS, and this node "
+        f"{'does not' if uses_tls else 'does'}",
+        where="cluster.tls",
+        remedy=f"start this node with cluster.tls={str(uses_tls).lower()}",
     )
 
 

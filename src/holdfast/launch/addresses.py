@@ -81,6 +81,15 @@ def plan_addresses(config: RunConfig, store: RunStore) -> tuple[RunConfig, NodeA
     return config.model_copy(update=sections), own
 
 
+def uses_tls(config: RunConfig) -> bool:
+    """Return True if the processes of a run speak TLS. config: with its addresses planned."""
+    cluster, checkpoint = config.cluster, config.checkpoint
+    if cluster.tls != AUTO:
+        return bool(cluster.tls)
+    peers = [_host(peer.address) for peer in checkpoint.peers]
+    return not all(map(is_loopback, [cluster.host, checkpoint.peer_host, *peers]))
+
+
 def find_address(store: RunStore, run_folder: Path) -> NodeAddress:
     """Return the address of this machine that the other nodes of a run reach most likely."""
     for target, reason in _targets(store, run_folder):

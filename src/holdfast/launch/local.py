@@ -30,7 +30,7 @@ from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
-from holdfast.launch.addresses import NodeAddress, plan_addresses
+from holdfast.launch.addresses import NodeAddress, plan_addresses, uses_tls
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.node_name import default_node_name
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
@@ -38,6 +38,7 @@ from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.launch.trackers import tracker_programs
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import open_term
@@ -79,6 +80,8 @@ def train_locally(
         check_node_name(node)
     version = dataset_version or open_dataset(config.data.folder, config.data).version
     secret = open_secret(folder, say=say)
+    if uses_tls(config):
+        secret = with_tls(secret)
     hash_ = run_hash(folder, config)
     start = _RunOrigin(config, store, secret, hash_, version, fresh, say)
     joining = RunContext(
@@ -119,7 +122,10 @@ def _train_alone(
     # The agent listens before the term names its address: a reader of the term can ask.
     with bind_listener(interface, 0, "cluster.interface") as control:
         term = open_term(
-            context.store, address_of(control), lambda: refuse_in_use(context.folder, watch)
+            context.store,
+            address_of(control),
+            lambda: refuse_in_use(context.folder, watch),
+            context.secret.uses_tls,
         )
         try:
             context = replace(

@@ -17,6 +17,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ModelFolderError, RunFolderError
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import newest_term, secret_of
 
 RESOLVED_FILE = "resolved.json"
 IMPORTED_FOLDER = "imported"
@@ -134,7 +135,8 @@ def _foreign_file_error(path: Path) -> RunFolderError:
 
 def read_secrets(folder: Path) -> tuple[Secret, ...]:
     """Return the possible secrets of the run. First comes the one that a trainer started here would
-    use (the environment's, or the folder's). None is made. Raises RunFolderError for one that other
+    use (the environment's, or the folder's), with TLS if the run's newest term speaks it. None is
+    made. Raises RunFolderError for one that other
     users may read."""
     named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
     found = [read_secret(Path(named).expanduser(), is_given=True)] if named else []
@@ -144,7 +146,8 @@ def read_secrets(folder: Path) -> tuple[Secret, ...]:
         except RunFolderError:
             if not named:  # else it is not the one that is used here
                 raise
-    return tuple(dict.fromkeys(found))
+    holder = newest_term(FolderStore(folder))[1] if found else None
+    return tuple(dict.fromkeys(secret_of(holder, secret) for secret in found))
 
 
 def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:

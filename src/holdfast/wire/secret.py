@@ -14,11 +14,16 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.publish import publish_file
 from holdfast.wire.store.run_store import translate_os_error
+
+if TYPE_CHECKING:
+    import ssl
 
 SECRET_FILE_VARIABLE = "HOLDFAST_SECRET_FILE"
 _SECRET_BYTES = 32
@@ -26,21 +31,38 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class Secret:
-    """The key of every HMAC of a run. Its repr and str show nothing of it."""
+    """The key of every HMAC of a run. Its repr and str show nothing of it.
+
+    certificate: the run's certificate (DER), if the processes of the run speak TLS (`http/tls.py`);
+    empty if they do not. It follows from the key.
+    """
 
     key: bytes = field(repr=False)
+    certificate: bytes = field(default=b"", repr=False)
+
+    @property
+    def uses_tls(self) -> bool:
+        return bool(self.certificate)
+
+    @cached_property
+    def client_tls(self) -> ssl.SSLContext | None:
+        """Settings of TLS for a client, made once; None if the run's processes do not speak TLS."""
+        from holdfast.wire.http.tls import make_client_context
+
+        return make_client_context(self) if self.uses_tls else None
 
     def hex(self) -> str:
         """For a pipe to a child, and for nothing else."""
-        return self.key.hex()
+        return f"{self.key.hex()}:{self.certificate.hex()}" if self.uses_tls else self.key.hex()
 
     @staticmethod
     def from_hex(text: str) -> Secret:
         """Raises ValueError for anything but 16 or more bytes in hexadecimal digits."""
-        key = bytes.fromhex(text.strip())
+        digits, _, certificate = text.strip().partition(":")
+        key = bytes.fromhex(digits)
         if len(key) < 16:
             raise ValueError("a secret has at least 16 bytes (32 hexadecimal digits)")
-        return Secret(key)
+        return Secret(key, bytes.fromhex(certificate))
 
 
 def open_secret(
@@ -100,7 +122,7 @@ def read_secret(
             remedy=_remedy_for_mode(path, is_given),
         )
     try:
-        return Secret.from_hex(text)
+        return Secret(Secret.from_hex(text).key)
     except ValueError:
         raise RunFolderError(
             "this is not a secret", where=str(path), remedy="write 64 hexadecimal digits into it"

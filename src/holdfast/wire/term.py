@@ -15,7 +15,7 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -25,6 +25,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import CorruptError, FencedError, HoldfastError, RunFolderError
 from holdfast.wire.http.auth import AuthError
 from holdfast.wire.http.client import NO_GENERATION, Client, RequestError
+from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 
@@ -61,6 +62,12 @@ def is_host_of(host: Host, holder: dict[str, Any]) -> bool:
     older version the name has to do, as it did for that version."""
     its = host_of(holder)
     return its.name == host.name and its.boot in ("", host.boot)
+
+
+def secret_of(holder: Mapping[str, Any] | None, secret: Secret) -> Secret:
+    """Return the secret as the processes of a term's holder use it: with TLS, or without."""
+    is_encrypted = holder is not None and bool(holder.get("tls"))
+    return with_tls(secret) if is_encrypted else Secret(secret.key)
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,12 @@ class Term:
             return
 
 
-def open_term(store: RunStore, address: str, refuse_live_holder: Callable[[], None]) -> Term:
+def open_term(
+    store: RunStore,
+    address: str,
+    refuse_live_holder: Callable[[], None],
+    uses_tls: bool = False,
+) -> Term:
     """Open the next term, from `address`, where the caller listens already.
 
     refuse_live_holder: raises RunFolderError while the holder of the newest term lives.
@@ -112,7 +124,14 @@ def open_term(store: RunStore, address: str, refuse_live_holder: Callable[[], No
     while True:
         newest, _ = newest_term(store)
         refuse_live_holder()
-        term = create_term(store, newest + 1, address, platform.node(), is_single_node=True)
+        term = create_term(
+            store,
+            newest + 1,
+            address,
+            platform.node(),
+            is_single_node=True,
+            uses_tls=uses_tls,
+        )
         if term is not None:
             return term  # else another trainer was faster: the next look finds it
 
@@ -124,9 +143,11 @@ def create_term(
     node: str,
     is_single_node: bool = False,
     host: Host | None = None,
+    uses_tls: bool = False,
 ) -> Term | None:
     """Open term `number` without a request to the last trainer; None if another trainer was faster.
-    is_single_node: of a run that takes in no other node. host: this host, if not given."""
+    is_single_node: of a run that takes in no other node. host: this host, if not given. uses_tls:
+    the agents of the run speak TLS."""
     host = host or this_host()
     value = {
         "term": number,
@@ -138,6 +159,8 @@ def create_term(
         "address": address,
         "since": time.time(),
     }
+    if uses_tls:
+        value["tls"] = True
     held = json.dumps(value).encode() + b"\n"
     try:
         store.create(_term_key(number), held)

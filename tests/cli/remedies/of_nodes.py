@@ -32,6 +32,7 @@ from holdfast.elastic.protocol.notice_messages import (
     Notice,
     UnknownNodeReply,
 )
+from holdfast.elastic.run_result import refuse_join
 from holdfast.events import StepTraced
 from holdfast.export.weights import with_checkpoint
 from holdfast.launch.holder import HolderWatch
@@ -44,6 +45,7 @@ from holdfast.report.trackers.cursor import CURSOR_FILE, lock_tracker
 from holdfast.report.trackers.process import TrackerSpec
 from holdfast.wire.http.client import Client
 from holdfast.wire.http.sockets import bind_listener
+from holdfast.wire.http.tls import with_tls
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
@@ -103,6 +105,21 @@ def start_beside(check: Callable[..., None]) -> Callable[[Lab], None]:
             check(folder, HolderWatch(folder, quiet_s=quiet, host=ELSEWHERE))
 
     return start
+
+
+def fixed_secret(secret: Secret) -> Callable[[Lab], None]:
+    """A node that has the secret, with or without TLS."""
+
+    def begin(lab: Lab) -> None:
+        lab.settings["secret"] = secret
+
+    return begin
+
+
+def start_in_encrypted_run(lab: Lab) -> None:
+    """What a node checks before it joins a run at work that speaks TLS."""
+    with agent(with_tls(Secret(b"n" * 32))) as address:
+        refuse_join({"address": address, "tls": True}, lab.settings["secret"])
 
 
 def stop_it(lab: Lab, found: Match[str]) -> None:
@@ -333,6 +350,13 @@ CASES: list[Case] = [
         start_beside(refuse_alone),
         r"stop it, start it with cluster\.node=NAME; then other nodes can join",
         start_as_node("0.0.0.0:1"),
+    ),
+    case(
+        "elastic/run_result.py: the run at work … TLS, and this node …",
+        fixed_secret(Secret(b"n" * 32)),
+        start_in_encrypted_run,
+        r"start this node with cluster\.tls=true",
+        fixed(secret=with_tls(Secret(b"n" * 32))),
     ),
     case(
         FOLDER + "… leads the run and listens on …, which only its own machine reaches",

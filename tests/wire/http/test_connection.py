@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.limiter = ConnectionLimiter(CONTROL, Refusals())
+        self.tls: ssl.SSLContext | None = None
         self.go = asyncio.Event()
 
     def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:

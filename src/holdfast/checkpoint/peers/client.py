@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from holdfast.core.json_parsing import parse_json
@@ -37,8 +37,12 @@ from holdfast.wire.http.auth import (
 )
 from holdfast.wire.http.connection_pool import ConnectionPool
 from holdfast.wire.http.sync_connection import ClientResponse, SyncConnection
+from holdfast.wire.http.tls import UPGRADE_STATUS, wants_tls
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
+
+if TYPE_CHECKING:
+    import ssl
 
 INVENTORY_PATH, RANGE_PATH, OFFER_PATH, NEWEST = "/inventory", "/range", "/offer", "/newest"
 USE_COPY, USE_RESTORE = "copy", "restore"
@@ -88,7 +92,8 @@ class PeerClient:
         self._secret = secret
         self._silence_timeout_s = silence_timeout_s
         self._connections = ConnectionPool(
-            partial(_connect, address, *split_address(address)), IDLE_REUSE_LIMIT_S
+            partial(_connect, address, *split_address(address), secret.client_tls),
+            IDLE_REUSE_LIMIT_S,
         )
 
     def inventory(self) -> dict[str, Any]:
@@ -232,6 +237,8 @@ class PeerClient:
             return True
         if answer.status == UNKNOWN:
             raise AuthError(f"{self.address} does not accept this run's secret")
+        if answer.status == UPGRADE_STATUS:
+            raise AuthError(wants_tls(self.address))
         data = answer.read(MAX_ANSWER_BYTES)
         check_answer(self._secret, nonce, answer.status, data, answer.header(PROOF_HEADER))
         if answer.status == MISDIRECTED_STATUS:
@@ -243,10 +250,12 @@ class PeerClient:
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
 
-def _connect(address: str, host: str, port: int, timeout: float) -> SyncConnection:
-    """Raises PeerError."""
+def _connect(
+    address: str, host: str, port: int, tls: ssl.SSLContext | None, timeout: float
+) -> SyncConnection:
+    """Raises PeerError, AuthError."""
     try:
-        connection = SyncConnection(host, port, min(timeout, CONNECT_TIMEOUT_S))
+        connection = SyncConnection(host, port, min(timeout, CONNECT_TIMEOUT_S), tls)
     except OSError as error:
         raise PeerError(f"{address} cannot be reached: {_error_text(error)}") from error
     _detect_dead_peer(connection.sock)

@@ -64,8 +64,10 @@ from holdfast.wire.http.sync_connection import (
     HttpFormatError,
     ParsedRequest,
     SocketReader,
+    end_both_ways,
     parse_request,
 )
+from holdfast.wire.http.tls import is_tls, listener_context, shake_hands, tls_errors
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -80,6 +82,8 @@ MAX_BODY_BYTES = 64 << 20
 LENGTH_HEADER = "content-length"
 SEND_PIECE_BYTES = 1 << 20
 """Bytes that leave at a time: the grain of the budget."""
+ENCRYPTED_PIECE_BYTES = 256 << 10
+"""Bytes that are copied and encrypted at a time; they stay in the processor's cache."""
 
 
 class OfferReceiver(Protocol):
@@ -128,6 +132,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             rate_limiter,
         )
         self.verifier = Verifier(secret, clock)
+        self.tls = listener_context(secret)
         self.wait_until_hashed = wait_until_hashed
         self.refusals = refusals or Refusals()
         self.post_handlers: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {}
@@ -180,6 +185,15 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             return self._newest_generation if run_id == self._run_id else 0
 
     # --- connections ------------------------------------------------------------------------
+    def get_request(self) -> tuple[Any, Any]:
+        """With TLS, the handshake is left to the connection's thread."""
+        connection, address = super().get_request()
+        if self.tls is not None:
+            connection = self.tls.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
+
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._open_connections[request], self._opened_at[request] = False, time.monotonic()
@@ -229,7 +243,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._opened_at.pop(connection, None)
             self._idle_connections.pop(connection, None)
             try:
-                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+                end_both_ways(connection)  # wakes the thread that reads from it
             except OSError:
                 return
 
@@ -241,13 +255,20 @@ class _PeerHandler(socketserver.BaseRequestHandler):
     """One connection."""
 
     server: PeerServer
-    request: socket.socket
+    request: Any  # a socket; one of TLS if the server has that
     _asked_request: ParsedRequest
 
     def handle(self) -> None:
         self.request.settimeout(IDLE_CONNECTION_TIMEOUT_S)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._incoming, self._closes_connection = SocketReader(self.request), False
+        if self.server.tls is not None:
+            if (reason := shake_hands(self.request)) is not None:
+                self.server.refusals.count(PEERS, reason)
+                return
+        elif is_tls(self.request.recv(1, socket.MSG_PEEK)):  # it would wait for our hello
+            self._refuse(REFUSED, "not ours")
+            return
         while not self._closes_connection:
             try:
                 head = self._incoming.read_head()
@@ -256,6 +277,9 @@ class _PeerHandler(socketserver.BaseRequestHandler):
                 self._asked_request = parse_request(head)
             except (HttpFormatError, ValueError):  # this sender learns no more than any other
                 self._refuse(REFUSED, "not ours")
+                return
+            except tls_errors(self.request):
+                self.server.refusals.count(PEERS, "not TLS")
                 return
             self._closes_connection = not self._asked_request.keeps_alive
             match self._asked_request.method:
@@ -392,7 +416,7 @@ class _PeerHandler(socketserver.BaseRequestHandler):
         )
         if not self._send_slot(found, start, stop, is_rate_limited=asked.get("use") == USE_COPY):
             self._closes_connection = True
-            self.request.shutdown(socket.SHUT_RDWR)
+            end_both_ways(self.request)
 
     def _send_slot(self, snapshot: Snapshot, start: int, stop: int, is_rate_limited: bool) -> bool:
         """Send a slot's range; return True if it held the snapshot until the last piece was
@@ -404,7 +428,8 @@ class _PeerHandler(socketserver.BaseRequestHandler):
                 self.server.rate_limiter.take(piece)
             if not snapshot.is_intact:
                 return False
-            _send_file(self.request, snapshot.memory.fd, at + start, piece)
+            send = _send_file if self.server.tls is None else _send_encrypted
+            send(self.request, snapshot.memory.fd, at + start, piece)
             self.server.sent_bytes += piece
             start += piece
         return snapshot.is_intact
@@ -458,3 +483,16 @@ def _send_file(connection: socket.socket, fd: int, offset: int, count: int) -> N
         if not sent:
             raise ConnectionError("the memory file is shorter than its slots")
         offset += sent
+
+
+def _send_encrypted(connection: socket.socket, fd: int, offset: int, count: int) -> None:
+    """As `_send_file` over TLS, which sendfile(2) does not encrypt. Raises OSError."""
+    buffer, end = memoryview(bytearray(min(count, ENCRYPTED_PIECE_BYTES))), offset + count
+    connection.settimeout(STALLED_RECEIVER_TIMEOUT_S)
+    while offset < end:
+        read = os.preadv(fd, [buffer[: end - offset]], offset)
+        if not read:
+            raise ConnectionError("the memory file is shorter than its slots")
+        connection.sendall(buffer[:read])
+        offset += read
+    connection.settimeout(IDLE_CONNECTION_TIMEOUT_S)

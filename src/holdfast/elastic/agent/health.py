@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -92,6 +93,7 @@ class HealthApplication:
         """stalled_after_s: seconds without a step after which a node that trains is not healthy,
         counted from the first request that saw the same step."""
         self.limiter = ConnectionLimiter(HEALTH, refusals)
+        self.tls: ssl.SSLContext | None = None  # so that Prometheus can read it
         self._health_status, self._render_metrics = health_status, render_metrics
         self._rendered_metrics: tuple[float, bytes] | None = None
         self._stalled_after_s, self._now = stalled_after_s, now

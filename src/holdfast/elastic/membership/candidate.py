@@ -27,16 +27,18 @@ class Candidate:
         self,
         membership: RunMembership,
         address: str,
+        uses_tls: bool,
         store: RunStore,
         start_coordinator: Callable[[Term], Awaitable[Coordinator]],
         complain: Callable[[str], None],
         own_term: Term | None,
         check_run_folder: Callable[[], Awaitable[None]],
     ) -> None:
-        """The arguments after `membership` are those of `RoleLoop`."""
+        """The arguments after `membership` are those of `RoleLoop`. uses_tls: agents speak TLS."""
         self.coordinator_fault: BaseException | None = None
         """Our own bug that ended the coordinator of a run of one node."""
         self._membership, self._address, self._store = membership, address, store
+        self._uses_tls = uses_tls
         self._start_coordinator, self._complain = start_coordinator, complain
         self._own_term, self._check_run_folder = own_term, check_run_folder
         self._fault_count = 0  # terms that ended by such a bug
@@ -53,7 +55,12 @@ class Candidate:
             await self._check_run_folder()
             number += 1
             term = await asyncio.to_thread(
-                create_term, self._store, number, self._address, membership.state.name
+                create_term,
+                self._store,
+                number,
+                self._address,
+                membership.state.name,
+                uses_tls=self._uses_tls,
             )
         if term is None:
             membership.set_state(

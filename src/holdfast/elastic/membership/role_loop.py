@@ -38,15 +38,19 @@ from holdfast.elastic.protocol.coordinator_messages import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.messages import handler_of
-from holdfast.elastic.run_result import EndReason, RunEndedError, single_node_run_error
-from holdfast.errors import HoldfastError
+from holdfast.elastic.run_result import (
+    EndReason,
+    RunEndedError,
+    refuse_join,
+)
+from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term
+from holdfast.wire.term import TERM_PATH, Term, newest_term
 
 ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store."""
@@ -107,6 +111,7 @@ class RoleLoop:
         self._candidate = Candidate(
             self._membership,
             address,
+            secret.uses_tls,
             store,
             start_coordinator,
             complain,
@@ -235,8 +240,8 @@ class RoleLoop:
         address = "" if holder is None else str(holder.get("address", ""))
         if address == self._address and self.coordinator is None:
             address = ""  # this agent held the term before a restart or a failure of the term
-        elif holder is not None and holder.get("alone"):
-            await self._reject_single_node_run(holder, address)
+        elif holder is not None:
+            await self._refuse_join(holder)
         if not address and self._membership.now < self._stands_back_until:
             await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
             return
@@ -255,12 +260,12 @@ class RoleLoop:
             name, leader = self.state.name, holder.get("node") or "another agent"
             self._complain_once(f"{name} has joined the run; {leader} coordinates it")
 
-    async def _reject_single_node_run(self, holder: Mapping[str, Any], leader_address: str) -> None:
-        """Raises RunEndedError if a run of one node is at work: it would never admit this agent."""
-        if await asyncio.to_thread(holder_probe(self._secret), leader_address):
-            raise RunEndedError(
-                str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
-            )
+    async def _refuse_join(self, holder: Mapping[str, Any]) -> None:
+        """Raises RunEndedError if the run at work would never admit this agent."""
+        try:
+            await asyncio.to_thread(refuse_join, holder, self._secret)
+        except RunFolderError as error:
+            raise RunEndedError(str(error), EndReason.USER_ERROR) from error
 
     # --- following ------------------------------------------------------------------------------
     async def _run_follower(self) -> None:

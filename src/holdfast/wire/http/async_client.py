@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ import httptools
 from holdfast.core.json_parsing import parse_json
 from holdfast.wire.http.auth import (
     MISDIRECTED_STATUS,
+    AuthError,
     ListenerIdentity,
     Proof,
     check_answer,
@@ -28,6 +30,7 @@ from holdfast.wire.http.client import (
     UnreachableError,
     verify_answer,
 )
+from holdfast.wire.http.tls import explain
 from holdfast.wire.secret import Secret
 
 
@@ -44,6 +47,7 @@ class AsyncClient:
         self.address = address
         self._host, self._port = host.strip("[]"), int(port)
         self._secret, self._connect_seconds = secret, connect_timeout_s
+        self._tls = secret.client_tls
         self._idle_connections: list[_AsyncConnection] = []
         self._busy_connections: set[_AsyncConnection] = set()
         self._listener = ListenerIdentity(time.time)
@@ -118,7 +122,13 @@ class AsyncClient:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 # asyncio turns Nagle's algorithm off by itself here.
-                _, line = await loop.create_connection(_AsyncConnection, self._host, self._port)
+                _, line = await loop.create_connection(
+                    _AsyncConnection, self._host, self._port, ssl=self._tls
+                )
+        except ssl.SSLCertVerificationError:
+            raise AuthError(f"{self.address} does not accept this run's secret") from None
+        except ssl.SSLError as error:
+            raise OSError(explain(error)) from error
         except TimeoutError as error:
             raise OSError(f"no connection within {self._connect_seconds:g} s") from error
         return line

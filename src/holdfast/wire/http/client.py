@@ -24,6 +24,7 @@ from holdfast.wire.http.auth import (
 )
 from holdfast.wire.http.connection_pool import ConnectionPool
 from holdfast.wire.http.sync_connection import HttpFormatError, SyncConnection
+from holdfast.wire.http.tls import UPGRADE_STATUS, wants_tls
 from holdfast.wire.secret import Secret
 
 NO_GENERATION = 0
@@ -61,7 +62,8 @@ class Client:
         host, _, port = address.rpartition(":")
         self.address = address
         self.generation = generation
-        self._connections = ConnectionPool(partial(SyncConnection, host.strip("[]"), int(port)))
+        connect = partial(SyncConnection, host.strip("[]"), int(port), tls=secret.client_tls)
+        self._connections = ConnectionPool(connect)
         self._secret = secret
         self._connect_retry_s = connect_retry_s
         self._listener = ListenerIdentity(time.time)
@@ -132,6 +134,8 @@ def verify_answer(
     """The answer's value, once it has proven whose it is. Raises as `Client.post` does."""
     if status == 401:  # the agent cannot sign for a stranger
         raise AuthError(f"{address} does not accept this run's secret")
+    if status == UPGRADE_STATUS:
+        raise AuthError(wants_tls(address))
     check_answer(secret, proof.nonce, status, data, digest)
     value = parse_json(data)
     if status == 409:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
@@ -56,6 +57,8 @@ BodyHandler = Callable[[bytes], Awaitable[HttpResponse]]
 
 class Application(Protocol):
     limiter: ConnectionLimiter
+    tls: ssl.SSLContext | None
+    """Settings of TLS; None: the listener speaks plain HTTP."""
 
     def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:
         """Return the answer if the head is enough for it. Otherwise return the reader of the body,
@@ -234,8 +237,11 @@ class HttpConnection(asyncio.Protocol):
             self._queue.clear()
             self._transport.close()
 
-    def _refuse(self, reason: RefusalReason) -> None:
+    def count_refusal(self, reason: RefusalReason) -> None:
         self._limiter.refusals.count(self._limiter.listener, reason)
+
+    def _refuse(self, reason: RefusalReason) -> None:
+        self.count_refusal(reason)
         self._is_closing, self._reader = True, None
         if self.task is not None or self._queue:  # in the midst of an answer
             self._transport.abort()

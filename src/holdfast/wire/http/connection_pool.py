@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,5 +79,5 @@ class ConnectionPool:
             busy = list(self._busy)
         for connection in busy:
             with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+                connection.abort()
         self.close()

@@ -30,11 +30,14 @@ RefusalReason = (
         "crowded",
         "no such path",
         "not ours",
+        "not TLS",
+        "wrong certificate",
         "other user",
         "other run",
     ]
 )
-"""not ours: not even the protocol. crowded: closed to make room, having proven nothing."""
+"""not ours: not even the protocol. not TLS: the listener speaks nothing else. crowded: closed to
+make room, having proven nothing."""
 
 ROUTINE_REASONS = frozenset({"older generation", "unknown generation"})
 """Refusals that a late process of the run itself may cause; all other refusals are a stranger's."""

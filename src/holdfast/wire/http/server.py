@@ -37,6 +37,8 @@ from holdfast.wire.http.connection import (
 )
 from holdfast.wire.http.connection_limits import LISTEN_BACKLOG, ConnectionLimiter
 from holdfast.wire.http.refusals import CONTROL, RefusalReason, Refusals
+from holdfast.wire.http.tls import listener_context
+from holdfast.wire.http.tls_connection import TlsConnection
 from holdfast.wire.secret import Secret
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -78,6 +80,7 @@ class SignedApplication:
         self._refusals = refusals or Refusals()
         self._handlers = {path.encode(): (path, handler) for path, handler in handlers.items()}
         self.limiter = ConnectionLimiter(CONTROL, self._refusals)
+        self.tls = listener_context(secret)
 
     def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:
         found = self._handlers.get(head.target)
@@ -176,7 +179,7 @@ class HttpListener:
     async def serve(self) -> None:
         """Answer until `close`; cancelled, it leaves nothing behind either."""
         server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(self._application, self._connections),
+            self._make_connection,
             sock=self._socket,
             backlog=self._application.limiter.accept_batch,
         )
@@ -193,6 +196,11 @@ class HttpListener:
 
     def close(self) -> None:
         self._closing.set()
+
+    def _make_connection(self) -> asyncio.Protocol:
+        connection = HttpConnection(self._application, self._connections)
+        tls = self._application.tls
+        return connection if tls is None else TlsConnection(connection, tls)
 
     async def _finish_connections(self) -> None:
         for connection in tuple(self._connections):

@@ -11,11 +11,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import httptools
 
+from holdfast.wire.http.auth import AuthError
 from holdfast.wire.http.head_fields import HeadFields
+from holdfast.wire.http.tls import explain, tls_errors
+
+if TYPE_CHECKING:
+    import ssl
 
 MAX_HEAD_BYTES = 16 << 10
 """A head at most; ours have less than one KiB."""
@@ -141,12 +146,19 @@ class ClientResponse:
 class SyncConnection:
     """A connection that was opened from here. One request at a time."""
 
-    def __init__(self, host: str, port: int, timeout: float) -> None:
-        """Connect; `timeout` bounds that and every silence after it, in seconds. Raises OSError."""
+    def __init__(
+        self, host: str, port: int, timeout: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Connect; `timeout` bounds that and every silence after it, in seconds. tls: speak TLS.
+
+        Raises OSError, and AuthError if the other end has another certificate.
+        """
         self.sock = socket.create_connection((host, port), timeout)
         # What leaves in two writes would wait for an acknowledgement of the first (Nagle's
         # algorithm against delayed ones: 40 ms).
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self.sock = _encrypt(self.sock, tls, f"{host}:{port}")
         name = f"[{host}]" if ":" in host else host
         self._host = f"host: {name}:{port}\r\n"
         self._incoming = SocketReader(self.sock)
@@ -169,7 +181,7 @@ class SyncConnection:
             lines += f"content-length: {len(body)}\r\n"
         head = f"{method} {path} HTTP/1.1\r\n{self._host}{lines}\r\n".encode("latin-1")
         # A listener that refuses the head closes before the body has left, and has answered.
-        with suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(BrokenPipeError, ConnectionResetError, *tls_errors(self.sock)):
             if len(body) <= MAX_JOINED_BYTES:
                 self.sock.sendall(head + body)
             else:
@@ -184,6 +196,17 @@ class SyncConnection:
     def close(self) -> None:
         self.sock.close()
 
+    def abort(self) -> None:
+        """Wake the thread that reads from it. Raises OSError if the connection has ended."""
+        end_both_ways(self.sock)
+
+
+def end_both_ways(sock: socket.socket) -> None:
+    """End a connection, which another thread may read from. Raises OSError.
+
+    The method of an `SSLSocket` would make that thread take encrypted bytes for plain ones."""
+    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
 
 def parse_request(head: bytes) -> ParsedRequest:
     """Raises ValueError for what is no request of HTTP."""
@@ -197,6 +220,27 @@ def parse_request(head: bytes) -> ParsedRequest:
         frozenset(said.repeated),
         _keeps_alive(parser.get_http_version(), said.headers),
     )
+
+
+def _encrypt(sock: socket.socket, tls: ssl.SSLContext, address: str) -> socket.socket:
+    """Shake hands. Raises AuthError for another certificate, HttpFormatError if the other end
+    speaks no TLS, ConnectionResetError if it closes, TimeoutError, OSError."""
+    import ssl
+
+    try:
+        return tls.wrap_socket(sock)
+    except ssl.SSLCertVerificationError:
+        sock.close()
+        raise AuthError(f"{address} does not accept this run's secret") from None
+    except ssl.SSLEOFError as error:
+        sock.close()
+        raise ConnectionResetError("closed in the midst of a handshake") from error
+    except ssl.SSLError as error:
+        sock.close()
+        raise HttpFormatError(explain(error)) from error
+    except OSError:
+        sock.close()
+        raise
 
 
 def _feed(
