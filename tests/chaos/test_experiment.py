@@ -111,7 +111,7 @@ def test_a_fault_that_came_to_nothing_does_not_count(
 
 
 class _Starts:
-    """A fleet that notes who is started; `ended` are told of once."""
+    """A fleet that notes who is started. It gives what has `ended` once."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
