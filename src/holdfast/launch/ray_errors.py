@@ -46,6 +46,12 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
                 where=ADDRESS_KEY,
                 remedy="install the cluster's versions here",
             )
+    return _explain_job(kind, detail, address)
+
+
+def _explain_job(kind: str, detail: str, address: str) -> ConfigError:
+    """The same for refusals of a job by a cluster that answers."""
+    match kind:
         case "resources":
             return ConfigError(
                 f"no machine of the Ray cluster has what a node takes: {detail}",
