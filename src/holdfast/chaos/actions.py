@@ -56,13 +56,15 @@ class ChaosEnvironment:
 @dataclass(frozen=True)
 class FaultAction:
     """An action that was done. target: its object. heal: undoes it, after `seconds`.
-    nodes_to_restart: nodes that are to come back."""
+    nodes_to_restart: nodes that are to come back. holds_starts: an agent that starts before it is
+    undone ends with a sentence, so none is started."""
 
     target: str
     heal: Callable[[], None] | None = None
     seconds: float = 0.0
     nodes_to_restart: tuple[str, ...] = ()
     on_tick: Callable[[float], None] | None = None  # told the seconds since, until it is healed
+    holds_starts: bool = False
 
 
 def _kill_agent(at: ChaosEnvironment, node: str) -> FaultAction:
@@ -150,7 +152,10 @@ def _break_run_folder(at: ChaosEnvironment, node: str) -> FaultAction:
     and files that are open already stay open."""
     _point_link(at.run_folder, at.run_folder.name)
     return FaultAction(
-        "the run folder", lambda: _point_link(at.run_folder, at.real_folder.name), at.outage_s
+        "the run folder",
+        lambda: _point_link(at.run_folder, at.real_folder.name),
+        at.outage_s,
+        holds_starts=True,
     )
 
 
