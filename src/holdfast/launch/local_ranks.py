@@ -47,7 +47,7 @@ def as_one_node(
         code = 1
         peers: list[socket.socket] = []
         try:
-            ranks = {place.local_rank: place.rank}
+            ranks: dict[int, int] = {place.local_rank: place.rank}
             for peer in _accept_all(listener, place, ranks, timeout_s):
                 peers.append(open_until_end.enter_context(peer))
             code = start(replace(place, ranks=tuple(sorted(ranks.values()))))
