@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,12 @@ def server(tmp_path: Path) -> Iterator[Sshd]:
         yield found
 
 
+@contextmanager
+def hosts_of_sshd(root: Path) -> Iterator[tuple[str, ...]]:
+    with sshd(root) as found:
+        yield ssh_settings(found)
+
+
 def ssh_settings(server: Sshd) -> tuple[str, ...]:
     return (
         f"launch.ssh.hosts={json.dumps(HOSTS)}",
@@ -112,3 +119,27 @@ def test_hosts_that_a_real_sshd_serves(run: LaunchedRun, server: Sshd) -> None:
     run("launch", *settings).refuses_last("host 127.0.0.1", "its host key is not the one")
     lost = run("status")
     assert (lost.code, lost.out.count("lost")) == (1, 2)
+
+
+# --- the same run file gives the same parameters on each owner ----------------------------------
+WAYS: dict[str, Callable[[Path], AbstractContextManager[tuple[str, ...]]]] = {
+    "local": lambda root: nullcontext(("launch.on=local", "launch.nodes=2", "cluster.places=1")),
+    "ssh": lambda root: hosts_of_sshd(root / "sshd"),
+}
+"""Word of `launch.on` -> what brings the owner up, and gives the overrides of `launch`."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_run_file_gives_the_same_parameters(
+    run: LaunchedRun, tmp_path: Path, way: str
+) -> None:
+    """As `holdfast train` alone, bit for bit. torchrun and mpirun: `test_launchers.py`."""
+    alone = apart("train", run.run_file, f"folder={tmp_path}/alone", "cluster.threads_per_worker=1")
+    assert alone.code == 0, alone.err
+    with WAYS[way](tmp_path) as settings:
+        started = run("launch", *SETTINGS, *settings)
+        assert started.code == 0, started.err
+        run.wait("finished")
+    compared = apart("checkpoint", "diff", f"{tmp_path}/alone@newest", f"{run.folder}@newest")
+    assert compared.code == 0, compared.out + compared.err
+    assert max(Nodes(run.run_file, run.folder).losses()) == 6
