@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "start or resume a run whose loop is your own script"),
     "join": ("join", "take part in a run on several machines"),
     "launch": ("launch", "start a run on machines of Slurm, Ray, Kubernetes or a host file"),
+    "host": ("host", "run programs of a controller on this machine"),
     "status": ("status", "show the nodes of a launched run"),
     "logs": ("logs", "print what the nodes of a launched run have printed"),
     "down": ("down", "give the machines of a launched run back"),
