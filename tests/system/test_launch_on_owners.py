@@ -13,10 +13,13 @@ import pytest
 
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
+from tests.support.ray_cluster import needs_ray, ray_cluster
+from tests.support.slurm_cluster import INSTALL, is_installed, slurm_of
 from tests.support.sshd import HOSTS, Sshd, sshd
 
 pytestmark = pytest.mark.slow
 DEADLINE = 240.0
+needs_slurm = pytest.mark.skipif(not is_installed(), reason=INSTALL)
 SETTINGS = (
     "layout.workers=2",
     "cluster.beat_seconds=0.5",
@@ -122,21 +125,44 @@ def test_hosts_that_a_real_sshd_serves(run: LaunchedRun, server: Sshd) -> None:
 
 
 # --- the same run file gives the same parameters on each owner ----------------------------------
-WAYS: dict[str, Callable[[Path], AbstractContextManager[tuple[str, ...]]]] = {
-    "local": lambda root: nullcontext(("launch.on=local", "launch.nodes=2", "cluster.places=1")),
-    "ssh": lambda root: hosts_of_sshd(root / "sshd"),
-}
-"""Word of `launch.on` -> what brings the owner up, and gives the overrides of `launch`."""
+def two_nodes(owner: str, *more: str) -> tuple[str, ...]:
+    return (f"launch.on={owner}", "launch.nodes=2", "cluster.places=1", *more)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@contextmanager
+def nodes_of_slurm(root: Path) -> Iterator[tuple[str, ...]]:
+    with slurm_of(2) as cluster, pytest.MonkeyPatch.context() as patch:
+        for variable in ("SLURM_CONF", "PATH"):
+            patch.setenv(variable, cluster.environment[variable])
+        yield two_nodes("slurm")
+
+
+@contextmanager
+def machines_of_ray(root: Path) -> Iterator[tuple[str, ...]]:
+    with ray_cluster("a", "b") as cluster:
+        yield two_nodes("ray", f"launch.ray.address={cluster.address}")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(lambda root: nullcontext(two_nodes("local")), id="local"),
+        pytest.param(lambda root: hosts_of_sshd(root / "sshd"), id="ssh"),
+        pytest.param(nodes_of_slurm, id="slurm", marks=needs_slurm),
+        pytest.param(machines_of_ray, id="ray", marks=needs_ray),
+    ],
+)
 def test_the_same_run_file_gives_the_same_parameters(
-    run: LaunchedRun, tmp_path: Path, way: str
+    run: LaunchedRun,
+    tmp_path: Path,
+    way: Callable[[Path], AbstractContextManager[tuple[str, ...]]],
 ) -> None:
-    """As `holdfast train` alone, bit for bit. torchrun and mpirun: `test_launchers.py`."""
+    """As `holdfast train` alone, bit for bit. torchrun, mpirun and srun: `test_launchers.py`.
+
+    way: brings the owner up, and gives the overrides of `launch`."""
     alone = apart("train", run.run_file, f"folder={tmp_path}/alone", "cluster.threads_per_worker=1")
     assert alone.code == 0, alone.err
-    with WAYS[way](tmp_path) as settings:
+    with way(tmp_path) as settings:
         started = run("launch", *SETTINGS, *settings)
         assert started.code == 0, started.err
         run.wait("finished")
