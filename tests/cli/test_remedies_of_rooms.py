@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_buckets,
     of_campaigns,
     of_commands,
     of_datasets_cases,
@@ -74,6 +75,7 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_buckets,
     of_launchers,
     of_launches,
     of_pods,
