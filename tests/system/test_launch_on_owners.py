@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
+from tests.support.ray_cluster import needs_ray, ray_cluster
+from tests.support.slurm_cluster import INSTALL, is_installed, slurm_of
 from tests.support.sshd import HOSTS, Sshd, sshd
 
 pytestmark = pytest.mark.slow
 DEADLINE = 240.0
+needs_slurm = pytest.mark.skipif(not is_installed(), reason=INSTALL)
 SETTINGS = (
     "layout.workers=2",
     "cluster.beat_seconds=0.5",
@@ -81,6 +85,12 @@ def server(tmp_path: Path) -> Iterator[Sshd]:
         yield found
 
 
+@contextmanager
+def hosts_of_sshd(root: Path) -> Iterator[tuple[str, ...]]:
+    with sshd(root) as found:
+        yield ssh_settings(found)
+
+
 def ssh_settings(server: Sshd) -> tuple[str, ...]:
     return (
         f"launch.ssh.hosts={json.dumps(HOSTS)}",
@@ -112,3 +122,50 @@ def test_hosts_that_a_real_sshd_serves(run: LaunchedRun, server: Sshd) -> None:
     run("launch", *settings).refuses_last("host 127.0.0.1", "its host key is not the one")
     lost = run("status")
     assert (lost.code, lost.out.count("lost")) == (1, 2)
+
+
+# --- the same run file gives the same parameters on each owner ----------------------------------
+def two_nodes(owner: str, *more: str) -> tuple[str, ...]:
+    return (f"launch.on={owner}", "launch.nodes=2", "cluster.places=1", *more)
+
+
+@contextmanager
+def nodes_of_slurm(root: Path) -> Iterator[tuple[str, ...]]:
+    with slurm_of(2) as cluster, pytest.MonkeyPatch.context() as patch:
+        for variable in ("SLURM_CONF", "PATH"):
+            patch.setenv(variable, cluster.environment[variable])
+        yield two_nodes("slurm")
+
+
+@contextmanager
+def machines_of_ray(root: Path) -> Iterator[tuple[str, ...]]:
+    with ray_cluster("a", "b") as cluster:
+        yield two_nodes("ray", f"launch.ray.address={cluster.address}")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(lambda root: nullcontext(two_nodes("local")), id="local"),
+        pytest.param(lambda root: hosts_of_sshd(root / "sshd"), id="ssh"),
+        pytest.param(nodes_of_slurm, id="slurm", marks=needs_slurm),
+        pytest.param(machines_of_ray, id="ray", marks=needs_ray),
+    ],
+)
+def test_the_same_run_file_gives_the_same_parameters(
+    run: LaunchedRun,
+    tmp_path: Path,
+    way: Callable[[Path], AbstractContextManager[tuple[str, ...]]],
+) -> None:
+    """As `holdfast train` alone, bit for bit. torchrun, mpirun and srun: `test_launchers.py`.
+
+    way: brings the owner up, and gives the overrides of `launch`."""
+    alone = apart("train", run.run_file, f"folder={tmp_path}/alone", "cluster.threads_per_worker=1")
+    assert alone.code == 0, alone.err
+    with way(tmp_path) as settings:
+        started = run("launch", *SETTINGS, *settings)
+        assert started.code == 0, started.err
+        run.wait("finished")
+    compared = apart("checkpoint", "diff", f"{tmp_path}/alone@newest", f"{run.folder}@newest")
+    assert compared.code == 0, compared.out + compared.err
+    assert max(Nodes(run.run_file, run.folder).losses()) == 6

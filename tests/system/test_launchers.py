@@ -7,13 +7,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
+from tests.support.slurm_cluster import INSTALL, is_installed, slurm_of
 
 pytestmark = pytest.mark.slow
 DEADLINE = 240.0
@@ -31,9 +32,11 @@ def run_file(tmp_path: Path) -> Path:
     return prepared(tmp_path)
 
 
-def finished(*commands: Sequence[str | Path]) -> list[Outcome]:
+def finished(
+    *commands: Sequence[str | Path], environ: Mapping[str, str] = os.environ
+) -> list[Outcome]:
     """Run commands at once; return how each ended."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    environ = {**environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [str(word) for word in command],
@@ -106,3 +109,18 @@ def test_mpirun(run_file: Path) -> None:
     assert ended.code == 0, ended.err
     assert ended.err.count("finished; the report") == 1, "one agent for four processes"
     assert_same_parameters(run_file, run_file.parent / "run")
+
+
+@pytest.mark.skipif(not is_installed(), reason=INSTALL)
+def test_srun(run_file: Path) -> None:
+    with slurm_of(2) as cluster:
+        train = (sys.executable, "-m", "holdfast", "train", run_file, *SETTINGS)
+        command = ("srun", "-N", "2", "-n", "4", *train)
+        (ended,) = finished(command, environ=cluster.environment)
+        assert ended.code == 0, ended.err
+        (refused,) = finished((*command, "layout.workers=3"), environ=cluster.environment)
+        assert refused.code == 2
+        assert "layout.workers is 3, and srun says 4" in refused.err
+    nodes = Nodes(run_file, run_file.parent / "run")
+    assert nodes.nodes(nodes.newest) == {"n1", "n2"}
+    assert_same_parameters(run_file, nodes.folder)
