@@ -15,7 +15,7 @@ from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ModelFolderError, RunFolderError
-from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
+from holdfast.wire.secret import Secret, given_secret_file, read_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term, secret_of
 
@@ -138,8 +138,8 @@ def read_secrets(folder: Path) -> tuple[Secret, ...]:
     use (the environment's, or the folder's), with TLS if the run's newest term speaks it. None is
     made. Raises RunFolderError for one that other
     users may read."""
-    named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
-    found = [read_secret(Path(named).expanduser(), is_given=True)] if named else []
+    named, own = given_secret_file(os.environ), folder / "secret"
+    found = [read_secret(named, is_given=True)] if named else []
     if own.exists():
         try:
             found.append(read_secret(own))
