@@ -85,7 +85,7 @@ endless: $(VENV)/.installed-dev
 
 chaos: $(VENV)/.installed
 	$(BIN)/holdfast chaos --faults 1100 --shard $(SHARD) --out $(CHAOS) \
-	  --layout replicated,two,dp_shard,tp,cp,ep,ep-cp,pp,interleaved,zbv,zero,mixed,wide,uneven
+	  --layout replicated,two,dp_shard,tp,tp-by,cp,ep,ep-cp,pp,interleaved,zbv,zero,mixed,wide,uneven
 
 rotten: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_fault_campaign.py \

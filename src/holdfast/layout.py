@@ -184,6 +184,22 @@ class Replica:
         return tuple(out)
 
 
+def component_degree(tp_by: int, tp: int) -> int:
+    """The parts that `tp` makes of a component of a block. tp_by: its degree in `layout.tp_by`; 0:
+    it has none. A replica may have a smaller tp than the run file."""
+    return gcd(tp_by or tp, tp)
+
+
+def set_share(count: int, sets: int, index: int) -> tuple[slice, int]:
+    """Of `count` samples or tokens, those that set `index` of ranks computes, and how many of them
+    count. A set beyond the last one computes that once more, which does not count."""
+    size = -(-count // sets)
+    first = index * size
+    counted = max(0, min(size, count - first))
+    start = min(first, count - 1)
+    return slice(start, start + max(1, counted)), counted
+
+
 @lru_cache(maxsize=64)
 def _stages_by_block(stages: Stages) -> tuple[int, ...]:
     return tuple(stage for stage, blocks in enumerate(stages) for _ in range(blocks))

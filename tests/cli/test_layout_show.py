@@ -81,6 +81,24 @@ def test_schedules_and_experts_have_activations(run_file: Path, capsys: Capture)
     assert "no estimate of each rank's memory with layout.ep" in out
 
 
+def test_components_of_a_lower_degree_say_who_computes_what(
+    run_file: Path, capsys: Capture
+) -> None:
+    more = ("model.heads=6", "model.head_dim=4", "model.kv_heads=2", "train.batch_size=8")
+    tp = ("layout.tp=4", "layout.tp_by.attention=2", "layout.workers=4")
+    words = (*more, *tp, "model.vocab_size=64", "train.microbatch_size=2")
+    out = here(capsys, "layout", "show", run_file, *words).out
+    assert [row[5:7] for row in rows(out)[:4]] == [["0-2", "0"], ["3-5", "1"]] * 2
+    (line,) = [line for line in out.split("\n") if "  attention  " in line]
+    found = re.split(r" {2,}", line)
+    assert found[1:5] == ["attention", "2", "0-1, 2-3", "1 of 2 samples"]
+    sent, usual = (int(n.replace(",", "")) for n in found[5].split(" of "))
+    assert 3 * sent == usual
+    out = here(capsys, "layout", "show", run_file, *words[:-1], "train.microbatch_size=1").out
+    assert "0 of 1 sample" in out
+    assert "what has 0 samples computes one for nothing: raise train.microbatch_size" in out
+
+
 def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path, capsys: Capture) -> None:
     """By 1 / cp, but for the gradient of the head's rows, which the loss computes at once."""
     kept = []

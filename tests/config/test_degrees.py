@@ -39,6 +39,45 @@ def sentence(*overrides: str) -> str:
     [
         (["layout.tp=5"], "layout.tp 5 does not divide model.heads 12; use 4 or 12"),
         (
+            ["layout.tp=8"],
+            "layout.tp 8 does not divide model.heads 12; use 4 or 12, or layout.tp_by.attention 4",
+        ),
+        (
+            ["layout.tp=4", "layout.tp_by.attention=3"],
+            "layout.tp_by.attention 3 does not divide layout.tp 4; use 2 or 4",
+        ),
+        (
+            ["layout.tp=8", "layout.tp_by.attention=8"],
+            "layout.tp_by.attention 8 does not divide model.heads 12; use 4",
+        ),
+        (
+            ["layout.tp=12", "model.kv_heads=3", "layout.tp_by.attention=2"],
+            "layout.tp_by.attention 2 neither divides model.kv_heads 3 nor is a multiple of it; "
+            "use 1 or 3",
+        ),
+        (
+            ["layout.tp=4", "model.ffn_dim=26", "layout.tp_by.ffn=4"],
+            "layout.tp_by.ffn 4 does not divide model.ffn_dim 26; use 2",
+        ),
+        (
+            ["layout.tp=2", "layout.tp_by.mlp=2"],
+            "unknown key layout.tp_by.mlp; layout.tp_by has attention, ffn",
+        ),
+        (
+            [*EXPERTS, "layout.tp=2", "layout.tp_by.ffn=1"],
+            "layout.tp_by.ffn 1 is for feed-forwards without experts, and there is model.experts; "
+            "use 0",
+        ),
+        (
+            ["lora.rank=4", "layout.tp_by.attention=1"],
+            "layout.tp_by.attention 1 cuts the built-in decoder, and lora is trained; use 0",
+        ),
+        (
+            ["layout.tp=2", "layout.tp_by.attention=1", "train.precision=fp8"],
+            "train.precision fp8 has not been tried with layout.tp_by.attention 1; use "
+            "layout.tp_by.attention 0, or train.precision bf16",
+        ),
+        (
             ["layout.ep=2"],
             "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
         ),
@@ -131,17 +170,21 @@ def sentence(*overrides: str) -> str:
             "above 1 makes them (not zero2_reduce step); use train.memory.parameters: device",
         ),
         (
-            [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
-            "layout.tp 3 does not divide model.experts.width 20; use 2 or 4",
+            [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=12"],
+            "layout.tp 12 does not divide model.experts.width 20; use 4",
         ),
-        (["layout.tp=24"], "layout.tp 24 does not divide model.heads 12; use 12"),
+        (
+            ["layout.tp=24"],
+            "layout.tp 24 does not divide model.heads 12; use 12, or layout.tp_by.attention 12",
+        ),
         (
             ["model.ffn_dim=22", "layout.tp=4"],
-            "layout.tp 4 does not divide model.ffn_dim 22; use 2",
+            "layout.tp 4 does not divide model.ffn_dim 22; use 2, or layout.tp_by.ffn 2",
         ),
         (
             ["layout.tp=6"],
-            "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or 12",
+            "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or "
+            "12, or layout.tp_by.attention 2",
         ),
         (
             ["layout.cp=5"],

@@ -97,6 +97,8 @@ def test_remedies_of_a_changed_run_file_lead_to_one_that_works(
         {"layout.tp": 3, "layout.workers": 3},
         {"layout.dp_shard": 2},
         {"layout.ep": 2},
+        {"layout.tp": 4, "layout.tp_by": {"attention": 3}},
+        {"layout.tp": 4, "model.ffn_dim": 26, "layout.tp_by": {"ffn": 4}},
         {"model.family": "mixtral", "model.experts": {"count": 4, "top_k": 5}},
         {"model.family": "mixtral", "model.experts": {"scores": "sigmoid"}},
         {

@@ -15,6 +15,7 @@ gathered.dp2      gradients between replicas by collectives
 fp8.dp2           float8 products, of a model that is wide enough;  wider.bf16.one: its shapes
 qboth.shard2      shards send each other codes of few bits;  qweights.shard2, qgradients.shard2
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
+att2.tp4          attention in two parts, each on two ranks; ffn2: feed-forwards; att2ffn1: both
 experts.tp2       with experts; experts.ep2.shard2: spread over two ranks
 long.cp4          of more tokens, which 2, 3 and 4 ranks divide;  documents.cp2: in documents
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
@@ -25,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import gcd, lcm, prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -125,6 +126,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         },
     },
     "once": {"layout__zero2_reduce": "step"},
+    **{
+        f"att{a}" * (a > 0) + f"ffn{f}" * (f > 0): {"layout__tp_by": {"attention": a, "ffn": f}}
+        for a in range(3)
+        for f in range(3)
+        if a or f
+    },
+    "six": {"model__heads": 6, "model__head_dim": 4},
     "ep2": {"layout__ep": 2},
     "ep4": {"layout__ep": 4},
     "copies": {"layout__expert_replicas": "auto"},
@@ -203,6 +211,9 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
+    if "layout__tp_by" in changes:
+        degrees = filter(None, changes["layout__tp_by"].values())
+        changes["layout__tp"] = lcm(max(layout.tp for layout in replicas), *degrees)
     if "layout__ep" in changes:  # the run file's own replica is one that has it
         changes["layout__cp"] = max(layout.cp for layout in replicas)
         shards = max(layout.dp_shard for layout in replicas)
@@ -216,7 +227,7 @@ def case(name: str) -> Case:
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
     precisions = ("fp32", "bf16", "fp16", "fp8", "wider")
-    kinds = ("qknorm", "biased", "gemma", "untied", "heads", "long", "documents")
+    kinds = ("qknorm", "biased", "gemma", "untied", "heads", "six", "long", "documents")
     kinds += ("experts", "sigmoid", "dropping")
     flags = (*kinds, *precisions, "small", "shallow", "deep", "eight")
     return "".join(f"{flag}." for flag in flags if flag in name)

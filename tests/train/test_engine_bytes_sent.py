@@ -16,6 +16,7 @@ from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.expert_parallel import routed_layers
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.quantized import BLOCK
+from holdfast.plan.component_tokens import attention_tokens, ffn_tokens
 from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.train.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
@@ -159,6 +160,21 @@ def test_tensor_parallelism_sends_two_sums_per_region(name: str) -> None:
     sums = 8 * config.model.layers + 2 + 2
     formula = tokens * config.model.dim * sums / 2 + 2 * tokens
     for sent in rank_values(_sent, 2, {"name": name, "microbatches": 1}):
+        assert sent["tp"] == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["att2.tp4", "att1ffn2.tp4", "ffn1.tp2", "plain.att2.tp4"])
+def test_components_of_a_lower_degree_send_what_layout_show_says(name: str) -> None:
+    """The formula of `plan/component_tokens.py`."""
+    config, size, tokens = _config(name, 1), case(name).world_size, SAMPLES * LENGTH
+    (replica,) = topology_of(case(name), config).replicas
+    dim = config.model.dim
+    regions = [each(config, replica, 0) for each in (attention_tokens, ffn_tokens)]
+    block = sum(each.sent(tokens, dim) for each in regions)
+    formula = config.model.layers * block + (size - 1) / size * tokens * dim * 4
+    formula += 2 * (size - 1) * tokens
+    for sent in rank_values(_sent, size, {"name": name, "microbatches": 1}):
         assert sent["tp"] == pytest.approx(formula, rel=0.02)
 
 

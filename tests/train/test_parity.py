@@ -204,9 +204,44 @@ MORE_CONTEXT = [
     "deep.zbv.pp2-cp2",
     "deep.interleaved.ring.pp2-cp2",
 ]
+COMPONENTS = [
+    "att2.tp4",
+    "plain.att2.tp4",
+    "att1.tp2",
+    "ffn1.tp2",
+    "plain.ffn1.tp2",
+    "att2ffn1.tp4",
+    "att1ffn2.tp4",
+    "plain.att1ffn2.tp4",
+    "six.att2.tp4",
+    "qknorm.six.att2.tp4",
+    "documents.att1.tp2",
+    "gemma.plain.documents.att1.tp2",
+    "att1.tp2-dp2",
+    "att2.pp2-tp4",
+    "att1.zbv.pp2-tp2",
+    "att1.shard2-tp2",
+    "att1ffn1.shard4-tp2",
+    "plain.att1.shard4-tp2",
+    "att1.zero1.2-tp2",
+    "ffn1.zero2.2-tp2",
+    "documents.att1.cp2-tp2",
+    "documents.ring.att1.cp2-tp2",
+    "heads.ulysses.att1ffn1.cp2-tp2",
+    "att1.pp2-shard2-tp2",
+    "att1.pp2-cp2-tp2",
+    "att2.tp4+tp2+one",
+    "full.att1ffn1.tp2",
+    "plain.cut.att1ffn1.tp2",
+    "selective.att1.tp2",
+    "compiled.att1ffn1.tp2",
+    "experts.att1.tp2",
+    "experts.ep2.att1.shard2-tp2",
+]
+"""Other degrees of tp for attention and feed-forwards. With shard4 a worker has one sample."""
 UNEVEN = ["deep.uneven.pp2", "deep.uneven.pp2-tp2", "deep.uneven.zbv.pp2", "packed.pp2-shard2"]
 LAYOUTS = [*UNEVEN, *AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
-LAYOUTS += SPREAD_OVER_CONTEXT
+LAYOUTS += [*SPREAD_OVER_CONTEXT, *COMPONENTS]
 SOME = [
     "tp2+one",
     "pp2-shard2",
@@ -215,6 +250,7 @@ SOME = [
     "zero1.2-dp2",
     "plain.pp2-tp2",
     "experts.ep2.shard4",
+    "six.documents.att2ffn1.tp4",
 ]
 CASES = [
     *((name, STEPS) for name in (*SOME, *CONTEXT[1:])),
@@ -332,6 +368,7 @@ def test_same_curve_in_lower_precision(
                 "heads.ulysses.cp2",
                 "experts.ep2.shard2",
                 "experts.ep2.cp2",
+                "att1ffn1.tp2",
             ),
         ),
     ],

@@ -77,6 +77,13 @@ WITH_EXPERTS = [
     ("experts.copies.ep2.shard2", "experts.pp2"),
     ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
+COMPONENTS = [
+    ("att2.tp4", "pp2"),
+    ("shard2", "att2ffn1.tp4"),
+    ("att1.shard2-tp2", "att2ffn1.tp4"),
+    ("tp4", "att1.pp2-tp2"),
+    ("att2.tp4+tp2", "ffn1.zero1.2-tp2"),
+]
 UNEVEN = [("pp2", "uneven.pp2"), ("uneven.pp2", "pp2")]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
 CHOSEN = {*NEAR[::3], ("pp3+pp2", "shard2-tp2"), ("interleaved.pp2", "pp2"), ("ring.cp2", "tp2")}
@@ -189,7 +196,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("a", "b"),
     [
         pytest.param(a, b, id=f"{a}_to_{b}", marks=() if (a, b) in CHOSEN else pytest.mark.slow)
-        for a, b in [*PAIRS, *MIXED, *UNEVEN, *CONTEXT, *WITH_EXPERTS, *LATE]
+        for a, b in [*PAIRS, *MIXED, *COMPONENTS, *UNEVEN, *CONTEXT, *WITH_EXPERTS, *LATE]
     ],
 )
 def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Path) -> None:

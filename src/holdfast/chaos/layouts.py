@@ -62,6 +62,7 @@ CHAOS_LAYOUTS: Mapping[str, ChaosLayout] = {
         _make_layout("replicated", 4, 1),
         _make_layout("dp_shard", 4, 1, "dp_shard=2"),
         _make_layout("tp", 4, 1, "tp=2"),
+        _make_layout("tp-by", 4, 1, "tp=2", "tp_by.attention=1"),
         _make_layout("cp", 4, 1, "cp=2"),
         _make_layout("ep", 4, 1, "dp_shard=2", "ep=2"),
         _make_layout("ep-cp", 4, 1, "dp_shard=2", "cp=2", "ep=4"),

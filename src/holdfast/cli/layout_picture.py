@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from holdfast.cli.layout_components import print_components
 from holdfast.cli.layout_estimate import (
     print_communicators,
     print_estimate,
@@ -50,6 +51,7 @@ class LayoutPicture:
         print_stages(self.config, self.topology)
         print()
         self._ranks()
+        print_components(self.config, self.topology)
         print_zero2(self.config, self.topology)
         self._activations()
         if self.config.layout.expert_replicas == "auto":

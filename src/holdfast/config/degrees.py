@@ -53,18 +53,18 @@ def find_impossible_degrees(
         return sentence
     if sentence := check_balance_costs(layout, model.layers) if cuts is None else "":
         return sentence
-    if sentence := _experts(layout, model, train, cuts):
+    if sentence := _components(layout, model, cuts) or _experts(layout, model, train, cuts):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         by_table = (
             [
-                _tensor(key, degrees.tp, model),
+                _tensor(key, degrees.tp, layout, model),
                 _context(key, degrees, layout, model, length),
                 check_pipeline(key, degrees, layout, model.layers),
                 check_split_backward(key, degrees, layout, train),
                 check_asynchronous(key, degrees, layout, model, train),
-                _blocks(key, degrees.tp, model, train.optimizer),
+                _blocks(key, degrees.tp, layout, model, train.optimizer),
             ]
             if cuts is None
             else [
@@ -174,31 +174,73 @@ def _experts(
     return ""
 
 
-def _tensor(key: str, tp: int, model: ModelConfig) -> str:
-    """Check that tp cuts no query head and cuts the inner dim evenly.
+def _components(layout: LayoutConfig, model: ModelConfig, cuts: ModuleCuts | None) -> str:
+    """Check that the degrees of components divide that of tp, and that there is code for them."""
+    key, widest = max(layout.kinds, key=lambda kind: kind[1].tp)
+    for name, degree in layout.tp_by.degrees.items():
+        said = f"layout.tp_by.{name} {degree}"
+        if cuts is not None:
+            return f"{said} cuts the built-in decoder, and {cuts.trained} is trained: use 0"
+        if widest.tp % degree:
+            uncut = _uncut_heads if name == "attention" else _uncut_units
+            parts = [d for d in range(1, widest.tp + 1) if widest.tp % d == 0]
+            good = frozenset(d for d in parts if not uncut(d, model))
+            near = nearest_degrees(degree, good.__contains__, widest.tp)
+            return f"{said} does not divide {key}.tp {widest.tp}: use {near}"
+        if name == "ffn" and model.experts is not None and degree < widest.tp:
+            return f"{said} is for feed-forwards without experts, and there is model.experts: use 0"
+    return ""
+
+
+def _tensor(key: str, tp: int, layout: LayoutConfig, model: ModelConfig) -> str:
+    """Check that tp, or a component's degree, cuts no query head and cuts the inner dim evenly.
 
     A key/value head is undivided or shared. Vocabulary and tokens may be cut unevenly.
     """
-    heads, kv_heads, inner = model.heads, model.kv_heads, model.inner_dim
-    if tp > 1 and model.qk_norm_width == "all":
-        return f"{key}.tp {tp} cannot cut a norm that spans all heads (qk_norm_width all): use 1"
-
-    if model.experts is not None and model.experts.first:
-        inner = gcd(inner, model.ffn_dim)
+    attention, ffn = layout.tp_by.at(tp)
+    if what := _uncut_heads(attention, model):
+        own, check = layout.tp_by.attention, _uncut_heads
+    elif what := _uncut_units(ffn, model):
+        own, check = layout.tp_by.ffn, _uncut_units
+    else:
+        return ""
+    name, degree = ("attention", attention) if check is _uncut_heads else ("ffn", ffn)
+    if own:
+        near = nearest_degrees(degree, lambda d: tp % d == 0 and not check(d, model), tp)
+        return f"layout.tp_by.{name} {degree} {what}: use {near}"
 
     def works(d: int) -> bool:
-        return heads % d == inner % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
+        attention, ffn = layout.tp_by.at(d)
+        return not (_uncut_heads(attention, model) or _uncut_units(ffn, model))
 
-    if works(tp):
+    near = nearest_degrees(tp, works, model.heads)
+    lower = max(d for d in range(1, tp) if tp % d == 0 and not check(d, model))
+    if model.experts is None and lower > 1 and (name == "ffn" or not _uncut_units(ffn, model)):
+        near += f", or layout.tp_by.{name} {lower}"
+    return f"{key}.tp {tp} {what}: use {near}"
+
+
+def _uncut_heads(degree: int, model: ModelConfig) -> str:
+    """Why so many workers cannot share attention, after their degree; "" if they can."""
+    heads, kv_heads = model.heads, model.kv_heads
+    if degree > 1 and model.qk_norm_width == "all":
+        return "cannot cut a norm that spans all heads (qk_norm_width all)"
+    if heads % degree:
+        return f"does not divide model.heads {heads}"
+    if kv_heads % degree and degree % kv_heads:
+        return f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
+    return ""
+
+
+def _uncut_units(degree: int, model: ModelConfig) -> str:
+    """The same for the feed-forward."""
+    inner = model.inner_dim
+    if model.experts is not None and model.experts.first:
+        inner = gcd(inner, model.ffn_dim)
+    if inner % degree == 0:
         return ""
-    if heads % tp:
-        what = f"does not divide model.heads {heads}"
-    elif inner % tp:
-        key_of = "model.experts.width" if model.experts and model.experts.width else "model.ffn_dim"
-        what = f"does not divide {key_of} {inner}"
-    else:
-        what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
-    return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, heads)}"
+    key_of = "model.experts.width" if model.experts and model.experts.width else "model.ffn_dim"
+    return f"does not divide {key_of} {inner}"
 
 
 def _context(
@@ -207,7 +249,8 @@ def _context(
     """Check that cp cuts a sample into two equal chunks a worker, and a swap cuts no head."""
     cp, tp, method = degrees.cp, degrees.tp, layout.cp_method
     ring = {"ulysses": 1, "ulysses-ring": layout.cp_ring}.get(method, 0)  # 0: all
-    heads = gcd(model.heads // tp or 1, max(1, model.kv_heads // tp))  # of a worker
+    parts = layout.tp_by.at(tp)[0]
+    heads = gcd(model.heads // parts or 1, max(1, model.kv_heads // parts))  # of a worker
 
     def works(d: int) -> bool:
         swaps = d // ring if ring else 1
@@ -313,7 +356,9 @@ def _recompute(key: str, layout: LayoutConfig, train: TrainConfig) -> str:
     )
 
 
-def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -> str:
+def _blocks(
+    key: str, tp: int, layout: LayoutConfig, model: ModelConfig, optimizer: OptimizerConfig
+) -> str:
     """Check that tp cuts no block of 8-bit state. It cuts rows of `attention.o` and `ffn.down`."""
     widths = {
         "model.heads x model.head_dim": model.heads * model.head_size,
@@ -323,8 +368,8 @@ def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -
     def cut(degree: int) -> list[str]:
         return [
             name
-            for name, width in widths.items()
-            if degree > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (degree * BLOCK)
+            for (name, width), n in zip(widths.items(), layout.tp_by.at(degree), strict=True)
+            if n > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (n * BLOCK)
         ]
 
     if tp > 1 and model.experts is not None and optimizer.state_dtype == "8bit":

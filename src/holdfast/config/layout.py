@@ -11,6 +11,7 @@ from pydantic import Field
 
 from holdfast.config.base import Section
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import component_degree
 
 
 class DegreesConfig(Section):
@@ -32,6 +33,27 @@ class DegreesConfig(Section):
     def ranks(self) -> int:
         """Workers of one replica."""
         return self.pp * self.dp_shard * self.cp * self.tp
+
+
+class ComponentDegrees(Section):
+    """Degrees along tp of parts of a block. Several workers hold the same of a part with a lower
+    degree, and each of them computes other samples or tokens."""
+
+    attention: int = Field(
+        0, ge=0, description="workers that share attention's heads; 0: those of layout.tp"
+    )
+    ffn: int = Field(
+        0, ge=0, description="workers that share the feed-forward; 0: those of layout.tp"
+    )
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The components that have a degree of their own."""
+        return {name: n for name, n in self if n}
+
+    def at(self, tp: int) -> tuple[int, int]:
+        """The parts of attention and of the feed-forward in a replica with this tp."""
+        return component_degree(self.attention, tp), component_degree(self.ffn, tp)
 
 
 class LayoutConfig(DegreesConfig):
@@ -63,6 +85,10 @@ class LayoutConfig(DegreesConfig):
     )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
+    )
+    tp_by: ComponentDegrees = Field(
+        ComponentDegrees(),
+        description="with tp: lower degrees for parts of a block, which tp must be divisible by",
     )
     cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = Field(
         "allgather",

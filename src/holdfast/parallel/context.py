@@ -118,17 +118,22 @@ class TokenShare:
         self._context, self._all, self._documents = context, tokens, documents
         self.tokens, self.targets = self._own(tokens), self._own(targets)
 
-    def attention_context(self, decoder: Decoder, like: Tensor) -> AttentionContext:
-        """As `Decoder.attention_context`, for this rank's tokens."""
-        length, documents = self._all.shape[1], self._documents
-        known = self._all.new_zeros(1, length) if documents is None else documents
+    def attention_context(
+        self, decoder: Decoder, like: Tensor, samples: slice = slice(None)
+    ) -> AttentionContext:
+        """As `Decoder.attention_context`, for this rank's tokens of some samples."""
+        everything = self._all[samples]
+        length, documents = everything.shape[1], self._documents
+        if documents is not None:
+            documents = documents[samples]
+        known = everything.new_zeros(1, length) if documents is None else documents
         positions = self._own(document_positions(known))
         far = near = decoder.rotary(length, positions, like)
         if decoder.window_rotary is not decoder.rotary:
             near = decoder.window_rotary(length, positions, like)
         seen: tuple[Mask | TokenRelations, Mask | TokenRelations]
         if self._context.rest is None:
-            whole = decoder.attention_context(self._all, like, documents)
+            whole = decoder.attention_context(everything, like, documents)
             seen = whole.mask, whole.window_mask
         else:
             tokens = TokenRelations(length // (2 * self._context.rest.size), documents)

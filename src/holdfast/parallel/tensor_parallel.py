@@ -16,6 +16,7 @@ What a rank sends for one microbatch of T = B*S tokens, in elements, forward and
 
 with and without sequence parallelism: an all-reduce is a reduce-scatter and an all-gather. A
 block has two regions, each with a sum forward and a sum backward: "two all-reduces per direction".
+A region of a lower degree (`component_region.py`) may send less.
 
 Parameters are plain tensors of local shape (`localise`), nothing is a DTensor. Gradients of what
 several ranks hold may be partial: `core/sharding/sharding_table.gradient_is_partial` says which,
@@ -34,11 +35,14 @@ from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import NO_DEGREES
 from holdfast.errors import LayoutError
+from holdfast.layout import component_degree
 from holdfast.model.decoder import Decoder
 from holdfast.model.experts import RoutedFeedForward
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.component_region import ComponentRegion, Region
 from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
 
 
@@ -53,23 +57,43 @@ class TensorParallel:
         self.sequence_parallel = sequence_parallel
         self.softmax = VocabularySoftmax(part, collectives)
         self.collectives = collectives
-        self._shape = (0, 0)
+        self.attention: ComponentRegion | None = None
+        self._regions: list[ComponentRegion] = []
+        self.shape = (0, 0)
 
     def begin_forward(self, batch: int, sequence: int) -> None:
         """A forward of [batch, sequence] tokens follows."""
-        self._shape = (batch, sequence)
+        self.shape = (batch, sequence)
+
+    def attention_samples(self, batch: int) -> slice:
+        """Of a microbatch, the samples whose attention this rank computes."""
+        return slice(0, batch) if self.attention is None else self.attention.share(batch)
+
+    def region(self, tp_by: int, *, by_sample: bool) -> Region:
+        """The way into and out of a component with this degree. by_sample: it needs complete
+        samples."""
+        degree = component_degree(tp_by, self.collectives.size)
+        if degree == self.collectives.size:
+            return self
+        region = ComponentRegion(self, degree, by_sample=by_sample)
+        if by_sample:
+            self.attention = region
+        self._regions.append(region)
+        return region
 
     def exclude_from_compilation(self) -> None:
         """The blocks around are to be: sends and receives are not for the compiler, so a compiled
         block ends and begins here."""
         aside: Any = torch.compiler.disable
         self.enter_region, self.leave_region = aside(self.enter_region), aside(self.leave_region)  # type: ignore[method-assign]
+        for region in self._regions:
+            region.exclude_from_compilation()
 
     def enter_region(self, x: Tensor) -> Tensor:
         """The residual stream, [ceil(B*S / n), D] where tokens are cut -> [B, S, D]"""
         if not self.sequence_parallel:
             return self.collectives.copy(x)
-        batch, sequence = self._shape
+        batch, sequence = self.shape
         tokens = self.collectives.gather(x)[: batch * sequence]
         return tokens.view(batch, sequence, -1)
 
@@ -97,22 +121,29 @@ def apply_tensor_parallel(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool = True,
+    tp_by: Mapping[str, int] = NO_DEGREES,
     traffic: TrafficCounter | None = None,
 ) -> TensorParallel:
     """Compute the objective's decoder, or the stage of one, over the ranks of `group`.
 
     Its parameters must have this rank's shape: call `localise` before or after. Apply it before
-    blocks are compiled or sharded further. Raises LayoutError for what cannot be cut.
+    blocks are compiled or sharded further. tp_by: degrees of components (`layout.tp_by`). Raises
+    LayoutError for what cannot be cut.
     """
     decoder = objective.decoder
     collectives = Collectives(group, traffic)
-    _check_units(decoder.config, collectives.size)
+    attention, ffn = (
+        component_degree(tp_by.get(name, 0), collectives.size) for name in ("attention", "ffn")
+    )
+    _check_units(decoder.config, attention, ffn)
     part = VocabularyPart.of(decoder.config, collectives.size, collectives.rank)
     tensor = TensorParallel(collectives, sequence_parallel, part)
+    around_attention = tensor.region(attention, by_sample=True)
+    around_ffn = tensor.region(ffn, by_sample=False)
     for block in decoder.layers:
-        block.attention.o.bias_share = 1.0 / collectives.size  # the region's end adds them up
-        _wrap_region(block.attention, tensor)
-        _wrap_region(block.ffn, tensor)
+        block.attention.o.bias_share = 1.0 / attention  # the region's end adds them up
+        _wrap_region(block.attention, around_attention)
+        _wrap_region(block.ffn, around_ffn)
         if isinstance(block.ffn, RoutedFeedForward):
             block.ffn.answers_for_tokens = collectives.rank == 0  # all ranks have the same ones
     if decoder.embed is not None:
@@ -122,22 +153,23 @@ def apply_tensor_parallel(
     return tensor
 
 
-def _wrap_region(region: nn.Module, tensor: TensorParallel) -> None:
+def _wrap_region(module: nn.Module, region: Region) -> None:
     """Enter before the module, with its first argument; leave after it."""
 
     def enter(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (tensor.enter_region(given[0]), *given[1:])
+        return (region.enter_region(given[0]), *given[1:])
 
     def leave(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Any:
-        return tensor.leave_region(output)
+        return region.leave_region(output)
 
-    region.register_forward_pre_hook(enter)
-    region.register_forward_hook(leave)
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
 
 
-def _check_units(model: ModelConfig, tp: int) -> None:
-    """Raise if `tp` does not fit. Each rank must have the key/value heads of its query heads. No
-    inner unit may be held twice: the sum over ranks would count it twice."""
+def _check_units(model: ModelConfig, tp: int, ffn: int) -> None:
+    """Raise if attention's degree `tp`, or that of the feed-forward, does not fit. Each rank must
+    have the key/value heads of its query heads. No inner unit may be held twice: the sum over
+    ranks would count it twice."""
     if model.heads % tp:
         good = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         raise LayoutError(
@@ -157,9 +189,9 @@ def _check_units(model: ModelConfig, tp: int) -> None:
             where="layout.tp",
             remedy="use tp 1",
         )
-    if model.inner_dim < tp:
+    if model.inner_dim < ffn:
         raise LayoutError(
-            f"tp {tp} is more than the {model.inner_dim} inner units of SwiGLU",
+            f"tp {ffn} is more than the {model.inner_dim} inner units of SwiGLU",
             where="layout.tp",
             remedy=f"use tp {model.inner_dim}",
         )

@@ -17,6 +17,9 @@ with. w: 4, in float64 8.
     attention    i T Q + w T H
     activation   i T F
 
+With `layout.tp_by`, T of a component is the tokens that a rank computes in it. D in `none` goes
+with the tokens of its input that are held (`component_tokens.py`).
+
 With `train.partition_activations` each i R D of a block's input is i T D / tp. The first block of a
 later stage is left out: its input came from another stage, and is held complete.
 
@@ -47,8 +50,14 @@ from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.core.sharding.sharding_table import tp_part
+from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
+from holdfast.plan.component_tokens import (
+    ComponentTokens,
+    attention_tokens,
+    components,
+    ffn_tokens,
+)
 from holdfast.plan.expert_memory import ExpertShape
 from holdfast.plan.pass_order import StageBytes, fullest_forward
 from holdfast.plan.step_microbatches import microbatches
@@ -186,9 +195,16 @@ def _waiting(config: RunConfig, replica: Replica, at: Coordinate, device: str) -
         waiting = 2 * rank.wide * rank.tokens  # of the loss, two a token
     elif tp > 1 and config.layout.sequence_parallel:
         whole = rank.item * rank.tokens * config.model.dim
-        waiting = 0 if policy.keeps("matmul") else whole  # 0: it is a product that is kept
+        if rank.attention.is_own and rank.ffn.is_own:  # nothing but the embedding is of all ranks
+            waiting = whole if 0 in stages_on(replica, at) else 0
+        else:
+            waiting = 0 if policy.keeps("matmul") else whole  # 0: it is a product that is kept
     elif policy.input_parts > 1:
         waiting = rank.kept_input(policy)
+    if not policy.keeps("matmul"):  # what sets of ranks have sent among themselves
+        found = components(config, replica, at.tp)
+        own = (each for each in found if each.is_own and each.parts > 1)
+        waiting += sum(rank.item * each.computed * config.model.dim for each in own)
     return waiting + _context_messages(config, replica.degree("cp"), rank)
 
 
@@ -197,7 +213,8 @@ def _context_messages(config: RunConfig, ranks: int, rank: RankShape) -> int:
     if ranks == 1:
         return 0
     head = rank.model.head_size
-    keys, results = (rank.item * rank.tokens * head * n for n in (2 * rank.kv_heads, rank.heads))
+    one = rank.item * rank.attention.computed * head
+    keys, results = one * 2 * rank.kv_heads, one * rank.heads
     method, ring = config.layout.cp_method, config.layout.cp_ring
     if method == "allgather":
         return keys
@@ -214,6 +231,8 @@ class RankShape:
     model: ModelConfig
     tokens: int
     stream_tokens: int
+    attention: ComponentTokens
+    ffn: ComponentTokens
     heads: int
     kv_heads: int
     inner: int
@@ -228,14 +247,16 @@ class RankShape:
         model, tp = config.model, replica.degree("tp")
         samples = config.train.microbatch_size // replica.degree("dp_shard")
         tokens = samples * config.data.sequence_length // replica.degree("cp")
-        item = _COMPUTE_BYTES[config.train.precision]
+        item, own = _COMPUTE_BYTES[config.train.precision], config.layout.tp_by
         return RankShape(
             model,
             tokens,
             -(-tokens // tp) if config.layout.sequence_parallel else tokens,
-            tp_part(model.heads, tp, at.tp)[1],
-            tp_part(model.kv_heads, tp, at.tp)[1],
-            tp_part(model.ffn_dim, tp, at.tp)[1],
+            attention_tokens(config, replica, at.tp),
+            ffn_tokens(config, replica, at.tp),
+            component_part(model.heads, own.attention, tp, at.tp)[1],
+            component_part(model.kv_heads, own.attention, tp, at.tp)[1],
+            component_part(model.ffn_dim, own.ffn, tp, at.tp)[1],
             item,
             max(4, item),
             replica.degree("cp") > 1 and config.layout.cp_method.startswith("ulysses"),
@@ -297,24 +318,29 @@ class RankShape:
     def late_block(self) -> int:
         """Bytes that the first half of a split backward leaves of a block. These are the inputs of
         linear layers, of which some have one in common, and the gradients of their outputs."""
-        head = self.model.head_size
+        dim, head = self.model.dim, self.model.head_size
         query, key = self.heads * head, self.kv_heads * head
-        return self.item * self.tokens * (4 * self.model.dim + 2 * (query + key) + 3 * self.inner)
+        attention = self.attention.held * dim + self.attention.computed * (dim + 2 * (query + key))
+        ffn = self.ffn.held * dim + self.ffn.computed * (dim + 3 * self.inner)
+        return self.item * (attention + ffn)
 
     def block(self, policy: RecomputePolicy) -> int:
         """Bytes that a block keeps; but see `extra_of_first`."""
         dim, head = self.model.dim, self.model.head_size
         query, key = self.heads * head, self.kv_heads * head
         if policy.word != "none":
-            width = self.item * (2 * dim + query + 2 * key + 2 * self.inner)
-            kept = width * policy.keeps("matmul")
-            kept += (self.item * query + self.wide * self.heads) * policy.keeps("attention")
-            kept += self.item * self.inner * policy.keeps("activation")
-            return self.kept_input(policy) + self.tokens * kept
-        inner = 0 if self.experts else 4 * self.inner
-        width = self.item * (2 * dim + 2 * query + 2 * key + inner) + self.wide * self.heads
+            width = self.item * (dim + query + 2 * key) * policy.keeps("matmul")
+            width += (self.item * query + self.wide * self.heads) * policy.keeps("attention")
+            inner = self.item * (dim + 2 * self.inner) * policy.keeps("matmul")
+            inner += self.item * self.inner * policy.keeps("activation")
+            kept = self.attention.computed * width + self.ffn.computed * inner
+            return self.kept_input(policy) + kept
+        width = self.item * (2 * query + 2 * key) + self.wide * self.heads
         width += self.item * query if self.swaps else 0
         if self.model.qk_norm:
             width += (self.heads + self.kv_heads) * self._norm_of(head)
-        routed = self.experts.kept if self.experts else 0
-        return 2 * self.norm() + self.tokens * width + routed
+        inner = (
+            self.experts.kept if self.experts else self.item * self.ffn.computed * 4 * self.inner
+        )
+        inputs = self.item * dim * (self.attention.held + self.ffn.held)
+        return 2 * self.norm() + inputs + self.attention.computed * width + inner

@@ -29,7 +29,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.optimizer_state import optimizer_rows
 from holdfast.core.sharding.parameters import EXPERTS, count_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
-from holdfast.core.sharding.sharding_table import tp_part
+from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
     MIXED,
@@ -100,7 +100,7 @@ def contents_by_rank(config: RunConfig, topology: Topology) -> tuple[RankContent
 def _contents_of(
     config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: RankMemory
 ) -> RankContents:
-    model, tp = config.model, replica.degree("tp")
+    model, tp, attention = config.model, replica.degree("tp"), config.layout.tp_by.attention
     blocks = replica.blocks(at.pp) or tuple(range(model.layers))
     return RankContents(
         rank,
@@ -109,8 +109,8 @@ def _contents_of(
         blocks,
         embedding=replica.holder_of(-1) == at.pp,
         head=replica.holder_of(model.layers) == at.pp,
-        heads=tp_part(model.heads, tp, at.tp),
-        kv_heads=tp_part(model.kv_heads, tp, at.tp),
+        heads=component_part(model.heads, attention, tp, at.tp),
+        kv_heads=component_part(model.kv_heads, attention, tp, at.tp),
         vocabulary=tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0),
         held=held,
     )

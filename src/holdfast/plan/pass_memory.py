@@ -104,6 +104,11 @@ class Stage:
         return self.shape.item * self.shape.tokens * self.shape.model.dim
 
     @property
+    def ffn_input(self) -> int:
+        """Bytes of what a feed-forward reads."""
+        return self.shape.item * self.shape.ffn.held * self.shape.model.dim
+
+    @property
     def head_gradient(self) -> int:
         return self.shape.item * self.held * self.shape.model.dim
 
@@ -163,7 +168,7 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
     yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
     if stage.is_mixed and not shape.fuses_norms:
-        done = shape.item * shape.tokens * (shape.model.dim + 4 * shape.inner)
+        done = shape.item * shape.ffn.computed * (shape.model.dim + 4 * shape.inner)
         wide = shape.wide * shape.stream_tokens * shape.model.dim
         kept = stage.kept(blocks) + again - done
         inside = head + stage.stream + _NORM_TEMPORARIES * wide
@@ -216,8 +221,8 @@ def input_moments(stage: Stage) -> Iterator[Moment]:
         working += stage.is_mixed * stage.stream
         yield Moment("norm", stage.kept(blocks, 1) + shape.norm(), 0, 0, working)
     again, late = _again(stage), shape.late_block()
-    inner = shape.item * shape.tokens * shape.inner
-    working = head + stage.stream + 3 * inner + (stage.whole if stage.is_cut else 0)
+    inner = shape.item * shape.ffn.computed * shape.inner
+    working = head + stage.stream + 3 * inner + (stage.ffn_input if stage.is_cut else 0)
     yield Moment("last block", stage.kept(blocks) + again, 0, 0, working)
     done = (blocks - 1) * late
     yield Moment("first block", stage.kept(1) + again + done, 0, 0, working)
@@ -248,9 +253,9 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
     shape = stage.shape
     if shape.experts is not None:
         return shape.experts.working
-    inner = shape.item * shape.tokens * shape.inner
+    inner = shape.item * shape.ffn.computed * shape.inner
     weight = shape.item * shape.inner * shape.model.dim
-    gathered = stage.whole if stage.is_cut else 0
+    gathered = stage.ffn_input if stage.is_cut else 0
     return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
 
 

@@ -29,6 +29,7 @@ from holdfast.layout import (
     MeshShape,
     Replica,
     Stages,
+    component_degree,
     coordinates_of,
     index_of,
 )
@@ -196,6 +197,9 @@ class _DegreeRules:
             config = self._config
             layout = config.layout
             given: dict[str, Any] = {"cp_method": layout.cp_method, "cp_ring": layout.cp_ring}
+            tp = dict(degrees).get("tp", 1)
+            own = layout.tp_by.degrees.items()
+            given["tp_by"] = {name: component_degree(n, tp) for name, n in own}
             refused = find_impossible_degrees(
                 LayoutConfig.model_validate(dict(degrees) | given),
                 config.model,

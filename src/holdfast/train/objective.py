@@ -82,10 +82,13 @@ class NextTokenObjective(nn.Module):
             tensor.begin_forward(*tokens.shape)
         if x is None:
             x = decoder.embed_tokens(tokens)  # [B, S, D]
+        here = slice(0, len(tokens)) if tensor is None else tensor.attention_samples(len(tokens))
         context = (
-            decoder.attention_context(tokens, x, documents)
+            decoder.attention_context(
+                tokens[here], x, None if documents is None else documents[here]
+            )
             if share is None
-            else share.attention_context(decoder, x)
+            else share.attention_context(decoder, x, here)
         )
         x = decoder.blocks(x, context, positions=None if part is None else part.blocks)
         if decoder.norm is None or (part is not None and not part.is_last):

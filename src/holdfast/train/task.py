@@ -147,6 +147,7 @@ class DecoderTask:
                 objective,
                 groups.axis("tp"),
                 sequence_parallel=config.layout.sequence_parallel,
+                tp_by=config.layout.tp_by.degrees,
                 traffic=groups.traffic,
             )
             if config.train.compile and objective.tensor is not None:
@@ -243,7 +244,8 @@ class DecoderTask:
 
     def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
         config = self._config
-        table = parameter_table(config.model, config.train.precision)
+        degrees = config.layout.tp_by.degrees
+        table = parameter_table(config.model, config.train.precision, tp_by=degrees)
         rows = {row.name: replace(row, shard_dim=None) for row in table}
         names = [name for name, _ in decoder.named_parameters()]
         return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}

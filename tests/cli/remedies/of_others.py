@@ -141,7 +141,7 @@ def begin_elsewhere(lab: Lab) -> None:
 
 
 def check_layout(lab: Lab) -> None:
-    _check_units(config(**lab.settings.get("model", {})), lab.settings["tp"])
+    _check_units(config(**lab.settings.get("model", {})), *2 * (lab.settings["tp"],))
 
 
 def topology(lab: Lab) -> None:

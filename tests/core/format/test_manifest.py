@@ -142,8 +142,8 @@ def test_a_commit_under_another_key_is_found() -> None:
 def test_a_part_is_no_commit_and_a_newer_format_is_refused() -> None:
     with pytest.raises(CorruptError, match="part manifest"):
         Commit.from_bytes(part(0).to_bytes(), commit_key(3, 9))
-    with pytest.raises(CheckpointError, match="format version 4 is newer than 3"):
-        unseal_manifest("commit", seal_manifest("commit", {}, 4), "x")
+    with pytest.raises(CheckpointError, match="format version 5 is newer than 4"):
+        unseal_manifest("commit", seal_manifest("commit", {}, 5), "x")
 
 
 def test_spread_experts_are_of_a_format_that_older_programs_refuse() -> None:
@@ -153,6 +153,14 @@ def test_spread_experts_are_of_a_format_that_older_programs_refuse() -> None:
     spread = replace(commit, table=table)
     assert b'"format":3,' in spread.to_bytes()
     assert Commit.from_bytes(spread.to_bytes(), spread.key) == spread
+
+
+def test_degrees_of_components_are_of_a_format_that_older_programs_refuse() -> None:
+    commit = merged(part(0), part(1))
+    table = tuple(replace(spec, tp_by=2) if spec.name == "w" else spec for spec in TABLE)
+    cut = replace(commit, table=table)
+    assert b'"format":4,' in cut.to_bytes()
+    assert Commit.from_bytes(cut.to_bytes(), cut.key) == cut
 
 
 def test_an_incomplete_checkpoint_cannot_be_merged() -> None:

@@ -124,9 +124,27 @@ def test_rows_of_format_1_are_cut_by_dp_shard_alone() -> None:
     spread = TensorSpec("w", "F32", (4, 2), 0, ep=2)
     assert TensorSpec.from_json(spread.to_json()) == spread
     assert len(TensorSpec("w", "F32", (4, 2), 0).to_json()) == 7
+    component = TensorSpec("w", "F32", (4, 2), 0, 0, 4, (1,), tp_by=2)
+    assert TensorSpec.from_json(component.to_json()) == component
     for bad in (["w", "F32", [5, 2]], ["w", "F99", [5], 0], ["w", "F32", [5], 0, 0]):
         with pytest.raises(ValueError, match=r"entries|unknown"):
             TensorSpec.from_json(bad)
+
+
+@pytest.mark.parametrize(("tp", "parts"), [(4, [0, 1, 0, 1]), (2, [0, 1]), (3, [0, 0, 0])])
+def test_a_component_is_cut_over_neighbours_along_tp(tp: int, parts: list[int]) -> None:
+    """In two parts, or in as many as divide tp as well."""
+    topology = place_layout(Layout(tp=tp), 1, ("n",) * tp)
+    table = (
+        TensorSpec("w", "F32", (4, 2), 0, 0, 4, tp_by=2),
+        TensorSpec("v", "F32", (4, 2), 0, 0, 4),
+    )
+    held = [local_boxes(topology, table, rank) for rank in range(tp)]
+    rows = 4 // len(set(parts))
+    assert [(w.offsets[0], w.lengths[0]) for w, _ in held] == [
+        (part * rows, rows) for part in parts
+    ]
+    assert len({v for _, v in held}) == tp
 
 
 @pytest.mark.parametrize(

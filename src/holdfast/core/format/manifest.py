@@ -35,7 +35,9 @@ FORMAT = 2
 blocks of each stage. If neither tp nor pp is above 1, both versions place every box alike."""
 FORMAT_OF_SPREAD_EXPERTS = 3
 """Of a commit object whose table has rows with `ep`. Without such rows version 2 is the same."""
-READABLE_FORMATS = (1, FORMAT, FORMAT_OF_SPREAD_EXPERTS)
+FORMAT_OF_COMPONENTS = 4
+"""Of a commit object whose table has rows with `tp_by`. Without such rows 2 or 3 is the same."""
+READABLE_FORMATS = (1, FORMAT, FORMAT_OF_SPREAD_EXPERTS, FORMAT_OF_COMPONENTS)
 BLOB_ALIGNMENT = 4096
 """Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
 read past the page cache."""
@@ -326,7 +328,7 @@ class Commit:
                 ],
                 "meta": dict(self.meta),
             },
-            FORMAT_OF_SPREAD_EXPERTS if any(spec.ep > 1 for spec in self.table) else FORMAT,
+            _format_of(self.table),
         )
 
     @staticmethod
@@ -411,6 +413,13 @@ def _start_of(p: PlacedBox) -> int:
 
 
 # --- sealing --------------------------------------------------------------------------------
+def _format_of(table: StateTable) -> int:
+    """The oldest version that says all of a table."""
+    if any(spec.tp_by for spec in table):
+        return FORMAT_OF_COMPONENTS
+    return FORMAT_OF_SPREAD_EXPERTS if any(spec.ep > 1 for spec in table) else FORMAT
+
+
 def seal_manifest(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
     """Return the canonical JSON of a manifest, with its format version. Its own checksum is the
     last key, and covers the bytes before it."""

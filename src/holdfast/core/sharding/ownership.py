@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 
 from holdfast.core.sharding.boxes import Box, coverage_problem
-from holdfast.core.sharding.sharding_table import tp_part
+from holdfast.core.sharding.sharding_table import component_part
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
     StateTable,
@@ -52,11 +52,11 @@ def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
 _Places = tuple[tuple[int, ...], ...]
 """Per mesh axis, the indices at which the ranks hold the same box of a tensor."""
 
-_HolderKey = tuple[tuple[int, ...], bool, int, int]
+_HolderKey = tuple[tuple[int, ...], bool, int, int, int]
 """How a tensor lies on the mesh: its stages, whether dp_shard cuts it, the units that tp cuts it
-into (0: it does not). The last is its row's `ep`."""
+into (0: it does not). The last are `ep` and `tp_by` of its row."""
 
-_Cut = tuple[tuple[int, ...], str, int | None, int | None, int, int]
+_Cut = tuple[tuple[int, ...], str, int | None, int | None, int, int, int]
 """What decides a tensor's box at a place: shape, dtype, and the fields of its row."""
 
 _Share = tuple[int, int, int, int]
@@ -160,18 +160,19 @@ class Ownership:
             spec.shard_dim is not None,
             spec.tp_units if spec.tp_dim is not None else 0,
             spec.ep,
+            spec.tp_by,
         )
 
     def _places(self, spec: TensorSpec, at: tuple[int, ...]) -> _Places:
         """Return the places in the mesh of the box that is held at these indices on dp_shard, cp
         and tp."""
         dp_shard, cp, tp = at
-        stages, sharded, units, _ = self._holder_key(spec)
+        stages, sharded, units, _, tp_by = self._holder_key(spec)
         degree = self._kind.degree("tp")
         tps = tuple(range(degree))
         if units:
-            mine = tp_part(units, degree, tp)
-            tps = tuple(i for i in tps if tp_part(units, degree, i) == mine)
+            mine = component_part(units, tp_by, degree, tp)
+            tps = tuple(i for i in tps if component_part(units, tp_by, degree, i) == mine)
         shards = (dp_shard,) if sharded else tuple(range(self._kind.degree("dp_shard")))
         return stages, shards, holders_along_cp(spec, self._kind, cp), tps
 
@@ -224,7 +225,8 @@ class Ownership:
 
 
 def _cut_of(spec: TensorSpec) -> _Cut:
-    return spec.shape, spec.dtype, spec.shard_dim, spec.tp_dim, spec.tp_units, spec.ep
+    cut = spec.shard_dim, spec.tp_dim, spec.tp_units, spec.ep, spec.tp_by
+    return spec.shape, spec.dtype, *cut
 
 
 def _share_out(boxes: Sequence[Box], item_bytes: Iterable[int], shares: int) -> Iterator[_Share]:

@@ -18,7 +18,8 @@ gradient, which are added in order:
                only ranks with the same ones have parts
     pp         a tied embedding: the first stage looks tokens up, the last one computes logits
     tp         key/value heads held by several ranks, norms of queries and keys, and under sequence
-               parallelism all norms (`sharding_table.gradient_is_partial`)
+               parallelism all norms (`sharding_table.gradient_is_partial`). Components that
+               `layout.tp_by` cuts in fewer parts than ranks
     dp_shard   under ZeRO 1 (Rajbhandari et al. 2020): each rank has other samples and contributes
                complete boxes, and receives its shard. Under ZeRO 2 and 3, FSDP2 has added them up
                inside the replica already, and each rank contributes the box it holds
@@ -30,7 +31,7 @@ own. Otherwise one rank per replica contributes and all receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
 from holdfast.core.sharding.state_table import (
+    NO_DEGREES,
     TensorSpec,
     cut_box,
     holders_along_cp,
@@ -121,14 +123,20 @@ def reduction_cells(
     return cells_of_rows(topology, decoder_rows(model, sequence_parallel), rank, zero=zero)
 
 
-def decoder_rows(model: ModelConfig, sequence_parallel: bool, ep: int = 1) -> list[GradientRow]:
-    """The decoder's parameters, with the kind of their gradients. ep: `layout.ep`."""
-    sharding = sharding_table(model)
+def decoder_rows(
+    model: ModelConfig,
+    sequence_parallel: bool,
+    ep: int = 1,
+    tp_by: Mapping[str, int] = NO_DEGREES,
+) -> list[GradientRow]:
+    """The decoder's parameters, with the kind of their gradients. ep, tp_by: as for
+    `parameter_table`."""
+    sharding, table = sharding_table(model), parameter_table(model, ep=ep, tp_by=tp_by)
     return [
         GradientRow(
             spec, gradient_is_partial(sharding[spec.name], sequence_parallel), not row.merge
         )
-        for spec, row in zip(parameter_table(model, ep=ep), decoder_parameters(model), strict=True)
+        for spec, row in zip(table, decoder_parameters(model), strict=True)
     ]
 
 
@@ -153,7 +161,8 @@ def cells_of_rows(
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.coordinate.pp not in stages_of(spec, view.replica):
             continue
-        alike = (spec.shape, spec.tp_dim, spec.tp_units, spec.ep, partial, stages)
+        cut = spec.tp_dim, spec.tp_units, spec.ep, spec.tp_by
+        alike = (spec.shape, cut, partial, stages)
         if alike not in known:  # the blocks of a stage are all alike
             known[alike] = tuple(_regions(view, spec, partial, stages))
         for box, normal in known[alike]:
@@ -201,8 +210,9 @@ class _Signature(NamedTuple):
 
 
 _Stages = tuple[tuple[int, ...], ...]
-_Class = tuple[tuple[int, ...], int | None, int, int, bool, _Stages]
-"""Parameters of one class have the same regions: shape, tp_dim, tp_units, ep, partial, stages."""
+_Class = tuple[tuple[int, ...], tuple[int | None, int, int, int], bool, _Stages]
+"""Parameters of one class have the same regions: shape, (tp_dim, tp_units, ep, tp_by), partial,
+stages."""
 
 
 def _regions(

@@ -96,7 +96,8 @@ def run_parameter_table(config: RunConfig) -> StateTable:
     """The same, with dtypes and cuts."""
     precision = config.train.precision
     if config.trains_decoder:
-        return parameter_table(config.model, precision, config.layout.ep)
+        layout = config.layout
+        return parameter_table(config.model, precision, layout.ep, layout.tp_by.degrees)
     dtype = STATE_DTYPE[precision]
     return tuple(
         TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
@@ -116,7 +117,8 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     layout = config.layout
     rows: Sequence[GradientRow]
     if config.trains_decoder:
-        rows = decoder_rows(config.model, layout.sequence_parallel, layout.ep)
+        sequence, degrees = layout.sequence_parallel, layout.tp_by.degrees
+        rows = decoder_rows(config.model, sequence, layout.ep, degrees)
     else:
         found = run_parameter_table(config), run_parameters(config), _task_shardings(config)
         rows = [

@@ -18,6 +18,10 @@ tokens of the residual stream, so every rank holds all of them. Under sequence p
 
 Every rank adds its share of the bias of `attention.o`, 1 / tp. So its gradient is a sum over ranks.
 
+`layout.tp_by` cuts attention, or the feed-forward, in fewer parts, say n. Of these, n neighbours
+along tp have one each. Ranks whose indices are alike modulo n hold the same part, and see other
+tokens.
+
 A layer of a new kind is one more row of `_CUTS`.
 """
 
@@ -27,6 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.parameters import Parameter, decoder_parameters
+from holdfast.layout import component_degree
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
@@ -111,6 +116,12 @@ def tp_part(units: int, tp: int, index: int) -> tuple[int, int]:
     if units < tp:
         return index * units // tp, 1
     return chunk_range(units, tp, index)
+
+
+def component_part(units: int, tp_by: int, tp: int, index: int) -> tuple[int, int]:
+    """As `tp_part`, of a component with the degree `tp_by`."""
+    degree = component_degree(tp_by, tp)
+    return tp_part(units, degree, index % degree)
 
 
 def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:

@@ -51,8 +51,8 @@ class Collectives:
     when the group is given up, and its output is void. A group has one `Collectives`, whose calls
     come from one thread.
     If it `reports_loss`, all raise RuntimeError with the backend's text when a peer is lost.
-    members: ranks of the group, this one among them, which alone take part. They can `all_to_all`
-    and `rotate`; None: all ranks, and everything.
+    members: ranks of the group, this one among them, which alone take part. They can do all but
+    `all_reduce`; None: all ranks, and everything. On a device every rank of the group must call it.
     """
 
     def __init__(
@@ -72,6 +72,10 @@ class Collectives:
         self._sent = self._received = 0  # rotations
         self.reports_loss = self._by_messages = dist.get_backend(group) == "gloo"
 
+    def among(self, members: Sequence[int]) -> Collectives:
+        """Collectives of some ranks of the group alone, this one among them."""
+        return Collectives(self.group, self._traffic, self._kind, members)
+
     # --- without gradient -----------------------------------------------------------------
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """Every rank's part, in rank order.  [t, ...] -> [n * t, ...]
@@ -88,8 +92,12 @@ class Collectives:
             receipts = self._exchange([part] * self.size, places)
             places[self.rank].copy_(part)
             self._wait(receipts)
-        else:
+        elif self.size == self.group.size():
             gather_parts(out, part, self.group)
+        else:
+            sizes = self._sizes(self._members, part.numel())
+            copies = part.view(-1).repeat(self.size)
+            dist.all_to_all_single(out.view(-1), copies, sizes, sizes, group=self.group)
         return out
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
@@ -106,7 +114,8 @@ class Collectives:
             self._wait(self._exchange(parts, received))
             inputs = [parts[i] if i == self.rank else received[i] for i in range(self.size)]
             return _sum_in_order(inputs)
-        dist.all_to_all_single(received.view_as(whole), whole, group=self.group)
+        sizes = self._sizes(self._members, parts[0].numel())
+        dist.all_to_all_single(received.view(-1), whole.view(-1), sizes, sizes, group=self.group)
         return _sum_in_order(list(received))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

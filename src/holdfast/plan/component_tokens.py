@@ -1,0 +1,78 @@
+"""The tokens of a microbatch that a rank computes in each component of a block.
+
+They are all of the rank's tokens, T, unless `layout.tp_by` cuts a component in d parts where tp has
+n ranks. Then each of n / d sets of d ranks computes its own samples or tokens
+(`parallel/component_region.py`). With sequence parallelism a set gathers those alone, if they are
+the tokens of its ranks. Otherwise all T are there, and a part of them is computed.
+
+    a region of degree d sends     4 (d - 1) / n * T * D elements if a set gathers its own
+                                   4 (n - 1) / n * T * D otherwise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.config.run import RunConfig
+from holdfast.layout import Replica, component_degree, set_share
+
+
+@dataclass(frozen=True)
+class ComponentTokens:
+    """One component of a block, on one rank. name: its key in `layout.tp_by`. parts: that tp makes
+    of it. sets: of ranks that hold the same. counted: samples or tokens, of `shared`, that this one
+    computes. computed: its tokens. held: tokens of its input that are kept. is_own: it gathers its
+    tokens alone.
+    """
+
+    name: str
+    parts: int
+    sets: int
+    counted: int
+    shared: int
+    computed: int
+    held: int
+    is_own: bool
+
+    def sent(self, tokens: int, dim: int) -> float:
+        """Elements that a rank sends for one region, of a microbatch of so many tokens."""
+        ranks = self.parts * self.sets
+        return 4 * ((self.parts if self.is_own else ranks) - 1) / ranks * tokens * dim
+
+
+def attention_tokens(config: RunConfig, replica: Replica, tp: int) -> ComponentTokens:
+    """Sets share samples. tp: the rank's index."""
+    return _tokens(config, replica, tp, "attention", by_sample=True)
+
+
+def ffn_tokens(config: RunConfig, replica: Replica, tp: int) -> ComponentTokens:
+    """Sets share tokens. tp: the rank's index."""
+    return _tokens(config, replica, tp, "ffn", by_sample=False)
+
+
+def components(config: RunConfig, replica: Replica, tp: int) -> Iterator[ComponentTokens]:
+    """Those that are cut in fewer parts than tp has ranks. tp: the rank's index."""
+    for find in (attention_tokens, ffn_tokens):
+        if (found := find(config, replica, tp)).sets > 1:
+            yield found
+
+
+def _tokens(
+    config: RunConfig, replica: Replica, index: int, name: str, *, by_sample: bool
+) -> ComponentTokens:
+    tp = replica.degree("tp")
+    samples = config.train.microbatch_size // replica.degree("dp_shard")
+    length = config.data.sequence_length // replica.degree("cp")
+    tokens, shared = samples * length, samples if by_sample else samples * length
+    parts = component_degree(config.layout.tp_by.degrees.get(name, 0), tp)
+    sets = tp // parts
+    share, counted = set_share(shared, sets, index // parts)
+    computed = (share.stop - share.start) * (length if by_sample else 1)
+    is_own = config.layout.sequence_parallel and sets > 1
+    if by_sample:
+        is_own = is_own and shared % sets == 0 and tokens % tp == 0
+    elif is_own:
+        computed = -(-tokens // tp) * parts
+    held = computed if is_own else tokens
+    return ComponentTokens(name, parts, sets, counted, shared, computed, held, is_own)
