@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.doctor_checks import Check, run_checks
+from holdfast.cli.doctor_versions import run_version_checks
 from holdfast.cli.output import print_json, print_table, say
 
 app = make_app("Check that this machine can train, or look at a run.")
@@ -39,7 +40,7 @@ def doctor(
       holdfast doctor run.yaml --json
     """
     if run is None:
-        checks = run_checks()
+        checks = [*run_checks(), *run_version_checks()]
         if json:
             print_json([check.to_json() for check in checks])
         else:

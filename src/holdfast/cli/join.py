@@ -119,6 +119,7 @@ def _with_data(
 
     Raises UserError, also where this node has another source of the task."""
     from holdfast.data.dataset_location import open_dataset
+    from holdfast.data.verify import check_dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
     if loaded.config.task.name:
@@ -129,7 +130,10 @@ def _with_data(
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
     data = loaded.config.data
-    return loaded, dataset_version_in(folder, open_dataset(data.folder, data, ask=True))
+    dataset = open_dataset(data.folder, data, ask=True)
+    if dataset.cache is not None:
+        check_dataset(dataset)
+    return loaded, dataset_version_in(folder, dataset)
 
 
 def _own(overrides: list[str]) -> list[str]:

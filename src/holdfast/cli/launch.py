@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -146,12 +147,19 @@ def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
         name=config.name,
         location=str(folder.absolute()),
         folder=folder.absolute(),
-        secret_file=(folder / "secret").absolute(),
+        secret_file=_secret_file(folder),
         config=config,
         nodes=config.launch.nodes,
         spares=config.launch.spares,
         overrides=(f"cluster.places={cluster.places or 1}", *own),
     )
+
+
+def _secret_file(folder: Path) -> Path:
+    from holdfast.wire.secret import SECRET_FILE_VARIABLE
+
+    named = os.environ.get(SECRET_FILE_VARIABLE)
+    return Path(named).expanduser().absolute() if named else (folder / "secret").absolute()
 
 
 def _make_secret(folder: Path) -> None:

@@ -60,6 +60,7 @@ from holdfast.plan.layouts import layouts_of, max_workers
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
+    from holdfast.launch.launchers import LauncherPlace
 
 app = make_app("Start or resume the run that a run file describes.")
 
@@ -89,20 +90,35 @@ def start_run(
     run_file: Path | None, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
 ) -> int:
     """As the command `train`; return its exit code. run_file: None for the defaults and the
-    overrides. Raises UserError."""
-    with early_signals_answered():
+    overrides. Of the processes of a launcher, one of each node trains. Raises UserError."""
+    from holdfast.launch.launched_config import with_launcher
+    from holdfast.launch.local_ranks import as_one_node
+
+    def start(place: LauncherPlace | None) -> int:
         machine = detect_hardware()
-        loaded = with_place(plan_for_machine(load_config(run_file, overrides), machine))
+        loaded = with_launcher(load_config(run_file, overrides), place)
+        loaded = with_place(plan_for_machine(loaded, machine))
         folder = Path(loaded.config.run_folder)
         with crash_log_in(folder):
-            return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
+            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json)
+
+    with early_signals_answered():
+        return as_one_node(start)
 
 
 def _train_in_folder(
-    loaded: LoadedConfig, machine: HardwareInfo, folder: Path, *, fresh: bool, json: bool
+    loaded: LoadedConfig,
+    machine: HardwareInfo,
+    folder: Path,
+    place: LauncherPlace | None,
+    *,
+    fresh: bool,
+    json: bool,
 ) -> int:
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
+    from holdfast.launch.roll_call import call_roll
+    from holdfast.wire.store.run_store import FolderStore
 
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     watch = HolderWatch(folder, say)
@@ -113,6 +129,8 @@ def _train_in_folder(
             print_line({"finished": True, "step": begun.last_step, "folder": str(folder)})
         return 0
     loaded, version = begun.loaded, begun.dataset_version
+    if place is not None and several:
+        call_roll(FolderStore(folder), place, loaded.config.launch.gather_seconds)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
         code = local.train_locally(
             loaded,

@@ -22,6 +22,12 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
                 where=ADDRESS_KEY,
                 remedy="use the address that ray start --head prints",
             )
+        case "no_head":
+            return ConfigError(
+                f"what answers at {address} is no head of a Ray cluster ({detail})",
+                where=ADDRESS_KEY,
+                remedy="use the address that ray start --head prints",
+            )
         case "silent":
             return ConfigError(
                 f"{address} does not answer as Ray's head does within {detail} s",
@@ -40,11 +46,18 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
                 where=ADDRESS_KEY,
                 remedy="install the cluster's versions here",
             )
+    return _explain_job(kind, detail, address)
+
+
+def _explain_job(kind: str, detail: str, address: str) -> ConfigError:
+    """The same for refusals of a job by a cluster that answers."""
+    match kind:
         case "resources":
             return ConfigError(
                 f"no machine of the Ray cluster has what a node takes: {detail}",
                 where="launch.ray",
-                remedy="set launch.ray.cpus, gpus and resources to what a machine has",
+                remedy="set launch.ray.cpus, gpus and resources to what a machine has, or "
+                "launch.ray.autoscaler to true",
             )
         case "shared":
             return ConfigError(
