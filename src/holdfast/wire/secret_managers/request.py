@@ -23,7 +23,8 @@ Ask = Callable[[str, str, Mapping[str, str], bytes], bytes]
 def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
     """Send a request; a redirection is not followed, as it would carry credentials elsewhere."""
     request = urllib.request.Request(url, body or None, dict(headers), method=method)
-    proxies = {} if url.startswith("http://") else None  # metadata is on this machine's own link
+    is_metadata = url.startswith("http://")  # on this machine's own link: no proxy reaches it
+    proxies: dict[str, str] | None = {} if is_metadata else None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies), _NoRedirect)
     host = request.host
     try:
