@@ -81,7 +81,7 @@ def answering(answers: list[tuple[str, Mapping[str, str], object]]) -> Iterator[
 def test_a_secret_of_the_environment_moves_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SECRET_FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, "")  # so that its new value is undone
     monkeypatch.setenv(SECRET_VARIABLE, HEX)
     assert open_secret(tmp_path / "run").key == KEY
     assert SECRET_VARIABLE not in os.environ
@@ -98,7 +98,7 @@ def test_the_command_line_hides_it_before_anything_else() -> None:
     from holdfast.cli.main import main
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(SECRET_FILE_VARIABLE, raising=False)
+        patch.setenv(SECRET_FILE_VARIABLE, "")
         patch.setenv(SECRET_VARIABLE, HEX)
         main(["config", "--help"])
         assert SECRET_VARIABLE not in os.environ
