@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import say
 from holdfast.launch.runs import open_run
 
@@ -23,7 +23,7 @@ app = make_app("Give the machines of a launched run back.")
 
 @app.command()
 def down(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="return once all nodes have left")
     ] = True,

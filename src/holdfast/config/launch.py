@@ -9,6 +9,7 @@ from pydantic import Field
 from holdfast.config.base import Section
 from holdfast.config.launch_kubernetes import KubernetesConfig
 from holdfast.config.launch_ray import RayConfig
+from holdfast.config.launch_slurm import SlurmConfig
 from holdfast.config.launch_ssh import SshConfig
 
 
@@ -33,5 +34,6 @@ class LaunchConfig(Section):
     )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
     ssh: SshConfig = SshConfig.model_validate({})
+    slurm: SlurmConfig = SlurmConfig()
     ray: RayConfig = RayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
