@@ -35,9 +35,9 @@ def host(
     from holdfast.launch.node_name import default_node_name
     from holdfast.launch.pods.host import PodHost
     from holdfast.wire.http.tls import with_tls
-    from holdfast.wire.secret import SECRET_FILE_VARIABLE, read_secret
+    from holdfast.wire.secret import SECRET_FILE_VARIABLE, given_secret_file, read_secret
 
-    path = secret or (Path(given) if (given := os.environ.get(SECRET_FILE_VARIABLE)) else None)
+    path = secret or given_secret_file(os.environ)
     if path is None:
         raise UserError(
             "the controller's secret is not known",

@@ -157,10 +157,9 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
 
 
 def _secret_file(folder: Path) -> Path:
-    from holdfast.wire.secret import SECRET_FILE_VARIABLE
+    from holdfast.wire.secret import given_secret_file
 
-    named = os.environ.get(SECRET_FILE_VARIABLE)
-    return Path(named).expanduser().absolute() if named else (folder / "secret").absolute()
+    return (given_secret_file(os.environ) or folder / "secret").absolute()
 
 
 def _make_secret(folder: Path) -> None:

@@ -18,7 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.run_place import is_bucket
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import HoldfastError, ModelFolderError, RunFolderError
-from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
+from holdfast.wire.secret import Secret, given_secret_file, read_secret
 from holdfast.wire.store.run_location import (
     location_of_run,
     make_local_folder,
@@ -172,10 +172,9 @@ def _foreign_file_error(path: Path) -> RunFolderError:
 def read_secrets(folder: Path) -> tuple[Secret, ...]:
     """Return the possible secrets of the run. First comes the one that a trainer started here would
     use (the environment's, or the folder's), with TLS if the run's newest term speaks it. None is
-    made. Raises RunFolderError for one that other
-    users may read."""
-    named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
-    found = [read_secret(Path(named).expanduser(), is_given=True)] if named else []
+    made. Raises RunFolderError for one that other users may read."""
+    named, own = given_secret_file(os.environ), folder / "secret"
+    found = [read_secret(named, is_given=True)] if named else []
     if own.exists():
         try:
             found.append(read_secret(own))
