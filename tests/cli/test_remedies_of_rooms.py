@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_buckets,
     of_campaigns,
     of_commands,
     of_datasets_cases,
@@ -21,6 +22,7 @@ from tests.cli.remedies import (
     of_imports,
     of_installations,
     of_kubernetes,
+    of_launchers,
     of_launches,
     of_models,
     of_named_code,
@@ -28,6 +30,7 @@ from tests.cli.remedies import (
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_pods,
     of_ray,
     of_ray_preparation,
     of_remote_datasets,
@@ -36,7 +39,9 @@ from tests.cli.remedies import (
     of_runs_cases,
     of_sets_and_faults,
     of_sharding,
+    of_slurm,
     of_sources,
+    of_ssh,
     of_stores_cases,
     of_task_code,
     of_trainers,
@@ -46,6 +51,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_slurm,
     of_sources,
     of_datasets_cases,
     of_stores_cases,
@@ -69,8 +75,14 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_buckets,
+    of_launchers,
+    of_launches,
+    of_pods,
+    of_ssh,
     of_kubernetes,
     of_launches,
+    of_pods,
     of_ray,
     of_remote_datasets,
     of_ray_preparation,

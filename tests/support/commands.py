@@ -104,7 +104,7 @@ def start(
         cwd=folder,
         text=True,
         env=environment,
-        preexec_fn=_end_with_starter,
+        preexec_fn=end_with_starter,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,7 +112,7 @@ def start(
     )
 
 
-def _end_with_starter() -> None:
+def end_with_starter() -> None:
     """In the child, before the command: Linux kills it when its starter ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

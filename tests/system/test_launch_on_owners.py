@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
+from tests.support.sshd import HOSTS, Sshd, sshd
 
 pytestmark = pytest.mark.slow
 DEADLINE = 240.0
@@ -71,3 +73,42 @@ def test_this_machine_as_the_owner(run: LaunchedRun) -> None:
     run.wait("finished")
     assert set(nodes.losses()) == set(range(1, step + 21)), "each step counts once"
     assert "this run is finished" in run("launch", *settings, *more).err
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Sshd]:
+    with sshd(tmp_path / "sshd") as found:
+        yield found
+
+
+def ssh_settings(server: Sshd) -> tuple[str, ...]:
+    return (
+        f"launch.ssh.hosts={json.dumps(HOSTS)}",
+        f"launch.ssh.options={json.dumps(server.options)}",
+        f"launch.ssh.python={sys.executable}",
+        f"launch.ssh.folder={server.root}/homes",
+        "launch.on=ssh",
+        "launch.nodes=2",
+        "cluster.places=1",
+    )
+
+
+def test_hosts_that_a_real_sshd_serves(run: LaunchedRun, server: Sshd) -> None:
+    """The agents outlive the connections, leave on `down`, and a changed host key is named."""
+    settings = (*SETTINGS, *ssh_settings(server), "train.steps=100000")
+    started = run("launch", *settings)
+    assert started.code == 0, started.err
+    nodes = Nodes(run.run_file, run.folder)
+    deadline = time.monotonic() + DEADLINE
+    while max(nodes.losses(), default=0) < 20:
+        assert time.monotonic() < deadline, run("logs").out
+    assert nodes.nodes(nodes.newest) == set(HOSTS)
+    assert "node 127.0.0.2" in run("logs", "--node", "127.0.0.2").out
+    run.wait("running")
+    assert run("down").code == 0
+    run.wait("finished")
+
+    server.change_host_key()
+    run("launch", *settings).refuses_last("host 127.0.0.1", "its host key is not the one")
+    lost = run("status")
+    assert (lost.code, lost.out.count("lost")) == (1, 2)

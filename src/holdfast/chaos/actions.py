@@ -19,7 +19,7 @@ import psutil
 from holdfast.chaos.agents import Fleet
 from holdfast.chaos.network import Network
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.term import newest_term
 
 # bytes from one turned bit to the next: so that some lie in every snapshot
@@ -49,7 +49,7 @@ class ChaosEnvironment:
 
     @property
     def leader_node(self) -> str:
-        _, holder = newest_term(FolderStore(self.run_folder))
+        _, holder = newest_term(store_of_run(self.run_folder))
         return "" if holder is None else str(holder.get("node", ""))
 
 
@@ -263,7 +263,7 @@ def _replay(file: Path, older: Path) -> None:
 
 def damage_newest(folder: Path, damage: Damage) -> str:
     """Damage all files of a run folder's newest checkpoint and return the checkpoint's key."""
-    found = list_commits(FolderStore(folder))
+    found = list_commits(store_of_run(folder))
     steps = sorted({step_of(key) for key in found}, reverse=True)
     if len(steps) < 2:
         raise NotPossibleNowError("there is no older checkpoint")

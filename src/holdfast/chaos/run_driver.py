@@ -11,7 +11,7 @@ from holdfast.chaos.actions import ChaosEnvironment, FaultAction
 from holdfast.chaos.progress import JournalView, JournalWatcher
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.errors import HoldfastError
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
 
 POLL_S = 0.02
 RECOVERY_TIMEOUT_S = 90.0
@@ -57,7 +57,7 @@ class RunDriver:
     ) -> None:
         self._environment, self._fault_orders, self._steps = environment, fault_orders, steps
         self._unexpected_ends = unexpected_ends
-        self.watcher = JournalWatcher(FolderStore(environment.real_folder))
+        self.watcher = JournalWatcher(store_of_run(environment.real_folder))
         self.nodes_expected_back: set[str] = set()
         self.gate_step = 0
         self._pending_repairs: list[_PendingRepair] = []

@@ -30,4 +30,6 @@ def set_process_title(role: str, run: str) -> None:
     command = str(titles.getproctitle()).rpartition(SEPARATOR)[2]
     titles.setproctitle(f"holdfast: {role} of {run or 'a run'}{SEPARATOR}{command}")
     if sys.platform == "linux":
-        titles.setthreadtitle(role.replace("worker ", "rank ")[:15])
+        # Without a space: Slurm's proctrack/linuxproc cannot read such a line of /proc, and then
+        # neither signals nor kills the process.
+        titles.setthreadtitle(role.replace("worker ", "rank ").replace(" ", "-")[:15])

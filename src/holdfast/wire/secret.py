@@ -80,7 +80,7 @@ def open_secret(
         return read_secret(Path(named).expanduser(), is_given=True, say=say)
     path = Path(folder) / "secret"
     if not path.exists():
-        _create_secret(path)
+        create_secret(path)
     return read_secret(path)
 
 
@@ -145,7 +145,7 @@ def _remedy_for_mode(path: Path, is_given: bool) -> str:
     return f"run: chmod 600 {path}" if is_given else f"remove it, or run: chmod 600 {path}"
 
 
-def _create_secret(path: Path) -> None:
+def create_secret(path: Path) -> None:
     """Write a new secret; of two makers at once one wins, and both then read the same."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:

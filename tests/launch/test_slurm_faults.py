@@ -1,0 +1,257 @@
+"""Runs on a real Slurm of four nodes: nodes lost and drained, jobs queued again and resized, and a
+slurmd that dies without its tasks. Every run ends with the bits of a run of one worker without a
+fault, and with an exact ledger. Each test prints its recovery times (`-s`)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.checkpoints import newest_tensors
+from tests.support.commands import apart
+from tests.support.launched_run import LaunchedRun
+from tests.support.nodes import prepared
+from tests.support.slurm_cluster import INSTALL, SlurmCluster, is_installed, slurm_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed(), reason=INSTALL),
+]
+STEPS, FIRST = 400, 3
+ALL = {"n1", "n2", "n3", "n4"}
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("slurm-runs"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path) -> dict[str, bytes]:
+    """What a run of one worker without a fault ends with."""
+    folder = run_file.parent / "alone"
+    settings = (f"train.steps={STEPS}", "train.evaluate.every=0", "cluster.threads_per_worker=1")
+    done = apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1")
+    assert done.code == 0, done.err
+    return newest_tensors(folder, STEPS)
+
+
+@pytest.fixture
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_of(4) as found:
+        yield found
+
+
+@pytest.fixture
+def run(cluster: SlurmCluster, run_file: Path, tmp_path: Path) -> LaunchedRun:
+    return LaunchedRun(cluster, run_file, tmp_path / "run", STEPS)
+
+
+def report(what: str, **seconds: float) -> None:
+    print(f"\n{what}: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
+
+
+def test_a_lost_node_is_replaced_once_slurm_has_one(
+    run: LaunchedRun, undisturbed: dict[str, bytes]
+) -> None:
+    run.launch(4, "layout.workers=4")
+    run.wait_step(FIRST, nodes=ALL)
+    lost = time.time()
+    run.cluster.lose("n3")
+    run.do_step(ALL - {"n3"})
+    continued = run.first_step_of(run.newest) - lost
+    run.wait_until(lambda: "Slurm:" in run.status(), "a job in place of n3 waits")
+    queued = time.time() - lost
+    back = time.time()
+    run.cluster.return_node("n3")
+    run.wait_generation(ALL, after=run.newest)
+    rejoined = time.time() - back
+    run.do_step(ALL)
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("node lost", continued=continued, replacement_queued=queued, rejoined=rejoined)
+
+
+def test_the_loss_of_the_batch_host_queues_the_job_again(
+    run: LaunchedRun, undisturbed: dict[str, bytes]
+) -> None:
+    run.launch(4, "layout.workers=4")
+    run.wait_step(FIRST, nodes=ALL)
+    lost = time.time()
+    run.cluster.lose("n1")
+    run.do_step(ALL - {"n1"})
+    continued = run.first_step_of(run.newest) - lost
+    run.wait_restarted()
+    queued = time.time() - lost
+    run.wait_generation(ALL - {"n1"}, after=run.newest)
+    resumed = time.time() - lost
+    back = time.time()
+    run.cluster.return_node("n1")
+    run.wait_generation(ALL, after=run.newest)
+    rejoined = time.time() - back
+    run.do_step(ALL)
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report(
+        "batch host lost",
+        continued=continued,
+        job_started_again=queued,
+        resumed=resumed,
+        rejoined=rejoined,
+    )
+
+
+def test_requeue_saves_and_resumes(run: LaunchedRun, undisturbed: dict[str, bytes]) -> None:
+    run.launch(4, "layout.workers=4")
+    run.wait_step(FIRST, nodes=ALL)
+    asked = time.time()
+    job = run.cluster.run("squeue", "-h", "-o", "%A").split()[0]
+    run.cluster.run("scontrol", "requeue", job)
+    run.wait_restarted()
+    run.wait_generation(ALL, after=run.newest)
+    run.do_step(ALL)
+    resumed = run.first_step_of(run.newest) - asked
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("scontrol requeue", first_step=resumed)
+
+
+def test_a_drained_node_leaves_and_another_one_takes_its_place(
+    run: LaunchedRun, undisturbed: dict[str, bytes]
+) -> None:
+    run.launch(3, "layout.workers=3")
+    run.wait_step(FIRST, nodes={"n1", "n2", "n3"})
+    asked = time.time()
+    run.cluster.run("scontrol", "update", "NodeName=n2", "State=drain", "Reason=mend")
+    run.wait_until(lambda: run.cluster.states()["n2"] == "drain", "n2 is free of the job")
+    free = time.time() - asked
+    run.wait_generation({"n1", "n3", "n4"})
+    replaced = time.time() - asked
+    run.do_step({"n1", "n3", "n4"})
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("drain", node_free=free, replaced=replaced)
+
+
+def test_a_run_grows_and_shrinks(run: LaunchedRun, undisturbed: dict[str, bytes]) -> None:
+    run.launch(2, "layout.workers=4")
+    run.wait_step(FIRST, nodes={"n1", "n2"})
+    asked = time.time()
+    run.launch(4, "layout.workers=4")
+    run.wait_generation(ALL)
+    grown = time.time() - asked
+    run.do_step(ALL)
+    asked = time.time()
+    run.launch(1, "layout.workers=4")
+    run.wait_generation({"n1"})
+    shrunk = time.time() - asked
+    run.wait_until(
+        lambda: [*run.cluster.states().values()].count("idle") == 3, "three nodes are free"
+    )
+    free = time.time() - asked
+    run.do_step({"n1"})
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("resize", from_2_to_4=grown, from_4_to_1=shrunk, nodes_free=free)
+
+
+def test_tasks_that_outlive_their_slurmd_are_fenced(
+    run: LaunchedRun, undisturbed: dict[str, bytes]
+) -> None:
+    """slurmd of the batch host dies alone, and all its tasks hang. Slurm starts the job again on
+    the other nodes, and then the old tasks wake."""
+    run.launch(4, "layout.workers=4")
+    run.wait_step(FIRST, nodes=ALL)
+    lost = time.time()
+    old = run.cluster.tasks("n1")
+    run.cluster.kill_daemon("n1")
+    _signal(old, signal.SIGSTOP)
+    run.wait_restarted()
+    run.wait_generation(ALL - {"n1"}, after=run.newest)
+    resumed = time.time() - lost
+    run.do_step(ALL - {"n1"})
+    woken = time.time()
+    _signal(old, signal.SIGCONT)
+    run.wait_until(lambda: not any(map(_is_agent, old)), "the old agent has ended")
+    ended = time.time() - woken
+    run.cluster.return_node("n1")
+    run.wait_generation(ALL, after=run.newest)
+    run.do_step(ALL)
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("split brain", resumed=resumed, old_side_ended=ended)
+
+
+def test_tasks_that_train_on_without_slurmd_end_when_slurm_gives_up_their_node(
+    run: LaunchedRun, undisturbed: dict[str, bytes]
+) -> None:
+    """slurmd of the batch host dies alone, and its agent stays in the run. Then the program of the
+    batch step sees that Slurm has taken the node from the job."""
+    run.launch(4, "layout.workers=4")
+    run.wait_step(FIRST, nodes=ALL)
+    lost = time.time()
+    old = run.cluster.tasks("n1")
+    run.cluster.kill_daemon("n1")
+    run.wait_until(lambda: not any(map(_is_agent, old)), "the old agent has ended")
+    ended = time.time() - lost
+    run.wait_restarted()
+    run.wait_generation(ALL - {"n1"}, after=run.newest)
+    resumed = time.time() - lost
+    run.cluster.return_node("n1")
+    run.wait_generation(ALL, after=run.newest)
+    run.do_step(ALL)
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("slurmd dead, tasks alive", old_agent_ended=ended, resumed=resumed)
+
+
+def test_the_time_limit_is_a_notice_and_the_job_is_queued_again(
+    run: LaunchedRun, undisturbed: dict[str, bytes]
+) -> None:
+    run.launch(2, "layout.workers=2", "launch.slurm.time=1")
+    run.wait_step(FIRST, nodes={"n1", "n2"})
+    run.wait_until(
+        lambda: "queued again" in (run.folder / "launch" / "slurm.log").read_text(), "requeued"
+    )
+    asked = time.time()
+    run.wait_restarted()
+    run.wait_generation({"n1", "n2"}, after=run.newest)
+    resumed = time.time() - asked
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("time limit", next_generation=resumed)
+
+
+def test_down_saves_and_launch_resumes(run: LaunchedRun, undisturbed: dict[str, bytes]) -> None:
+    run.launch(2, "layout.workers=2")
+    run.wait_step(FIRST, nodes={"n1", "n2"})
+    asked = time.time()
+    done = run.command("down", run.folder)
+    assert done.code == 0, done.err
+    run.wait_until(lambda: not run.cluster.run("squeue", "-h"), "the job has ended")
+    left = time.time() - asked
+    before = run.newest
+    run.launch(3, "layout.workers=3")
+    run.wait_generation({"n1", "n2", "n3"}, after=before)
+    run.open_to_end()
+    run.ends_as(undisturbed)
+    report("down", nodes_free=left)
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        if process.is_running():
+            process.send_signal(number)
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    try:
+        lives = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return lives and " ".join(process.cmdline()).startswith("holdfast: ")
+    except psutil.Error:
+        return False
