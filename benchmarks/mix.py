@@ -57,7 +57,7 @@ def spot_until_late(spot: int, need: Need, now: dict[str, int]) -> dict[str, int
 
 
 def replay(counts: list[int], nodes: int, choice: Choice) -> Outcome:
-    """Run through the trace from its start. counts: spot nodes that the market has, a value a tick."""
+    """Run through the trace from its start. counts: spot nodes that the market has, by tick."""
     work = 0.4 * len(counts) * TICK_H * nodes / SLACK
     deadline = SLACK * work / nodes
     left, cost, now = work, 0.0, dict[str, int]()
