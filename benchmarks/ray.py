@@ -51,9 +51,13 @@ def kill_worker(run: RayRun) -> float:
     return killed
 
 
-def take_machine(run: RayRun, cluster: RayCluster, *, drains: bool) -> float:
+def joins(run: RayRun, node: str) -> int:
+    """How often a node has said that it takes part."""
+    return (run.folder / "launch" / f"{node}.log").read_text().count("has joined the run")
+
+
+def take_machine(run: RayRun, cluster: RayCluster, victim: str, *, drains: bool) -> float:
     """Take the machine of a node away; return when."""
-    victim = max(run.journal.nodes(run.generation))
     machine = cluster.machine_at(run.states()[victim][1])
     started = time.time()
     if drains:
@@ -66,14 +70,17 @@ def take_machine(run: RayRun, cluster: RayCluster, *, drains: bool) -> float:
 def measure(run: RayRun, cluster: RayCluster, what: str) -> dict[str, float | str]:
     run.wait_more_steps()
     before = run.generation
+    victim = max(run.journal.nodes(before))
+    joined = joins(run, victim)
     if what == "worker":
         started = kill_worker(run)
     else:
-        started = take_machine(run, cluster, drains=what == "drain")
+        started = take_machine(run, cluster, victim, drains=what == "drain")
     fewer = run.first_step_of_workers(before, 1)
     again = run.first_step_of_workers(before, WORKERS)
     if what != "worker":
         cluster.add(f"more-{int(started)}")
+        run.wait(lambda: joins(run, victim) > joined, "the lost node does not return")
     return {
         "system": "holdfast",
         "lost": what,

@@ -9,6 +9,14 @@ ADDRESS_KEY = "launch.ray.address"
 
 def explain(kind: str, detail: str, address: str) -> ConfigError:
     """Return the error for a kind of refusal of `ray_job.py`."""
+    return (
+        _of_connection(kind, detail, address)
+        or _of_job(kind, detail, address)
+        or ConfigError(f"the Ray cluster at {address} refused: {detail}", where=ADDRESS_KEY)
+    )
+
+
+def _of_connection(kind: str, detail: str, address: str) -> ConfigError | None:
     match kind:
         case "absent":
             return ConfigError(
@@ -46,11 +54,10 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
                 where=ADDRESS_KEY,
                 remedy="install the cluster's versions here",
             )
-    return _explain_job(kind, detail, address)
+    return None
 
 
-def _explain_job(kind: str, detail: str, address: str) -> ConfigError:
-    """The same for refusals of a job by a cluster that answers."""
+def _of_job(kind: str, detail: str, address: str) -> ConfigError | None:
     match kind:
         case "resources":
             return ConfigError(
@@ -78,4 +85,4 @@ def _explain_job(kind: str, detail: str, address: str) -> ConfigError:
                 where="launch.ray.runtime_env",
                 remedy="install holdfast[ray] on the machines of the cluster, or name it under pip",
             )
-    return ConfigError(f"the Ray cluster at {address} refused: {detail}", where=ADDRESS_KEY)
+    return None
