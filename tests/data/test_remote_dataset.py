@@ -221,6 +221,8 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(
     wait_until(lambda: len(_shards(tmp_path / "cache")) == _token_files(local), 60)
     for path in _shards(tmp_path / "cache"):
         path.write_bytes(bytes(path.stat().st_size))
+    for name in ("train-000-00000.bin", "train-000-00001.bin"):  # of a process that was killed
+        next((tmp_path / "cache").glob("*/.fetch")).joinpath(name).write_bytes(b"half" * 2000)
     shortest = min(_shards(tmp_path / "cache"))
     shortest.write_bytes(b"cut")
     dataset = open_dataset(config.folder, config, ask=True)

@@ -62,11 +62,11 @@ def launch(
     given = list(overrides or [])
     given += [f"launch.on={on}"] if on else []
     given += [f"launch.nodes={nodes}"] if nodes else []
-    loaded = _for_all_nodes(load_config(run_file, given))
+    loaded = for_all_nodes(load_config(run_file, given))
     folder = run_folder_of(loaded.config)
     owner = open_owner(loaded.config.launch.on)
     if dry_run:
-        print(owner.describe(_request(loaded, folder)), end="")
+        print(owner.describe(launch_request(loaded, folder)), end="")
         return 0
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
@@ -79,7 +79,7 @@ def launch(
         if running is not None:
             _say_limit(running_workers, begun.loaded)
         _make_secret(folder)
-        job = _submit(running, _request(begun.loaded, folder))
+        job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
@@ -122,7 +122,7 @@ def _say_limit(workers: int, loaded: LoadedConfig) -> None:
         )
 
 
-def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
+def for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
     """The configuration with as many workers as fit on all nodes, if the run file leaves them open.
 
     Each node finds out its own device (`device: auto`)."""
@@ -136,7 +136,7 @@ def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
     return loaded
 
 
-def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
+def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
     from holdfast.config.cluster import AUTO
     from holdfast.launch.owner import LaunchRequest
 
