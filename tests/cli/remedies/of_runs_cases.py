@@ -274,7 +274,7 @@ CASES: list[Case] = [
         "launch/runs.py: there is no run here",
         line("report {root}/none"),
         attempt,
-        r"name a run folder, or a run file that was trained",
+        r"name a run folder or bucket, or a run file that was trained",
         lambda lab, found: lab.settings["line"].__setitem__(1, lab.path(RUN)),
     ),
     case(
