@@ -165,7 +165,9 @@ def test_a_deputy_on_another_node_has_the_job_queued_again(slurm: FakeSlurm) -> 
     with keeper_of(slurm, "--deputy") as deputy:
         code, out = ended(deputy)
     assert code == 0, out
-    assert slurm.calls("sbatch") == ["--parsable --nodes=1 --comment=in place of n1 of job 7 /s.sh"]
+    assert slurm.calls("sbatch") == [
+        "--parsable --nodes=1 --comment=in place of n1 of job 7 --begin=now+60 /s.sh"
+    ]
     assert slurm.calls("scontrol")[-1] == "requeue 7"
 
 

@@ -49,6 +49,8 @@ KILLED = 128
 """A step's exit code is at least this if a signal killed the agent."""
 COMMAND_TIMEOUT_S = 30.0
 STEP_NAME, DEPUTY_NAME = "agent", "deputy"
+DEPUTY_BEGIN = "--begin=now+60"
+"""A deputy's job of one node must not take a node from the job that is queued again."""
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -362,10 +364,11 @@ class JobKeeper:
             own.step.terminate()
 
 
-def queue_job(slurm: Slurm, options: argparse.Namespace, node: str) -> str | None:
-    """Queue a job of one node in place of a node; return its number."""
+def queue_job(slurm: Slurm, options: argparse.Namespace, node: str, *more: str) -> str | None:
+    """Queue a job of one node in place of a node; return its number. more: options of sbatch."""
     comment = f"in place of {node} of job {slurm.job}"
-    said = slurm.run("sbatch", "--parsable", "--nodes=1", f"--comment={comment}", options.script)
+    command = ["sbatch", "--parsable", "--nodes=1", f"--comment={comment}", *more, options.script]
+    said = slurm.run(*command)
     if said is None:
         return None
     job = said.strip().partition(";")[0]
@@ -380,7 +383,7 @@ def watch_batch_host(slurm: Slurm, options: argparse.Namespace) -> int:
         if view is not None and view.state == "RUNNING" and view.batch_host not in view.nodes:
             log(f"{view.batch_host}, which had the batch step, is lost: the job is queued again")
             if options.replace:
-                queue_job(slurm, options, view.batch_host)
+                queue_job(slurm, options, view.batch_host, DEPUTY_BEGIN)
             if options.requeue:
                 slurm.run("scontrol", "requeue", slurm.job)
             else:
