@@ -49,6 +49,8 @@ KILLED = 128
 """A step's exit code is at least this if a signal killed the agent."""
 COMMAND_TIMEOUT_S = 30.0
 STEP_NAME, DEPUTY_NAME = "agent", "deputy"
+REQUEUE_TRIES = 25
+"""A job that is ending cannot be changed. Its steps are killed after KillWait, 30 s by default."""
 DEPUTY_BEGIN = "--begin=now+60"
 """A deputy's job of one node must not take a node from the job that is queued again."""
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -385,11 +387,22 @@ def watch_batch_host(slurm: Slurm, options: argparse.Namespace) -> int:
             if options.replace:
                 queue_job(slurm, options, view.batch_host, DEPUTY_BEGIN)
             if options.requeue:
-                slurm.run("scontrol", "requeue", slurm.job)
+                requeue_smaller(slurm, len(view.nodes))
             else:
                 slurm.run("scancel", slurm.job)
             return 0
         time.sleep(INTERVAL_S)
+
+
+def requeue_smaller(slurm: Slurm, nodes: int) -> None:
+    """Queue the job again with so many nodes: Slurm would wait for as many as it had at first."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this step gets it at once, and KillWait later
+    slurm.run("scontrol", "requeue", slurm.job)
+    size = (f"NumTasks={nodes}", f"NumNodes={nodes}-{nodes}")
+    for _ in range(REQUEUE_TRIES):
+        time.sleep(1.0)
+        if slurm.run("scontrol", "update", f"JobId={slurm.job}", *size) is not None:
+            return
 
 
 def log(text: str) -> None:
