@@ -15,6 +15,7 @@ from holdfast.core.sharding.parameters import Ones as Ones
 from holdfast.core.sharding.parameters import Zeros as Zeros
 from holdfast.errors import TaskError as TaskError
 from holdfast.errors import UserError as UserError
+from holdfast.launch.pods.controller import Controller as Controller
 from holdfast.tasks.own_loop import run as run
 from holdfast.tasks.task import Batch as Batch
 from holdfast.tasks.task import Samples as Samples

@@ -13,6 +13,7 @@ from typing import Any
 HOMES = {
     "Batch": "holdfast.tasks.task",
     "Checkpoint": "holdfast.api.reading",
+    "Controller": "holdfast.launch.pods.controller",
     "Normal": "holdfast.core.sharding.parameters",
     "Ones": "holdfast.core.sharding.parameters",
     "RunFile": "holdfast.api.run_file",

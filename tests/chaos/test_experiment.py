@@ -110,6 +110,55 @@ def test_a_fault_that_came_to_nothing_does_not_count(
     assert outcomes == ["came to nothing (no checkpoint_failed)", "recovered"]
 
 
+class _Starts:
+    """A fleet that notes who is started. It gives what has `ended` once."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.ended: list[tuple[str, int, bool]] = []
+
+    def start(self, node: str) -> None:
+        self.started.append(node)
+
+    def take_ended(self) -> list[tuple[str, int, bool]]:
+        found, self.ended = self.ended, []
+        return found
+
+    def last_output_line(self, node: str) -> str:
+        return "the run folder is away"
+
+
+def test_no_agent_is_started_while_a_fault_holds_the_run_folder(said: _Said) -> None:
+    fleet: Any = _Starts()
+    driver, said.it._environment.fleet = said.it._driver, fleet
+    fleet.ended = [("a", -9, True)]
+    driver.tick()
+    away = FaultAction("the run folder", list, 0.2, holds_starts=True)
+    driver.expect_repair(away)
+    fleet.ended = [("a", 2, False), ("b", -9, True)]  # a had begun to start
+    driver.tick()
+    assert fleet.started == ["a"]
+    driver.finish_repairs()
+    driver.tick()
+    assert fleet.started == ["a", "a", "b"]
+    assert said.it.report.unexpected_ends == []
+    fleet.ended = [("a", 2, False)]  # with nothing in its way
+    with pytest.raises(RunStuckError, match="a ended with 2: the run folder is away"):
+        driver.tick()
+
+
+def test_an_agent_that_took_part_must_not_end_for_the_run_folder(said: _Said) -> None:
+    fleet: Any = _Starts()
+    driver, said.it._environment.fleet = said.it._driver, fleet
+    fleet.ended = [("a", -9, True)]
+    driver.tick()
+    said.it.view.generation = 1
+    driver.expect_repair(FaultAction("the run folder", list, 60.0, holds_starts=True))
+    fleet.ended = [("a", 2, False)]
+    with pytest.raises(RunStuckError, match="a ended with 2"):
+        driver.tick()
+
+
 def test_a_trace_that_ends_with_faults_missing_says_so(said: _Said) -> None:
     said.it._inject_faults(iter([PIPELINE]), 1, time.monotonic() + 60)
     assert said.it.report.cut == "nothing was left to draw"

@@ -207,9 +207,6 @@ def test_places_and_steps_that_cannot_be(trained: Trained, tmp_path: Path, capsy
     here(capsys, "branch", run, "--at", "4", "--to", "new").refuses("step 4", "3, 6", "--at")
     here(capsys, "branch", run, "--at", "x", "--to", "new").refuses("step x", "3, 6")
     here(capsys, "branch", "no", "--at", "3", "--to", "new").refuses("there is no run here")
-    here(capsys, "branch", "s3://a/b", "--at", "3", "--to", "new").refuses(
-        "s3://a/b", "bucket", "checkpoint.bucket"
-    )
     here(capsys, "branch", run, "--at", "3", "--to", run / "in").refuses("outside of it", "--to")
     here(capsys, "branch", run, "--at", "3", "--to", "lr{name}").refuses("{name}", "--to")
     (tmp_path / "full" / "file").touch()

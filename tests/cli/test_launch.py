@@ -18,7 +18,10 @@ from holdfast.cli import logs as logs_module
 from holdfast.launch.owner import OwnedJob
 from holdfast.launch.owners import local
 from holdfast.launch.runs import read_resolved
+from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import Host, create_term
 from tests.cli.conftest import Trained
+from tests.launch.holders import growing
 from tests.support.commands import Outcome, here
 
 DEADLINE = 60.0
@@ -156,6 +159,19 @@ def test_a_finished_run_is_not_launched(
     assert done.code == 0
     assert "this run is finished" in done.err
     assert not (trained.folder / "launch.json").exists()
+
+
+def test_a_run_that_another_trainer_has_is_not_launched(launched: Launched) -> None:
+    """A second coordinator: the run of one node takes in no other, so nothing is submitted."""
+    launched.script = "true"
+    launched("launch")
+    launched("down")
+    store = FolderStore(launched.folder)
+    assert create_term(store, 1, "127.0.0.1:1", "a", True, Host("host-a", "boot-a"))
+    with growing(store):
+        refused = launched("launch", "--nodes", "2")
+    refused.refuses_last("trains this run without other nodes", "cluster.node=NAME")
+    assert set(launched.states) == {"node-0"}, "the job of before"
 
 
 def test_a_run_that_was_never_launched(

@@ -92,8 +92,8 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         ("name: 3\n", "run.yaml:1: name is 3, not text; put it in quotes: '3'"),
         (
-            "folder: s3://bucket/run\n",
-            "run.yaml:1: folder: the address of a bucket is not a folder; use runs/{name}, and name the bucket in checkpoint.bucket",
+            "folder: file:///shared/run\n",
+            "run.yaml:1: folder: file:// is no kind of run store; use runs/{name}, or an address that begins with s3://, gs:// or az://",
         ),
         (
             "train: 3\n",

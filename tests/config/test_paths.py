@@ -144,6 +144,8 @@ def test_an_address_keeps_its_form() -> None:
 def test_every_key_that_means_a_path_is_known() -> None:
     """A key whose description speaks of a file or folder is a path, or is listed here."""
     others = {"data.sources.*.field", "checkpoint.machine.name", "checkpoint.folder_survives"}
+    others |= {"launch.kubernetes.claim", "launch.kubernetes.claim_at"}  # a name; a path of pods
+    others |= {"launch.ssh.python", "launch.ssh.folder"}  # paths of other hosts
     words = ("folder", "path of", "file,", "file's path", "bucket for")
     meant = {
         key

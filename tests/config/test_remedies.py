@@ -82,7 +82,7 @@ def test_remedies_of_a_changed_run_file_lead_to_one_that_works(
         {"data.sources": []},
         {"data.sources": "texts"},
         {"data.sequence_length": 100_000_000},
-        {"folder": "s3://bucket/run"},
+        {"folder": "file:///shared/run"},
         {"model.heads": 5},
         {"model.kv_heads": 3},
         {"model.dim": 36},

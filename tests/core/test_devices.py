@@ -17,6 +17,10 @@ TABLE_FILES = {"core/devices.py", "config/run.py", "plan/accelerators.py", "plan
 HERE = {
     "launch/devices.py": "what torch was built for",
     "config/explain.py": "what a person may have meant by another word",
+    "cli/doctor_versions.py": "names of packages, whose versions are compared",
+    "plan/installed_versions.py": "the same",
+    "plan/known_conflicts.py": "the same",
+    "launch/kubernetes/pod.py": "which cards a pod asks Kubernetes for",
 }
 
 

@@ -15,6 +15,7 @@ from holdfast.config.data import DataConfig
 from holdfast.data.batch import MASKED_TARGET
 from holdfast.data.coverage import describe_use
 from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_location import open_dataset
 from holdfast.data.inspect import render_sample
 from holdfast.data.packing import pack
 from holdfast.data.verify import find_problems
@@ -169,6 +170,19 @@ def test_text_and_chat_in_one_dataset(tmp_path: Path) -> None:
     assert made.validation_baselines(8) is None
     chat_at = next(p for p in range(40) if made.order.place(p).source == 0)
     assert "<|im_start|>assistant\n[[" in render_sample(made, chat_at)
+
+
+def test_chat_data_at_an_address_gives_the_same_samples(tmp_path: Path) -> None:
+    config = chat_config(tmp_path)
+    local, cache = make(config), str(tmp_path / "cache")
+    address = f"file://{local.folder}"
+    config = config.model_copy(update={"folder": address, "cache": cache})
+    remote = open_dataset(address, config, ask=True)
+    made, again = batches(local, config), batches(remote, config)
+    for step in range(1, 5):
+        assert made.microbatch(step, 0).entries == again.microbatch(step, 0).entries
+    assert made.validation(4).tokens == again.validation(4).tokens
+    assert find_problems(remote) == []
 
 
 def test_a_changed_mask_is_found(tmp_path: Path) -> None:

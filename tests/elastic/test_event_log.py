@@ -122,3 +122,38 @@ def test_records_of_an_outage_are_stored_once_it_is_over(tmp_path: Path) -> None
         (2, "rank0", "step_done", 3),
     ]
     assert len(said) == 1  # one sentence for one outage
+
+
+class _Bucket(FolderStore):
+    """A store in which each append is an object."""
+
+    append_interval_s = 3600.0
+
+    def segment_sizes(self, prefix: str) -> dict[str, int]:
+        return {key: self.size(key) for key in self.list(prefix)}
+
+
+def test_in_a_bucket_a_writer_waits_between_two_appends_unless_something_needs_them(
+    tmp_path: Path,
+) -> None:
+    store = _Bucket(tmp_path)
+
+    def stored() -> list[int]:
+        return [r.event.step for r in read_journal(store)]
+
+    async def go() -> None:
+        log = EventLog(store, [], print)
+        log.begin_generation(1)
+        for step in (1, 2, 3):
+            log.emit("rank0", StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=step))
+            assert await log.flush("rank0")
+        assert stored() == [1]
+        assert await log.flush("rank0", sync=True)
+        assert stored() == [1, 2, 3]
+        log.emit("rank0", StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=4))
+        assert await log.flush()
+        assert stored() == [1, 2, 3]
+        assert await log.flush(at_once=True)
+        assert stored() == [1, 2, 3, 4]
+
+    asyncio.run(go())

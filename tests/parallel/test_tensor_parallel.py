@@ -257,11 +257,9 @@ def check_components(rank: RankContext, cases: list[tuple[str, Degrees, int]]) -
 
 
 TWO: list[tuple[str, Degrees, int]] = [
-    ("plain", {"attention": 1}, 2),
     ("odd_heads", {"attention": 1, "ffn": 1}, 4),
     ("biases", {"attention": 1}, 3),
     ("gemma", {"attention": 1, "ffn": 1}, 1),
-    ("qk_norm_all", {"attention": 1}, 2),
 ]
 FOUR: list[tuple[str, Degrees, int]] = [
     ("six_heads", {"attention": 2}, 4),
@@ -269,6 +267,7 @@ FOUR: list[tuple[str, Degrees, int]] = [
     ("biases", {"attention": 2, "ffn": 2}, 1),
     ("biases", {"attention": 1}, 5),
     ("uneven_ffn", {"ffn": 2}, 1),
+    ("qk_norm_all", {"attention": 1}, 4),
     ("qk_norm", {"attention": 2, "ffn": 1}, 2),
 ]
 

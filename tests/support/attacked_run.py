@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from holdfast.events import RequestsRefused, RunStarted
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.transitions import Phase
 from holdfast.wire.http.tls import with_tls
-from holdfast.wire.secret import Secret, open_secret
+from holdfast.wire.secret import SECRET_VARIABLE, Secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.support.agents import SECRET, FleetAgent, scene_of, until, working
@@ -37,7 +38,7 @@ class AttackedRun:
         self.folder = folder / "run"
         self.folder.mkdir(parents=True)
         (self.folder / "plan.json").write_text(json.dumps({"steps": 10**6, "pace": 0.05}))
-        self.secret = open_secret(self.folder, {})
+        self.secret = Secret(secrets.token_bytes(32))
         if uses_tls:
             self.secret = with_tls(self.secret)
         self.trainer = Trainer(
@@ -46,6 +47,7 @@ class AttackedRun:
             "checkpoint.peer_memory_gb=0.05",
             f"cluster.tls={str(uses_tls).lower()}",
             module="tests.support.attacked_trainer",
+            environ={SECRET_VARIABLE: self.secret.key.hex()},
         )
         self._stage_secret = folder / "stage.secret"
         self._staged = ""  # the output of earlier stages
@@ -108,7 +110,7 @@ class AttackedRun:
         for hidden in (MARK, self.secret.key.hex()):
             assert hidden not in said
             for path in self.folder.rglob("*"):
-                if path.is_file() and path.name != "secret":
+                if path.is_file():
                     assert hidden.encode() not in path.read_bytes(), path
 
     def close(self) -> None:

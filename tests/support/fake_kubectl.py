@@ -35,7 +35,7 @@ class FakeKubectl:
     def write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = ["#!/bin/sh", f"cd {shlex.quote(str(self.folder))}", 'echo "$*" >> calls']
-        lines += ['case "$*" in *" apply "*) cat > applied ;; esac', 'case "$*" in']
+        lines += ['case "$*" in *" apply "*) cat >> applied ;; esac', 'case "$*" in']
         for number, (part, (told, code)) in enumerate(reversed(self.answers.items())):
             (self.folder / f"answer{number}").write_text(told)
             stream = " >&2" if code else ""

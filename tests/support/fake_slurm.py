@@ -51,7 +51,7 @@ JobId=7 JobName=tiny-1
 """
 OTHER = JOB.replace("JobId=7", "JobId=17 ArrayJobId=7")
 """The record of another job of the same array."""
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class FakeSlurm:
@@ -74,7 +74,7 @@ class FakeSlurm:
         self.say("squeue")
 
     def say(self, name: str, *lines: str) -> None:
-        (self.folder / f"{name}.out").write_text("".join(f"{line}\n" for line in lines))
+        self._replace(f"{name}.out", "".join(f"{line}\n" for line in lines))
 
     def refuse(self, name: str, text: str) -> None:
         (self.folder / f"{name}.err").write_text(text)
@@ -89,7 +89,13 @@ class FakeSlurm:
         self.say("hostnames", *nodes)
 
     def end_step(self, node: str, code: int) -> None:
-        (self.folder / f"end.{node}").write_text(f"{code}\n")
+        self._replace(f"end.{node}", f"{code}\n")
+
+    def _replace(self, name: str, text: str) -> None:
+        """Write a file at once: a script never reads a part of it."""
+        temporary = self.folder / f".{name}"
+        temporary.write_text(text)
+        temporary.replace(self.folder / name)
 
     def calls(self, command: str) -> list[str]:
         lines = (self.folder / "calls").read_text().splitlines()

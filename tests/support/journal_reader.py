@@ -12,22 +12,23 @@ from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.errors import CorruptError
 from holdfast.events import Record
 from holdfast.wire.journal import parse_segment
-from holdfast.wire.store.run_store import JOURNAL_PREFIX, FolderStore, MissingKeyError
+from holdfast.wire.store.run_store import JOURNAL_PREFIX, FolderStore, MissingKeyError, RunStore
 
 
 class Journal:
-    """The records of a run folder, which need not exist yet."""
+    """The records of a run, which need not exist yet."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, store: RunStore | None = None) -> None:
+        """store: of a run in a bucket."""
+        self._folder, self._store = folder, store
         self._parsed: dict[str, tuple[int, list[Record]]] = {}  # segment -> (bytes, its records)
         self._records: list[Record] = []
 
     def records(self) -> list[Record]:
         """Every record, merged as `read` does."""
-        if not (self._folder / "journal").is_dir():
+        if self._store is None and not (self._folder / "journal").is_dir():
             return []
-        store = FolderStore(self._folder)
+        store = self._store or FolderStore(self._folder)
         keys = store.list(JOURNAL_PREFIX)
         gone = self._parsed.keys() - set(keys)
         for key in gone:
@@ -37,7 +38,7 @@ class Journal:
             self._records = DuplicateFilter()(sorted(everything, key=lambda record: record.order))
         return list(self._records)
 
-    def _look(self, store: FolderStore, key: str) -> bool:
+    def _look(self, store: RunStore, key: str) -> bool:
         """Return True if the segment has changed."""
         start, found = self._parsed.get(key, (0, []))
         try:

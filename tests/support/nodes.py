@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import Event, GenerationStarted, Record, StepDone
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import newest_term
 from tests.support.commands import apart, start, within, write_run_file
 from tests.support.journal_reader import Journal
@@ -59,6 +59,7 @@ class Nodes:
     def __init__(self, run_file: Path, folder: Path, *settings: str) -> None:
         self.run_file, self.folder, self.settings = run_file, folder, settings
         self.agents: dict[str, subprocess.Popen[str]] = {}
+        self.store: RunStore = FolderStore(folder)
         self._journal = Journal(folder)
         self.said = ""
 
@@ -68,18 +69,28 @@ class Nodes:
             self.agents[name] = start(
                 "train",
                 self.run_file,
-                f"folder={self.folder}",
+                f"folder={self.place}",
                 f"cluster.node={name}",
                 *QUICK,
                 *self.settings,
                 *settings,
-                before=before,
+                before=[*before, *self.machine(name)],
             )
 
     def join(self, *names: str, settings: Sequence[str] = ()) -> None:
         """As `start`, by the run folder alone."""
         for name in names:
-            self.agents[name] = start("join", self.folder, *QUICK, *settings, "--node", name)
+            command = ("join", self.place, *QUICK, *settings, "--node", name)
+            self.agents[name] = start(*command, before=self.machine(name))
+
+    @property
+    def place(self) -> str:
+        """The place of the run store, as the nodes know it."""
+        return str(self.folder)
+
+    def machine(self, name: str) -> list[str]:
+        """What to put before the command of a node, so that it runs on a machine of its own."""
+        return []
 
     def kill(self, name: str) -> None:
         """The agent; its children end with it."""
@@ -118,7 +129,7 @@ class Nodes:
     @property
     def leader(self) -> str:
         """The node that holds the newest term."""
-        _, holder = newest_term(FolderStore(self.folder))
+        _, holder = newest_term(self.store)
         return "" if holder is None else str(holder["node"])
 
     @property

@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.events import GenerationStarted, StepDone
+from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
-from tests.support.ray_cluster import RayCluster
 
 DEADLINE = 240.0
 LOOK_INTERVAL_S = 20.0
@@ -32,11 +33,16 @@ SETTINGS = (
 ENDLESS = "train.steps=100000"
 
 
+class Cluster(Protocol):
+    @property
+    def address(self) -> str: ...
+
+
 class RayRun:
     """The run, and what its journal and Ray say about it."""
 
-    def __init__(self, root: Path, cluster: RayCluster, workers: int = 4) -> None:
-        self.run_file, self.folder, self.cluster = prepared(root), root / "run", cluster
+    def __init__(self, root: Path, cluster: Cluster, workers: int = 4) -> None:
+        self.run_file, self.folder = prepared(root), root / "run"
         self.settings = (
             *SETTINGS,
             f"layout.workers={workers}",
@@ -63,14 +69,14 @@ class RayRun:
             for n in json.loads(found.out)["nodes"]
         }
 
-    def node_on(self, machine: str) -> str:
-        host = self.cluster.host(machine)
+    def node_at(self, host: str) -> str:
         return next(node for node, (_, at) in self.states().items() if at == host)
 
-    def wait(self, due: Callable[[], object], otherwise: str) -> None:
+    def wait(self, due: Callable[[], object], otherwise: str, looks: bool = True) -> None:
+        """looks: fail early if no node waits or runs any more."""
         deadline, look = time.monotonic() + DEADLINE, time.monotonic() + LOOK_INTERVAL_S
         while not due():
-            if time.monotonic() > look:
+            if looks and time.monotonic() > look:
                 look = time.monotonic() + LOOK_INTERVAL_S
                 is_at_work = self.command("status").code == 0
                 deadline = deadline if is_at_work or due() else 0.0
@@ -94,19 +100,50 @@ class RayRun:
 
     def first_step(self, after: int, nodes: set[str]) -> float:
         """Wait for a step in a generation later than `after`, of these nodes; return its time."""
+        return self._first_step(after, lambda ranks: set(ranks) == nodes, f"{sorted(nodes)}")
 
+    def first_step_of_workers(self, after: int, least: int) -> float:
+        """The same, of any nodes with at least so many workers."""
+        return self._first_step(after, lambda ranks: len(ranks) >= least, f"{least} workers")
+
+    def _first_step(self, after: int, fits: Callable[[list[str]], bool], what: str) -> float:
         def due() -> list[float]:
+            fitting = {
+                record.generation
+                for record in self.journal.records()
+                if isinstance(record.event, GenerationStarted)
+                and record.generation > after
+                and fits(record.event.topology["nodes"])
+            }
             return [
                 record.time
                 for record in self.journal.records()
-                if isinstance(record.event, StepDone)
-                and record.generation > after
-                and self.journal.nodes(record.generation) == nodes
+                if isinstance(record.event, StepDone) and record.generation in fitting
             ]
 
-        self.wait(due, f"no step of {sorted(nodes)}")
+        self.wait(due, f"no step of {what}")
         return min(due())
 
     def wait_more_steps(self, number: int = 20) -> None:
         wanted = self.step + number
         self.wait(lambda: self.step >= wanted, f"no step {wanted}")
+
+    def undisturbed(self) -> Path:
+        """The folder of the same run, with as many steps, as one process of this machine."""
+        folder = self.run_file.parent / "alone"
+        mine = [s for s in SETTINGS if not s.startswith("cluster.") or "threads" in s]
+        done = apart(
+            *("train", self.run_file, f"folder={folder}", *mine),
+            *("layout.workers=1", f"train.steps={self.step}"),
+            deadline=DEADLINE,
+        )
+        assert done.code == 0, done.err
+        return folder
+
+    def check_end(self, steps: int) -> None:
+        """Wait for the end: each sample was used once, and each bit is that of one process."""
+        self.wait_state("finished")
+        assert self.step == steps
+        audit = apart("data", "audit", self.folder)
+        assert audit.code == 0, audit.out
+        assert newest_tensors(self.folder, steps) == newest_tensors(self.undisturbed(), steps)

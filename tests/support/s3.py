@@ -12,6 +12,8 @@ import datetime
 import http.client
 import http.server
 import ipaddress
+import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from cryptography.x509.oid import NameOID
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 BUCKET = "runs"
+SERVER_VARIABLE = "HOLDFAST_TEST_S3"
 
 _SERVER = """
     import os, sys, threading
@@ -59,7 +62,12 @@ _SERVER = """
 
 @cache
 def server() -> tuple[str, int]:
-    """(host, port) of this test process's S3 server, with one bucket."""
+    """(host, port) of this test process's S3 server, with one bucket.
+
+    HOLDFAST_TEST_S3=HOST:PORT names another server, with these credentials and this bucket."""
+    if given := os.environ.get(SERVER_VARIABLE):
+        host_given, _, port_given = given.rpartition(":")
+        return host_given, int(port_given)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_SERVER)],
         stdin=subprocess.PIPE,
@@ -137,7 +145,13 @@ Rule = Callable[[Request], Fault | None]
 class Proxy:
     """Speaks HTTP to both sides. `rule` says what becomes of each request; it may block."""
 
-    def __init__(self, upstream: tuple[str, int], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        upstream: tuple[str, int],
+        tls: ssl.SSLContext | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """listener: a socket that listens already, such as one of another network."""
         self.log: list[Request] = []
         self.rule: Rule = lambda request: None
         self.drop_headers: frozenset[str] = frozenset()
@@ -150,9 +164,12 @@ class Proxy:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if listener is not None:
+            self._server.socket.close()
+            self._server.socket = listener
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        self.address = ("127.0.0.1", self._server.server_address[1])
+        self.address: tuple[str, int] = self._server.socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +26,13 @@ class Trainer:
     """One start of a trainer on a run folder."""
 
     def __init__(
-        self, folder: Path, *overrides: str, module: str = "tests.support.toy_trainer"
+        self,
+        folder: Path,
+        *overrides: str,
+        module: str = "tests.support.toy_trainer",
+        environ: Mapping[str, str] | None = None,
     ) -> None:
+        """environ: variables that this process does not have."""
         self.folder = folder
         self._journal = Journal(folder)
         self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
@@ -46,7 +51,7 @@ class Trainer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
             )
 
     @property

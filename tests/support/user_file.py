@@ -119,3 +119,9 @@ def own_loop(points: holdfast.Samples) -> None:
             step.backward(loss, weight=len(batch["x"]))
         if step.apply():
             print(step.number, run.device)
+
+
+def gangs(secret: Path) -> str:
+    with holdfast.Controller(secret_file=secret) as controller:
+        first = controller.submit(["true"], on={"big": 2})
+        return controller.submit(["echo", first], on={"small": 1}, after=[first]).text

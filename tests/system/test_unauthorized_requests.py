@@ -412,6 +412,16 @@ def test_another_user_of_the_machine(run: AttackedRun) -> None:
     assert b'"status":200' in answer_to(run.socket, line)
 
 
+def test_a_secret_of_the_environment_reaches_no_child(run: AttackedRun) -> None:
+    """The agent was started with it in HOLDFAST_SECRET."""
+    key = run.secret.key.hex().encode()
+    family = run.trainer.family()
+    holders = {pid for pid in family if key in Path(f"/proc/{pid}/environ").read_bytes()}
+    assert holders == {run.agent}
+    assert not [pid for pid in family if key in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not (run.folder / "secret").exists()
+
+
 def test_a_crowd_of_silent_connections(run: AttackedRun) -> None:
     """Each listener gets 150 silent connections and still serves a client with the secret."""
     clients: dict[str, Callable[[], object]] = {

@@ -187,6 +187,29 @@ def test_the_estimate_is_the_accounted_peak(seed: int) -> None:
     _compare(*_drawn(seed))
 
 
+COMPONENTS = (
+    *("fp32.att2.tp4", "bf16.att1ffn1.tp2", "fp32.att2ffn1.shard2-tp4", "plain.fp32.att1ffn1.tp2"),
+    *("full.fp32.att1.pp2-tp2", "selective.fp32.att2ffn2.tp4", "fp32.att2.zbv.pp2-tp4"),
+)
+"""Lower degrees of tp for attention and feed-forwards."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_the_estimate_of_components_is_the_accounted_peak(name: str) -> None:
+    changes = {
+        "model__dim": 64,
+        "model__heads": 8,
+        "model__kv_heads": 4,
+        "model__ffn_dim": 176,
+        "model__vocab_size": 512,
+        "data__sequence_length": 64,
+        "train__microbatch_size": 8,
+        "train__batch_size": 64,
+    }
+    _compare(name, changes)
+
+
 NAMES = (*SCHEDULES, *EXPERTS)
 
 

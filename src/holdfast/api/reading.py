@@ -28,10 +28,10 @@ _TORCH_NAMES = {
 def journal(run: str | Path) -> list[dict[str, Any]]:
     """Return the records of a run's journal, each as a flat dict: `pandas.DataFrame(...)` takes
     them. run: the run folder, or its run file. Raises RunFolderError."""
-    from holdfast.launch.runs import open_run
+    from holdfast.launch.runs import named_path, open_run
     from holdfast.wire.journal import read_journal
 
-    return [_flat(record) for record in read_journal(open_run(Path(run)).store)]
+    return [_flat(record) for record in read_journal(open_run(named_path(run)).store)]
 
 
 def follow(
@@ -47,10 +47,11 @@ def follow(
     seconds: between two looks. wait: seconds for a run that has not begun. Raises RunFolderError.
     """
     from holdfast.events import RunFinished, RunStarted
+    from holdfast.launch.runs import named_path
     from holdfast.wire.journal import follow_journal
 
     ended = stop or threading.Event()
-    found, is_finished = _run_once_begun(Path(run), ended, seconds, wait), False
+    found, is_finished = _run_once_begun(named_path(run), ended, seconds, wait), False
     if found is None:
         return
     for records in follow_journal(found.store, poll_interval_s=seconds, stop=ended):
@@ -81,21 +82,21 @@ def _run_once_begun(path: Path, stop: threading.Event, seconds: float, wait: flo
 
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
     """Return what `holdfast report RUN --json` prints; with `curve` every step too."""
-    from holdfast.launch.runs import open_run
+    from holdfast.launch.runs import named_path, open_run
     from holdfast.report.history import read_history
     from holdfast.report.summary import summary as summarise
 
-    found = open_run(Path(run))
+    found = open_run(named_path(run))
     return summarise(read_history(found.store), found.resolved, curve=curve)
 
 
 def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
     """Return the logical microbatches of a step, as the run's workers are fed them. Raises
     UserError."""
-    from holdfast.launch.runs import open_run
+    from holdfast.launch.runs import named_path, open_run
     from holdfast.tasks.choose import open_task
 
-    found = open_run(Path(run))
+    found = open_run(named_path(run))
     before = sys.modules["__main__"], sys.argv
     try:
         return open_task(found.config).read_step(found.dataset_location, step)
@@ -145,9 +146,9 @@ class Checkpoint:
 def open_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of `step`, or the newest intact one. Raises CheckpointError."""
     from holdfast.export.weights import choose_checkpoint
-    from holdfast.launch.runs import open_run
+    from holdfast.launch.runs import named_path, open_run
 
-    return Checkpoint(choose_checkpoint(open_run(Path(run)), step, lambda line: None))
+    return Checkpoint(choose_checkpoint(open_run(named_path(run)), step, lambda line: None))
 
 
 def _flat(record: Any) -> dict[str, Any]:

@@ -48,8 +48,9 @@ def train(
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.cli.train import start_run
     from holdfast.config.load import load_config
+    from holdfast.launch.runs import run_folder_of
     from holdfast.tasks.importing import is_importing
-    from holdfast.wire.store.run_store import FolderStore
+    from holdfast.wire.store.run_location import store_of_run
 
     if is_importing():
         raise TaskError(
@@ -63,8 +64,8 @@ def train(
     if args is not None:
         given.append(f"task.args={_as_json(args)}")
     code = start_run(path, given, fresh=fresh)
-    folder = Path(load_config(path, given).config.run_folder)
-    commits = list_commits(FolderStore(folder))
+    folder = run_folder_of(load_config(path, given).config)
+    commits = list_commits(store_of_run(folder))
     return TrainingResult(folder, code, step_of(commits[0]) if commits else 0)
 
 

@@ -19,7 +19,7 @@ import psutil
 from holdfast.chaos.agents import Fleet
 from holdfast.chaos.network import Network
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.term import newest_term
 
 # bytes from one turned bit to the next: so that some lie in every snapshot
@@ -49,20 +49,22 @@ class ChaosEnvironment:
 
     @property
     def leader_node(self) -> str:
-        _, holder = newest_term(FolderStore(self.run_folder))
+        _, holder = newest_term(store_of_run(self.run_folder))
         return "" if holder is None else str(holder.get("node", ""))
 
 
 @dataclass(frozen=True)
 class FaultAction:
     """An action that was done. target: its object. heal: undoes it, after `seconds`.
-    nodes_to_restart: nodes that are to come back."""
+    nodes_to_restart: nodes that are to come back. holds_starts: an agent that starts before it is
+    undone ends with a sentence, so none is started."""
 
     target: str
     heal: Callable[[], None] | None = None
     seconds: float = 0.0
     nodes_to_restart: tuple[str, ...] = ()
     on_tick: Callable[[float], None] | None = None  # told the seconds since, until it is healed
+    holds_starts: bool = False
 
 
 def _kill_agent(at: ChaosEnvironment, node: str) -> FaultAction:
@@ -150,7 +152,10 @@ def _break_run_folder(at: ChaosEnvironment, node: str) -> FaultAction:
     and files that are open already stay open."""
     _point_link(at.run_folder, at.run_folder.name)
     return FaultAction(
-        "the run folder", lambda: _point_link(at.run_folder, at.real_folder.name), at.outage_s
+        "the run folder",
+        lambda: _point_link(at.run_folder, at.real_folder.name),
+        at.outage_s,
+        holds_starts=True,
     )
 
 
@@ -263,7 +268,7 @@ def _replay(file: Path, older: Path) -> None:
 
 def damage_newest(folder: Path, damage: Damage) -> str:
     """Damage all files of a run folder's newest checkpoint and return the checkpoint's key."""
-    found = list_commits(FolderStore(folder))
+    found = list_commits(store_of_run(folder))
     steps = sorted({step_of(key) for key in found}, reverse=True)
     if len(steps) < 2:
         raise NotPossibleNowError("there is no older checkpoint")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import time
@@ -40,6 +41,8 @@ from holdfast.chaos.schedule import Draw, check_faults_possible, draw_faults, no
 from holdfast.config.load import load_config
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.errors import HoldfastError, RunFolderError, UserError
+from holdfast.wire.store.location import parse_location
+from holdfast.wire.store.run_location import make_local_folder
 
 MAX_FAULTS_PER_RUN = 25
 """Faults of one run."""
@@ -65,7 +68,7 @@ losses without a new step are what a run gives up after; here they are no sign o
 class CampaignSettings:
     """command: how `holdfast` is called. run_file and overrides: what is trained. draws: a trace;
     None: from the seed, out of `fault_names`, or of all where there are none. shard: which part of
-    how many this is."""
+    how many this is. store: address of a bucket in which each run gets a prefix; "": folders."""
 
     command: tuple[str, ...]
     run_file: Path
@@ -77,6 +80,7 @@ class CampaignSettings:
     use_networks: bool = True
     minutes_per_run: float = 10.0  # of one run
     shard: tuple[int, int] = (1, 1)
+    store: str = ""
 
     @property
     def shard_suffix(self) -> str:
@@ -87,6 +91,11 @@ class CampaignSettings:
     def run_settings(self, steps: int) -> list[str]:
         """The overrides of a run of so many steps."""
         return [f"train.steps={steps}", *self.overrides]
+
+    def address_of(self, run: str) -> str:
+        """The address of a run in the bucket. Each attempt has an unused prefix."""
+        place, mark, options = self.store.partition("?")
+        return f"{place.rstrip('/')}/{run}-{secrets.token_hex(4)}{mark}{options}"
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,7 @@ class CampaignFolder:
                 self._settings.seed,
                 asked,
                 self._with_networks,
+                *([self._settings.store] if self._settings.store else []),
             ]
         )
 
@@ -201,14 +211,23 @@ class Campaign:
         self._why_no_network = why_unavailable()
         if not settings.use_networks:
             self._why_no_network = "networks of the nodes are switched off"
+        if settings.store:
+            self._why_no_network = "a node in a network of its own does not reach the bucket"
         self._folder = CampaignFolder(settings, self._why_no_network is None)
 
     def check(self, shapes: Sequence[ChaosLayout]) -> None:
-        """Raises UserError for faults that can never happen in one of these layouts."""
+        """Raises UserError for faults that can never happen in one of these layouts, and for a
+        store that is no address."""
+        if self._campaign_settings.store:
+            parse_location(self._campaign_settings.store)
         faults = [FAULTS[name] for name in self._campaign_settings.fault_names or FAULTS]
         for shape in shapes:
             check_faults_possible(
-                faults, self._campaign_settings.draws or (), shape, self._why_no_network
+                faults,
+                self._campaign_settings.draws or (),
+                shape,
+                self._why_no_network,
+                in_bucket=bool(self._campaign_settings.store),
             )
 
     def run(self, runs: Sequence[DisturbedRun]) -> list[dict[str, Any]]:
@@ -268,8 +287,10 @@ class Campaign:
         for name in ("faults", "notices", "agents", "run.d"):
             (folder / name).mkdir(parents=True)
         (folder / "run").symlink_to("run.d")
-        begun = time.monotonic()
-        story = self._run_disturbed(task, folder)
+        begun, store = time.monotonic(), self._campaign_settings.store
+        address = self._campaign_settings.address_of(folder.name) if store else ""
+        real = make_local_folder(address) if address else folder / "run.d"
+        story = self._run_disturbed(task, folder, address)
         result: dict[str, Any] = {
             "run": folder.name,
             "layout": task.shape.name,
@@ -287,13 +308,11 @@ class Campaign:
             "cut": story.cut,
             "notes": story.notes,
             "made_from": self._folder.run_digest(task),
-            "tracebacks": count_tracebacks(folder / "agents", folder / "run.d"),
+            "tracebacks": count_tracebacks(folder / "agents", real),
         }
         if not story.problem:
             try:
-                verdict = compare_runs(
-                    folder / "run.d", undisturbed, task.steps, task.shape.tolerance
-                )
+                verdict = compare_runs(real, undisturbed, task.steps, task.shape.tolerance)
             except (HoldfastError, OSError, KeyError, ValueError) as error:
                 result["problem"] = f"the verdict could not be made: {error!r}"
             else:
@@ -302,7 +321,7 @@ class Campaign:
         self._say(f"{folder.name}: {describe_result(result)}")
         return result
 
-    def _run_disturbed(self, task: DisturbedRun, folder: Path) -> DisturbedRunReport:
+    def _run_disturbed(self, task: DisturbedRun, folder: Path, address: str) -> DisturbedRunReport:
         nodes = node_names(task.shape)
         network = Network() if self._why_no_network is None else None
         folder = folder.absolute()
@@ -312,7 +331,7 @@ class Campaign:
             *self._campaign_settings.run_settings(task.steps),
             *task.shape.settings,
             *FAST_SETTINGS,
-            f"folder={folder / 'run'}",
+            f"folder={address or folder / 'run'}",
             f"cluster.faults={armoury.folder}",
         ]
         try:
@@ -336,8 +355,8 @@ class Campaign:
             )
             scene = ChaosEnvironment(
                 fleet,
-                folder / "run",
-                folder / "run.d",
+                make_local_folder(address) if address else folder / "run",
+                make_local_folder(address) if address else folder / "run.d",
                 folder / "notices",
                 network,
                 HEARTBEAT_S,

@@ -47,6 +47,19 @@ UNAIMED_ACTIONS = (
 )
 """What is done from outside, and to no node that could be chosen."""
 
+FOLDER_ACTIONS = (
+    "run-store",
+    "run-store-long",
+    "slow-disk",
+    "full-disk",
+    "rotten-checkpoint",
+    "rotten-disk",
+    "cut-checkpoint",
+    "lost-checkpoint",
+    "replayed-checkpoint",
+)
+"""What is done to the files of a run folder, or to the disk under it."""
+
 
 @dataclass(frozen=True)
 class Fault:

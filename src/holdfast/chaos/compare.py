@@ -18,7 +18,7 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.data.audit import audit_records
 from holdfast.events import StepDone
 from holdfast.wire.journal import read_journal
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import read_run_file, store_of_run
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def compare_runs(folder: Path, undisturbed: Path, steps: int, tolerance: float) 
 
 def read_losses(folder: Path) -> dict[int, float]:
     """By step, of what counts."""
-    effective, _ = split_effective(read_journal(FolderStore(folder)))
+    effective, _ = split_effective(read_journal(store_of_run(folder)))
     return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
 
@@ -76,12 +76,12 @@ def _relative_error(difference: float, size: float) -> float:
 
 
 def _check_ledger(folder: Path, steps: int) -> str:
-    stored = json.loads((folder / "resolved.json").read_text())
+    stored = json.loads(read_run_file(folder, "resolved.json") or "{}")
     config = RunConfig.model_validate(stored["config"])
     from holdfast.tasks.choose import open_audited
 
     batches, _ = open_audited(config, stored["dataset"]["folder"])
-    result = audit_records(read_journal(FolderStore(folder)), batches)
+    result = audit_records(read_journal(store_of_run(folder)), batches)
     if not result.ok:
         return result.describe()
     if result.last_step != steps:
@@ -110,7 +110,7 @@ def _compare_tensors(
 
 def read_newest_state(folder: Path) -> tuple[int, dict[str, NDArray[np.float64]]]:
     """Step and tensors of the newest checkpoint."""
-    store = FolderStore(folder)
+    store = store_of_run(folder)
     found = list_commits(store)
     if not found:
         return 0, {}

@@ -32,7 +32,7 @@ from holdfast.chaos.schedule import Draw, why_unfit
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.elastic.protocol.fault_orders import RECOVERY_POINTS, FaultOrders
 from holdfast.events import NonFinite, WorkerLost
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run
 
 NODE_RETURN_TIMEOUT_S = 60.0
 JOURNAL_EVIDENCE_TIMEOUT_S = 5.0
@@ -125,7 +125,9 @@ class Experiment:
     def _try_draw(self, number: int, draw: Draw) -> bool:
         """Whether there is room for another fault."""
         network = None if self._environment.network is not None else "the nodes have no network"
-        if why := why_unfit(draw.fault, self._layout, network) or self._wait_until_possible(draw):
+        in_bucket = bool(bucket_of_run(self._environment.real_folder))
+        why = why_unfit(draw.fault, self._layout, network, in_bucket=in_bucket)
+        if why := why or self._wait_until_possible(draw):
             self.report.reject(number, draw, why)
             return True
         step = self._step_for(draw)
@@ -180,7 +182,7 @@ class Experiment:
             return f"it needs {draw.fault.ranks} ranks, and there are {self.view.world}"
         deeds = [part.action for part in draw.fault.parts]
         last = "everything" in deeds or (deeds.count("agent") > 1 and self._layout.has_shared_state)
-        if last and not list_commits(FolderStore(self._environment.real_folder)):
+        if last and not list_commits(store_of_run(self._environment.real_folder)):
             return "whoever holds a part may go with all of it, and there is no checkpoint yet"
         return None
 

@@ -13,7 +13,7 @@ from holdfast.chaos.schedule import Draw
 from holdfast.elastic.protocol.fault_orders import RECOVERY_POINTS, FaultOrder, FaultOrders
 from holdfast.events import FaultInjected
 from holdfast.wire.journal import JournalWriter
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
 
 HIT_TIMEOUT_S = 20.0
 """Seconds within which the chosen worker has to reach its point."""
@@ -145,7 +145,7 @@ class FaultTrigger:
         """Into the journal, as a writer of our own."""
         writer = self._writers.get(generation)
         if writer is None:
-            writer = JournalWriter(FolderStore(self._environment.real_folder), "chaos", generation)
+            writer = JournalWriter(store_of_run(self._environment.real_folder), "chaos", generation)
             self._writers[generation] = writer
         writer.emit(FaultInjected(number, fault, target, point, step=step))
         writer.flush()

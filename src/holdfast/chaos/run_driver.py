@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.chaos.actions import ChaosEnvironment, FaultAction
 from holdfast.chaos.progress import JournalView, JournalWatcher
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.errors import HoldfastError
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
 
 POLL_S = 0.02
 RECOVERY_TIMEOUT_S = 90.0
@@ -29,6 +29,13 @@ _MAX_UNEXPECTED_ENDS = 20  # agents that ended although no fault touched them
 
 class RunStuckError(HoldfastError):
     """The run does not get further."""
+
+
+class _Start(NamedTuple):
+    """An agent that was started again. generation: the newest one then."""
+
+    began_at: float
+    generation: int
 
 
 @dataclass
@@ -57,11 +64,14 @@ class RunDriver:
     ) -> None:
         self._environment, self._fault_orders, self._steps = environment, fault_orders, steps
         self._unexpected_ends = unexpected_ends
-        self.watcher = JournalWatcher(FolderStore(environment.real_folder))
+        self.watcher = JournalWatcher(store_of_run(environment.real_folder))
         self.nodes_expected_back: set[str] = set()
         self.gate_step = 0
         self._pending_repairs: list[_PendingRepair] = []
         self._finished_agents: list[tuple[str, float]] = []  # who has ended well, and when
+        self._held_nodes: list[str] = []  # to be started once no fault holds starts
+        self._starts: dict[str, _Start] = {}  # the newest of each node that was started again
+        self._starts_held_until = 0.0  # when the last fault that holds starts was made good
 
     @property
     def view(self) -> JournalView:
@@ -121,6 +131,8 @@ class RunDriver:
                 self._pending_repairs.remove(bad)
                 assert bad.action.heal is not None
                 bad.action.heal()
+                if bad.action.holds_starts:
+                    self._starts_held_until = time.monotonic()
                 continue
             if bad.action.on_tick is not None:
                 bad.action.on_tick(since)
@@ -135,6 +147,9 @@ class RunDriver:
         """While the run is not over, start ended nodes again by the same command."""
         for node, code, expected in self._environment.fleet.take_ended():
             if self.view.is_finished:
+                continue
+            if code == _USER_ERROR_EXIT_CODE and self._could_not_start(node):
+                self._restart_agent(node)
                 continue
             if code == 0 and not expected and self.gate_step >= self._steps:
                 # its end may be known before the run's
@@ -157,7 +172,29 @@ class RunDriver:
                 self._unexpected_ends.append([node, 0])
                 self._restart_agent(node)
 
+        if self._held_nodes and not self._holds_starts():
+            held, self._held_nodes = self._held_nodes, []
+            for node in held:
+                self._restart_agent(node)
+
+    def _holds_starts(self) -> bool:
+        """Return True while a fault of ours would end an agent that starts."""
+        return any(bad.action.holds_starts for bad in self._pending_repairs)
+
+    def _could_not_start(self, node: str) -> bool:
+        """Return True if such a fault began or lasted while the node's agent started."""
+        start = self._starts.get(node)
+        if start is None:
+            return False
+        if self.view.generation > start.generation and node in self.view.nodes:
+            return False  # it took part
+        return self._holds_starts() or self._starts_held_until > start.began_at
+
     def _restart_agent(self, node: str) -> None:
+        if self._holds_starts():
+            self._held_nodes.append(node)
+            return
+        self._starts[node] = _Start(time.monotonic(), self.view.generation)
         (self._environment.notices_folder / node).unlink(missing_ok=True)
         self.nodes_expected_back.discard(node)
         self._environment.fleet.start(node)

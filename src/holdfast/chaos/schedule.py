@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.chaos.catalog import FAULTS, Fault
+from holdfast.chaos.catalog import FAULTS, FOLDER_ACTIONS, Fault
 from holdfast.chaos.layouts import ChaosLayout, parse_natural
 from holdfast.errors import UserError
 
@@ -59,10 +59,15 @@ def node_names(shape: ChaosLayout) -> list[str]:
 
 
 def check_faults_possible(
-    faults: Sequence[Fault], draws: Sequence[Draw], shape: ChaosLayout, why_no_network: str | None
+    faults: Sequence[Fault],
+    draws: Sequence[Draw],
+    shape: ChaosLayout,
+    why_no_network: str | None,
+    *,
+    in_bucket: bool = False,
 ) -> None:
     """Raises UserError if none of the requested faults can happen in a layout, or if one names an
-    unknown node. draws: of a trace, or none. why_no_network: see `unfit`."""
+    unknown node. draws: of a trace, or none. why_no_network, in_bucket: see `why_unfit`."""
     for draw in draws:
         if draw.target and draw.target not in node_names(shape):
             raise UserError(
@@ -71,7 +76,7 @@ def check_faults_possible(
                 remedy=f"use one of {', '.join(node_names(shape))}",
             )
     asked = list(dict.fromkeys([draw.fault for draw in draws] or faults))
-    why = {fault.name: why_unfit(fault, shape, why_no_network) for fault in asked}
+    why = {each.name: why_unfit(each, shape, why_no_network, in_bucket=in_bucket) for each in asked}
     if all(why.values()):
         told = ", ".join(f"{name} ({reason})" for name, reason in why.items())
         raise UserError(
@@ -81,8 +86,13 @@ def check_faults_possible(
         )
 
 
-def why_unfit(fault: Fault, shape: ChaosLayout, why_no_network: str | None) -> str | None:
-    """Why a fault makes no sense for a layout; None: it does. why_no_network: why there is none."""
+def why_unfit(
+    fault: Fault, shape: ChaosLayout, why_no_network: str | None, *, in_bucket: bool = False
+) -> str | None:
+    """Why a fault makes no sense for a layout; None: it does. why_no_network: why there is none.
+    in_bucket: the run store is a bucket, which has no files to break."""
+    if in_bucket and any(part.action in FOLDER_ACTIONS for part in fault.parts):
+        return "the run store is a bucket"
     if fault.needs == "pp" and not shape.is_pipelined:
         return "the layout has no pipeline"
     if fault.needs == "network" and why_no_network is not None:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.dispatch import expand_argument
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
-from holdfast.errors import RunFolderError
 from holdfast.launch.runs import Run, open_run
 from holdfast.report.formatting import format_bytes
 
@@ -26,7 +25,7 @@ app = make_app("Begin a new run from a checkpoint of another one.")
 
 @app.command()
 def branch(
-    run: Annotated[str, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     at: Annotated[str, typer.Option("--at", help="the step to continue from: a number, or newest")],
     to: Annotated[Path, typer.Option("--to", help="the new run folder; it must not exist")],
     overrides: Annotated[
@@ -59,13 +58,7 @@ def branch(
       holdfast branch runs/quickstart --at 100 --to runs/large \\
         'train.batch_warmup=[{from_step: 101, batch_size: 64}]'
     """
-    if "://" in run:
-        raise RunFolderError(
-            "this is a bucket, not a run folder",
-            where=run,
-            remedy="name the run folder: its checkpoint.bucket is asked, too",
-        )
-    parent = open_run(Path(expand_argument("run", run)))
+    parent = open_run(run)
     with explain_read_errors(parent.folder), StageProgress() as progress:
         made = _make(parent, at, to, overrides or [], progress)
     _report(parent, made, json)
@@ -89,6 +82,6 @@ def _report(parent: Run, made: Branch, json: bool) -> None:
         return
     changes = f" with {', '.join(made.event.changed)}" if made.event.changed else ""
     say(
-        f"{made.folder} continues {parent.folder} after step {made.event.step}{changes} "
+        f"{made.folder} continues {parent.place} after step {made.event.step}{changes} "
         f"({format_bytes(size)} copied and checked); train it: {command}"
     )

@@ -33,6 +33,12 @@ from holdfast.wire.child_command import module_command
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment
 
+Nodes = Annotated[int, typer.Option(help="agents that share the ranks; 0: as the layout says")]
+Store = Annotated[
+    str, typer.Option(help="a bucket for the run stores; faults of disks and networks are left out")
+]
+Trace = Annotated[Path | None, typer.Option(help="a file that says which fault comes when")]
+
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
 
 
@@ -49,12 +55,8 @@ def chaos(
     layout: Annotated[
         str, typer.Option(help="by name, several with commas; or degrees such as tp=2,workers=4")
     ] = "replicated",
-    nodes: Annotated[
-        int, typer.Option(help="agents that share the ranks; 0: as the layout says")
-    ] = 0,
-    trace: Annotated[
-        Path | None, typer.Option(help="a file that says which fault comes when")
-    ] = None,
+    nodes: Nodes = 0,
+    trace: Trace = None,
     shard: Annotated[
         str, typer.Option(help="i/n: the i-th part of all runs, from 1; parts may share --out")
     ] = "1/1",
@@ -62,6 +64,10 @@ def chaos(
     network: Annotated[
         bool, typer.Option(help="nodes in network namespaces, where the rights allow")
     ] = True,
+    store: Annotated[
+        str,
+        typer.Option(help="a bucket for the run stores; faults of disks and networks are left out"),
+    ] = "",
     known: Annotated[bool, typer.Option("--list", help="list the faults and leave")] = False,
 ) -> int:
     """Train on several nodes, break them again and again, and compare with a run left in peace.
@@ -85,18 +91,22 @@ def chaos(
     """
     if known:
         return _list_faults()
+    _check_exists(run_file)
     number, names = _parse_faults(faults)
     shapes, part = _shapes(layout, nodes), _parse_part(shard)
     draws = None if trace is None else tuple(_read_draws(trace, seed, shapes[0].nodes))
-    _check_exists(run_file)
-    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
-    samples = (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
-    changed, file = (*samples, *(overrides or ())), run_file or out / RUN_FILE
+    changed = (*_sample_overrides(run_file, shapes), *(overrides or ()))
+    file, chosen = run_file or out / RUN_FILE, tuple(names)
     asked = CampaignSettings(
-        COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part
+        COMMAND, file, changed, out, seed, chosen, draws, network, shard=part, store=store
     )
     runs = _plan_runs(shapes, number, names, draws)
     return _run_campaign(asked, shapes, runs, own=run_file is None)
+
+
+def _sample_overrides(run_file: Path | None, shapes: Sequence[ChaosLayout]) -> tuple[str, ...]:
+    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
+    return (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
 
 
 def _run_campaign(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli import checkpoint_import, checkpoint_tools
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.runs import open_run
 from holdfast.layout import AXES
@@ -16,9 +16,6 @@ from holdfast.report.formatting import format_bytes, format_count
 
 app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
 
-RunArgument = Annotated[
-    Path, typer.Argument(help="run folder, or the run file it was started with")
-]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 MAX_BOXES_NAMED = 3  # of a tensor, in the table of `show`; --json names them all

@@ -10,8 +10,9 @@ import typer
 
 from holdfast.cli.output import print_json, say
 from holdfast.config.lora import refuse_lora
+from holdfast.config.run_place import is_bucket
 from holdfast.config.task import refuse_file_of_task
-from holdfast.errors import DataError, OutOfSpaceError, UserError
+from holdfast.errors import DataError, OutOfSpaceError, RunFolderError, UserError
 from holdfast.launch.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
 
@@ -78,7 +79,7 @@ def import_(
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     refuse_file_of_task(loaded.config.task, COMMAND)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
-    folder = Path(loaded.config.run_folder)
+    folder = require_folder(loaded)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
     dataset = prepare_and_check_dataset(loaded)
@@ -88,6 +89,18 @@ def import_(
     refuse_other(folder, loaded, dataset.version)
     row = _begin_run(loaded, machine, dataset, source, weights_only)
     _report(row | {"folder": str(folder)}, resume_command(loaded), json)
+
+
+def require_folder(loaded: LoadedConfig) -> Path:
+    """Return the run folder. Raises RunFolderError for a run in a bucket: the settings of the
+    source would be on this node alone."""
+    if is_bucket(place := loaded.config.run_place):
+        raise RunFolderError(
+            "an import needs a run folder, and folder is the address of a bucket",
+            where=place.partition("?")[0],
+            remedy="import into a folder with folder=<path>",
+        )
+    return Path(place)
 
 
 def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:

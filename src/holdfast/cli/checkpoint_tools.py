@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.cli.dispatch import expand_argument
+from holdfast.cli.options import RunArgument, named_argument
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
@@ -69,7 +70,7 @@ def _named(argument: str) -> tuple[Checkpoint, Path]:
     run, at, step = argument.rpartition("@")
     if not at or not (step == NEWEST_PATH or step.isdecimal()):
         run, step = argument, NEWEST_PATH  # an @ in a folder's name
-    found = open_run(Path(expand_argument("run", run)))
+    found = open_run(named_argument("run", run))
     with explain_read_errors(found.folder):
         return Checkpoint.open(found.store, find_commit_key(found.store, step)), found.folder
 
@@ -87,7 +88,7 @@ def _difference(d: TensorDifference) -> str:
 
 # --- copy -----------------------------------------------------------------------------------
 def copy(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     to: Annotated[
         str,
         typer.Option(
@@ -147,7 +148,7 @@ def _location(to: str, source: Path) -> RunStore:
     """The run store that a location names. Raises CheckpointError for what cannot be one."""
     from holdfast.launch.run_folder import refuse_in_use
     from holdfast.wire.store.location import open_store, probe_store
-    from holdfast.wire.store.run_store import FolderStore
+    from holdfast.wire.store.run_location import store_of_run
 
     if "://" in to:
         store = open_store(to)
@@ -160,12 +161,12 @@ def _location(to: str, source: Path) -> RunStore:
         raise CheckpointError("this is the run itself", where=to, remedy="name another folder")
     refuse_in_use(folder, HolderWatch(folder, say))
     folder.mkdir(parents=True, exist_ok=True)
-    return FolderStore(folder)
+    return store_of_run(folder)
 
 
 # --- prune ----------------------------------------------------------------------------------
 def prune(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     keep_last: Annotated[
         int | None, typer.Option(min=1, help="newest to keep; none: checkpoint.keep_last")
     ] = None,

@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.data_audit import audit_parents, audit_run
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import load_config
@@ -143,7 +144,7 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
 
 @app.command()
 def audit(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     json: Json = False,
 ) -> int:
     """Prove that a run used each sample exactly once.

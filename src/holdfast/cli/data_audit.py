@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import UserError
-from holdfast.launch.runs import Run, open_run
+from holdfast.launch.runs import Run, named_path, open_run
 
 if TYPE_CHECKING:
     from holdfast.data.audit import AuditResult
@@ -107,7 +106,7 @@ def audit_parents(found: Run) -> dict[str, RunAudit]:
 def _open_parent(event: RunBranched) -> Run | None:
     """The run that a branch continues; None if another run, or none, lies at its path."""
     try:
-        run = open_run(Path(event.folder))
+        run = open_run(named_path(event.folder))
     except UserError:
         return None
     return run if str(run.resolved.get("run_id", "")) == event.parent_id else None

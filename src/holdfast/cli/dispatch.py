@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,10 @@ def app(help_text: str) -> typer.Typer:
 def call(module: str, program: str, arguments: Sequence[str]) -> int:
     """Import `module`, run its `app`; returns the exit code."""
     try:
+        if "HOLDFAST_SECRET" in os.environ:  # before anything is started that would inherit it
+            from holdfast.wire.secret import given_secret_file
+
+            given_secret_file(os.environ)
         command = typer.main.get_command(import_module(module).app)
         # Not command.main(): it has its own way with Ctrl-C, broken pipes and errors.
         with command.make_context(program, list(arguments)) as context:

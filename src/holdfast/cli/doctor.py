@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.doctor_checks import Check, run_checks
+from holdfast.cli.doctor_versions import run_version_checks
+from holdfast.cli.options import named_argument
 from holdfast.cli.output import print_json, print_table, say
 
 app = make_app("Check that this machine can train, or look at a run.")
@@ -20,7 +20,7 @@ app = make_app("Check that this machine can train, or look at a run.")
 @app.command()
 def doctor(
     run: Annotated[
-        str | None, typer.Argument(help="run folder, or its run file; none: this machine")
+        str | None, typer.Argument(help="run folder or bucket, or its run file; none: this machine")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
@@ -39,7 +39,7 @@ def doctor(
       holdfast doctor run.yaml --json
     """
     if run is None:
-        checks = run_checks()
+        checks = [*run_checks(), *run_version_checks()]
         if json:
             print_json([check.to_json() for check in checks])
         else:
@@ -49,7 +49,7 @@ def doctor(
     from holdfast.cli.doctor_run import RunDiagnosis, diagnose_run, folder_of
     from holdfast.launch.holder import HolderWatch
 
-    given = Path(expand_argument("run", run))  # a Path option would be looked for on its disk
+    given = named_argument("run", run)  # a Path option would be looked for on its disk
     within = Deadlines(given)
     folder = within.run("run folder", QUICK_S, lambda: folder_of(given), None)
     if folder is None:

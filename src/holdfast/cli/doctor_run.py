@@ -24,14 +24,14 @@ from holdfast.elastic.protocol.node_check import NodeMemory
 from holdfast.errors import HoldfastError, RunFolderError, StoreError, UserError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.node_checks import AgentAnswer, ask_agents
-from holdfast.launch.runs import RESOLVED_FILE, Run, open_run, read_secrets
+from holdfast.launch.runs import RESOLVED_FILE, Run, open_run, read_secrets, run_folder_of
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.hardware import detect_hardware
 from holdfast.plan.layouts import layouts_of
 from holdfast.plan.limits import available_memory
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run
 from holdfast.wire.term import generation_key, newest_generation
 
 
@@ -91,7 +91,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
         )
     size = found.state.next_checkpoint_bytes if found.state is not None else 0
     nothing = StoreFindings([], {})
-    found.store = within.run("run store", SLOW_S, lambda: check_folder(folder, size), nothing)
+    found.store = within.run("run store", SLOW_S, lambda: _check_run_store(folder, size), nothing)
     found.checks += found.store.checks
     if run is not None and (bucket := run.config.checkpoint.bucket):
         found.checks += within.run("bucket", SLOW_S, lambda: _bucket_checks(bucket), [])
@@ -124,8 +124,10 @@ def folder_of(argument: Path) -> Path:
     Raises UserError where no run was ever begun."""
     folder = argument
     if argument.is_file():
-        folder = Path(load_config(argument).config.run_folder)
+        folder = run_folder_of(load_config(argument).config)
     parts = (RESOLVED_FILE, "terms", "journal", "commits")
+    if bucket_of_run(folder):
+        return folder
     if not folder.is_dir() or not any((folder / part).exists() for part in parts):
         raise RunFolderError(
             "there is no run here",
@@ -162,7 +164,7 @@ def _read_run_secrets(folder: Path) -> tuple[tuple[Secret, ...] | None, list[Che
 
 def _read_record(folder: Path) -> tuple[GenerationRecord | None, list[Check]]:
     """Return the newest generation; None before the first, or with a check for a broken one."""
-    store, newest = FolderStore(folder), 0
+    store, newest = store_of_run(folder), 0
     try:
         newest = newest_generation(store)
         return (record_of(store, newest) if newest else None), []
@@ -223,6 +225,13 @@ def _topology_here(config: RunConfig) -> Topology:
     layouts = layouts_of(config)
     workers = sum(layout.world_size for layout in layouts)
     return place_replicas(layouts, 1, (platform.node() or "localhost",) * workers)
+
+
+def _check_run_store(folder: Path, next_checkpoint_bytes: int) -> StoreFindings:
+    """Check the run store. next_checkpoint_bytes: room that a folder's disk needs."""
+    if address := bucket_of_run(folder):
+        return check_store(store_of_run(folder), address.partition("?")[0], "run store")
+    return check_folder(folder, next_checkpoint_bytes)
 
 
 def _bucket_checks(location: str) -> list[Check]:

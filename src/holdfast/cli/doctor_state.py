@@ -30,12 +30,14 @@ from holdfast.events import (
     UploadFailed,
     WorkerReady,
 )
+from holdfast.launch.bucket_run import place_word
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import Run
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history import History, build_history, notice_text
 from holdfast.wire.journal import JournalContents, read_contents
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_store import RunStore
 
 STALLED_AFTER_TIMEOUTS = 2
 """Without a step for so many `cluster.progress_seconds`, a run that trains is stalled: as
@@ -84,13 +86,13 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
         watch: of the run's holder; it has looked.
         lives: the verdict of that watch.
     """
-    store, now = FolderStore(folder), time.time()
+    store, now = store_of_run(folder), time.time()
     contents = read_contents(store)
     history = build_history(contents.records)
     if history.state == "running" and not lives:
         history = history.as_interrupted()
     step_age = _age_of_last(contents.records, StepDone, now)
-    newest, checkpoints = _check_checkpoints(store, history)
+    newest, checkpoints = _check_checkpoints(store, history, place_word(folder))
     ages = [
         now - record.time
         for record in contents.records
@@ -119,7 +121,7 @@ def is_at_work(folder: Path, watch: HolderWatch) -> bool:
     verdict = watch.look()
     if verdict is not None:
         return verdict
-    if build_history(read_contents(FolderStore(folder)).records).state in ENDED_STATES:
+    if build_history(read_contents(store_of_run(folder)).records).state in ENDED_STATES:
         return False
     return watch.wait_for_verdict()
 
@@ -179,7 +181,9 @@ def _step_check(
 
 
 # --- checkpoints -----------------------------------------------------------------------------
-def _check_checkpoints(store: FolderStore, history: History) -> tuple[Commit | None, list[Check]]:
+def _check_checkpoints(
+    store: RunStore, history: History, place: str
+) -> tuple[Commit | None, list[Check]]:
     """Return the newest checkpoint that opens, and a check for each recent one that does not."""
     bad: list[tuple[str, str]] = []
     newest: Commit | None = None
@@ -198,7 +202,7 @@ def _check_checkpoints(store: FolderStore, history: History) -> tuple[Commit | N
         if newest is None
         else f"a start takes step {newest.step}"
     )
-    remedy = f"see all of it: holdfast checkpoint verify {store.folder}; {instead}"
+    remedy = f"see all of it: holdfast checkpoint verify {place}; {instead}"
     return newest, [Check("checkpoint", state, reason, remedy, key) for key, reason in bad]
 
 

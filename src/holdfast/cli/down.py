@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import say
 from holdfast.launch.runs import open_run
 
@@ -23,7 +23,7 @@ app = make_app("Give the machines of a launched run back.")
 
 @app.command()
 def down(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="return once all nodes have left")
     ] = True,
@@ -34,7 +34,7 @@ def down(
     Example:
       holdfast down runs/my-run
     """
-    from holdfast.launch.owner import OwnedJob
+    from holdfast.launch.owner import NodeState, OwnedJob
     from holdfast.launch.owners.choose import open_owner
 
     found = open_run(run)
@@ -44,6 +44,9 @@ def down(
     replace(job, released=True).write(found.folder)
     if wait:
         _wait_until_left(owner, job)
+        for each in owner.status(job):
+            if each.state is NodeState.LOST:
+                say(f"node {each.node} is lost, and its agent may still be at work ({each.detail})")
         say(f"no node of job {job.job} is left; resume with: holdfast launch {run}")
     else:
         say(f"{job.owner} ends the nodes of job {job.job}; see them with: holdfast status {run}")

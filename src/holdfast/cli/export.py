@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.launch.runs import Run, open_run, with_base
 
@@ -42,7 +43,7 @@ class Dtype(Enum):
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     to: Annotated[Path, typer.Option("--to", help="a new or empty folder")],
     step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
     format: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.launch.runs import open_run, with_base
 
@@ -16,7 +17,7 @@ app = make_app("Sample text from a trained run.")
 
 @app.command()
 def generate(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     prompt: Annotated[str, typer.Argument(help="text to continue")],
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add at most")] = 120,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.8,

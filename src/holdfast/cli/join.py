@@ -12,14 +12,20 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import JournalJson
+from holdfast.cli.options import JournalJson, run_path
 from holdfast.cli.output import say
-from holdfast.cli.train import finished_step, refuse_unfit_machine, with_device
+from holdfast.cli.train import (
+    finished_step,
+    prepare_and_check_dataset,
+    refuse_unfit_machine,
+    with_device,
+)
 from holdfast.cli.views import RunViews
 from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
+from holdfast.launch.bucket_run import place_word, require_secret
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
@@ -30,6 +36,7 @@ from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 from holdfast.launch.task_run import described
 from holdfast.launch.trackers import refuse_missing_trackers
+from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
 
@@ -38,7 +45,13 @@ app = make_app("Take part in a run on several machines.")
 
 @app.command()
 def join(
-    folder: Annotated[Path, typer.Argument(help="the run folder, on a disk that all nodes share")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="the run folder, on a disk that all nodes share; or the run's bucket",
+            parser=run_path,
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="of this node alone: cluster.key=value, device=...")
     ] = None,
@@ -62,21 +75,13 @@ def join(
     from holdfast.launch import local
     from holdfast.plan.hardware import detect_hardware
 
-    stored = read_resolved(folder)
-    if stored is None:
-        raise RunFolderError(
-            "no run has been started here",
-            where=str(folder),
-            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
-        )
+    stored = _read_begun_run(folder)
     refuse_alone(folder, HolderWatch(folder, say))
     name = node or default_node_name(os.environ)
     machine = detect_hardware()
     loaded = _config_for_node(stored, folder, name, overrides or [])
     loaded = with_place(with_device(loaded, machine))
-    if (last := finished_step(folder, loaded.config.train.steps)) is not None:
-        ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
-        say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
+    if _is_finished(folder, loaded):
         return 0
     refuse_unfit_machine(loaded, machine)
     refuse_missing_trackers(loaded)
@@ -94,16 +99,39 @@ def join(
             say_last=views.say_last,
             dataset_version=version,
             resume=shlex.join(
-                ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]
+                ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
             ),
         )
+
+
+def _read_begun_run(folder: Path) -> dict[str, Any]:
+    """Return what the first node has stored. Raises RunFolderError."""
+    stored = read_resolved(folder)
+    if stored is None:
+        raise RunFolderError(
+            "no run has been started here",
+            where=where_of_run(folder),
+            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
+        )
+    require_secret(folder)
+    return stored
+
+
+def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
+    """Return True, and say so, if all steps of the run are done."""
+    if (last := finished_step(folder, loaded.config.train.steps)) is None:
+        return False
+    ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
+    place = place_word(folder)
+    say(f"this run is finished: all {last} steps are done; see: holdfast report {place}")
+    return True
 
 
 def _config_for_node(
     stored: dict[str, Any], folder: Path, name: str, overrides: list[str]
 ) -> LoadedConfig:
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
-    given = [f"cluster.node={name}", f"folder={folder}"]
+    given = [f"cluster.node={name}", f"folder={location_of_run(folder)}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
     given += [f"{key}=''" for key in MACHINE_KEYS]
     given += _own(overrides)
@@ -119,6 +147,7 @@ def _with_data(
 
     Raises UserError, also where this node has another source of the task."""
     from holdfast.data.dataset_location import open_dataset
+    from holdfast.data.verify import check_dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
     if loaded.config.task.name:
@@ -128,8 +157,13 @@ def _with_data(
     loaded = with_joining_base(loaded)
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
+    if bucket_of_run(folder):  # no disk is shared, so this node may have to prepare its own
+        return loaded, dataset_version_in(folder, prepare_and_check_dataset(loaded, wait=True))
     data = loaded.config.data
-    return loaded, dataset_version_in(folder, open_dataset(data.folder, data, ask=True))
+    dataset = open_dataset(data.folder, data, ask=True)
+    if dataset.cache is not None:
+        check_dataset(dataset)
+    return loaded, dataset_version_in(folder, dataset)
 
 
 def _own(overrides: list[str]) -> list[str]:

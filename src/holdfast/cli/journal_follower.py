@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Record
 from holdfast.report.ordering import order_records
 from holdfast.wire.journal import JournalTail
-from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.store.run_store import RunStore, append_interval
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ class JournalFollower:
 
     def __init__(self, store: RunStore, observers: Sequence[Callable[[Record], None]]) -> None:
         self._tail, self._observers = JournalTail(store), observers
-        self._held, self._lock = HeldRecords(), threading.Lock()
+        late_s = append_interval(store)  # of a record that its writer keeps for a while
+        self._held, self._lock = HeldRecords(HOLD_S + 2 * late_s), threading.Lock()
+        self._poll_interval_s = max(POLL_INTERVAL_S, late_s)
         self._own_segments: set[tuple[int, str]] = set()  # generation and writer
         self._duplicates = DuplicateFilter()
         self._closing = threading.Event()
@@ -91,7 +93,7 @@ class JournalFollower:
         self._shower.join(2 * CLOSE_TIMEOUT_S)
 
     def _read_all_the_time(self) -> None:
-        while not self._closing.wait(POLL_INTERVAL_S):
+        while not self._closing.wait(self._poll_interval_s):
             self._read(time.monotonic())
         self._read(time.monotonic())
 

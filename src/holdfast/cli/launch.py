@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,9 @@ from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.plan.layouts import max_workers
+from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
     from holdfast.launch.owner import LaunchRequest, OwnedJob
@@ -60,11 +62,11 @@ def launch(
     given = list(overrides or [])
     given += [f"launch.on={on}"] if on else []
     given += [f"launch.nodes={nodes}"] if nodes else []
-    loaded = _for_all_nodes(load_config(run_file, given))
-    folder = Path(loaded.config.run_folder)
+    loaded = for_all_nodes(load_config(run_file, given))
+    folder = run_folder_of(loaded.config)
     owner = open_owner(loaded.config.launch.on)
     if dry_run:
-        print(owner.describe(_request(loaded, folder)), end="")
+        print(owner.describe(launch_request(loaded, folder)), end="")
         return 0
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
@@ -77,7 +79,7 @@ def launch(
         if running is not None:
             _say_limit(running_workers, begun.loaded)
         _make_secret(folder)
-        job = _submit(running, _request(begun.loaded, folder))
+        job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
@@ -120,7 +122,7 @@ def _say_limit(workers: int, loaded: LoadedConfig) -> None:
         )
 
 
-def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
+def for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
     """The configuration with as many workers as fit on all nodes, if the run file leaves them open.
 
     Each node finds out its own device (`device: auto`)."""
@@ -134,7 +136,7 @@ def _for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
     return loaded
 
 
-def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
+def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
     from holdfast.config.cluster import AUTO
     from holdfast.launch.owner import LaunchRequest
 
@@ -144,14 +146,20 @@ def _request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
     own = [f"{k}={v}" for k, v in zip(KEYS_OF_NODES, values, strict=True) if v != AUTO]
     return LaunchRequest(
         name=config.name,
-        location=str(folder.absolute()),
+        location=bucket_of_run(folder) or str(folder.absolute()),
         folder=folder.absolute(),
-        secret_file=(folder / "secret").absolute(),
+        secret_file=_secret_file(folder),
         config=config,
         nodes=config.launch.nodes,
         spares=config.launch.spares,
         overrides=(f"cluster.places={cluster.places or 1}", *own),
     )
+
+
+def _secret_file(folder: Path) -> Path:
+    from holdfast.wire.secret import given_secret_file
+
+    return (given_secret_file(os.environ) or folder / "secret").absolute()
 
 
 def _make_secret(folder: Path) -> None:

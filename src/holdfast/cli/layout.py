@@ -187,6 +187,7 @@ def _request_of_run_file(
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset_location import dataset_exists, open_dataset
     from holdfast.launch.microbatch_size import with_microbatch_size
+    from holdfast.launch.runs import run_folder_of
     from holdfast.plan.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 
@@ -200,7 +201,7 @@ def _request_of_run_file(
     if dataset_exists(loaded.config.data.folder, loaded.config.data):
         dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
         loaded = with_vocabulary(loaded, dataset)
-    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
+    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

@@ -20,6 +20,7 @@ from holdfast.config.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
+from holdfast.launch.runs import run_folder_of
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.activations import activations_of, device_kind, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
@@ -97,7 +98,7 @@ def _read_request(
             "the vocabulary is the dataset's, which is not prepared: embedding and head count as "
             "nothing here; add model.vocab_size=N to see them"
         )
-    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
+    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
     return loaded, [*notes, *describe_microbatch(loaded)]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.launch.runs import open_run
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ app = make_app("Print what the nodes of a launched run have printed.")
 
 @app.command()
 def logs(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     node: Annotated[str, typer.Option(help="one node alone; left out: all of them")] = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="continue until no node is at work")

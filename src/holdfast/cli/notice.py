@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
+from holdfast.launch.bucket_run import require_secret
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import Run, open_run
 
@@ -25,7 +26,7 @@ app = make_app("Tell a run that machines are about to go.")
 
 @app.command()
 def notice(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     seconds: Annotated[float, typer.Option(help="until they are gone")],
     node: Annotated[
         list[str] | None, typer.Option(help="one that goes; may be repeated; none: all of them")
@@ -58,6 +59,7 @@ def notice(
             "a node without a name", where="--node", remedy="name one, or leave --node out: all"
         )
     found = open_run(run)
+    require_secret(found.folder)
     if not HolderWatch(found.folder).look():
         raise RunFolderError(
             "nobody is training here, or on another machine, or with another secret than is known "

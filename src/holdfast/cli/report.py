@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, DataError, RunFolderError
@@ -23,7 +24,7 @@ app = make_app("Write one HTML page about a run.")
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     output: Annotated[
         Path | None, typer.Option(help="where to write the page; none: report.html in the folder")
     ] = None,

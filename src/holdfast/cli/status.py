@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.runs import open_run
 
@@ -17,7 +17,7 @@ app = make_app("Show the nodes of a launched run.")
 
 @app.command()
 def status(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Show the nodes of a run that 'holdfast launch' started, as their owner sees them.

@@ -16,6 +16,7 @@ from holdfast.wire.lifeline import watch_lifeline
 
 def main() -> int:
     watch_lifeline(int(sys.argv.pop(1)))
+    sys.argv[0] = "holdfast"  # this process is the command, as its title shows
     from holdfast.cli.main import main as run_command
 
     return run_command()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import RunArgument
 from holdfast.cli.output import say
 from holdfast.errors import UserError
 
@@ -24,7 +24,7 @@ app = make_app("Bring a run to trackers.")
 
 @app.command()
 def track(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     to: Annotated[
         list[str] | None,
         typer.Option("--to", help="trackers, as csv,tensorboard; left out: those of the run file"),

@@ -20,6 +20,11 @@ from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.bucket_run import (
+    place_word,
+    probe_run_store,
+    require_secret,
+)
 from holdfast.launch.devices import (
     default_places,
     describe_asynchronous,
@@ -50,16 +55,18 @@ from holdfast.launch.run_folder import (
     with_stored_places,
     write_description,
 )
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.launch.task_run import with_task
 from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.layouts import layouts_of, max_workers
+from holdfast.wire.store.run_location import where_of_run
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
+    from holdfast.launch.launchers import LauncherPlace
 
 app = make_app("Start or resume the run that a run file describes.")
 
@@ -89,20 +96,35 @@ def start_run(
     run_file: Path | None, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
 ) -> int:
     """As the command `train`; return its exit code. run_file: None for the defaults and the
-    overrides. Raises UserError."""
-    with early_signals_answered():
+    overrides. Of the processes of a launcher, one of each node trains. Raises UserError."""
+    from holdfast.launch.launched_config import with_launcher
+    from holdfast.launch.local_ranks import as_one_node
+
+    def start(place: LauncherPlace | None) -> int:
         machine = detect_hardware()
-        loaded = with_place(plan_for_machine(load_config(run_file, overrides), machine))
-        folder = Path(loaded.config.run_folder)
+        loaded = with_launcher(load_config(run_file, overrides), place)
+        loaded = with_place(plan_for_machine(loaded, machine))
+        folder = run_folder_of(loaded.config)
         with crash_log_in(folder):
-            return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
+            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json)
+
+    with early_signals_answered():
+        return as_one_node(start)
 
 
 def _train_in_folder(
-    loaded: LoadedConfig, machine: HardwareInfo, folder: Path, *, fresh: bool, json: bool
+    loaded: LoadedConfig,
+    machine: HardwareInfo,
+    folder: Path,
+    place: LauncherPlace | None,
+    *,
+    fresh: bool,
+    json: bool,
 ) -> int:
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
+    from holdfast.launch.roll_call import call_roll
+    from holdfast.wire.store.run_location import store_of_run
 
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     watch = HolderWatch(folder, say)
@@ -113,6 +135,8 @@ def _train_in_folder(
             print_line({"finished": True, "step": begun.last_step, "folder": str(folder)})
         return 0
     loaded, version = begun.loaded, begun.dataset_version
+    if place is not None and several:
+        call_roll(store_of_run(folder), place, loaded.config.launch.gather_seconds)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
         code = local.train_locally(
             loaded,
@@ -125,7 +149,7 @@ def _train_in_folder(
             watch=watch,
         )
     if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
-        say(f"finished; the report: holdfast report {folder}")
+        say(f"finished; the report: holdfast report {place_word(folder)}")
     return code
 
 
@@ -153,10 +177,13 @@ def begin_run(
 
     watch: what is known of the folder's holder. several: the run has several nodes, and one of
     them may be at work already. Raises UserError."""
+    probe_run_store(folder)
     refuse_old_base(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     if several:
+        if before is not None:
+            require_secret(folder)
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
@@ -173,7 +200,7 @@ def begin_run(
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
-            f"{folder}, or start over with --fresh"
+            f"{place_word(folder)}, or start over with --fresh"
         )
         return BegunRun(loaded, version, last)
     refuse_unfit_state(folder, loaded.config)
@@ -182,8 +209,9 @@ def begin_run(
     begins = read_resolved(folder) is None
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
-        about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, data.location, version)
+        about = [f"a new run in {where_of_run(folder.resolve())}", *about]
+    if not write_description(folder, loaded, machine, data.location, version) and several:
+        require_secret(folder)  # another node may have begun the run just now
     for line in about:
         say(line)
     return BegunRun(loaded, version)
@@ -365,10 +393,10 @@ def finished_step(folder: Path, steps: int) -> int | None:
     from holdfast.core.data.lineage import split_effective
     from holdfast.events import RunFinished
     from holdfast.wire.journal import read_journal
-    from holdfast.wire.store.run_store import FolderStore
+    from holdfast.wire.store.run_location import store_of_run
 
     if not folder.is_dir():
         return None
-    effective, _ = split_effective(read_journal(FolderStore(folder)))
+    effective, _ = split_effective(read_journal(store_of_run(folder)))
     done = [r.event.step for r in effective if isinstance(r.event, RunFinished)]
     return max((step for step in done if step >= steps), default=None)

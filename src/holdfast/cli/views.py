@@ -23,7 +23,7 @@ from holdfast.report.device_metrics import DeviceMetrics
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
 from holdfast.wire import journal
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import store_of_run
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -59,7 +59,7 @@ class RunViews:
             self._stack.callback(lines.close)
             shown.append(lines.observe)
         else:
-            origin = origin_of_weights(FolderStore(folder))
+            origin = origin_of_weights(store_of_run(folder))
             view = LiveView(
                 config.train.steps,
                 imported_from=origin,
@@ -71,12 +71,12 @@ class RunViews:
             self.say = view.say
         if not config.cluster.node:
             self.observers += shown
-            contents = journal.read_contents(FolderStore(folder))
+            contents = journal.read_contents(store_of_run(folder))
             self._replay(contents.records, replays)
             if unreadable := contents.unreadable_sentence():
                 self.say(unreadable)
             return
-        follower = JournalFollower(FolderStore(folder), shown)
+        follower = JournalFollower(store_of_run(folder), shown)
         self._replay(follower.read_all(), replays)
         self.observers.append(follower.observe)
         self._stack.callback(self._print_last_lines)  # once the follower is closed

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import JournalJson
+from holdfast.cli.options import JournalJson, RunArgument
 from holdfast.cli.output import say
 from holdfast.events import Record
 from holdfast.launch.holder import HolderWatch, is_holder_gone
@@ -23,7 +19,7 @@ app = make_app("Follow a run from another terminal.")
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    run: RunArgument,
     json: JournalJson = False,
 ) -> int:
     """Show a run from its beginning until it ends. Ctrl-C leaves; the run continues.

@@ -10,6 +10,7 @@ from holdfast.config.base import Section
 from holdfast.config.launch_kubernetes import KubernetesConfig
 from holdfast.config.launch_ray import RayConfig
 from holdfast.config.launch_slurm import SlurmConfig
+from holdfast.config.launch_ssh import SshConfig
 
 
 class LaunchConfig(Section):
@@ -25,7 +26,14 @@ class LaunchConfig(Section):
         description="nodes that the run may grow to with another --nodes, or by a scheduler; "
         "layout.workers is planned for so many. 0: launch.nodes",
     )
+    gather_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="how long the nodes of torchrun, mpirun or srun wait for each other at the "
+        "start; the run is refused if they do not come",
+    )
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
+    ssh: SshConfig = SshConfig.model_validate({})
     slurm: SlurmConfig = SlurmConfig()
     ray: RayConfig = RayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()

@@ -27,7 +27,9 @@ class KubernetesConfig(Section):
         "RayCluster, Job for YuniKorn, PyTorchJob of KubeDL",
     )
     context: str = Field("", description="context of kubectl; empty: the current one")
-    namespace: str = Field("default", pattern=OBJECT_NAME, min_length=1)
+    namespace: str = Field(
+        "default", pattern=OBJECT_NAME, min_length=1, description="namespace of all objects"
+    )
     image: str = Field("", description="image of the pods, with holdfast in it (docs/deploy.md)")
     pull_secret: str = Field("", pattern=OBJECT_NAME, description="Secret for pulling the image")
     queue: str = Field(

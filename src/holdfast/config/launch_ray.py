@@ -32,6 +32,11 @@ class RayConfig(Section):
         description="replica: the nodes of a replica start together, once Ray has them; run: all "
         "nodes start together, each on a machine of its own",
     )
+    autoscaler: bool = Field(
+        False,
+        description="true: Ray's autoscaler brings machines that are not there yet, so it is no "
+        "mistake if none has room for a node",
+    )
     runtime_env: dict[str, Any] = Field(
         {}, description="Ray's own runtime_env for each node: working_dir, env_vars, pip and so on"
     )

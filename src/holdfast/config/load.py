@@ -34,6 +34,7 @@ from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, s
 from holdfast.config.paths import locate_paths, with_places
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
+from holdfast.config.run_place import dataset_of_run, is_bucket
 from holdfast.errors import ConfigError
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
@@ -178,7 +179,11 @@ def resolve_config(
                 origins[leaf] = Origin("model folder", str(folder.path))
     loaded = LoadedConfig(config, origins, text or "", name, tuple(overrides), base)
     config, places = locate_paths(config, base_of, loaded.where)
-    return replace(loaded, config=config, places=places)
+    loaded = replace(loaded, config=config, places=places)
+    if origins["data.folder"].kind != "default" or not is_bucket(config.run_place):
+        return loaded
+    place = dataset_of_run(config.run_place)
+    return loaded.with_planned({"data.folder": place}, "the run's bucket") if place else loaded
 
 
 def _expand_short_task(data: dict[str, Any], given: dict[str, Origin]) -> None:

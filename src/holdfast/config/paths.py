@@ -29,6 +29,7 @@ FREE_PATHS = (
     "cluster.notices_at",
     "cluster.notices_account",
     "cluster.faults",
+    "launch.ssh.hosts_file",
     "task.folder",
     "lora.base",
     "lora.adapter",
@@ -41,6 +42,7 @@ OPTIONAL = (
     "checkpoint.bucket",
     "cluster.notices_at",
     "cluster.faults",
+    "launch.ssh.hosts_file",
     "task.folder",
     "lora.base",
     "lora.adapter",
@@ -87,7 +89,7 @@ def join_base(base: str, path: str) -> str:
     return short if os.path.realpath(short) == os.path.realpath(joined) else joined
 
 
-def _expand_address(text: str) -> str:
+def expand_address(text: str) -> str:
     """The address of a bucket; a file that one of its options names may begin with ~."""
     if "$" in text:
         expand_path(text)
@@ -151,8 +153,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _located(config: RunConfig, key: str, value: str, base: str) -> str:
     if not value.strip():
         raise ConfigError("the path is empty", remedy="name a file or a folder")
-    if key in ("checkpoint.bucket", "data.folder") and "://" in value:
-        return _expand_address(value)
+    if key in ("folder", "checkpoint.bucket", "data.folder") and "://" in value:
+        return expand_address(value)
     path = expand_path(value)
     if key == "folder":
         expand_path(path.replace("{name}", config.name))  # is a name too long?

@@ -24,6 +24,7 @@ from holdfast.config.lora import LoraConfig
 from holdfast.config.memory import DEVICE
 from holdfast.config.model import ModelConfig
 from holdfast.config.recompute import RecomputePolicy
+from holdfast.config.run_place import is_bucket, local_run_folder
 from holdfast.config.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.train import TrainConfig
 
@@ -34,7 +35,11 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
         description="name in logs, metrics and pages",
     )
-    folder: InPlace[str] = Field("runs/{name}", description="the run folder; {name} is filled in")
+    folder: InPlace[str] = Field(
+        "runs/{name}",
+        description="the run folder, or the "
+        "address of a bucket (s3://, gs://, az://); {name} is filled in",
+    )
     branch_of: Never[str] = Field(
         "",
         pattern=r"^([^@]+@[0-9]+)?$",
@@ -75,10 +80,10 @@ class RunConfig(Section):
     @field_validator("folder")
     @classmethod
     def _is_a_folder(cls, folder: str) -> str:
-        if "://" in folder:
+        if "://" in folder and not is_bucket(folder):
             raise ValueError(
-                "the address of a bucket is not a folder: use runs/{name}, and name the bucket in "
-                "checkpoint.bucket"
+                f"{folder.partition('://')[0]}:// is no kind of run store: use runs/{{name}}, or "
+                "an address that begins with s3://, gs:// or az://"
             )
         return folder
 
@@ -178,4 +183,11 @@ class RunConfig(Section):
 
     @property
     def run_folder(self) -> str:
+        """The run's folder on this node: `folder`, or the local one of a run in a bucket."""
+        place = self.run_place
+        return local_run_folder(place) if is_bucket(place) else place
+
+    @property
+    def run_place(self) -> str:
+        """The place of the run store: a folder, or the address of a bucket."""
         return self.folder.replace("{name}", self.name)

@@ -43,15 +43,6 @@ def resolve_place(location: str | Path) -> str:
     return str(location) if is_address(location) else str(Path(location).resolve())
 
 
-def dataset_of_run_store(location: str) -> str:
-    """The place of the dataset of a run whose run store is at `location`: below it, with the same
-    options."""
-    if not is_address(location):
-        return os.path.join(location, "data")
-    address, mark, options = location.partition("?")
-    return f"{address.rstrip('/')}/data{mark}{options}"
-
-
 def open_dataset(location: str | Path, data: DataConfig, *, ask: bool = False) -> Dataset:
     """Open the dataset at a location. data: has the cache's folder and limit.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -31,7 +32,9 @@ from holdfast.data.shards import ShardFile
 from holdfast.errors import CorruptError, DataError, OutOfSpaceError, StoreError
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
-PIECE_BYTES = 8 * 2**20
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 * 2**20
 """Bytes of one request."""
 PATIENCE_S = 600.0
 """A file that is needed now is asked for again so long, if the address does not answer."""
@@ -78,9 +81,11 @@ class NodeCache:
         while not self.has(file):
             try:
                 self.fetch(file)
-            except StoreError:
-                if time.monotonic() - asked > PATIENCE_S:
+            except StoreError as error:
+                waited = time.monotonic() - asked
+                if waited > PATIENCE_S:
                     raise
+                logger.warning("a batch waits for %s since %.0f s: %s", file.path, waited, error)
                 self._closing.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
         return self.folder / file.path

@@ -16,7 +16,7 @@ from holdfast.data.node_cache import NodeCache, total_bytes
 from holdfast.data.shards import ShardFile
 from holdfast.errors import DataError, OutOfSpaceError, StoreError
 
-FETCH_THREADS = 4
+FETCH_THREADS = 8
 MAX_STEPS_AHEAD = 4096
 """Steps that are looked at beyond the one that is read."""
 MAX_PAUSE_S = 10.0

@@ -19,7 +19,7 @@ from holdfast.events import Event, Record
 from holdfast.wire import process_log
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.steady_clock import SteadyClock
-from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.store.run_store import RunStore, append_interval
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class EventLog:
             clock: gives the records' times, in seconds since 1970; None: one that cannot jump.
         """
         self._clock = SteadyClock().now if clock is None else clock
+        self._append_interval_s = append_interval(store)
         self._store, self._suffix = store, f".{node}" if node else ""
         self._observers = list(observers)
         self._say = say
@@ -121,10 +122,14 @@ class EventLog:
         """Return the segment's name: ranks are unique in the run, other writers on their node."""
         return writer if writer.startswith("rank") else writer + self._suffix
 
-    async def flush(self, writer: str | None = None, sync: bool = False) -> bool:
+    async def flush(
+        self, writer: str | None = None, sync: bool = False, at_once: bool = False
+    ) -> bool:
         """Store what was emitted (by `writer`, or by all); return True if that worked.
 
-        A full disk stops neither training nor this log: the records wait for the next flush.
+        A full disk stops neither training nor this log: the records wait for the next flush. In a
+        bucket each append is an object. So a writer that has appended within the last second waits
+        for a later flush, but not with `sync` or `at_once`.
         """
         named = None if writer is None else self._full_writer_name(writer)
         chosen = [self._writers[named]] if named in self._writers else []
@@ -135,6 +140,8 @@ class EventLog:
                 *self._writers.values(),
             )
             chosen = [w for w in everyone if w.has_pending or sync]
+        if not (sync or at_once):
+            chosen = [w for w in chosen if w.is_due(self._append_interval_s)]
         if not chosen:
             return True
         loop = asyncio.get_running_loop()

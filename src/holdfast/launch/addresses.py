@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -28,6 +29,8 @@ from holdfast.config.cluster import AUTO, LOOPBACK_DEVICE
 from holdfast.config.peers import is_loopback
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
+from holdfast.wire.store.location import find_endpoint
+from holdfast.wire.store.run_location import bucket_of_run
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import is_host_of, newest_term, this_host
 
@@ -140,10 +143,16 @@ def _targets(store: RunStore, run_folder: Path) -> Iterator[tuple[str, str]]:
     holder: dict[str, Any] | None = newest_term(store)[1]
     if holder is not None and not is_loopback_elsewhere(holder):
         yield _host(str(holder.get("address", ""))), f"the route to node {holder.get('node')}"
-    if server := _file_server(run_folder):
-        yield server, f"the route to {server}, which serves the run folder"
+    if server := _endpoint_host(run_folder) or _file_server(run_folder):
+        yield server, f"the route to {server}, which serves the run store"
     for host in ANY_PUBLIC_HOSTS:
         yield host, "the default route"
+
+
+def _endpoint_host(folder: Path) -> str:
+    """Return the host of the endpoint of the run's bucket; "" for a cloud's own, or a folder."""
+    address = bucket_of_run(folder)
+    return (urlsplit(find_endpoint(address)).hostname or "") if address else ""
 
 
 def _file_server(folder: Path) -> str | None:

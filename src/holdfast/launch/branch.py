@@ -40,6 +40,7 @@ from holdfast.launch.runs import IMPORTED_FOLDER, Run, read_resolved
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_location import bucket_of_run
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
 from holdfast.wire.term import create_generation, newest_generation
 
@@ -123,7 +124,7 @@ def make_branch(
     raise CheckpointError(
         f"the checkpoint of step {step} cannot be copied: {what}",
         remedy="see which are intact with: "
-        + shlex.join(["holdfast", "checkpoint", "verify", str(parent.folder)]),
+        + shlex.join(["holdfast", "checkpoint", "verify", parent.place]),
     ) from problem
 
 
@@ -178,7 +179,7 @@ def _make_folder(
     event = RunBranched(
         parent.config.name,
         str(parent.resolved.get("run_id", "")),
-        os.path.abspath(parent.folder),
+        parent.place if bucket_of_run(parent.folder) else os.path.abspath(parent.folder),
         origin.commit.key,
         list(overrides),
         step=origin.commit.step,

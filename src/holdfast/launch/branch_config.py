@@ -29,6 +29,13 @@ from holdfast.launch.named_parts import PLANNED
 from holdfast.launch.runs import RESOLVED_FILE, Run, read_environment
 from holdfast.launch.task_run import PLANNED_KEYS, described
 
+PATH_KEYS = (
+    "data.folder",
+    "data.cache",
+    "cluster.faults",
+    "cluster.notices_account",
+    "checkpoint.bucket",
+)
 OWN_KEYS = {"folder": "name it with --to", "branch_of": "leave it out"}
 """Keys that `holdfast branch` sets -> remedy for one on its command line."""
 UNKEPT_ORIGINS = {"device": "planned", "layout.workers": "planned", "cluster.node": "command line"}
@@ -99,7 +106,13 @@ def _located(parent: Run, path: str, origin: dict[str, str]) -> str:
 def _with_absolute_paths(changed: LoadedConfig) -> dict[str, Any]:
     """The values, with each path that the command line gave as an absolute one."""
     values, default = changed.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
-    for key in ("data.folder", "cluster.faults", "cluster.notices_account", "checkpoint.bucket"):
+    for key in (
+        "data.folder",
+        "data.cache",
+        "cluster.faults",
+        "cluster.notices_account",
+        "checkpoint.bucket",
+    ):
         path = _get(values, key)
         if path and "://" not in path and path != _get(default, key):
             _set(values, key, os.path.abspath(path))

@@ -25,7 +25,8 @@ from holdfast.events import Record, StepDone
 from holdfast.launch.runs import read_secrets
 from holdfast.wire.journal import parse_segment, segment_key
 from holdfast.wire.secret import Secret
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 from holdfast.wire.term import (
     HolderReply,
     Host,
@@ -103,7 +104,7 @@ class HolderWatch:
         """Look once: True if the holder lives, False if it is dead, None if that is not known yet.
 
         Raises RunFolderError if the folder, or the run's secret, cannot be read."""
-        store = FolderStore(self.folder)
+        store = store_of_run(self.folder)
         number, self.holder = newest_term(store)
         if self.holder is None:
             return False
@@ -121,7 +122,7 @@ class HolderWatch:
         """Return who has the run, since when, and its last step."""
         holder = self.holder or {}
         since = datetime.fromtimestamp(float(holder.get("since", 0)))
-        step = _last_step(FolderStore(self.folder))
+        step = _last_step(store_of_run(self.folder))
         who = f"process {holder.get('pid')} on {holder.get('node')}"
         machine = host_of(holder).name
         if machine != holder.get("node"):
@@ -130,7 +131,7 @@ class HolderWatch:
         who += f", last step {step}" if step else ", before its first step"
         return f"{who}; node {self._working_node} is at work" if self._working_node else who
 
-    def _ask(self, store: FolderStore) -> bool | None:
+    def _ask(self, store: RunStore) -> bool | None:
         """Ask the holder, and the nodes of the newest generation: they may be about to open the
         next term."""
         assert self.holder is not None
@@ -169,7 +170,7 @@ def ask_holder(address: str, secrets: Sequence[Secret], timeout_s: float) -> Hol
     return reply
 
 
-def _ask_nodes(store: FolderStore, secrets: Sequence[Secret]) -> dict[str, HolderReply]:
+def _ask_nodes(store: RunStore, secrets: Sequence[Secret]) -> dict[str, HolderReply]:
     """Ask the nodes of the newest generation, all at once."""
     newest = newest_generation(store)
     try:
@@ -187,7 +188,7 @@ def _ask_nodes(store: FolderStore, secrets: Sequence[Secret]) -> dict[str, Holde
         return dict(zip(names, threads.map(ask, names), strict=True))
 
 
-def _read_progress(store: FolderStore, term: int) -> _Progress:
+def _read_progress(store: RunStore, term: int) -> _Progress:
     generation = newest_generation(store)
     total = 0
     for key in _segments(store, generation):
@@ -198,7 +199,7 @@ def _read_progress(store: FolderStore, term: int) -> _Progress:
     return _Progress(term, count_life_signs(store, term), generation, total)
 
 
-def _last_step(store: FolderStore) -> int:
+def _last_step(store: RunStore) -> int:
     """Return the last step in the journal, by the newest generation that has any; 0 for none."""
     for generation in range(newest_generation(store), 0, -1):
         steps = [
@@ -212,7 +213,7 @@ def _last_step(store: FolderStore) -> int:
     return 0
 
 
-def _read_end(store: FolderStore, key: str) -> list[Record]:
+def _read_end(store: RunStore, key: str) -> list[Record]:
     """Return the last records of a segment, none of one that cannot be read."""
     try:
         size = store.size(key)
@@ -224,5 +225,5 @@ def _read_end(store: FolderStore, key: str) -> list[Record]:
         return []
 
 
-def _segments(store: FolderStore, generation: int) -> list[str]:
+def _segments(store: RunStore, generation: int) -> list[str]:
     return store.list(segment_key(generation, "").removesuffix(".jsonl"))

@@ -40,7 +40,8 @@ from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
-from holdfast.wire.store.run_store import FolderStore, RunStore
+from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import open_term
 
 
@@ -66,7 +67,7 @@ def train_locally(
     Raises UserError (such as a folder in use) and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
-    store: RunStore = FolderStore(folder)
+    store: RunStore = store_of_run(folder)
     config, address = plan_addresses(loaded.config, store)
     if not config.layout.workers or config.device == "auto":
         raise RunFolderError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,15 @@ import psutil
 from holdfast.errors import RunFolderError
 from holdfast.launch.owner import NodeState, NodeStatus
 
-_RUN_AND_NOTE = 'code="$1"; shift; "$@"; echo "$?" > "$code"'
+START_TIMEOUT_S = 10.0
+"""Seconds that a shell may take to start its agent."""
+_RUN_AND_NOTE = """\
+code="$1"; remove="$2"; shift 2
+"$@"
+end="$?"
+[ -z "$remove" ] || rm -f "$remove"
+echo "$end" > "$code"
+"""
 
 
 @dataclass(frozen=True)
@@ -36,15 +45,19 @@ class NodeProcess:
 
     @staticmethod
     def start(
-        node: str, command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None
+        node: str,
+        command: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str] | None = None,
+        remove: Path | None = None,
     ) -> NodeProcess:
-        """Start an agent. environ: further variables of it."""
+        """Start an agent. environ: further variables of it. remove: a file that goes with it."""
         folder.mkdir(parents=True, exist_ok=True)
         code = folder / f"{node}.exit"
         code.unlink(missing_ok=True)
         with (folder / f"{node}.log").open("ab") as out:
             child = subprocess.Popen(
-                ["/bin/sh", "-c", _RUN_AND_NOTE, "sh", str(code), *command],
+                ["/bin/sh", "-c", _RUN_AND_NOTE, "sh", str(code), str(remove or ""), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -73,10 +86,14 @@ class NodeProcess:
 
     def leave(self) -> None:
         """Ask the agent to leave the run, as a scheduler does."""
-        shell = self._shell()
-        with suppress(psutil.Error):
-            for agent in shell.children() if shell is not None else ():
-                agent.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (shell := self._shell()) is not None and time.monotonic() < deadline:
+            with suppress(psutil.Error):
+                if agents := shell.children():
+                    for agent in agents:
+                        agent.send_signal(signal.SIGTERM)
+                    return
+            time.sleep(0.01)  # the shell has not started the agent yet, or it is about to end
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that the agent has printed. Raises RunFolderError without a log."""

@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from holdfast.config.run import RunConfig
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.publish import replace_file
+
+if TYPE_CHECKING:
+    from holdfast.config.run import RunConfig
 
 JOB_FILE = "launch.json"
 

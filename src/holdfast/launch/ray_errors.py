@@ -9,6 +9,14 @@ ADDRESS_KEY = "launch.ray.address"
 
 def explain(kind: str, detail: str, address: str) -> ConfigError:
     """Return the error for a kind of refusal of `ray_job.py`."""
+    return (
+        _of_connection(kind, detail, address)
+        or _of_job(kind, detail, address)
+        or ConfigError(f"the Ray cluster at {address} refused: {detail}", where=ADDRESS_KEY)
+    )
+
+
+def _of_connection(kind: str, detail: str, address: str) -> ConfigError | None:
     match kind:
         case "absent":
             return ConfigError(
@@ -19,6 +27,12 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
         case "unreachable":
             return ConfigError(
                 f"no Ray cluster answers at {address} ({detail})",
+                where=ADDRESS_KEY,
+                remedy="use the address that ray start --head prints",
+            )
+        case "no_head":
+            return ConfigError(
+                f"what answers at {address} is no head of a Ray cluster ({detail})",
                 where=ADDRESS_KEY,
                 remedy="use the address that ray start --head prints",
             )
@@ -40,11 +54,17 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
                 where=ADDRESS_KEY,
                 remedy="install the cluster's versions here",
             )
+    return None
+
+
+def _of_job(kind: str, detail: str, address: str) -> ConfigError | None:
+    match kind:
         case "resources":
             return ConfigError(
                 f"no machine of the Ray cluster has what a node takes: {detail}",
                 where="launch.ray",
-                remedy="set launch.ray.cpus, gpus and resources to what a machine has",
+                remedy="set launch.ray.cpus, gpus and resources to what a machine has, or "
+                "launch.ray.autoscaler to true",
             )
         case "shared":
             return ConfigError(
@@ -65,4 +85,4 @@ def explain(kind: str, detail: str, address: str) -> ConfigError:
                 where="launch.ray.runtime_env",
                 remedy="install holdfast[ray] on the machines of the cluster, or name it under pip",
             )
-    return ConfigError(f"the Ray cluster at {address} refused: {detail}", where=ADDRESS_KEY)
+    return None

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from holdfast.elastic.notices.ray_probe import use_token
 from holdfast.launch.ray_board import RayBoard, placed_groups
 from holdfast.launch.ray_plan import NAMESPACE, JobStatus, RaySpec, kept_groups
 
@@ -134,13 +135,17 @@ def connect(address: str, runtime_env: Mapping[str, Any]) -> Any:
 
 def _own_address(address: str) -> str:
     """Return the address of Ray's node on this machine. Raises RayRefusalError if there is none."""
+    use_token()
     state = import_module("ray._private.state").GlobalState()
     options = import_module("ray._raylet").GcsClientOptions
-    state._initialize_global_state(
-        options.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
-    )
     here = {a.address for found in psutil.net_if_addrs().values() for a in found}
-    nodes = [str(n["NodeManagerAddress"]) for n in state.node_table() if n["Alive"]]
+    try:
+        state._initialize_global_state(
+            options.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        )
+        nodes = [str(n["NodeManagerAddress"]) for n in state.node_table() if n["Alive"]]
+    except Exception as error:  # whatever ray raises: this is no head of Ray
+        raise RayRefusalError("no_head", " ".join(str(error).split())) from None
     own = [one for one in nodes if one in here or one.startswith("127.")]
     if not own:
         raise RayRefusalError("outside")
@@ -200,16 +205,10 @@ def _check_room(ray: Any, spec: RaySpec) -> None:
     """Raises RayRefusalError if no machine has what a node takes, or one has room for two nodes."""
     machines = {str(n["NodeName"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
     taken = ", ".join(f"{name}: {number:g}" for name, number in spec.bundle.items())
-    if not any(_times(has, spec.bundle) for has in machines.values()) and not any(
-        _times(has, spec.bundle) for has in _autoscaled_types()
-    ):
-        names = sorted({name for has in machines.values() for name in has if ":" not in name})
-        raise RayRefusalError(
-            "resources",
-            f"{taken} (the most of each: "
-            + ", ".join(f"{n}: {max(h.get(n, 0) for h in machines.values()):g}" for n in names)
-            + ")",
-        )
+    if not spec.is_autoscaled and not any(_times(has, spec.bundle) for has in machines.values()):
+        most = {n: max(has.get(n, 0) for has in machines.values()) for n in spec.bundle}
+        there = ", ".join(f"{name}: {number:g}" for name, number in most.items())
+        raise RayRefusalError("resources", f"{taken} (the most of each: {there})")
     shared = [name for name, has in machines.items() if _times(has, spec.bundle) >= 2]
     if len(spec.groups) > 1 and shared:
         raise RayRefusalError("shared", f"{shared[0]} has room for {taken} more than once")
@@ -218,15 +217,6 @@ def _check_room(ray: Any, spec: RaySpec) -> None:
 def _times(has: Mapping[str, float], bundle: Mapping[str, float]) -> int:
     """How many nodes fit on a machine."""
     return min(int(has.get(name, 0) // number) for name, number in bundle.items())
-
-
-def _autoscaled_types() -> list[dict[str, float]]:
-    """What machines have that Ray's autoscaler can bring; none if there is no autoscaler."""
-    try:
-        config = import_module("ray._private.state").state.get_cluster_config()
-        return [dict(group.resources) for group in config.node_group_configs if group.max_count]
-    except Exception:  # a client of ray:// has no way to ask
-        return []
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ class RaySpec:
 
     groups: the nodes of the run. bundle: what each takes of Ray. arguments: of `holdfast`.
     logs: folder for what nodes print; empty: the log folder of Ray's session.
-    stop: all nodes leave, and the machines are given back.
+    is_autoscaled: machines that are not there yet may fit. stop: all nodes leave, and the machines
+    are given back.
     """
 
     job: str
@@ -38,6 +39,7 @@ class RaySpec:
     bundle: dict[str, float]
     arguments: tuple[str, ...]
     logs: str = ""
+    is_autoscaled: bool = False
     stop: bool = False
 
     @property
@@ -58,6 +60,7 @@ class RaySpec:
             bundle={str(k): float(v) for k, v in value["bundle"].items()},
             arguments=tuple(str(word) for word in value["arguments"]),
             logs=str(value["logs"]),
+            is_autoscaled=bool(value["is_autoscaled"]),
             stop=bool(value["stop"]),
         )
 

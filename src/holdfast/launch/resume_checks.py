@@ -27,7 +27,13 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFol
 from holdfast.launch.branch_config import batches_after
 from holdfast.launch.runs import drop_unknown_keys, read_resolved
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
+from holdfast.wire.store.run_location import (
+    bucket_of_run,
+    location_of_run,
+    store_of_run,
+    where_of_run,
+)
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 BATCH_KEYS = ("train.batch_size", "train.batch_warmup")
 """A branch changes them from its first step on: the batches before it were dealt."""
@@ -46,7 +52,7 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     It is "" for a run without a checkpoint. Otherwise it names the newest before the
     last step. If only the schedule gets longer, it names the newest whose steps keep their learning
     rates. For a wsd schedule this is the last before the decay."""
-    steps = [step_of(key) for key in usable_commits(FolderStore(folder))]
+    steps = [step_of(key) for key in usable_commits(store_of_run(folder))]
     if not steps:
         return ""
     at, after = steps[0], config.train
@@ -57,7 +63,8 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
             same = last_common_step(before, after, at)
             at = max((step for step in steps if step <= same), default=at)
     at = max((step for step in steps if step <= at and step < after.steps), default=at)
-    words = ["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)]
+    to = Path("runs", folder.name.rpartition("-")[0]) if bucket_of_run(folder) else folder
+    words = ["holdfast", "branch", location_of_run(folder), "--at", str(at), "--to", _free(to)]
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     changes = changed_keys([d for d in found if not d.key.startswith(BATCH_KEYS)], config)
     if before is not None and any(d.key.startswith(BATCH_KEYS) for d in found):
@@ -107,13 +114,13 @@ def _shape(found: tuple[str, tuple[int, ...]] | None) -> str:
 def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
     """Raises UserError if the newest checkpoint in a run folder has other tensors than the model,
     or lies after the last step."""
-    store, steps = FolderStore(folder), config.train.steps
+    store, steps = store_of_run(folder), config.train.steps
     if not folder.is_dir():
         return
     for key in usable_commits(store):
         with suppress(MissingKeyError, CorruptError):  # a restore takes the next one
             commit = Checkpoint.open(store, key).commit
-            refuse_other_shapes(commit, config, str(folder))
+            refuse_other_shapes(commit, config, where_of_run(folder))
             if commit.step > steps:
                 raise _cut_error(folder, commit.step, steps)
             return
@@ -121,7 +128,7 @@ def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
 
 def refuse_cut(folder: Path, steps: int) -> None:
     """Raises RunFolderError if the newest checkpoint lies after the last step."""
-    done = [step_of(key) for key in usable_commits(FolderStore(folder))]
+    done = [step_of(key) for key in usable_commits(store_of_run(folder))]
     if done and done[0] > steps:
         raise _cut_error(folder, done[0], steps)
 
@@ -129,7 +136,7 @@ def refuse_cut(folder: Path, steps: int) -> None:
 def _cut_error(folder: Path, done: int, steps: int) -> RunFolderError:
     return RunFolderError(
         f"this run has done step {done}, and train.steps {steps} would cut it",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy=f"use train.steps={done} or more",
     )
 
@@ -145,13 +152,13 @@ def refuse_branch_without_state(folder: Path, loaded: LoadedConfig, fresh: bool)
     if stored.get("config", {}).get("branch_of") == config.branch_of:
         raise RunFolderError(
             f"this branch lies in {moved} now, and its run file names the folder where it was made",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy=f"add {shlex.quote(f'folder={moved}')}",
         )
     raise RunFolderError(
         f"this run continues {config.branch_of}, and "
         + ("--fresh would begin it at step 0" if fresh else "its first checkpoint is not here"),
-        where=str(folder),
+        where=where_of_run(folder),
         remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
     )
 
@@ -160,7 +167,7 @@ def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[st
     """Read the last checkpoint of a finished run. If it is damaged, bring it back from the bucket.
 
     Raises RunFolderError, with the newest intact checkpoint, if the bucket does not have it."""
-    store = FolderStore(folder)
+    store = store_of_run(folder)
     keys = usable_commits(store)
     if not keys or step_of(keys[0]) != step or (problem := find_damage(store, keys[0])) is None:
         return
@@ -171,14 +178,14 @@ def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[st
     if intact is None:
         remedy = "no older one is intact either: start over with --fresh"
     else:
-        command = ["holdfast", "branch", str(folder), "--at", str(intact), "--to"]
+        command = ["holdfast", "branch", location_of_run(folder), "--at", str(intact), "--to"]
         remedy = (
             f"the newest intact one is of step {intact}; do the {step - intact} steps after it "
             f"again in a run of its own: {shlex.join([*command, _free(folder, '-again')])}"
         )
     raise RunFolderError(
         f"this run did all {step} steps, but its last checkpoint is damaged: {problem}",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy=remedy,
     )
 

@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +39,11 @@ from holdfast.data.dataset_location import resolve_place
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.addresses import is_loopback_elsewhere
+from holdfast.launch.bucket_run import (
+    describe_in_bucket,
+    refuse_foreign_bucket,
+    refuse_fresh_in_bucket,
+)
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.resume_checks import branch_command, refuse_cut
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
@@ -45,7 +51,8 @@ from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run, where_of_run
+from holdfast.wire.store.run_store import MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
 FIRST_FILES = frozenset({"run.yaml", "environment.json"})
@@ -78,7 +85,7 @@ def refuse_in_use(folder: Path, watch: HolderWatch | None = None) -> None:
         return  # no holder lives, or another node has begun again: another run
     raise RunFolderError(
         f"another trainer uses this run folder: {watch.describe_holder()}",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy="stop it, or choose another with folder=...",
     )
 
@@ -88,20 +95,20 @@ def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
 
     The trainer takes in no other nodes, cannot be reached from this host, or has another secret.
     The node would find silence, and open the next term."""
-    _, holder = newest_term(FolderStore(folder))
+    _, holder = newest_term(store_of_run(folder))
     if holder is None:
         return
     watch = watch or HolderWatch(folder)
     if holder.get("alone"):
         if watch.wait_for_verdict():
-            raise single_node_run_error(holder, str(folder))
+            raise single_node_run_error(holder, where_of_run(folder))
         return
     if is_loopback_elsewhere(holder):  # at our own loopback address is no leader
         if watch.wait_for_verdict():
             raise RunFolderError(
                 f"{watch.describe_holder()} leads the run and listens on {holder.get('address')}, "
                 "which only its own machine reaches",
-                where=str(folder),
+                where=where_of_run(folder),
                 remedy="start it without cluster.interface, or with an address of its machine",
             )
         return
@@ -113,7 +120,7 @@ def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
     in_folder = ask_holder(address, known[1:], REMOTE_ANSWER_TIMEOUT_S) is HolderReply.LIVES
     raise RunFolderError(
         f"another secret than is known here is the run's: {watch.describe_holder()}",
-        where=str(folder),
+        where=where_of_run(folder),
         remedy=f"unset {SECRET_FILE_VARIABLE}: the secret in this folder is right"
         if in_folder
         else f"name the file of the run's secret in {SECRET_FILE_VARIABLE}",
@@ -132,12 +139,12 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
     if [d.key for d in differing] == [SCHEDULE_STEPS]:
         refuse_cut(folder, loaded.config.train.steps)  # no other length of the schedule helps
     command = branch_command(folder, stored["config"], loaded.config)
-    refuse_other_run(stored["config"], loaded.config, str(folder), command)
+    refuse_other_run(stored["config"], loaded.config, where_of_run(folder), command)
     before = stored.get("dataset", {}).get("version", dataset_version)
     if before != dataset_version:
         raise RunFolderError(
             f"the run was trained on dataset {before}, and data.folder holds {dataset_version}",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="name the folder of that dataset, or start over with --fresh",
         )
 
@@ -185,6 +192,9 @@ def refuse_old_base(loaded: LoadedConfig) -> None:
 
 def refuse_foreign(folder: Path) -> None:
     """Raises RunFolderError for a folder with things in it that no `train` put there."""
+    if bucket_of_run(folder):
+        refuse_foreign_bucket(folder)
+        return
     found: list[str] = []
     with suppress(FileNotFoundError):  # another node may move it just now
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -192,7 +202,7 @@ def refuse_foreign(folder: Path) -> None:
     if foreign and not (folder / RESOLVED_FILE).exists():  # another node may have begun just now
         raise RunFolderError(
             f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="choose another with folder=..., or empty it",
         )
 
@@ -245,7 +255,7 @@ def is_begun_by_other(
         refuse_other(folder, loaded, dataset_version)
     except RunFolderError:
         return False
-    store = FolderStore(folder)
+    store = store_of_run(folder)
     return not any(store.list(prefix) for prefix in (TERMS_PREFIX, GENERATIONS_PREFIX, "commits/"))
 
 
@@ -257,6 +267,7 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
     """
     if before is None:
         return None
+    refuse_fresh_in_bucket(folder)
     refuse_in_use(folder, watch)  # may take seconds
     number = 1
     while True:
@@ -275,12 +286,12 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
             if error.errno == errno.EBUSY:
                 raise RunFolderError(
                     "the run folder is a mount point, which cannot be moved aside",
-                    where=str(folder),
+                    where=where_of_run(folder),
                     remedy=f"start the new run in it with folder={folder / 'new'}, or empty it",
                 ) from None
             raise RunFolderError(
                 f"cannot be moved to {target} ({error.strerror})",
-                where=str(folder),
+                where=where_of_run(folder),
                 remedy="move it yourself, or choose another folder",
             ) from None
         return target
@@ -292,10 +303,10 @@ def write_description(
     machine: HardwareInfo,
     dataset: str | Path,
     dataset_version: str,
-) -> None:
-    """Write the three files. Later starts replace them: the journal keeps what was before. Of
-    several that begin the folder in one moment, the one that creates `resolved.json` with its run
-    id begins the run. The rest join it, or are refused.
+) -> bool:
+    """Write the three files; return True if they begin the run. Later starts replace them: the
+    journal keeps what was before. Of several that begin the folder in one moment, the one that
+    creates `resolved.json` with its run id begins the run. The rest join it, or are refused.
 
     Raises RunFolderError when the folder cannot be made or written, or was begun by another run
     just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep
@@ -314,11 +325,22 @@ def write_description(
         "environment.json": _json(describe_environment(machine)),
         RESOLVED_FILE: _json(resolved),
     }
+
+    def when_begun() -> str:
+        refuse_other(folder, loaded, dataset_version)
+        return _json(resolved | {"run_id": run_id(folder) or ""})
+
+    if bucket_of_run(folder):
+        return describe_in_bucket(folder, files, RESOLVED_FILE, when_begun)
+    return _describe_in_folder(folder, files, when_begun)
+
+
+def _describe_in_folder(folder: Path, files: dict[str, str], when_begun: Callable[[], str]) -> bool:
+    """As `describe_in_bucket`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (begins := _create_once(folder / RESOLVED_FILE, files[RESOLVED_FILE])):
-            refuse_other(folder, loaded, dataset_version)
-            files[RESOLVED_FILE] = _json(resolved | {"run_id": run_id(folder) or ""})
+            files[RESOLVED_FILE] = when_begun()
         try:
             for name, text in files.items():
                 replace_file(folder / name, text)
@@ -326,24 +348,25 @@ def write_description(
             if begins:
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
             raise
+        return begins
     except (FileExistsError, NotADirectoryError) as error:
         path = Path(str(error.filename))
         in_the_way = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
         raise RunFolderError(
             f"{(in_the_way or [path])[0]} is a file, not a folder",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="choose another with folder=...",
         ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpaceError(
                 "the disk is full",
-                where=str(folder),
+                where=where_of_run(folder),
                 remedy="free some space and run the same command again",
             ) from None
         raise RunFolderError(
             f"the run folder cannot be written ({error.strerror})",
-            where=str(folder),
+            where=where_of_run(folder),
             remedy="choose another with folder=..., or change its permissions",
         ) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast.config.load import load_config
+from holdfast.config.paths import expand_address
 from holdfast.config.run import RunConfig
+from holdfast.config.run_place import is_bucket
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import ModelFolderError, RunFolderError
-from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.errors import HoldfastError, ModelFolderError, RunFolderError
+from holdfast.wire.secret import Secret, given_secret_file, read_secret
+from holdfast.wire.store.run_location import (
+    location_of_run,
+    make_local_folder,
+    read_run_file,
+    store_of_run,
+)
+from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_term, secret_of
 
 RESOLVED_FILE = "resolved.json"
@@ -29,9 +38,18 @@ class Run:
     """A run folder that was trained in, and what it says about itself."""
 
     folder: Path
-    store: FolderStore
+    store: RunStore
     config: RunConfig
     resolved: dict[str, Any]
+
+    def __reduce__(self) -> tuple[Callable[..., Run], tuple[Any, ...]]:
+        """Another process opens the run store again."""
+        return _run_in, (self.folder, self.config, self.resolved)
+
+    @property
+    def place(self) -> str:
+        """The run's folder, or its bucket's address, for messages and commands."""
+        return location_of_run(self.folder)
 
     @property
     def dataset_location(self) -> str:
@@ -52,6 +70,19 @@ class Run:
         return str(self.resolved.get("dataset", {}).get("version", ""))
 
 
+def named_path(argument: str | Path) -> Path:
+    """Return the path that an argument names: a run file, a run folder, or the local folder of a
+    run at a bucket's address. Raises UserError."""
+    text = str(argument)
+    return make_local_folder(expand_address(text)) if "://" in text else Path(text)
+
+
+def run_folder_of(config: RunConfig) -> Path:
+    """Return the run's folder on this node; that of a run in a bucket is made if it is missing."""
+    place = config.run_place
+    return make_local_folder(place) if is_bucket(place) else Path(place)
+
+
 def open_run(argument: Path) -> Run:
     """The run that `argument` names: its folder, or the run file that it was started with.
 
@@ -60,7 +91,7 @@ def open_run(argument: Path) -> Run:
     folder = argument
     if argument.is_file():
         try:
-            folder = Path(load_config(argument).config.run_folder)
+            folder = run_folder_of(load_config(argument).config)
         except ModelFolderError as error:
             raise ModelFolderError(
                 f"{argument} reads this folder, and {error.message}",
@@ -71,17 +102,21 @@ def open_run(argument: Path) -> Run:
     if resolved is None:
         raise RunFolderError(
             "there is no run here",
-            where=str(folder),
+            where=location_of_run(folder),
             remedy=f"train it first: holdfast train {shlex.quote(str(argument))}"
             if argument.is_file()
-            else "name a run folder, or a run file that was trained",
+            else "name a run folder or bucket, or a run file that was trained",
         )
     known = drop_unknown_keys(resolved["config"])
     try:
         config = RunConfig.model_validate(known)
     except ValidationError:
         raise _foreign_file_error(folder / RESOLVED_FILE) from None
-    return Run(folder, FolderStore(folder), config, resolved | {"config": known})
+    return Run(folder, store_of_run(folder), config, resolved | {"config": known})
+
+
+def _run_in(folder: Path, config: RunConfig, resolved: dict[str, Any]) -> Run:
+    return Run(folder, store_of_run(folder), config, resolved)
 
 
 def with_base(run: Run, base: Path | None) -> Run:
@@ -93,7 +128,7 @@ def with_base(run: Run, base: Path | None) -> Run:
     if not lora.rank or run.config.task.name:
         raise RunFolderError(
             "this run has no folder of frozen weights",
-            where=str(run.folder),
+            where=run.place,
             remedy="leave out --base",
         )
     moved = lora.model_copy(update={"base": os.path.abspath(base)})
@@ -105,9 +140,10 @@ def read_resolved(folder: Path) -> dict[str, Any] | None:
     is not what `train` wrote."""
     path = folder / RESOLVED_FILE
     try:
-        value = parse_json(path.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        text = read_run_file(folder, RESOLVED_FILE)
+        if text is None:
+            return None
+        value = parse_json(text)
     except (ValueError, IsADirectoryError):
         raise _foreign_file_error(path) from None
     except OSError as error:  # a link to itself, a folder or a disk that refuses
@@ -136,17 +172,16 @@ def _foreign_file_error(path: Path) -> RunFolderError:
 def read_secrets(folder: Path) -> tuple[Secret, ...]:
     """Return the possible secrets of the run. First comes the one that a trainer started here would
     use (the environment's, or the folder's), with TLS if the run's newest term speaks it. None is
-    made. Raises RunFolderError for one that other
-    users may read."""
-    named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
-    found = [read_secret(Path(named).expanduser(), is_given=True)] if named else []
+    made. Raises RunFolderError for one that other users may read."""
+    named, own = given_secret_file(os.environ), folder / "secret"
+    found = [read_secret(named, is_given=True)] if named else []
     if own.exists():
         try:
             found.append(read_secret(own))
         except RunFolderError:
             if not named:  # else it is not the one that is used here
                 raise
-    holder = newest_term(FolderStore(folder))[1] if found else None
+    holder = newest_term(store_of_run(folder))[1] if found else None
     return tuple(dict.fromkeys(secret_of(holder, secret) for secret in found))
 
 
@@ -169,7 +204,7 @@ def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; empty where it is missing or unreadable."""
     try:
-        value = parse_json((folder / "environment.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        value = parse_json(read_run_file(folder, "environment.json") or "{}")
+    except (HoldfastError, OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

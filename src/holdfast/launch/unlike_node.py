@@ -14,6 +14,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import read_resolved
+from holdfast.wire.store.run_location import location_of_run, where_of_run
 
 
 def refuse_unlike_node(folder: Path, loaded: LoadedConfig, watch: HolderWatch) -> None:
@@ -30,6 +31,7 @@ def refuse_unlike_node(folder: Path, loaded: LoadedConfig, watch: HolderWatch) -
             raise RunFolderError(
                 f"{key} is {format_value(here[key])} here and {format_value(there[key])} on the "
                 "nodes at work; it has to be alike on all nodes of a run",
-                where=str(folder),
-                remedy=f"use {key}={format_value(there[key])}, or holdfast join {folder}",
+                where=where_of_run(folder),
+                remedy=f"use {key}={format_value(there[key])}, or holdfast join "
+                f"{location_of_run(folder)}",
             )

@@ -17,7 +17,13 @@ from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import CorruptError
 from holdfast.events import Event, Record, from_json, to_json
-from holdfast.wire.store.run_store import JOURNAL_PREFIX, MissingKeyError, RunStore
+from holdfast.wire.store.run_store import (
+    JOURNAL_PREFIX,
+    MissingKeyError,
+    RunStore,
+    append_interval,
+    segment_sizes,
+)
 
 
 def segment_key(generation: int, writer: str) -> str:
@@ -53,6 +59,11 @@ class JournalWriter:
         # A torn line is closed, so that the next record begins a line of its own.
         self._pending: list[bytes] = [b"\n"] if torn else []
         self._unsynced = False
+        self._appended_at = float("-inf")
+
+    def is_due(self, interval_s: float) -> bool:
+        """Return True if the last append began at least so many seconds ago."""
+        return time.monotonic() - self._appended_at >= interval_s
 
     @property
     def has_pending(self) -> bool:
@@ -80,6 +91,7 @@ class JournalWriter:
                 lines = list(self._pending)
             if not lines and not (sync and self._unsynced):
                 return
+            self._appended_at = time.monotonic()
             self._store.append(self._key, b"".join(lines), sync=sync)
             with self._lock:
                 del self._pending[: len(lines)]
@@ -123,8 +135,8 @@ def read_contents(store: RunStore) -> JournalContents:
     """Read every record of the run, and note the lines that are none."""
     records: list[Record] = []
     unreadable: list[str] = []
-    for key in store.list(JOURNAL_PREFIX):
-        segment = parse_segment(key, store.get(key))
+    for key, size in segment_sizes(store, JOURNAL_PREFIX).items():
+        segment = parse_segment(key, _read(store, key, size))
         records += segment.records
         unreadable += segment.unreadable
     merged = DuplicateFilter()(sorted(records, key=lambda record: record.order))
@@ -174,10 +186,9 @@ class JournalTail:
         Raises what the run store raises. The next call then returns these records too."""
         records: list[Record] = []
         read_bytes: dict[str, int] = {}
-        for key in self._store.list(JOURNAL_PREFIX):
+        for key, size in segment_sizes(self._store, JOURNAL_PREFIX).items():
             start = self._read_bytes.get(key, 0)
             try:
-                size = self._store.size(key)
                 if size <= start:
                     continue
                 data = bytearray(size - start)
@@ -200,11 +211,21 @@ def follow_journal(
     Ends when `stop` is set; without one, when the consumer leaves.
     """
     follower = JournalTail(store)
+    poll_interval_s = max(poll_interval_s, append_interval(store))
     ended = stop or threading.Event()
     while True:
         yield follower.read_new()
         if ended.wait(poll_interval_s):
             return
+
+
+def _read(store: RunStore, key: str, size: int) -> bytes:
+    data = bytearray(size)
+    try:
+        store.read_into(key, 0, memoryview(data))
+    except CorruptError:  # cut after a failed append
+        return store.get(key)
+    return bytes(data)
 
 
 def _segment_end(store: RunStore, key: str) -> tuple[int, bool]:

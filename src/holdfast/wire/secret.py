@@ -1,9 +1,14 @@
 """The run's secret: 32 random bytes that only the processes of a run have.
 
 It lies in the run folder, readable by its owner alone from the first moment. Or the launcher
-provides it in a file named by `HOLDFAST_SECRET_FILE`. It reaches other processes through inherited
-pipes and sockets only. It is never an argument or an environment variable, which every user of the
-machine may read in `/proc`.
+provides it by one of these variables:
+
+    HOLDFAST_SECRET_FILE    names a file
+    HOLDFAST_SECRET         holds it: removed from the environment at once, so no child inherits it
+    HOLDFAST_SECRET_FROM    names it in a cloud's secret manager (`secret_managers`)
+
+The last two end in an anonymous memory file, which HOLDFAST_SECRET_FILE then names. The secret
+reaches other processes through inherited pipes and sockets only, and is never an argument.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +30,11 @@ from holdfast.wire.store.run_store import translate_os_error
 if TYPE_CHECKING:
     import ssl
 
+    from holdfast.wire.secret_managers.request import Ask
+
 SECRET_FILE_VARIABLE = "HOLDFAST_SECRET_FILE"
+SECRET_VARIABLE = "HOLDFAST_SECRET"
+SECRET_SOURCE_VARIABLE = "HOLDFAST_SECRET_FROM"
 _SECRET_BYTES = 32
 
 
@@ -67,7 +76,7 @@ class Secret:
 
 def open_secret(
     folder: Path | str,
-    environ: Mapping[str, str] | None = None,
+    environ: MutableMapping[str, str] | None = None,
     say: Callable[[str], None] = lambda note: None,
 ) -> Secret:
     """The secret of the run in `folder`: the launcher's, or the folder's own, made when absent.
@@ -75,13 +84,71 @@ def open_secret(
     `say` gets a note about a launcher's file that a group may read. Raises RunFolderError when
     other users can read the file, or it does not hold a secret.
     """
-    named = (os.environ if environ is None else environ).get(SECRET_FILE_VARIABLE)
-    if named:
-        return read_secret(Path(named).expanduser(), is_given=True, say=say)
+    named = given_secret_file(os.environ if environ is None else environ)
+    if named is not None:
+        return read_secret(named, is_given=True, say=say)
     path = Path(folder) / "secret"
     if not path.exists():
-        _create_secret(path)
+        create_secret(path)
     return read_secret(path)
+
+
+def given_secret_file(environ: MutableMapping[str, str], ask: Ask | None = None) -> Path | None:
+    """Return the file of the launcher's secret; None if it gave none. A secret that is no file yet
+    becomes one in memory, and `environ` then names that file only.
+
+    ask: sends requests to a cloud. Raises RunFolderError if the variables hold no secret, or the
+    cloud does not give it.
+    """
+    variables = (SECRET_FILE_VARIABLE, SECRET_VARIABLE, SECRET_SOURCE_VARIABLE)
+    given = [name for name in variables if environ.get(name)]
+    if len(given) > 1:
+        raise RunFolderError(
+            f"{given[0]} and {given[1]} both give the run's secret", remedy=f"unset {given[1]}"
+        )
+    if given and given[0] != SECRET_FILE_VARIABLE:
+        text = environ.pop(given[0])
+        if given[0] == SECRET_SOURCE_VARIABLE:
+            text = _fetch_secret(text, environ, ask)
+        try:
+            secret = Secret.from_hex(text)
+        except ValueError:
+            raise RunFolderError(
+                f"{given[0]} gives something that is no secret", remedy="use 64 hexadecimal digits"
+            ) from None
+        environ[SECRET_FILE_VARIABLE] = _hold_in_memory(secret)
+    named = environ.get(SECRET_FILE_VARIABLE)
+    return Path(named).expanduser() if named else None
+
+
+def _fetch_secret(address: str, environ: Mapping[str, str], ask: Ask | None) -> str:
+    """Read a secret from a cloud's manager. Raises RunFolderError."""
+    from holdfast.wire.secret_managers import aws, azure, google, request
+
+    managers = {"aws": aws.read, "google": google.read, "azure": azure.read}
+    kind, _, name = address.partition(":")
+    if kind not in managers or not name:
+        raise RunFolderError(
+            f"{address!r} names no secret of a cloud",
+            where=SECRET_SOURCE_VARIABLE,
+            remedy="use aws:NAME, google:projects/PROJECT/secrets/NAME or azure:VAULT/NAME",
+        )
+    try:
+        return managers[kind](name, environ, ask or request.ask)
+    except request.SecretManagerError as error:
+        raise RunFolderError(
+            f"{address} could not be read: {error}",
+            where=SECRET_SOURCE_VARIABLE,
+            remedy="give this machine's identity the right to read it",
+        ) from None
+
+
+def _hold_in_memory(secret: Secret) -> str:
+    """Write a secret into a memory file that stays as long as this process; return its path."""
+    fd = os.memfd_create("secret", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    os.write(fd, secret.key.hex().encode())
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def read_secret(
@@ -145,7 +212,7 @@ def _remedy_for_mode(path: Path, is_given: bool) -> str:
     return f"run: chmod 600 {path}" if is_given else f"remove it, or run: chmod 600 {path}"
 
 
-def _create_secret(path: Path) -> None:
+def create_secret(path: Path) -> None:
     """Write a new secret; of two makers at once one wins, and both then read the same."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:

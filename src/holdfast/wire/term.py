@@ -27,7 +27,12 @@ from holdfast.wire.http.auth import AuthError
 from holdfast.wire.http.client import NO_GENERATION, Client, RequestError
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret
-from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.store.run_store import (
+    AlreadyExistsError,
+    MissingKeyError,
+    ReplacingStore,
+    RunStore,
+)
 
 TERMS_PREFIX = "terms/"
 GENERATIONS_PREFIX = "generations/"
@@ -100,8 +105,12 @@ class Term:
             )
 
     def show_life(self) -> None:
-        """Append to the term: a sign for a start that cannot reach this trainer."""
-        self.store.append(_life_key(self.number), b".")
+        """Change the term's sign of life, for a start that cannot reach this trainer. In a folder
+        it grows. In a bucket it is one object with the time, as a growing one would be many."""
+        if isinstance(self.store, ReplacingStore):
+            self.store.replace(_life_key(self.number), b"%d" % time.time_ns())
+        else:
+            self.store.append(_life_key(self.number), b".")
 
     def close(self) -> None:
         """Say that this reign is over, so that the next trainer need not ask."""
@@ -224,12 +233,13 @@ def read_newest_term_object(store: RunStore) -> tuple[str, bytes] | None:
 
 
 def count_life_signs(store: RunStore, number: int) -> int:
-    """How often the holder of a term has shown that it lives. Reads all of the object: a network
-    file system may know its old size for a minute."""
+    """Return a number that differs after each sign of life of a term's holder. Reads all of the
+    object: a network file system may know its old size for a minute."""
     try:
-        return len(store.get(_life_key(number)))
+        content = store.get(_life_key(number))
     except MissingKeyError:
         return 0
+    return int(content) if content.isdigit() else len(content)
 
 
 def newest_generation(store: RunStore) -> int:

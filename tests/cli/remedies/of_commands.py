@@ -6,6 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from re import Match
 
 import pytest
@@ -26,6 +27,7 @@ from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.notices.ray import make_ray_source
 from holdfast.launch.node_place import PLACE_VARIABLE, with_place
+from holdfast.plan.catalogue import CATALOGUE_FILE, COLUMNS, load_catalogue
 from holdfast.report.trackers.registry import check_options, load_tracker, require_tracker
 from holdfast.tasks.loading import load_task
 from holdfast.wire.store.run_store import FolderStore
@@ -43,6 +45,13 @@ from tests.cli.remedies.of_runs import (
     run_command,
 )
 from tests.support.sample_tasks import Classifier
+
+ROW = "lab,here,box,RTX,2,100,1.5,0.5,0.1,2026-01-01\n"
+SPEC = "cloud spec {root}/run.yaml folder=s3://bucket/run"
+
+
+def catalogue(lab: Lab, row: str) -> Path:
+    return lab.write("mine.csv", ",".join(COLUMNS) + "\n" + row)
 
 
 def word(old: str, new: str = "{0}") -> Callable[[Lab, Match[str]], None]:
@@ -154,6 +163,58 @@ def tracker_folder(lab: Lab) -> None:
 
 
 CASES: list[Case] = [
+    case(
+        "plan/catalogue.py: the catalogue cannot be read (…)",
+        lambda lab: lab.settings.update(file=lab.path("none.csv")),
+        lambda lab: load_catalogue(Path(lab.settings["file"])),
+        r"name a CSV file, or leave --catalogue out",
+        lambda lab, found: lab.settings.update(file=CATALOGUE_FILE),
+    ),
+    case(
+        "plan/catalogue.py: this is not a catalogue",
+        lambda lab: lab.settings.update(file=lab.write("mine.csv", "a,b\n")),
+        lambda lab: load_catalogue(Path(lab.settings["file"])),
+        r"give it the head (.*)",
+        lambda lab, found: lab.write("mine.csv", f"{found[1]}\n{ROW}"),
+    ),
+    case(
+        "plan/catalogue.py: a value of this row cannot be read (…)",
+        lambda lab: lab.settings.update(file=catalogue(lab, ROW.replace("2026-01-01", "soon"))),
+        lambda lab: load_catalogue(Path(lab.settings["file"])),
+        r"write numbers, and the date as 2026-07-22",
+        lambda lab, found: catalogue(lab, ROW),
+    ),
+    case(
+        "plan/catalogue.py: a number of this row is not possible",
+        lambda lab: lab.settings.update(file=catalogue(lab, ROW.replace("0.1,", "1.0,"))),
+        lambda lab: load_catalogue(Path(lab.settings["file"])),
+        r"count, tflops and prices are above 0, reclaimed_per_month is from 0 to below 1",
+        lambda lab, found: catalogue(lab, ROW),
+    ),
+    one(
+        "cli/cloud.py: no such machine is in the catalogue",
+        "cloud offers --accelerator TPU",
+        r"use one of .*?(H100).*; clouds: aws, gcp",
+        last("{0}"),
+    ),
+    one(
+        "cli/cloud.py: … is no service that is known",
+        SPEC + " --image I --secret S --machine M --for heroku",
+        r"use one of .*(vertex).*",
+        last("{0}"),
+    ),
+    one(
+        "cli/cloud.py: … needs …",
+        SPEC + " --for vertex --secret S --machine M",
+        r"add (--image) VALUE",
+        add("{0} I"),
+    ),
+    one(
+        "cli/cloud.py: machines of a service cannot reach a folder of this machine",
+        "cloud spec {root}/run.yaml --image I --for skypilot",
+        r"use a bucket, such as folder=(s3://BUCKET/RUN)",
+        add("folder={0}"),
+    ),
     case(
         "launch/node_place.py: … names no place",
         lambda lab: lab.settings.update(place="rck=7"),

@@ -214,13 +214,6 @@ CASES: list[Case] = [
         add(),
     ),
     case(
-        "cli/branch.py: this is a bucket, not a run folder",
-        line("branch s3://b/run --at 3 --to {root}/new"),
-        attempt,
-        r"name the run folder: its checkpoint.bucket is asked, too",
-        lambda lab, found: lab.settings["line"].__setitem__(1, lab.path(RUN)),
-    ),
-    case(
         "launch/resume_checks.py: this branch lies in … now, and its run file names the folder "
         "where it was made",
         begin_branch,

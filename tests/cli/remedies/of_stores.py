@@ -18,7 +18,13 @@ from holdfast.elastic.agent.agent import check_node_name
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.launch.addresses import plan_addresses
 from holdfast.wire.http.sockets import bind_listener
-from holdfast.wire.secret import SECRET_FILE_VARIABLE, open_secret
+from holdfast.wire.secret import (
+    SECRET_FILE_VARIABLE,
+    SECRET_SOURCE_VARIABLE,
+    given_secret_file,
+    open_secret,
+)
+from holdfast.wire.secret_managers.request import SecretManagerError
 from holdfast.wire.store.location import open_store, probe_store
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Lab
@@ -168,8 +174,41 @@ def begin_secret(content: str, mode: int, name: str = "run/secret") -> Callable[
 
 
 def take_secret(lab: Lab) -> None:
-    given = {name: lab.path(value) for name, value in lab.settings["given"].items()}
+    given = {
+        name: lab.path(value) if name == SECRET_FILE_VARIABLE else value
+        for name, value in lab.settings["given"].items()
+    }
+    given_secret_file(given, lab.settings.get("cloud"))
     assert len(open_secret(lab.folder / "run", given).key) == 32
+
+
+def begin_given(**variables: str) -> Callable[[Lab], None]:
+    """A secret that variables give, in a cloud whose manager answers 403."""
+
+    def begin(lab: Lab) -> None:
+        lab.write("secret", HEX).chmod(0o600)
+        lab.settings["given"] = variables
+
+        def refuse(*request: object) -> bytes:
+            raise SecretManagerError("the manager answers 403")
+
+        lab.settings["cloud"] = refuse
+
+    return begin
+
+
+def unset_variable(lab: Lab, found: Match[str]) -> None:
+    del lab.settings["given"][found[1]]
+
+
+def give_the_right(lab: Lab, found: Match[str]) -> None:
+    """Whatever the request asks for, the manager of AWS answers it."""
+    lab.settings["cloud"] = lambda *request: b'{"SecretString": "%b"}' % HEX.encode()
+
+
+def name_in_aws(lab: Lab, found: Match[str]) -> None:
+    lab.settings["given"][SECRET_SOURCE_VARIABLE] = f"{found[1]}:run"
+    give_the_right(lab, found)
 
 
 def begin_foreign_secret(lab: Lab) -> None:

@@ -13,6 +13,7 @@ from tests.cli.remedies.of_stores import (
     at,
     begin_file_in_the_way,
     begin_foreign_secret,
+    begin_given,
     begin_kubernetes,
     begin_missing_bucket,
     begin_mounted_secret,
@@ -24,10 +25,12 @@ from tests.cli.remedies.of_stores import (
     begin_untrusted,
     create_bucket,
     faulty,
+    give_the_right,
     listen,
     mend_bucket,
     name_authority,
     name_credentials,
+    name_in_aws,
     name_key_file,
     name_node,
     name_port,
@@ -45,6 +48,7 @@ from tests.cli.remedies.of_stores import (
     set_variables,
     source,
     take_secret,
+    unset_variable,
     use_honest_store,
     use_short_folder,
     with_file,
@@ -59,6 +63,7 @@ W, L, B, N = (
     "elastic/notices/",
 )
 M = "checkpoint/mover/socket_place.py: "
+AWS_VARIABLES = {"AWS_REGION": "r", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 ENVIRONMENT = (
     r"leave credentials in the environment, or name their file with \?(credentials)=<path>"
 )
@@ -276,6 +281,34 @@ CASES: list[Case] = [
         take_secret,
         r"remove it: a new one is made; or use a copy that is yours",
         remove_secret,
+    ),
+    case(
+        W + "… and … both give the run's secret",
+        begin_given(HOLDFAST_SECRET_FILE="secret", HOLDFAST_SECRET=HEX),
+        take_secret,
+        r"unset (HOLDFAST_SECRET)",
+        unset_variable,
+    ),
+    case(
+        W + "… gives something that is no secret",
+        begin_given(HOLDFAST_SECRET="no digits"),
+        take_secret,
+        r"use 64 hexadecimal digits",
+        fixed(given={"HOLDFAST_SECRET": HEX}),
+    ),
+    case(
+        W + "… names no secret of a cloud",
+        begin_given(HOLDFAST_SECRET_FROM="vault:run", **AWS_VARIABLES),
+        take_secret,
+        r"use (aws):NAME, google:projects/PROJECT/secrets/NAME or azure:VAULT/NAME",
+        name_in_aws,
+    ),
+    case(
+        W + "… could not be read: …",
+        begin_given(HOLDFAST_SECRET_FROM="aws:run", **AWS_VARIABLES),
+        take_secret,
+        r"give this machine's identity the right to read it",
+        give_the_right,
     ),
     case(
         M + "no folder can hold the mover's socket: …",

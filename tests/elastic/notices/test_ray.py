@@ -170,3 +170,17 @@ def test_what_cannot_be_asked_is_refused() -> None:
             make_notice_source(
                 ClusterConfig(notices="ray", notices_at="10.0.0.1:6379"), environment={}
             )
+
+
+def test_the_child_uses_the_token_of_this_machine(head: Head, tmp_path: Path) -> None:
+    setup = tmp_path / "ray" / "_private" / "authentication"
+    setup.mkdir()
+    (setup / "authentication_token_setup.py").write_text(
+        "import os\n"
+        "def maybe_enable_token_auth_if_token_available(warn_if_disabled):\n"
+        "    open(os.environ['RAY_STANDS'] + '.token', 'w').close()\n"
+    )
+    source = RaySource("here:6379", "", 0.01, head.environment, lambda: 1000.0)
+    assert source.poll() is None
+    source.close()
+    assert (tmp_path / "answer.json.token").exists(), "before the head was asked"

@@ -1,4 +1,4 @@
-"""`KubernetesOwner` with a kubectl that answers from a table; what a real one says was recorded."""
+"""`KubernetesOwner` with a kubectl that answers from a table, in the words of a real one."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ RECORDED = [  # what kubectl 1.32 printed, and words of our sentence
      "port?", "does not answer: The connection to the server localhost:8080 was refused"),
     ("E1126 19:53:59.262006 5437 memcache.go:265] \"Unhandled Error\" err=\"x\"\nUnable to connect "
      "to the server: dial tcp: lookup k8s on 10.0.0.1:53: no such host", "does not answer: Unable"),
-    ("error: context \"nope\" does not exist", "kubectl failed: context"),
+    ("error: context \"nope\" does not exist", "kubectl knows no such context"),
     ("Error in configuration: context was not found for specified context: nope",
      "launch.kubernetes.context: kubectl knows no such context"),
     ('error: resource mapping not found for name: "a" namespace: "b" from "STDIN": no matches for '

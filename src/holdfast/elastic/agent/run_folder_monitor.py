@@ -17,12 +17,14 @@ from math import inf
 
 from holdfast.elastic.run_result import EndReason, RunEndedError
 from holdfast.errors import HoldfastError, RunFolderError
-from holdfast.wire.store.run_store import MissingKeyError, RunStore
+from holdfast.wire.store.run_store import MissingKeyError, RunStore, append_interval
 from holdfast.wire.term import read_newest_term_object
 
 FOLDER_RETURN_TIMEOUT_S = 120.0
 """Seconds within which a lost folder may come back."""
 FOLDER_CHECK_INTERVAL_S = 1.0
+BUCKET_CHECK_INTERVAL_S = 5.0
+"""The same for a bucket, where each check of each node is three requests."""
 FIRST_CHECK_INTERVAL_S = 0.1
 """Seconds between two checks until a term is seen."""
 LAST_NODE_FOLDER_WAIT_S = 120.0
@@ -47,6 +49,8 @@ class RunFolder:
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
+        is_bucket = append_interval(store) > 0
+        self.check_interval_s = BUCKET_CHECK_INTERVAL_S if is_bucket else FOLDER_CHECK_INTERVAL_S
         self._newest_term: tuple[str, bytes] | None = None  # key and content
 
     @property
@@ -109,7 +113,8 @@ class RunFolderMonitor:
         present_at, lost_since, leave_timeout_s = self._clock(), inf, inf
         while True:
             known = self._run_folder.is_known
-            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S if known else FIRST_CHECK_INTERVAL_S)
+            interval_s = self._run_folder.check_interval_s
+            await asyncio.sleep(interval_s if known else FIRST_CHECK_INTERVAL_S)
             await self._check_folder()
             now, is_lost = self._clock(), isinstance(self._problem, LostFolderError)
             if leave_timeout_s == inf and self._leave_reason():

@@ -154,7 +154,7 @@ class LedgerRepair:
 
     async def _read_journal(self, journal_tail: JournalTail) -> str | None:
         """Take the entries that the journal has; return why it cannot be read, None if it can."""
-        await self._event_log.flush()
+        await self._event_log.flush(at_once=True)
         try:
             records = await asyncio.to_thread(journal_tail.read_new)
         except HoldfastError as error:

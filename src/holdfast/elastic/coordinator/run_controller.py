@@ -333,7 +333,7 @@ class RunController:
         newest = begun.restore_point
         if newest is not None and newest.durable:
             self._hooks.on_restored(begun.step)
-        await self._event_log.flush()
+        await self._event_log.flush(at_once=True)
         return begun
 
     def _exclude_slow(self, node_name: str) -> bool:

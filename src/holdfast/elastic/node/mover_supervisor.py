@@ -43,6 +43,7 @@ from holdfast.events import (
 from holdfast.layout import Topology
 from holdfast.wire.http.sockets import bind_listener
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_location import location_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class MoverSupervisor:
         if port and peers is not None and not _is_port_free(peers.interface, peers.port):
             peers = make_peer_settings(self._config.checkpoint, self._node)
         boot = MoverSpec(
-            store=str(self._folder),
+            store=location_of_run(self._folder),
             socket=self.socket_path,
             settings=self._settings,
             secret=self._secret.hex(),

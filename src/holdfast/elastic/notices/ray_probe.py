@@ -8,12 +8,13 @@ Prints {"deadline_ms": null or milliseconds since 1970} for this node, again and
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import threading
 import time
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import psutil
@@ -37,12 +38,22 @@ def main(address: str, node_id: str, interval_s: float) -> None:
 def _connect(address: str) -> Any:
     """Connect to Ray's head; return Ray's own view of it. Private, as is every way to the draining
     nodes."""
-    state = importlib.import_module("ray._private.state").GlobalState()
-    options = importlib.import_module("ray._raylet").GcsClientOptions
+    use_token()
+    state = import_module("ray._private.state").GlobalState()
+    options = import_module("ray._raylet").GcsClientOptions
     state._initialize_global_state(
         options.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
     )
     return state
+
+
+def use_token() -> None:
+    """Authenticate by Ray's token if this machine has one, as `ray start` and `ray.init` do.
+
+    Ray before 2.60 has no such default."""
+    setup = "ray._private.authentication.authentication_token_setup"
+    with suppress(ImportError, AttributeError):
+        import_module(setup).maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _find_own_node_id(table: list[dict[str, Any]]) -> str:

@@ -43,7 +43,8 @@ from holdfast.train.build import TrainingSession
 from holdfast.train.replica_check import refuse_unequal_start
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+from holdfast.wire.store.run_location import store_of_run
+from holdfast.wire.store.run_store import MissingKeyError
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def _load_with_retry(session: TrainingSession, boxes: _BoxReader, run_folder: st
     except PeerError as error:
         raise CorruptCheckpointError(f"it cannot be read: {error}") from error
     except (RunFolderError, StoreError) as error:
-        list_commits(FolderStore(run_folder))  # raises when it is out of reach
+        list_commits(store_of_run(run_folder))  # raises when it is out of reach
         raise CorruptCheckpointError(f"it cannot be read: {error}") from error
 
 
@@ -168,7 +169,7 @@ def _open_checkpoint(
     ask_all_peers: also use peers for blobs that this node's memory has. They are not asked before
     that is needed.
     """
-    store = FolderStore(spec.run_folder)
+    store = store_of_run(spec.run_folder)
     if not spec.mover_socket or secret is None:
         yield Checkpoint(store, Commit.from_bytes(store.get(key), key))
         return

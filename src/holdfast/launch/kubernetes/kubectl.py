@@ -99,7 +99,7 @@ class Kubectl:
             r"Unable to connect|connection to the server|i/o timeout|connection refused", said
         ):
             return self._unreachable(words)
-        if re.search(r"context was not found|no context exists", said):
+        if re.search(r"context was not found|^error: context .* does not exist", said):
             return KubectlError(
                 f"kubectl knows no such context: {words}",
                 where="launch.kubernetes.context",

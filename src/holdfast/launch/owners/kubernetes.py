@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.config.launch_kubernetes import KubernetesConfig
@@ -54,8 +55,17 @@ class KubernetesOwner:
         kubectl.delete(resource, job_name(request), f"--timeout={DELETE_TIMEOUT_S}s")
         if not request.config.launch.kubernetes.secret:
             objects.insert(0, make_secret(request, open_secret(request.folder).hex()))
-        kubectl.apply(to_yaml(objects))
-        return _owned(request)
+        job = _owned(request)
+        try:
+            # The job last: kubectl makes what it may of a list, and fails only then.
+            for part in (objects[:-1], objects[-1:]):
+                if part:
+                    kubectl.apply(to_yaml(part))
+        except KubectlError:
+            with suppress(KubectlError):
+                self.release(job)
+            raise
+        return job
 
     def resize(self, job: OwnedJob, request: LaunchRequest) -> OwnedJob:
         if request.all_nodes == job.nodes:
@@ -93,10 +103,8 @@ class KubernetesOwner:
     def release(self, job: OwnedJob) -> None:
         kubectl, run = _reader(job).kubectl, f"--selector=holdfast/run={job.job}"
         kubectl.delete(KINDS[_kind(job)].resource, job.job, "--wait=false")
-        made = ["secrets", "serviceaccounts", "roles", "rolebindings"]
-        if _kind(job) == "trainer":
-            made.append("trainingruntimes.trainer.kubeflow.org")
-        kubectl.delete(",".join(made), run, "--wait=false")
+        if made := job.details["made"]:
+            kubectl.delete(made, run, "--wait=false")
 
 
 def _lines(kubectl: Kubectl, pod: str, container: str) -> list[str]:
@@ -115,8 +123,12 @@ def _kubectl(settings: KubernetesConfig) -> Kubectl:
 
 def _owned(request: LaunchRequest) -> OwnedJob:
     settings = request.config.launch.kubernetes
+    made = [] if settings.secret else ["secrets"]
+    made += [] if settings.service_account else ["rolebindings", "roles", "serviceaccounts"]
+    made += ["trainingruntimes.trainer.kubeflow.org"] if settings.kind == "trainer" else []
     details = {
         "kind": settings.kind,
+        "made": ",".join(made),
         "context": settings.context,
         "namespace": settings.namespace,
         "queue": settings.queue if uses_kueue(request) else "",

@@ -78,6 +78,7 @@ def _spec(request: LaunchRequest) -> RaySpec:
         bundle=request.config.launch.ray.bundle,
         arguments=tuple(arguments),
         logs=f"{request.location}/{LOG_FOLDER}" if is_folder else "",
+        is_autoscaled=request.config.launch.ray.autoscaler,
     )
 
 

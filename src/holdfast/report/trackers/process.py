@@ -35,7 +35,7 @@ from holdfast.report.trackers.tracker import RunInfo, Tracker
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.journal import JournalTail
 from holdfast.wire.process_title import set_process_title
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run
 
 logger = logging.getLogger("holdfast.report.trackers.process")  # it runs as __main__
 
@@ -219,7 +219,7 @@ def serve(spec: TrackerSpec, no_more: threading.Event, watchdog: CallWatchdog) -
     if lock is None:
         raise BlockingIOError(f"another process serves the tracker {spec.tracker} of this run")
     cursor = Cursor.load(folder)
-    tail = JournalTail(FolderStore(run_folder), cursor.positions)
+    tail = JournalTail(store_of_run(run_folder), cursor.positions)
     delivery = Delivery(kind(), cursor, tail, watchdog)
     delivery.start(
         RunInfo(
@@ -282,6 +282,8 @@ def main() -> int:
 def _is_there(run_folder: Path) -> bool:
     """Return True for a folder of a run. Nothing is written to the mount point of one that is not
     mounted."""
+    if bucket_of_run(run_folder):
+        return True
     return any((run_folder / name).is_dir() for name in ("journal", "terms"))
 
 

@@ -13,28 +13,25 @@ again. Anything else there is AlreadyExistsError. (The checksum of a stream is k
 when a blob's own metadata can no longer be set. Parts of an unfinished upload cannot be found again
 through obstore: they are sent again.)
 
-Object stores cannot append: a journal segment is a row of numbered objects below its key, which
-reading joins. Names that begin with a dot are this driver's own and no keys.
+Object stores cannot append: `bucket_segments.py` makes a journal segment of numbered objects. Names
+that begin with a dot are this driver's own and no keys.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from xxhash import xxh3_128
 
-from holdfast.errors import CorruptError
-from holdfast.wire.store.bucket_objects import BucketObjects, Entries, ObjectInfo
+from holdfast.wire.store.bucket_objects import BucketObjects, ObjectInfo
+from holdfast.wire.store.bucket_segments import APPEND_INTERVAL_S, BucketSegments, segment_of
 from holdfast.wire.store.rechunk import rechunk
 from holdfast.wire.store.run_store import JOURNAL_PREFIX as SEGMENTS
 from holdfast.wire.store.run_store import (
@@ -57,16 +54,6 @@ READ_BYTES = 16 * 2**20
 MAX_PARALLEL_REQUESTS = 8
 T = TypeVar("T")
 R = TypeVar("R")
-_PIECE = re.compile(r"(.+)/\.piece-(\d{10})")
-
-
-@dataclass
-class _Segment:
-    """Number of a journal segment's next piece, and the content that may have arrived unseen."""
-
-    next_piece: int
-    unconfirmed: bytes = b""
-    unconfirmed_mark: str = ""
 
 
 class BucketStore:
@@ -76,6 +63,7 @@ class BucketStore:
     """
 
     reads = ReadPreference(32, 4 * 2**20)
+    append_interval_s = APPEND_INTERVAL_S
 
     def __init__(
         self,
@@ -89,14 +77,13 @@ class BucketStore:
         self._objects = BucketObjects(objects, where)
         self._part_bytes = part_bytes
         self._parallel = parallel
-        self._segments: dict[str, _Segment] = {}
-        self._append_lock = threading.Lock()
+        self._segments = BucketSegments(self._objects, self._run_parallel)
 
     # --- complete objects -------------------------------------------------------------------
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         check_key(key)
         if key.startswith(SEGMENTS):
-            self._begin_segment(key, b"".join(byte_views(data)))
+            self._segments.begin(key, b"".join(byte_views(data)))
             return
         parts = rechunk(byte_views(data), self._part_bytes)
         first = next(parts, bytearray())
@@ -105,19 +92,20 @@ class BucketStore:
         else:
             self._create_large(key, chain([first], parts))
 
+    def replace(self, key: str, data: Buffer) -> None:
+        self._objects.put(key, check_key(key), bytes(data))
+
     def get(self, key: str) -> bytes:
         check_key(key)
         if key.startswith(SEGMENTS):
-            return b"".join(
-                self._run_parallel(self._objects.read, [path for path, _ in self._pieces(key)])
-            )
+            return self._segments.read(key)
         return self._objects.read(key)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         check_key(key)
         view = out.cast("B")
         if key.startswith(SEGMENTS):
-            self._read_segment(key, start, view)
+            self._segments.read_range(key, start, view)
             return
         if not view:
             self.size(key)
@@ -138,9 +126,7 @@ class BucketStore:
     def delete(self, key: str) -> None:
         check_key(key)
         if key.startswith(SEGMENTS):
-            self._segments.pop(key, None)
-            for path, _ in self._objects.list(key):
-                self._objects.remove(path)
+            self._segments.delete(key)
             return
         self._objects.remove(_checksum_path(key))  # first: alone it would never be listed again
         self._objects.remove(key)
@@ -148,7 +134,7 @@ class BucketStore:
     def size(self, key: str) -> int:
         check_key(key)
         if key.startswith(SEGMENTS):
-            return sum(size for _, size in self._pieces(key))
+            return self._segments.size(key)
         found = self._objects.head(key)
         if found is None:
             raise self._objects.missing_key_error(key)
@@ -223,62 +209,10 @@ class BucketStore:
         check_key(key)
         if not key.startswith(SEGMENTS):
             raise ValueError(f"{key!r} is not a journal segment: nothing else can be appended to")
-        content = bytes(data)
-        with self._append_lock:
-            segment = self._segments.get(key)
-            if segment is None:
-                taken = [_piece_number(path) for path, _ in self._stored_pieces(key)]
-                segment = self._segments[key] = _Segment(max(taken, default=-1) + 1)
-            if segment.unconfirmed:
-                content = self._resolve_unconfirmed(key, segment, content)
-            while content:
-                mark = secrets.token_hex(16)
-                try:
-                    self._objects.create(key, _piece_path(key, segment.next_piece), content, mark)
-                    content = b""
-                except AlreadyExistsError:
-                    pass  # a restarted writer's, or one that does not know its loss
-                except Exception:
-                    segment.unconfirmed, segment.unconfirmed_mark = content, mark
-                    raise
-                segment.next_piece += 1
+        self._segments.append(key, bytes(data))
 
-    def _resolve_unconfirmed(self, key: str, segment: _Segment, content: bytes) -> bytes:
-        """Return what is left to append after an append that failed but may have arrived. A
-        repeated append begins with the same bytes."""
-        found = self._objects.head(_piece_path(key, segment.next_piece))
-        if found is not None and found.writer == segment.unconfirmed_mark:
-            segment.next_piece += 1
-            content = content.removeprefix(segment.unconfirmed)
-        segment.unconfirmed, segment.unconfirmed_mark = b"", ""
-        return content
-
-    def _begin_segment(self, key: str, content: bytes) -> None:
-        if self._stored_pieces(key):
-            raise AlreadyExistsError(f"{key} exists already")
-        self._objects.create(key, _piece_path(key, 0), content, secrets.token_hex(16))
-
-    def _stored_pieces(self, key: str) -> Entries:
-        return sorted(entry for entry in self._objects.list(key) if _key_of(entry[0]) == key)
-
-    def _pieces(self, key: str) -> Entries:
-        found = self._stored_pieces(key)
-        if not found:
-            raise self._objects.missing_key_error(key)
-        return found
-
-    def _read_segment(self, key: str, start: int, view: memoryview) -> None:
-        stop = start + len(view)
-        wanted: list[tuple[str, int, list[memoryview]]] = []
-        at = 0
-        for path, size in self._pieces(key):
-            low, high = max(start, at), min(stop, at + size)
-            if low < high:
-                wanted.append((path, low - at, [view[low - start : high - start]]))
-            at += size
-        if at < stop:
-            raise CorruptError(f"{key} ends at byte {at}, {stop} were expected")
-        self._run_parallel(lambda piece: self._objects.read_range(*piece), wanted)
+    def segment_sizes(self, prefix: str) -> dict[str, int]:
+        return self._segments.sizes(prefix)
 
     # --- helpers ----------------------------------------------------------------------------
     @cached_property
@@ -344,20 +278,10 @@ class _UploadStream:
             raise
 
 
-def _piece_path(key: str, number: int) -> str:
-    return f"{key}/.piece-{number:010d}"
-
-
-def _piece_number(path: str) -> int:
-    return int(path.rpartition("-")[2])
-
-
 def _key_of(path: str) -> str | None:
     """Return the key that an object belongs to; None if it belongs to none."""
-    if match := _PIECE.fullmatch(path):
-        path = match[1]
     try:
-        return check_key(path)
+        return check_key(segment_of(path) or path)
     except ValueError:
         return None
 

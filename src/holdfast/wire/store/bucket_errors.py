@@ -22,6 +22,12 @@ _REFUSED_CODES = (
     "AuthenticationFailed",
     "AuthorizationFailure",
 )
+_REGION_CODES = (
+    "PermanentRedirect",
+    "TemporaryRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+)
 _CREDENTIALS_REMEDY = (
     "set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3), or name a "
     "file of them with ?credentials=<path>"
@@ -60,6 +66,12 @@ def translate_error(error: Exception, where: str, *, missing: bool = False) -> H
         )
     if "169.254.169.254" in text or "metadata.google" in text or "169.254.170." in text:
         return StoreError("no credentials were found", where=where, remedy=_CREDENTIALS_REMEDY)
+    if code in _REGION_CODES or "incorrectly configured region" in text:
+        return StoreError(
+            "the bucket is in another region, or behind another endpoint",
+            where=where,
+            remedy="name them with ?region=<its region> and ?endpoint=<its address>",
+        )
     refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403")
     if refused or code in _REFUSED_CODES:
         said = f" ({code})" if code else ""

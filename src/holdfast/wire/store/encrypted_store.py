@@ -44,8 +44,11 @@ from holdfast.wire.store.run_store import (
     ChecksummedStore,
     MissingKeyError,
     ReadPreference,
+    ReplacingStore,
     RunStore,
+    append_interval,
     byte_views,
+    segment_sizes,
 )
 
 ENCRYPTED_PREFIXES = ("data/", "parts/", "commits/")
@@ -112,6 +115,7 @@ class EncryptedStore:
         requests, most = getattr(inner, "reads", NEARBY_READS)
         # what is opened is held a second time
         self.reads = ReadPreference(requests, min(most, NEARBY_READS.bytes))
+        self.append_interval_s = append_interval(inner)
         self._key = key
         self._key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress
@@ -128,6 +132,15 @@ class EncryptedStore:
                 raise AlreadyExistsError(f"{key} exists already")
             return
         self.inner.create(key, self._encrypt_object(key, byte_views(data), self._new_footer()))
+
+    def segment_sizes(self, prefix: str) -> dict[str, int]:
+        return segment_sizes(self.inner, prefix)
+
+    def replace(self, key: str, data: Buffer) -> None:
+        """Raises ValueError for an object that is sealed: those are immutable."""
+        if key.startswith(ENCRYPTED_PREFIXES) or not isinstance(self.inner, ReplacingStore):
+            raise ValueError(f"{key!r} cannot be replaced here")
+        self.inner.replace(key, data)
 
     def has_same_bytes(self, key: str, data: Iterable[Buffer]) -> bool:
         """Compare a blob with the stored one, without sending it. Sealed again under a new salt, it

@@ -236,6 +236,11 @@ def _secret_in_location_error(where: str) -> StoreError:
     )
 
 
+def find_endpoint(location: str) -> str:
+    """Return the endpoint of a bucket's address, "" for the cloud's own. Raises StoreError."""
+    return _endpoint(parse_location(location))
+
+
 # --- clients --------------------------------------------------------------------------------
 def _object_store(bucket: BucketLocation) -> ObjectStore:
     from obstore.exceptions import BaseError

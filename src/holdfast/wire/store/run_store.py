@@ -93,6 +93,42 @@ class ChecksummedStore(Protocol):
         False if that is unknown."""
 
 
+@runtime_checkable
+class ReplacingStore(Protocol):
+    """A store that replaces an object atomically: a bucket's description and signs of life."""
+
+    def replace(self, key: str, data: Buffer) -> None:
+        """Store a small object, whether one is there or not. Raises as `RunStore.create` does."""
+
+
+@runtime_checkable
+class SegmentedStore(Protocol):
+    """A store in which each append is a request of its own, and each look at a segment another."""
+
+    append_interval_s: float
+    """Seconds that a writer waits between two appends, unless something needs the first."""
+
+    def segment_sizes(self, prefix: str) -> dict[str, int]:
+        """Return the journal's segments that begin with `prefix`, and their bytes, by one
+        request."""
+
+
+def segment_sizes(store: RunStore, prefix: str) -> dict[str, int]:
+    """Return the keys that begin with `prefix`, sorted, and their bytes."""
+    if isinstance(store, SegmentedStore):
+        return store.segment_sizes(prefix)
+    sizes = {}
+    for key in store.list(prefix):
+        with suppress(MissingKeyError):  # removed meanwhile
+            sizes[key] = store.size(key)
+    return sizes
+
+
+def append_interval(store: RunStore) -> float:
+    """Return the seconds between two appends of one writer to a store; 0 for no limit."""
+    return store.append_interval_s if isinstance(store, SegmentedStore) else 0.0
+
+
 class ReadPreference(NamedTuple):
     """How a store is best read: requests under way at a time, and bytes of each. A distant one
     wants many, because each waits for its answer."""

@@ -1,0 +1,131 @@
+"""What clouds sell: a small table of types of machines, with prices and the date of each row.
+
+The table that comes along is `catalogue.csv`. Its head names the sources. Prices change, so a file
+of the same form may take its place.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from math import isfinite, log
+from pathlib import Path
+
+from holdfast.errors import DataError
+from holdfast.policy.mix import Offer
+
+CATALOGUE_FILE = Path(__file__).with_name("catalogue.csv")
+HOURS_PER_MONTH = 730.0
+COLUMNS = (
+    "cloud",
+    "region",
+    "type",
+    "accelerator",
+    "count",
+    "tflops",
+    "on_demand",
+    "spot",
+    "reclaimed_per_month",
+    "date",
+)
+
+
+@dataclass(frozen=True)
+class MachineType:
+    """One type of machine in one region.
+
+    count: accelerators of a node. tflops: their dense peak in bf16, in all. on_demand, spot: US
+    dollars an hour. reclaimed_per_month: share of spot nodes that the cloud takes back in a month.
+    """
+
+    cloud: str
+    region: str
+    type: str
+    accelerator: str
+    count: int
+    tflops: float
+    on_demand: float
+    spot: float
+    reclaimed_per_month: float
+    date: date
+
+    @property
+    def losses_per_hour(self) -> float:
+        """Of one spot node. A monthly share f is at best a rate of -ln(1-f) a month: losses come in
+        bursts."""
+        return -log(1 - self.reclaimed_per_month) / HOURS_PER_MONTH
+
+    def offers(self, most: int) -> list[Offer]:
+        """Spot and on-demand nodes of this type, `most` of each."""
+        place = f"{self.cloud}/{self.region}/{self.type}"
+        return [
+            Offer(f"{place}/spot", True, self.spot, most, 1.0, self.losses_per_hour),
+            Offer(f"{place}/on-demand", False, self.on_demand, most),
+        ]
+
+
+def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
+    """Raises DataError, with the line, for a file that is no catalogue."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        words = getattr(error, "strerror", None) or "it is not text"
+        raise DataError(
+            f"the catalogue cannot be read ({words})",
+            where=str(path),
+            remedy="name a CSV file, or leave --catalogue out",
+        ) from None
+    rows = [(number, line) for number, line in enumerate(lines, 1) if not _is_comment(line)]
+    found = csv.DictReader(line for _, line in rows)
+    if tuple(found.fieldnames or ()) != COLUMNS:
+        raise DataError(
+            "this is not a catalogue",
+            where=str(path),
+            remedy=f"give it the head {','.join(COLUMNS)}",
+        )
+    return [
+        _machine_type(row, f"{path}:{number}")
+        for row, (number, _) in zip(found, rows[1:], strict=False)
+    ]
+
+
+def _is_comment(line: str) -> bool:
+    return not line.strip() or line.startswith("#")
+
+
+def _machine_type(row: dict[str, str | None], where: str) -> MachineType:
+    text = {column: (row.get(column) or "").strip() for column in COLUMNS}
+    try:
+        found = MachineType(
+            text["cloud"],
+            text["region"],
+            text["type"],
+            text["accelerator"],
+            int(text["count"]),
+            float(text["tflops"]),
+            float(text["on_demand"]),
+            float(text["spot"]),
+            float(text["reclaimed_per_month"]),
+            date.fromisoformat(text["date"]),
+        )
+    except ValueError as error:
+        raise DataError(
+            f"a value of this row cannot be read ({error})",
+            where=where,
+            remedy="write numbers, and the date as 2026-07-22",
+        ) from None
+    numbers = (found.count, found.tflops, found.on_demand, found.spot)
+    if not all(isfinite(n) and n > 0 for n in numbers) or not 0 <= found.reclaimed_per_month < 1:
+        raise DataError(
+            "a number of this row is not possible",
+            where=where,
+            remedy="count, tflops and prices are above 0, reclaimed_per_month is from 0 to below 1",
+        )
+    return found
+
+
+def cheapest_first(types: Iterable[MachineType]) -> list[MachineType]:
+    """By the spot price of a TFLOP/s."""
+    return sorted(types, key=lambda t: (t.spot / t.tflops, t.cloud, t.region, t.type))

@@ -1,0 +1,64 @@
+"""`holdfast cloud`: prices, mixes and jobs of services, as a person calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import within, write_run_file
+
+
+def test_offers_are_listed_with_prices_and_dates() -> None:
+    done = within("cloud", "offers", "--accelerator", "H100", "--json")
+    rows = json.loads(done.out)
+    assert {row["accelerator"] for row in rows} == {"H100"}
+    per_speed = [row["spot"] / row["tflops"] for row in rows]
+    assert per_speed == sorted(per_speed)
+    assert all(row["date"] >= "2025-01-01" for row in rows)
+
+
+def test_the_table_has_a_row_for_each_type() -> None:
+    table = within("cloud", "offers").out
+    rows = json.loads(within("cloud", "offers", "--json").out)
+    assert table.count("\n") == len(rows) + 1
+
+
+def test_a_deadline_makes_the_mix_dearer_and_is_met() -> None:
+    asked = ("cloud", "mix", "--work", "200", "--nodes", "8", "--accelerator", "H100", "--json")
+    free = json.loads(within(*asked, "--spot", "4").out)[0]
+    late = json.loads(within(*asked, "--spot", "4", "--finish-by", "30").out)[0]
+    assert sum(free["nodes"].values()) == 8
+    assert late["hours"] <= 30
+    few = within(*asked, "--spot", "4", "--finish-by", "20")
+    assert few.code == 1
+
+
+def test_a_catalogue_of_ones_own_takes_the_place_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    head = "cloud,region,type,accelerator,count,tflops,on_demand,spot,reclaimed_per_month,date\n"
+    path.write_text(f"{head}lab,here,box,RTX,2,100,1.5,0.5,0.1,2026-01-01\n")
+    rows = json.loads(within("cloud", "offers", "--catalogue", path, "--json").out)
+    assert [row["type"] for row in rows] == ["box"]
+    path.write_text(f"{head}lab,here,box,RTX,2,100,free,0.5,0.1,2026-01-01\n")
+    done = within("cloud", "offers", "--catalogue", path)
+    assert done.code == 2
+    assert f"{path}:2" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("offers", "--accelerator", "TPU"), "--accelerator"),
+        (("spec", "{run}", "--for", "heroku"), "--for"),
+        (("spec", "{run}", "--for", "vertex", "--image", "x"), "--secret"),
+        (("spec", "{run}", "--for", "skypilot", "--image", "x"), "folder"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    run = write_run_file(tmp_path)
+    done = within("cloud", *(word.format(run=run) for word in words))
+    assert done.code == 2
+    assert said in done.err
+    assert done.err.count("\n") == 1
