@@ -49,6 +49,10 @@ KILLED = 128
 """A step's exit code is at least this if a signal killed the agent."""
 COMMAND_TIMEOUT_S = 30.0
 STEP_NAME, DEPUTY_NAME = "agent", "deputy"
+REQUEUE_TRIES = 25
+"""A job that is ending cannot be changed. Its steps are killed after KillWait, 30 s by default."""
+DEPUTY_BEGIN = "--begin=now+60"
+"""A deputy's job of one node must not take a node from the job that is queued again."""
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -362,10 +366,11 @@ class JobKeeper:
             own.step.terminate()
 
 
-def queue_job(slurm: Slurm, options: argparse.Namespace, node: str) -> str | None:
-    """Queue a job of one node in place of a node; return its number."""
+def queue_job(slurm: Slurm, options: argparse.Namespace, node: str, *more: str) -> str | None:
+    """Queue a job of one node in place of a node; return its number. more: options of sbatch."""
     comment = f"in place of {node} of job {slurm.job}"
-    said = slurm.run("sbatch", "--parsable", "--nodes=1", f"--comment={comment}", options.script)
+    command = ["sbatch", "--parsable", "--nodes=1", f"--comment={comment}", *more, options.script]
+    said = slurm.run(*command)
     if said is None:
         return None
     job = said.strip().partition(";")[0]
@@ -380,13 +385,24 @@ def watch_batch_host(slurm: Slurm, options: argparse.Namespace) -> int:
         if view is not None and view.state == "RUNNING" and view.batch_host not in view.nodes:
             log(f"{view.batch_host}, which had the batch step, is lost: the job is queued again")
             if options.replace:
-                queue_job(slurm, options, view.batch_host)
+                queue_job(slurm, options, view.batch_host, DEPUTY_BEGIN)
             if options.requeue:
-                slurm.run("scontrol", "requeue", slurm.job)
+                requeue_smaller(slurm, len(view.nodes))
             else:
                 slurm.run("scancel", slurm.job)
             return 0
         time.sleep(INTERVAL_S)
+
+
+def requeue_smaller(slurm: Slurm, nodes: int) -> None:
+    """Queue the job again with so many nodes: Slurm would wait for as many as it had at first."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this step gets it at once, and KillWait later
+    slurm.run("scontrol", "requeue", slurm.job)
+    size = (f"NumTasks={nodes}", f"NumNodes={nodes}-{nodes}")
+    for _ in range(REQUEUE_TRIES):
+        time.sleep(1.0)
+        if slurm.run("scontrol", "update", f"JobId={slurm.job}", *size) is not None:
+            return
 
 
 def log(text: str) -> None:

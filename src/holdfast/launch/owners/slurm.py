@@ -156,7 +156,6 @@ def script_text(request: LaunchRequest) -> str:
         "constraint": slurm.constraint,
         "reservation": slurm.reservation,
         "signal": f"B:USR1@{slurm.notice_seconds}" if slurm.notice_seconds else "",
-        "ntasks-per-node": "1",
         "open-mode": "append",
         "output": str(folder / "slurm.log"),
     }
