@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,9 +47,10 @@ def offers(
     catalogue: Catalogue = CATALOGUE_FILE,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """List types of machines, the cheapest spot price for its speed first.
+    """List types of machines with their prices.
 
-    Prices are as old as their row says. A lost share is what the cloud takes back in a month.
+    The cheapest spot price for its speed comes first. Prices are as old as their row says. A lost
+    share is what the cloud takes back in a month.
 
     \b
     Example:
@@ -100,14 +102,23 @@ def mix(
     catalogue: Catalogue = CATALOGUE_FILE,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
-    """Choose spot and on-demand nodes for a run: for each type, the cheapest that end in time.
+    """Choose spot and on-demand nodes for a run.
 
+    For each type of machine, these are the cheapest nodes that end in time.
     Without a deadline the run gets all nodes. Exit code 1 if no mix ends in time.
 
     \b
     Example:
       holdfast cloud mix --work 400 --nodes 8 --finish-by 72 --accelerator H100
     """
+    if not math.isfinite(work):
+        raise UserError("the work is not finite", where="--work", remedy="use a number of hours")
+    if least > nodes:
+        raise UserError(
+            f"{least} nodes are more than the {nodes} of --nodes",
+            where="--least",
+            remedy=f"use {nodes} or less",
+        )
     need = Need(work, float("inf") if finish_by is None else finish_by, least, nodes)
     chosen: list[tuple[MachineType, Mix]] = []
     for each in _types(catalogue, accelerator, cloud):
@@ -162,8 +173,9 @@ def spec(
         str, typer.Option(help="the run's secret in the cloud's own manager of secrets")
     ] = "",
 ) -> None:
-    """Write the job with which a service starts the nodes of a run; its own tools submit it.
+    """Write a run's job for a managed service.
 
+    The service's own tools submit it.
     Each node runs 'holdfast join'. Begin the run first, on a machine of yours, with 'holdfast
     launch' or 'holdfast train'. Then its description and its dataset lie in the bucket.
 
@@ -185,7 +197,7 @@ def spec(
     ):
         if is_needed and not value:
             raise UserError(f"{service} needs {option}", where=option, remedy=f"add {option} VALUE")
-    loaded = for_all_nodes(load_config(run_file, overrides or []))
+    loaded = for_all_nodes(load_config(run_file, overrides or []), devices=count)
     request = launch_request(loaded, run_folder_of(loaded.config))
     if "://" not in request.location:
         raise UserError(

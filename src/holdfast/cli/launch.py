@@ -15,6 +15,7 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
+from holdfast.launch.bucket_run import place_word
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.plan.layouts import max_workers
@@ -36,7 +37,9 @@ def launch(
     on: Annotated[
         str, typer.Option(help="local, ssh, slurm, ray or kubernetes; left out: launch.on")
     ] = "",
-    nodes: Annotated[int, typer.Option(help="nodes of the run; left out: launch.nodes")] = 0,
+    nodes: Annotated[
+        int | None, typer.Option(help="nodes of the run; left out: launch.nodes")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
@@ -61,7 +64,7 @@ def launch(
 
     given = list(overrides or [])
     given += [f"launch.on={on}"] if on else []
-    given += [f"launch.nodes={nodes}"] if nodes else []
+    given += [] if nodes is None else [f"launch.nodes={nodes}"]
     loaded = for_all_nodes(load_config(run_file, given))
     folder = run_folder_of(loaded.config)
     owner = open_owner(loaded.config.launch.on)
@@ -86,7 +89,7 @@ def launch(
         return 0
     say("follow the run with:")
     for command in ("status", "logs", "watch", "down"):
-        say(f"  holdfast {command} {run_file}")
+        say(f"  holdfast {command} {place_word(folder)}")
     return 0
 
 
@@ -122,10 +125,16 @@ def _say_limit(workers: int, loaded: LoadedConfig) -> None:
         )
 
 
-def for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with as many workers as fit on all nodes, if the run file leaves them open.
+def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
+    """Fill in the places of a node and the number of workers, if the run file leaves them open.
 
-    Each node finds out its own device (`device: auto`)."""
+    A node has a place for each device that its owner is asked for. As many workers are planned as
+    fit on all nodes. Each node finds out its own device (`device: auto`).
+    devices: of a node, if `config.launch` does not know them."""
+    devices = devices or loaded.config.launch.devices_of_node
+    if devices and loaded.config.cluster.places == 0:
+        why = f"{devices} devices of each node"
+        loaded = loaded.with_planned({"cluster.places": devices}, why)
     config = loaded.config
     if config.layout.workers == 0:
         nodes, places = max(config.launch.nodes, config.launch.most_nodes), config.cluster.places
@@ -182,6 +191,6 @@ def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
         raise RunFolderError(
             f"{job.owner} still has nodes of this run (job {job.job})",
             where=str(folder),
-            remedy=f"end them first with: holdfast down {folder}",
+            remedy=f"end them first with: holdfast down {place_word(folder)}",
         )
     return job

@@ -53,3 +53,12 @@ class SlurmConfig(Section):
             if not option.startswith("-") or "\n" in option:
                 raise ValueError(f"{option!r} is no option of sbatch: write it as --mail-type=END")
         return value
+
+    @property
+    def devices_of_node(self) -> int:
+        """Return the number of devices in gpus_per_node or gres; 0 if they name none."""
+        gres = [each.removeprefix("gres/") for each in self.gres.split(",")]
+        asked = [each for each in self.gpus_per_node.split(",") if each]
+        asked = asked or [each for each in gres if each.partition(":")[0] == "gpu"]
+        counts = [each.rpartition(":")[2] for each in asked]
+        return sum(int(each) if each.isdecimal() else 1 for each in counts)
