@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 import yaml
 
+from holdfast.config.launch import LaunchConfig
 from holdfast.launch.broker.messages import PLANS
 from tests.support.broker import ASYNC, SERVICE, Broker, basic, plan_query, wanted
 from tests.support.commands import apart, write_run_file
