@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -111,12 +112,22 @@ def test_a_launch_that_fails_says_why(broker: Broker, tmp_path: Path) -> None:
     assert "launch.ssh.hosts" in answer["description"]
     assert broker("PUT", path + ASYNC, wanted(run))[0] == 409
     assert broker("PUT", f"{path}/service_bindings/b", {"service_id": SERVICE})[0] == 400
+    assert broker("DELETE", path + plan_query())[0] == 400, "another plan"
     other = {"service_id": SERVICE, "plan_id": f"{SERVICE}-ssh"}
     status, answer = broker("PUT", f"{path}/service_bindings/b", other)
     assert (status, answer["error"]) == (422, "ConcurrencyError")
-    assert broker("PUT", f"service_instances/same{ASYNC}", wanted(run))[0] == 400
+    status, answer = broker("PUT", f"service_instances/same{ASYNC}", wanted(run))
+    assert (status, "without-hosts has the run folder" in answer["description"]) == (400, True)
     assert broker("DELETE", path + plan_query("ssh")) == (202, {"operation": "deprovision"})
     assert broker.wait("without-hosts")[0] == 410
+
+
+def test_a_foreign_file_is_named(broker: Broker) -> None:
+    (broker.folder / "foreign").mkdir()
+    (broker.folder / "foreign/instance.json").write_text("{}")
+    status, answer = broker("GET", "service_instances/foreign/last_operation")
+    assert (status, "instance.json" in answer["description"]) == (500, True)
+    shutil.rmtree(broker.folder / "foreign")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from re import Match
 
 import pytest
 
@@ -29,6 +30,15 @@ def begin_at_file(lab: Lab) -> None:
 def begin_beside_another(lab: Lab) -> None:
     begin(lab)
     lab.settings["other"] = Instances(lab.folder / "instances")
+
+
+def begin_with_foreign_file(lab: Lab) -> None:
+    begin(lab)
+    lab.write("instances/one/instance.json", "[]")
+
+
+def move_away(lab: Lab, found: Match[str]) -> None:
+    (lab.folder / "instances/one").rename(lab.folder / "away")
 
 
 def serve(lab: Lab) -> None:
@@ -62,5 +72,12 @@ CASES: list[Case] = [
         serve,
         r"end that broker, or name another folder with --runs",
         fixed(runs="second"),
+    ),
+    case(
+        "launch/broker/instance.py: this is not what 'holdfast broker' wrote",
+        begin_with_foreign_file,
+        serve,
+        r"move its folder away, and end the run's job with 'holdfast down'",
+        move_away,
     ),
 ]

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from holdfast.errors import UserError
 from holdfast.launch.broker.instance import State
 from holdfast.launch.broker.instances import Instances
 from holdfast.launch.broker.messages import (
@@ -54,9 +55,8 @@ def make_app(instances: Instances, password: str) -> ASGIApp:
         Route(binding, paths.fetch_binding, methods=["GET"]),
         Route(binding, paths.unbind, methods=["DELETE"]),
     ]
-    inner = Starlette(
-        routes=routes, exception_handlers={BrokerError: _answer_error, HTTPException: _answer_error}
-    )
+    handlers = dict.fromkeys((BrokerError, HTTPException, UserError, Exception), _answer_error)
+    inner = Starlette(routes=routes, exception_handlers=handlers)
     return _Guard(inner, password)
 
 
@@ -87,10 +87,10 @@ class _Paths:
 
     async def deprovision(self, request: Request) -> Response:
         name, query = checked_id(request.path_params["instance"]), request.query_params
-        plan_of(query.get("service_id"), query.get("plan_id"))
+        _, plan = plan_of(query.get("service_id"), query.get("plan_id"))
         _require_async(request)
         try:
-            known = await run_in_threadpool(self._instances.deprovision, name)
+            known = await run_in_threadpool(self._instances.deprovision, name, plan)
         except BrokerError as error:
             if error.status != 404:
                 raise
@@ -114,9 +114,10 @@ class _Paths:
         return JSONResponse(await run_in_threadpool(self._instances.binding, *_binding(request)))
 
     async def unbind(self, request: Request) -> Response:
-        plan_of(request.query_params.get("service_id"), request.query_params.get("plan_id"))
+        query = request.query_params
+        _, plan = plan_of(query.get("service_id"), query.get("plan_id"))
         try:
-            await run_in_threadpool(self._instances.unbind, *_binding(request))
+            await run_in_threadpool(self._instances.unbind, *_binding(request), plan)
         except BrokerError as error:
             raise BrokerError(410, error.description) if error.status == 404 else error from None
         return JSONResponse({})
@@ -153,8 +154,10 @@ async def _body(request: Request) -> dict[str, Any]:
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of the routes: no such path, no such method
         return _error(BrokerError(error.status_code, error.detail))
-    assert isinstance(error, BrokerError)
-    return _error(error)
+    if isinstance(error, BrokerError):
+        return _error(error)
+    known = isinstance(error, UserError)
+    return _error(BrokerError(500, str(error) if known else "the broker failed; see its output"))
 
 
 def _error(error: BrokerError) -> Response:

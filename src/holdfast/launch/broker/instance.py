@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.errors import RunFolderError
 from holdfast.launch.broker.messages import Wanted
 from holdfast.wire.store.publish import replace_file
 
@@ -47,14 +48,21 @@ class Instance:
 
     @staticmethod
     def read(folder: Path) -> Instance | None:
-        """Return the instance of this folder; None if there is none."""
+        """Return the instance of this folder; None if there is none. Raises RunFolderError."""
+        path = folder / INSTANCE_FILE
         try:
-            value: dict[str, Any] = parse_json((folder / INSTANCE_FILE).read_text("utf-8"))
+            value: dict[str, Any] = parse_json(path.read_text("utf-8"))
+            bindings = {name: Wanted(**one) for name, one in value.pop("bindings").items()}
+            wanted, state = Wanted(**value.pop("wanted")), State(value.pop("state"))
+            return Instance(wanted=wanted, state=state, bindings=bindings, **value)
         except FileNotFoundError:
             return None
-        bindings = {name: Wanted(**one) for name, one in value.pop("bindings").items()}
-        wanted, state = Wanted(**value.pop("wanted")), State(value.pop("state"))
-        return Instance(wanted=wanted, state=state, bindings=bindings, **value)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RunFolderError(
+                "this is not what 'holdfast broker' wrote",
+                where=str(path),
+                remedy="move its folder away, and end the run's job with 'holdfast down'",
+            ) from None
 
     def last_operation(self) -> dict[str, str]:
         """Return the body of GET .../last_operation."""

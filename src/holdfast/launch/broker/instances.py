@@ -1,9 +1,9 @@
 """All service instances of a broker, in folders of their ids.
 
-An operation is carried out by a child process, which runs the real command (`holdfast launch`,
-`holdfast down`). Both commands may be called again. So a broker that starts again calls them again
-for what was not finished. The child holds a lock of the instance's folder: a broker that was killed
-leaves its child at work, and the next broker waits for it.
+A child process carries out an operation. It runs the real command: `holdfast launch` or `holdfast
+down`. Both may be called again, so a new broker calls them again for what was not finished. The
+child holds a lock of the instance's folder. It survives a broker that is killed, and the next broker
+waits for it.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Instances:
                 Instance(name, wanted, run_folder, State.PROVISIONING, "provision")
             )
 
-    def deprovision(self, name: str) -> Instance:
+    def deprovision(self, name: str, plan_id: str) -> Instance:
         """Begin to end the run's job. Raises BrokerError."""
         with self._lock:
-            known = self.get(name)
+            known = self._of_plan(name, plan_id)
             if known.state is State.DEPROVISIONING:
                 return known
             _refuse_change(known)
@@ -92,11 +92,9 @@ class Instances:
     def bind(self, name: str, binding: str, wanted: Wanted) -> tuple[dict[str, Any], bool]:
         """Return the credentials, and whether the binding is new. Raises BrokerError."""
         with self._lock:
-            known = self.get(name)
+            known = self._of_plan(name, wanted.plan_id)
             if known.state is not State.PROVISIONED:
                 raise BrokerError(422, f"instance {name} is not ready", "ConcurrencyError")
-            if wanted.plan_id != known.wanted.plan_id:
-                raise BrokerError(400, f"instance {name} has another plan")
             before = known.bindings.get(checked_id(binding))
             if before is not None and before != wanted:
                 raise BrokerError(409, f"binding {binding} exists with other attributes")
@@ -112,14 +110,21 @@ class Instances:
             raise BrokerError(404, f"there is no binding {binding}")
         return {"credentials": _credentials(known)}
 
-    def unbind(self, name: str, binding: str) -> None:
+    def unbind(self, name: str, binding: str, plan_id: str) -> None:
         """Raises BrokerError if there is no such binding (410)."""
         with self._lock:
-            known = self.get(name)
+            known = self._of_plan(name, plan_id)
+            _refuse_change(known)
             if binding not in known.bindings:
                 raise BrokerError(410, f"there is no binding {binding}")
             left = {each: one for each, one in known.bindings.items() if each != binding}
             replace(known, bindings=left).write(self._folder_of(name))
+
+    def _of_plan(self, name: str, plan_id: str) -> Instance:
+        known = self.get(name)
+        if plan_id != known.wanted.plan_id:
+            raise BrokerError(400, f"instance {name} has another plan")
+        return known
 
     def _folder_of(self, name: str) -> Path:
         return self._folder / checked_id(name)
@@ -160,10 +165,13 @@ class Instances:
     def _carry_out(self, instance: Instance) -> None:
         is_launch, folder = instance.state is State.PROVISIONING, self._folder_of(instance.id)
         reason = ""
-        with self._children, (folder / LOCK_FILE).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if is_launch or (Path(instance.run_folder) / JOB_FILE).exists():
-                reason = _run_command(folder, instance.arguments(folder), lock)
+        try:
+            with self._children, (folder / LOCK_FILE).open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if is_launch or (Path(instance.run_folder) / JOB_FILE).exists():
+                    reason = _run_command(folder, instance.arguments(folder), lock)
+        except OSError as error:
+            reason = f"the broker cannot run holdfast in {folder} ({error.strerror})"
         if is_launch:
             state = State.FAILED if reason else State.PROVISIONED
         else:

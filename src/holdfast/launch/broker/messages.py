@@ -108,7 +108,9 @@ def read_body(text: bytes) -> dict[str, Any]:
     """Return the JSON object of a request. Raises BrokerError."""
     try:
         value = parse_json(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, whole characters
+        json.dumps(
+            value, ensure_ascii=False, allow_nan=False
+        ).encode()  # no NaN, no half of a character
     except (ValueError, RecursionError):
         raise BrokerError(400, "the body is not JSON") from None
     if not isinstance(value, dict):
