@@ -2,8 +2,8 @@
 
 A child process carries out an operation. It runs the real command: `holdfast launch` or `holdfast
 down`. Both may be called again, so a new broker calls them again for what was not finished. The
-child holds a lock of the instance's folder. It survives a broker that is killed, and the next broker
-waits for it.
+child holds a lock of the instance's folder. If the broker is killed, the child continues, and the
+next broker waits for it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Instances:
                 if is_launch or (Path(instance.run_folder) / JOB_FILE).exists():
                     reason = _run_command(folder, instance.arguments(folder), lock)
         except OSError as error:
-            reason = f"the broker cannot run holdfast in {folder} ({error.strerror})"
+            reason = f"the broker cannot start a process in {folder} ({error.strerror})"
         if is_launch:
             state = State.FAILED if reason else State.PROVISIONED
         else:
@@ -220,7 +220,7 @@ def _run_command(folder: Path, arguments: list[str], lock: TextIO) -> str:
     if code == 0:
         return ""
     lines = output.read_text("utf-8", "replace").strip().split("\n")
-    sentence = lines[-1].removeprefix("holdfast: ") or f"holdfast ended with exit code {code}"
+    sentence = lines[-1].removeprefix("holdfast: ") or f"the command ended with exit code {code}"
     return sentence[:MOST_DESCRIPTION]
 
 
