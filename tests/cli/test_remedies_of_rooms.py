@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_brokers,
     of_buckets,
     of_campaigns,
     of_commands,
@@ -75,6 +76,7 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_brokers,
     of_buckets,
     of_launchers,
     of_launches,
