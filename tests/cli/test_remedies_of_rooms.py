@@ -83,8 +83,6 @@ TABLES = (
     of_pods,
     of_ssh,
     of_kubernetes,
-    of_launches,
-    of_pods,
     of_ray,
     of_remote_datasets,
     of_ray_preparation,
