@@ -47,10 +47,10 @@ def offers(
     catalogue: Catalogue = CATALOGUE_FILE,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """List types of machines with their prices.
+    """List types of machines, the cheapest first.
 
-    The cheapest spot price for its speed comes first. Prices are as old as their row says. A lost
-    share is what the cloud takes back in a month.
+    The order is that of the spot price for the speed.
+    Prices are as old as their row says. A lost share is what the cloud takes back in a month.
 
     \b
     Example:
@@ -102,9 +102,9 @@ def mix(
     catalogue: Catalogue = CATALOGUE_FILE,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
-    """Choose spot and on-demand nodes for a run.
+    """Choose the cheapest nodes that end in time.
 
-    For each type of machine, these are the cheapest nodes that end in time.
+    For each type: how many spot and how many on-demand nodes.
     Without a deadline the run gets all nodes. Exit code 1 if no mix ends in time.
 
     \b
@@ -173,7 +173,7 @@ def spec(
         str, typer.Option(help="the run's secret in the cloud's own manager of secrets")
     ] = "",
 ) -> None:
-    """Write a run's job for a managed service.
+    """Write the job of a service that starts a run's nodes.
 
     The service's own tools submit it.
     Each node runs 'holdfast join'. Begin the run first, on a machine of yours, with 'holdfast
