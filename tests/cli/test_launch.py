@@ -138,6 +138,8 @@ def test_a_launched_run_is_followed_by_its_folder(launched: Launched) -> None:
         (["--on", "slurm", "launch.slurm.gpus_per_node=8", "cluster.places=2"], 2),
         (["--on", "ray", "launch.ray.gpus=4", "launch.ray.address=10.0.0.1:6379"], 4),
         (["launch.slurm.gpus_per_node=8"], 1),
+        (["layout.workers=3"], 2),
+        (["layout.workers=1"], 1),
     ],
 )
 def test_a_node_has_a_place_for_each_device_that_is_asked_for(

@@ -89,10 +89,14 @@ def launch(
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
         return 0
+    _say_what_follows(folder)
+    return 0
+
+
+def _say_what_follows(folder: Path) -> None:
     say("follow the run with:")
     for command in ("status", "logs", "watch", "down"):
         say(f"  holdfast {command} {place_word(folder)}")
-    return 0
 
 
 def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
@@ -102,7 +106,8 @@ def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
     owner = open_owner(request.config.launch.on)
     if running is None:
         job = owner.submit(request)
-        say(f"{job.owner} has accepted {job.nodes} nodes as {job.job}")
+        nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+        say(f"{job.owner} has accepted {nodes} as {job.job}")
         return job
     live = sum(each.is_live for each in owner.status(running))
     if live == running.nodes == request.all_nodes:
@@ -130,18 +135,20 @@ def _say_limit(workers: int, loaded: LoadedConfig) -> None:
 def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
     """Fill in the places of a node and the number of workers, if the run file leaves them open.
 
-    A node has a place for each device that its owner is asked for. As many workers are planned as
-    fit on all nodes. Each node finds out its own device (`device: auto`).
+    A node has a place for each device that its owner is asked for, or its share of the workers. As
+    many workers are planned as fit on all nodes. Each node finds out its own device.
     devices: of a node, if `config.launch` does not know them."""
-    devices = devices or loaded.config.launch.devices_of_node
-    if devices and loaded.config.cluster.places == 0:
-        why = f"{devices} devices of each node"
-        loaded = loaded.with_planned({"cluster.places": devices}, why)
     config = loaded.config
-    if config.layout.workers == 0:
-        nodes, places = max(config.launch.nodes, config.launch.most_nodes), config.cluster.places
-        why = f"{nodes} nodes of {places or 1} places"
-        workers = max_workers(config, nodes * (places or 1))
+    nodes, workers = max(config.launch.nodes, config.launch.most_nodes), config.layout.workers
+    if config.cluster.places == 0:
+        devices = devices or config.launch.devices_of_node
+        places = devices or max(1, -(-workers // nodes))
+        why = "devices of a node" if devices else f"layout.workers of {nodes} nodes"
+        loaded = loaded.with_planned({"cluster.places": places}, why)
+    if workers == 0:
+        places = loaded.config.cluster.places
+        why = f"{nodes} nodes of {places} places"
+        workers = max_workers(config, nodes * places)
         loaded = loaded.with_planned({"layout.workers": workers}, why)
     checked_layouts(loaded)
     return loaded
@@ -163,7 +170,7 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
         config=config,
         nodes=config.launch.nodes,
         spares=config.launch.spares,
-        overrides=(f"cluster.places={cluster.places or 1}", *own),
+        overrides=(f"cluster.places={cluster.places}", *own),
     )
 
 
