@@ -1,4 +1,4 @@
-"""The section `launch.slurm`: what `holdfast launch --on slurm` asks of Slurm."""
+"""The section `launch.slurm`: what `holdfast launch` asks of Slurm."""
 
 from __future__ import annotations
 
