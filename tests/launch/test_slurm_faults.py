@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=INSTALL),
 ]
 STEPS, FIRST = 400, 3
-ALONE = "launch.slurm.nodes_per_job=1"
 ALL = {"n1", "n2", "n3", "n4"}
 
 
@@ -78,10 +77,10 @@ def test_a_lost_node_is_replaced_once_slurm_has_one(
     report("node lost", continued=continued, replacement_queued=queued, rejoined=rejoined)
 
 
-def test_the_loss_of_a_node_with_a_job_of_its_own_queues_that_job_again(
+def test_the_loss_of_the_node_that_was_given_first(
     run: LaunchedRun, undisturbed: dict[str, bytes]
 ) -> None:
-    run.launch(4, "layout.workers=4", ALONE)
+    run.launch(4, "layout.workers=4")
     run.wait_generation(ALL)
     run.do_step(ALL)
     lost = time.time()
@@ -159,7 +158,7 @@ def test_tasks_that_hang_without_slurmd_are_fenced(
 ) -> None:
     """slurmd of a node dies alone, and all its tasks hang. Slurm starts the job on another node.
     Then the old tasks wake: they are members of the same run, or refused."""
-    run.launch(3, "layout.workers=3", ALONE)
+    run.launch(3, "layout.workers=3")
     run.wait_generation({"n1", "n2", "n3"})
     run.do_step({"n1", "n2", "n3"})
     lost = time.time()
@@ -184,7 +183,7 @@ def test_tasks_that_train_without_slurmd_stay_in_the_one_run(
 ) -> None:
     """slurmd of a node dies alone, and its tasks train on. Slurm starts the job on another node,
     whose agent is one more member: no step is done by two sides."""
-    run.launch(3, "layout.workers=3", ALONE)
+    run.launch(3, "layout.workers=3")
     run.wait_generation({"n1", "n2", "n3"})
     run.do_step({"n1", "n2", "n3"})
     lost = time.time()
