@@ -33,6 +33,13 @@ def place_word(folder: Path) -> str:
     return shlex.quote(location_of_run(folder))
 
 
+def begin_again_word(folder: Path) -> str:
+    """Return what a person does to begin the run again at step 0."""
+    if bucket_of_run(folder):
+        return "begin another run with folder=ADDRESS"
+    return "start over with --fresh"
+
+
 def probe_run_store(folder: Path) -> None:
     """Try what a run rests on, if the run is in a bucket. Raises StoreError."""
     if bucket_of_run(folder):
