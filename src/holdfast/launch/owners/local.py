@@ -1,6 +1,7 @@
 """This machine as an owner: N agents side by side, each a process of its own session.
 
-For trying out a run of several nodes. The agents outlive the command that started them.
+For trying out a run of several nodes. The agents outlive the command that started them. They listen
+on the loopback address, so a laptop that changes its network keeps its run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from holdfast.wire.child_command import module_command
 
 LOG_FOLDER = "launch"
 _FOLDER = "folder"
+INTERFACE = "cluster.interface="
 
 
 class LocalOwner:
@@ -63,9 +65,11 @@ class LocalOwner:
 
 
 def _commands(request: LaunchRequest) -> Iterator[tuple[str, list[str]]]:
+    is_set = any(each.startswith(INTERFACE) for each in request.overrides)
+    own = () if is_set else (f"{INTERFACE}127.0.0.1",)
     for number in range(request.all_nodes):
         node = f"node-{number}"
-        yield node, module_command("holdfast.cli.main", *request.join_arguments(node))
+        yield node, module_command("holdfast.cli.main", *request.join_arguments(node, *own))
 
 
 def _processes(job: OwnedJob) -> list[NodeProcess]:
