@@ -47,10 +47,21 @@ def test_a_catalogue_of_ones_own_takes_the_place_of_the_table(tmp_path: Path) ->
     assert f"{path}:2" in done.err
 
 
+def test_a_node_has_a_place_for_each_accelerator(tmp_path: Path) -> None:
+    run = write_run_file(tmp_path).with_name("open.yaml")
+    run.write_text("train: {batch_size: 16}\n")
+    asked = ("cloud", "spec", run, "folder=s3://b/r", "--for", "skypilot", "--image", "x")
+    assert "cluster.places=8" in within(*asked, "--count", "8").out
+    assert "cluster.places=1" in within(*asked).out
+    assert "cluster.places=2" in within(*asked, "cluster.places=2", "--count", "8").out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("offers", "--accelerator", "TPU"), "--accelerator"),
+        (("mix", "--work", "inf", "--nodes", "2"), "--work"),
+        (("mix", "--work", "5", "--nodes", "2", "--least", "3"), "--least"),
         (("spec", "{run}", "--for", "heroku"), "--for"),
         (("spec", "{run}", "--for", "vertex", "--image", "x"), "--secret"),
         (("spec", "{run}", "--for", "skypilot", "--image", "x"), "folder"),

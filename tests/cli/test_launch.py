@@ -18,6 +18,7 @@ from holdfast.cli import logs as logs_module
 from holdfast.launch.owner import OwnedJob
 from holdfast.launch.owners import local
 from holdfast.launch.runs import read_resolved
+from holdfast.wire.store.run_location import make_local_folder
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import Host, create_term
 from tests.cli.conftest import Trained
@@ -39,13 +40,13 @@ class Launched:
             .replace("layout: {workers: 2}", "cluster: {places: 1}")
             .replace(f"{trained.root}/run", str(self.folder))
         )
-        self.script, self._capsys = AT_WORK, capsys
+        self.script, self.capsys = AT_WORK, capsys
 
     def command(self, module: str, *arguments: str) -> list[str]:
         return ["/bin/sh", "-c", self.script, arguments[arguments.index("--node") + 1], *arguments]
 
     def __call__(self, *arguments: str) -> Outcome:
-        return here(self._capsys, arguments[0], self.run_file, *arguments[1:])
+        return here(self.capsys, arguments[0], self.run_file, *arguments[1:])
 
     @property
     def states(self) -> dict[str, str]:
@@ -76,7 +77,7 @@ def launched(
     monkeypatch.setattr(logs_module, "FOLLOW_INTERVAL_S", 0.02)
     yield found
     if (found.folder / "launch.json").exists():
-        assert found("down").code == 0
+        assert here(capsys, "down", found.folder).code == 0
 
 
 def test_a_job_from_launch_to_down(launched: Launched) -> None:
@@ -95,7 +96,7 @@ def test_a_job_from_launch_to_down(launched: Launched) -> None:
 
     ended = launched("down")
     assert ended.code == 0
-    assert "no node of job tiny is left; resume with: holdfast launch" in ended.err
+    assert "is left; the same 'holdfast launch' again resumes the run" in ended.err
     assert launched.states == {"node-0": "finished", "node-1": "finished"}
     assert launched("status").code == 1
     assert launched("down").code == 0, "a job that has ended is no error"
@@ -103,6 +104,51 @@ def test_a_job_from_launch_to_down(launched: Launched) -> None:
     resumed = launched("launch", "--nodes", "2")
     assert "local has accepted 2 nodes" in resumed.err
     launched.wait_at_work(4)
+
+
+def test_the_job_of_a_run_in_a_bucket_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    address = "s3://runs/away?endpoint=http://127.0.0.1:1&allow_http=true"
+    folder = make_local_folder(address)
+    (folder / "node-0.log").write_text("at work\n")
+    OwnedJob("local", "tiny", 1, {"folder": str(folder), "node-0": "1@0"}).write(folder)
+    assert "node-0  lost" in here(capsys, "status", address).out
+    assert here(capsys, "logs", address).out == "node-0: at work\n"
+    assert here(capsys, "down", address).code == 0
+    again = here(capsys, "down", "--no-wait", address)
+    assert f"holdfast status '{address}'" in again.err
+
+
+def test_a_launched_run_is_followed_by_its_folder(launched: Launched) -> None:
+    """The run file may name another folder than the command line did."""
+    folder = launched.folder = launched.folder.with_name("another name")
+    done = launched("launch", "--nodes", "1", f"folder={folder}")
+    assert f"  holdfast status {shlex.quote(str(folder))}\n" in done.err
+    assert here(launched.capsys, "down", folder).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["--on", "slurm", "launch.slurm.gpus_per_node=h100:8"], 8),
+        (["--on", "slurm", "launch.slurm.gres='gpu:4,nvme:1'"], 4),
+        (["--on", "slurm", "launch.slurm.gres=nvme:2"], 1),
+        (["--on", "slurm", "launch.slurm.gpus_per_node=8", "cluster.places=2"], 2),
+        (["--on", "ray", "launch.ray.gpus=4", "launch.ray.address=10.0.0.1:6379"], 4),
+        (["launch.slurm.gpus_per_node=8"], 1),
+        (["layout.workers=3"], 2),
+        (["layout.workers=1"], 1),
+    ],
+)
+def test_a_node_has_a_place_for_each_device_that_is_asked_for(
+    launched: Launched, words: list[str], places: int
+) -> None:
+    text = launched.run_file.read_text()
+    launched.run_file.write_text(text.replace("cluster: {places: 1}", ""))
+    shown = launched("launch", "--nodes", "2", "--dry-run", *words)
+    assert f"cluster.places={places}" in shown.out, shown.err
 
 
 def test_another_number_of_nodes_while_the_job_runs(launched: Launched) -> None:

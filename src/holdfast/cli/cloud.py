@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,7 +50,6 @@ def offers(
     """List types of machines, the cheapest first.
 
     The order is that of the spot price for the speed.
-
     Prices are as old as their row says. A lost share is what the cloud takes back in a month.
 
     \b
@@ -105,13 +105,20 @@ def mix(
     """Choose the cheapest nodes that end in time.
 
     For each type: how many spot and how many on-demand nodes.
-
     Without a deadline the run gets all nodes. Exit code 1 if no mix ends in time.
 
     \b
     Example:
       holdfast cloud mix --work 400 --nodes 8 --finish-by 72 --accelerator H100
     """
+    if not math.isfinite(work):
+        raise UserError("the work is not finite", where="--work", remedy="use a number of hours")
+    if least > nodes:
+        raise UserError(
+            f"{least} nodes are more than the {nodes} of --nodes",
+            where="--least",
+            remedy=f"use {nodes} or less",
+        )
     need = Need(work, float("inf") if finish_by is None else finish_by, least, nodes)
     chosen: list[tuple[MachineType, Mix]] = []
     for each in _types(catalogue, accelerator, cloud):
@@ -169,7 +176,6 @@ def spec(
     """Write the job of a service that starts a run's nodes.
 
     The service's own tools submit it.
-
     Each node runs 'holdfast join'. Begin the run first, on a machine of yours, with 'holdfast
     launch' or 'holdfast train'. Then its description and its dataset lie in the bucket.
 
@@ -191,7 +197,7 @@ def spec(
     ):
         if is_needed and not value:
             raise UserError(f"{service} needs {option}", where=option, remedy=f"add {option} VALUE")
-    loaded = for_all_nodes(load_config(run_file, overrides or []))
+    loaded = for_all_nodes(load_config(run_file, overrides or []), devices=count)
     request = launch_request(loaded, run_folder_of(loaded.config))
     if "://" not in request.location:
         raise UserError(

@@ -48,6 +48,7 @@ def doctor(
     from holdfast.cli.doctor_deadline import QUICK_S, Deadlines
     from holdfast.cli.doctor_run import RunDiagnosis, diagnose_run, folder_of
     from holdfast.launch.holder import HolderWatch
+    from holdfast.wire.store.run_location import location_of_run
 
     given = named_argument("run", run)  # a Path option would be looked for on its disk
     within = Deadlines(given)
@@ -59,7 +60,7 @@ def doctor(
     if json:
         print_json(found.to_json())
     else:
-        print(os.path.abspath(found.folder))
+        print(location_of_run(os.path.abspath(found.folder)))
         print_checks(found.checks)
     return 1 if found.will_fail else 0
 

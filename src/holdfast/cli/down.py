@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import say
-from holdfast.launch.runs import open_run
+from holdfast.launch.runs import folder_with_job
 
 if TYPE_CHECKING:
     from holdfast.launch.owner import MachineOwner, OwnedJob
@@ -34,22 +34,24 @@ def down(
     Example:
       holdfast down runs/my-run
     """
+    from holdfast.launch.bucket_run import place_word
     from holdfast.launch.owner import NodeState, OwnedJob
     from holdfast.launch.owners.choose import open_owner
 
-    found = open_run(run)
-    job = OwnedJob.read(found.folder)
+    folder = folder_with_job(run)
+    job = OwnedJob.read(folder)
     owner = open_owner(job.owner)
     owner.release(job)
-    replace(job, released=True).write(found.folder)
+    replace(job, released=True).write(folder)
     if wait:
         _wait_until_left(owner, job)
         for each in owner.status(job):
             if each.state is NodeState.LOST:
                 say(f"node {each.node} is lost, and its agent may still be at work ({each.detail})")
-        say(f"no node of job {job.job} is left; resume with: holdfast launch {run}")
+        say(f"no node of job {job.job} is left; the same 'holdfast launch' again resumes the run")
     else:
-        say(f"{job.owner} ends the nodes of job {job.job}; see them with: holdfast status {run}")
+        place = place_word(folder)
+        say(f"{job.owner} ends the nodes of job {job.job}; see them with: holdfast status {place}")
     return 0
 
 

@@ -50,8 +50,8 @@ def host(
             f"{address!r} is no address", where="ADDRESS", remedy="use HOST:PORT of the controller"
         )
     mine = name or default_node_name(os.environ)
-    say(f"{mine} runs programs of {address}, in group {group}")
     known = read_secret(path, is_given=True, say=say)
+    say(f"{mine} runs programs of {address}, in group {group}")
     known = known if is_loopback(called) else with_tls(known)
     PodHost(address, known, mine, group, say).run()
     return 0

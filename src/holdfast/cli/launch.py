@@ -15,6 +15,7 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
+from holdfast.launch.bucket_run import place_word
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import read_resolved, run_folder_of
 from holdfast.plan.layouts import max_workers
@@ -36,7 +37,9 @@ def launch(
     on: Annotated[
         str, typer.Option(help="local, ssh, slurm, ray or kubernetes; left out: launch.on")
     ] = "",
-    nodes: Annotated[int, typer.Option(help="nodes of the run; left out: launch.nodes")] = 0,
+    nodes: Annotated[
+        int | None, typer.Option(help="nodes of the run; left out: launch.nodes")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
@@ -63,7 +66,7 @@ def launch(
 
     given = list(overrides or [])
     given += [f"launch.on={on}"] if on else []
-    given += [f"launch.nodes={nodes}"] if nodes else []
+    given += [] if nodes is None else [f"launch.nodes={nodes}"]
     loaded = for_all_nodes(load_config(run_file, given))
     folder = run_folder_of(loaded.config)
     owner = open_owner(loaded.config.launch.on)
@@ -86,10 +89,14 @@ def launch(
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
         return 0
+    _say_what_follows(folder)
+    return 0
+
+
+def _say_what_follows(folder: Path) -> None:
     say("follow the run with:")
     for command in ("status", "logs", "watch", "down"):
-        say(f"  holdfast {command} {run_file}")
-    return 0
+        say(f"  holdfast {command} {place_word(folder)}")
 
 
 def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
@@ -99,7 +106,8 @@ def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
     owner = open_owner(request.config.launch.on)
     if running is None:
         job = owner.submit(request)
-        say(f"{job.owner} has accepted {job.nodes} nodes as {job.job}")
+        nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+        say(f"{job.owner} has accepted {nodes} as {job.job}")
         return job
     live = sum(each.is_live for each in owner.status(running))
     if live == running.nodes == request.all_nodes:
@@ -124,15 +132,23 @@ def _say_limit(workers: int, loaded: LoadedConfig) -> None:
         )
 
 
-def for_all_nodes(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with as many workers as fit on all nodes, if the run file leaves them open.
+def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
+    """Fill in the places of a node and the number of workers, if the run file leaves them open.
 
-    Each node finds out its own device (`device: auto`)."""
+    A node has a place for each device that its owner is asked for, or its share of the workers. As
+    many workers are planned as fit on all nodes. Each node finds out its own device.
+    devices: of a node, if `config.launch` does not know them."""
     config = loaded.config
-    if config.layout.workers == 0:
-        nodes, places = max(config.launch.nodes, config.launch.most_nodes), config.cluster.places
-        why = f"{nodes} nodes of {places or 1} places"
-        workers = max_workers(config, nodes * (places or 1))
+    nodes, workers = max(config.launch.nodes, config.launch.most_nodes), config.layout.workers
+    if config.cluster.places == 0:
+        devices = devices or config.launch.devices_of_node
+        places = devices or max(1, -(-workers // nodes))
+        why = "devices of a node" if devices else f"layout.workers of {nodes} nodes"
+        loaded = loaded.with_planned({"cluster.places": places}, why)
+    if workers == 0:
+        places = loaded.config.cluster.places
+        why = f"{nodes} nodes of {places} places"
+        workers = max_workers(config, nodes * places)
         loaded = loaded.with_planned({"layout.workers": workers}, why)
     checked_layouts(loaded)
     return loaded
@@ -154,7 +170,7 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
         config=config,
         nodes=config.launch.nodes,
         spares=config.launch.spares,
-        overrides=(f"cluster.places={cluster.places or 1}", *own),
+        overrides=(f"cluster.places={cluster.places}", *own),
     )
 
 
@@ -184,6 +200,6 @@ def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
         raise RunFolderError(
             f"{job.owner} still has nodes of this run (job {job.job})",
             where=str(folder),
-            remedy=f"end them first with: holdfast down {folder}",
+            remedy=f"end them first with: holdfast down {place_word(folder)}",
         )
     return job

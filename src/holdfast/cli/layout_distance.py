@@ -31,9 +31,9 @@ def distance(
 ) -> None:
     """Show what a message costs at each distance.
 
-    Against one inside a node, alone and in a ring's all-reduce.
-
-    The links are assumed (docs/nodes.md names the sources): they rank layouts, and time none.
+    The costs are those of a message alone and in a ring's all-reduce, compared with a message
+    inside a node. The links are assumed (docs/nodes.md names the sources): they rank layouts, and
+    time none.
 
     \b
     Example:

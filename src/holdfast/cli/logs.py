@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.launch.runs import open_run
+from holdfast.launch.runs import folder_with_job
 
 if TYPE_CHECKING:
     from holdfast.launch.owner import MachineOwner, OwnedJob
@@ -38,7 +38,7 @@ def logs(
     from holdfast.launch.owner import OwnedJob
     from holdfast.launch.owners.choose import open_owner
 
-    job = OwnedJob.read(open_run(run).folder)
+    job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)
     try:
         for line in _followed(owner, job, node) if follow else owner.logs(job, node):

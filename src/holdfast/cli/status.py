@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, print_table, say
-from holdfast.launch.runs import open_run
+from holdfast.launch.runs import folder_with_job
 
 app = make_app("Show the nodes of a launched run.")
 
@@ -31,7 +31,7 @@ def status(
     from holdfast.launch.owner import OwnedJob, WarningOwner
     from holdfast.launch.owners.choose import open_owner
 
-    job = OwnedJob.read(open_run(run).folder)
+    job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)
     nodes = owner.status(job)
     warnings = owner.warnings(job) if isinstance(owner, WarningOwner) else []

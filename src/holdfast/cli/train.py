@@ -21,6 +21,7 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.bucket_run import (
+    begin_again_word,
     place_word,
     probe_run_store,
     require_secret,
@@ -200,7 +201,7 @@ def begin_run(
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
-            f"{place_word(folder)}, or start over with --fresh"
+            f"{place_word(folder)}, or {begin_again_word(folder)}"
         )
         return BegunRun(loaded, version, last)
     refuse_unfit_state(folder, loaded.config)

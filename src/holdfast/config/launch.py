@@ -37,3 +37,13 @@ class LaunchConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     ray: RayConfig = RayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+
+    @property
+    def devices_of_node(self) -> int:
+        """Return how many devices the owner is asked for on each node; 0 if it is not asked."""
+        asked = {
+            "slurm": self.slurm.devices_of_node,
+            "ray": int(self.ray.gpus),
+            "kubernetes": self.kubernetes.gpus,
+        }
+        return asked.get(self.on, 0)

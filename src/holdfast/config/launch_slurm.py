@@ -22,10 +22,10 @@ class SlurmConfig(Section):
     reservation: str = Field("", description="reservation to run in")
     exclusive: bool = Field(True, description="no other job runs on the nodes")
     nodes_per_job: int = Field(
-        0,
+        1,
         ge=0,
-        description="nodes of one job; 0: all launch.nodes are one job. With 1 each node is a job "
-        "of its own, so Slurm restarts a lost node alone",
+        description="nodes of one job of the array; 0: all launch.nodes are one job. With 1 Slurm "
+        "restarts a lost node alone",
     )
     notice_seconds: int = Field(
         60,
@@ -53,3 +53,12 @@ class SlurmConfig(Section):
             if not option.startswith("-") or "\n" in option:
                 raise ValueError(f"{option!r} is no option of sbatch: write it as --mail-type=END")
         return value
+
+    @property
+    def devices_of_node(self) -> int:
+        """Return the number of devices in gpus_per_node or gres; 0 if they name none."""
+        gres = [each.removeprefix("gres/") for each in self.gres.split(",")]
+        asked = [each for each in self.gpus_per_node.split(",") if each]
+        asked = asked or [each for each in gres if each.partition(":")[0] == "gpu"]
+        counts = [each.rpartition(":")[2] for each in asked]
+        return sum(int(each) if each.isdecimal() else 1 for each in counts)

@@ -114,6 +114,12 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
+        if where.startswith(("s3:/", "gs:/", "az:/")):  # a path has lost the second slash
+            raise ConfigError(
+                "this is the address of a bucket, and this command takes a run file",
+                where=where.partition("?")[0].replace(":/", "://", 1),
+                remedy="name the run file, and the address with folder=ADDRESS",
+            ) from None
         raise ConfigError(
             "there is no such run file",
             where=where,

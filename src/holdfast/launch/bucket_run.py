@@ -16,6 +16,7 @@ from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import probe_store
 from holdfast.wire.store.run_location import (
     bucket_of_run,
+    location_of_run,
     replace_run_file,
     store_of_run,
     where_of_run,
@@ -29,8 +30,14 @@ RUN_PREFIXES = (TERMS_PREFIX, "commits/")
 
 def place_word(folder: Path) -> str:
     """Return the run's place as a word of a command line."""
-    address = bucket_of_run(folder)
-    return shlex.quote(address) if address else str(folder)
+    return shlex.quote(location_of_run(folder))
+
+
+def begin_again_word(folder: Path) -> str:
+    """Return what a person does to begin the run again at step 0."""
+    if bucket_of_run(folder):
+        return "begin another run with folder=ADDRESS"
+    return "start over with --fresh"
 
 
 def probe_run_store(folder: Path) -> None:

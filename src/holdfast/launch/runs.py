@@ -83,21 +83,36 @@ def run_folder_of(config: RunConfig) -> Path:
     return make_local_folder(place) if is_bucket(place) else Path(place)
 
 
+def folder_of_argument(argument: Path) -> Path:
+    """Return the run folder that `argument` names: itself, or that of the run file it is. Raises
+    ConfigError for a run file that is wrong."""
+    if not argument.is_file():
+        return argument
+    try:
+        return run_folder_of(load_config(argument).config)
+    except ModelFolderError as error:
+        raise ModelFolderError(
+            f"{argument} reads this folder, and {error.message}",
+            where=error.where,
+            remedy="name the run folder in the place of the run file",
+        ) from None
+
+
+def folder_with_job(argument: Path) -> Path:
+    """Return the run folder that `argument` names. If it has no job of 'holdfast launch', the run
+    store is asked whether there is a run. Raises RunFolderError if there is none."""
+    from holdfast.launch.owner import JOB_FILE
+
+    folder = folder_of_argument(argument)
+    return folder if (folder / JOB_FILE).exists() else open_run(argument).folder
+
+
 def open_run(argument: Path) -> Run:
     """The run that `argument` names: its folder, or the run file that it was started with.
 
     Raises RunFolderError where there is no run, ConfigError for a run file that is wrong.
     """
-    folder = argument
-    if argument.is_file():
-        try:
-            folder = run_folder_of(load_config(argument).config)
-        except ModelFolderError as error:
-            raise ModelFolderError(
-                f"{argument} reads this folder, and {error.message}",
-                where=error.where,
-                remedy="name the run folder in the place of the run file",
-            ) from None
+    folder = folder_of_argument(argument)
     resolved = read_resolved(folder)
     if resolved is None:
         raise RunFolderError(

@@ -198,6 +198,18 @@ CASES: list[Case] = [
         last("{0}"),
     ),
     one(
+        "cli/cloud.py: the work is not finite",
+        "cloud mix --nodes 2 --work inf",
+        r"use a number of (hours)",
+        last("5"),
+    ),
+    one(
+        "cli/cloud.py: … nodes are more than the … of --nodes",
+        "cloud mix --work 5 --nodes 2 --least 3",
+        r"use (2) or less",
+        last("{0}"),
+    ),
+    one(
         "cli/cloud.py: … is no service that is known",
         SPEC + " --image I --secret S --machine M --for heroku",
         r"use one of .*(vertex).*",

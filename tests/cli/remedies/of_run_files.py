@@ -22,7 +22,8 @@ GOOD = "train:\n  steps: 5\n"
 
 
 def load(lab: Lab) -> None:
-    load_config(lab.folder / lab.settings.get("name", "run.yaml"), lab.settings["overrides"])
+    named = lab.settings.get("address") or lab.folder / lab.settings.get("name", "run.yaml")
+    load_config(Path(named), lab.settings["overrides"])
 
 
 def file(content: str | bytes, *overrides: str) -> Callable[[Lab], None]:
@@ -154,6 +155,15 @@ CASES: list[Case] = [
         load,
         r"make one: holdfast init (\S+)",
         lambda lab, found: Path(found[1]).write_text(GOOD),
+    ),
+    case(
+        L + "this is the address of a bucket, and this command takes a run file",
+        lambda lab: (file(GOOD)(lab), lab.settings.update(address="s3://runs/a?endpoint=e")),
+        load,
+        r"name the run file, and the address with folder=ADDRESS",
+        lambda lab, found: lab.settings["overrides"].append(
+            f"folder={lab.settings.pop('address')}"
+        ),
     ),
     case(
         L + "this is a folder, not a run file",
