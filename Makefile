@@ -2,7 +2,9 @@
 # make quickstart   train a small model on four nodes, kill and cut off, compare, report, sample
 # make test         every check that a change has to pass
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
-# make campaign     the long tests (marker slow)
+# make campaign     the long tests (marker slow), and what the next two lines name
+# make campaign-bucket  tests of several nodes once more, with a bucket in place of their folder
+# make campaign-ceph    runs without a shared disk on a Ceph, where its commands are installed
 # make gpu          what runs on one accelerator, in a table and a file (docs/accelerators.md)
 # make gpus         the same for all accelerators of this machine
 # make endless      what takes hours and many GiB (marker endless)
@@ -20,12 +22,16 @@ PROCESSORS = import os; print(len(os.sched_getaffinity(0)) \
 JOBS ?= $(shell echo $$(($$($(PYTHON) -c '$(PROCESSORS)') + 2)))
 SHARD ?= 1/1
 CHAOS ?= chaos
+# Tests whose nodes take a bucket in place of their folder (HOLDFAST_TEST_STORE=bucket).
+IN_BUCKET = $(addprefix tests/system/test_,$(addsuffix .py,nodes_lost nodes_leave grow_and_shrink \
+	placement_of_nodes network_partition recovery_replica_lost recovery_spare_node hang_detection \
+	bad_steps stragglers))
 # A worker gets the cores that the agent gives it; tests get one each.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign gpu gpus endless chaos rotten docs clean
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign campaign-bucket campaign-ceph gpu gpus endless chaos rotten docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -73,6 +79,13 @@ pytest: $(VENV)/.installed-dev
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+	$(MAKE) --no-print-directory campaign-bucket campaign-ceph
+
+campaign-bucket: $(VENV)/.installed-dev
+	HOLDFAST_TEST_STORE=bucket $(ONE_THREAD) $(BIN)/python -m pytest $(IN_BUCKET)
+
+campaign-ceph: $(VENV)/.installed-dev
+	HOLDFAST_TEST_S3=ceph $(ONE_THREAD) $(BIN)/python -m pytest -rs tests/system/test_no_shared_disk.py
 
 gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.gpu --out gpu.json

@@ -20,6 +20,7 @@ from tests.support.journal_reader import Journal
 
 E = TypeVar("E", bound=Event)
 DEADLINE = 180.0
+STORE_VARIABLE = "HOLDFAST_TEST_STORE"
 QUICK = (
     "cluster.places=1",
     "cluster.beat_seconds=0.5",
@@ -60,6 +61,8 @@ class Nodes:
         self.run_file, self.folder, self.settings = run_file, folder, settings
         self.agents: dict[str, subprocess.Popen[str]] = {}
         self.store: RunStore = FolderStore(folder)
+        self.outside = str(folder)
+        """The place of the run store, as the test knows it."""
         self._journal = Journal(folder)
         self.said = ""
 
@@ -86,7 +89,11 @@ class Nodes:
     @property
     def place(self) -> str:
         """The place of the run store, as the nodes know it."""
-        return str(self.folder)
+        return self.outside
+
+    def local(self, name: str) -> Path:
+        """The folder with the logs and trackers of a node. All share the run folder."""
+        return self.folder
 
     def machine(self, name: str) -> list[str]:
         """What to put before the command of a node, so that it runs on a machine of its own."""
@@ -200,19 +207,37 @@ class Nodes:
             self._hear(name, agent)
         events = [f"{r.generation} {r.writer} {r.event}" for r in self.records()]
         kept = [line for line in events if "batch_fed" not in line and "BatchFed" not in line]
-        logs = sorted((self.folder / "logs").rglob("*.log"))
+        logs = sorted(self.folder.rglob("logs/**/*.log"))
         texts = "".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in logs)
         return "\n".join([self.said, *kept[-60:], texts])
 
 
 @contextmanager
 def nodes_of(run_file: Path, folder: Path, *settings: str) -> Iterator[Nodes]:
-    """Run the nodes of a test; no process is left afterwards, for any end of the test."""
-    nodes = Nodes(run_file, folder, *settings)
-    try:
+    """Run the nodes of a test; no process is left afterwards, for any end of the test.
+
+    The run store is `folder`, or a bucket if HOLDFAST_TEST_STORE is `bucket`."""
+    with _new_nodes(run_file, folder, *settings) as nodes:
+        try:
+            yield nodes
+        finally:
+            for agent in nodes.agents.values():
+                if agent.poll() is None:
+                    agent.kill()
+                    agent.communicate(timeout=20)
+
+
+@contextmanager
+def _new_nodes(run_file: Path, folder: Path, *settings: str) -> Iterator[Nodes]:
+    if not in_bucket():
+        yield Nodes(run_file, folder, *settings)
+        return
+    from tests.support.nodes_in_bucket import new_nodes  # which needs what a bucket needs
+
+    with new_nodes(run_file, folder, *settings) as nodes:
         yield nodes
-    finally:
-        for agent in nodes.agents.values():
-            if agent.poll() is None:
-                agent.kill()
-                agent.communicate(timeout=20)
+
+
+def in_bucket() -> bool:
+    """Return True if the nodes of the tests have a bucket as their run store."""
+    return os.environ.get(STORE_VARIABLE) == "bucket"

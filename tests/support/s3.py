@@ -64,8 +64,13 @@ _SERVER = """
 def server() -> tuple[str, int]:
     """(host, port) of this test process's S3 server, with one bucket.
 
-    HOLDFAST_TEST_S3=HOST:PORT names another server, with these credentials and this bucket."""
+    HOLDFAST_TEST_S3=HOST:PORT names another server, with these credentials and this bucket.
+    HOLDFAST_TEST_S3=ceph starts one."""
     if given := os.environ.get(SERVER_VARIABLE):
+        if given == "ceph":
+            from tests.support.ceph import gateway
+
+            return gateway(CREDENTIALS, BUCKET)
         host_given, _, port_given = given.rpartition(":")
         return host_given, int(port_given)
     process = subprocess.Popen(

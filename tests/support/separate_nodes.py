@@ -40,7 +40,6 @@ class SeparateNodes(Nodes):
         inside = s3.location(proxy.address)
         self._place = inside
         self.outside = s3.location(s3.server(), inside.partition("?")[0].rpartition("/")[2])
-        """The run's address for the test, which is not in the nodes' network."""
         self.store = open_store(self.outside)
         self._journal = Journal(run_file.parent, self.store)
         secret_file(run_file.parent)

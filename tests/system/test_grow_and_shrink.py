@@ -44,11 +44,10 @@ def test_two_nodes_become_more_and_then_fewer(
     tmp_path: Path,
 ) -> None:
     """They go no further than a gate while nodes come, and are lost."""
-    folder = tmp_path / "run"
     gate = FaultOrders(tmp_path / "gate")
     gate.prepare(3)
     settings = (*SETTINGS, *NODES, f"cluster.faults={gate.folder}", f"layout.{axis}=2")
-    with nodes_of(run_file, folder, *settings) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(3, nodes={"a", "b"})
         nodes.join(*come)
@@ -75,7 +74,7 @@ def test_two_nodes_become_more_and_then_fewer(
         )
         sizes = {2, len(everybody), len(everybody) - go}
         assert _replicas(nodes, sizes) == {size: (size + 1) // 2 for size in sizes}
-        audit = within("data", "audit", folder)
+        audit = within("data", "audit", nodes.outside)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out
 

@@ -79,7 +79,7 @@ def test_nobody_is_named_while_two_loops_keep_both_cores_busy(
 ) -> None:
     folder = run_file.parent / "busy"
     with nodes_of(run_file, folder) as run:
-        run.agents["busy"] = start("train", run_file, f"folder={folder}", *SETTINGS)
+        run.agents["busy"] = start("train", run_file, f"folder={run.outside}", *SETTINGS)
         run.wait_step(1)
         with _busy_cores():
             assert run.end() == {"busy": 0}, run.story()

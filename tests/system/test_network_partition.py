@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,15 @@ import pytest
 from holdfast.chaos.network import Network, why_unavailable
 from holdfast.events import GenerationStarted
 from holdfast.report import history
-from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart
-from tests.support.nodes import Nodes, nodes_of
+from tests.support.nodes import Nodes, in_bucket, nodes_of
+from tests.support.separate_nodes import separate_nodes
 
 WHY_NOT = why_unavailable()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.usefixtures("s3_credentials"),
+]
 
 STEPS = 200  # of which a node misses some 30 while it is cut off; the rest waits for it
 SETTINGS = (
@@ -31,11 +35,18 @@ ALL = {"a", "b", "c"}
 
 @contextmanager
 def _three(run_file: Path, folder: Path) -> Iterator[tuple[Network, Nodes]]:
-    """At step 20."""
-    with (
-        Network() as network,
-        nodes_of(run_file, folder / "run", *SETTINGS, "layout.workers=3") as nodes,
-    ):
+    """At step 20. A node that is cut off cannot reach a bucket either."""
+    settings = (*SETTINGS, "layout.workers=3")
+    if in_bucket():
+        here = folder / "here"
+        shutil.copytree(run_file.parent, here)
+        with separate_nodes(here / run_file.name, [*"abc"], *settings) as separate:
+            for name in "abc":
+                separate.start(name, settings=separate.network.settings(name))
+            separate.wait_step(20, nodes=ALL)
+            yield separate.network, separate
+        return
+    with Network() as network, nodes_of(run_file, folder / "run", *settings) as nodes:
         network.up("abc")
         for name in "abc":
             nodes.start(name, settings=network.settings(name), before=network.command(name))
@@ -61,7 +72,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
         assert losses == {step: undisturbed[step] for step in losses}
         assert len(losses) == STEPS, nodes.story()
         _told(nodes, first)
-        audit = apart("data", "audit", nodes.folder)
+        audit = apart("data", "audit", nodes.outside)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out
 
@@ -97,7 +108,7 @@ def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
 def _told(nodes: Nodes, first: str) -> None:
     """The report shows the node that was lost and came back, and takes no takeover for a
     restart."""
-    story = history.read_history(FolderStore(nodes.folder))
+    story = history.read_history(nodes.store)
     assert [session.ended for session in story.sessions] == ["finished"]
     assert sum(story.time.values()) == pytest.approx(story.wall)
     assert story.time["recovery"] > 0

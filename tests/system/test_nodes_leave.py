@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
-from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start
 from tests.support.nodes import DEADLINE, Nodes, nodes_of
 
@@ -29,16 +28,15 @@ def _stops(nodes: Nodes) -> list[str]:
 
 @pytest.mark.slow
 def test_too_few_nodes_save_what_they_hold_and_leave(run_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS, *LEAVE) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, *LEAVE) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(5, nodes={"a", "b"})
-        assert list_commits(FolderStore(folder)) == []
+        assert list_commits(nodes.store) == []
         lost = next(name for name in "ab" if name != nodes.leader)
         nodes.kill(lost)
         assert list(nodes.end().values()) == [3], nodes.story()
         done = max(event.step for event in nodes.events(StepDone))
-        assert step_of(list_commits(FolderStore(folder))[0]) == done  # nothing else had saved
+        assert step_of(list_commits(nodes.store)[0]) == done  # nothing else had saved
         assert nodes.events(GenerationStarted)[-1].came_from is not None
         assert _stops(nodes) == ["1 of at least 2 nodes (cluster.min_nodes) are here, for 0.5 s"]
         assert f"stopped after step {done} (1 of at least 2 nodes" in nodes.said
@@ -62,21 +60,20 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
     """It takes half of the state with it, and nothing is saved by any rule: what the step after the
     notice left is copied first. Then all that are left are to go: the run stops with everything
     saved. An owner that replaces only nodes that fail gets the exit code that it needs."""
-    folder = tmp_path / "run"
     given = (*SETTINGS, "layout.tp=2", "model.kv_heads=2", "cluster.left_exit_code=143")
-    with nodes_of(run_file, folder, *given) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *given) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(5, nodes={"a", "b"})
         goes = next(name for name in "ab" if name != nodes.leader)
         first = nodes.newest
-        unknown = apart("notice", folder, "--seconds", "60", "--node", "z")
+        unknown = apart("notice", nodes.outside, "--seconds", "60", "--node", "z")
         unknown.refuses("there is no node z in this run")
-        told = apart("notice", folder, "--seconds", "60", "--node", goes, "--leave")
+        told = apart("notice", nodes.outside, "--seconds", "60", "--node", goes, "--leave")
         assert told.code == 0, told.err
         assert f"go on without {goes}" in told.err
         nodes.wait_step(1, first, {"a", "b"} - {goes})
         nodes.agents[goes].wait(DEADLINE)
-        all_of_them = apart("notice", folder, "--seconds", "60", "--leave")
+        all_of_them = apart("notice", nodes.outside, "--seconds", "60", "--leave")
         assert all_of_them.code == 0, all_of_them.err
         assert nodes.end() == {"a": 143, "b": 143}, nodes.story()
         assert f"{goes} has left the run" in nodes.said
@@ -86,16 +83,17 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
         done = [event.step for event in nodes.events(StepDone)]
         assert len(done) == len(set(done)), "a step was done twice"
         assert _stops(nodes)[-1] == "notice"
-        assert step_of(list_commits(FolderStore(folder))[0]) == max(done)
+        assert step_of(list_commits(nodes.store)[0]) == max(done)
 
 
 @pytest.mark.slow
 def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS) as nodes:
-        nodes.agents["alone"] = start("train", run_file, f"folder={folder}", *SETTINGS)
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS) as nodes:
+        nodes.agents["alone"] = start("train", run_file, f"folder={nodes.outside}", *SETTINGS)
         nodes.wait_step(1)
-        apart("join", folder, "--node", "b").refuses("without other nodes", "cluster.node=NAME")
+        apart("join", nodes.outside, "--node", "b").refuses(
+            "without other nodes", "cluster.node=NAME"
+        )
         nodes.agents["alone"].terminate()
         assert nodes.end() == {"alone": 0}, nodes.story()
 
@@ -104,13 +102,12 @@ def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> 
 def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
     run_file: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS, "cluster.min_nodes=2") as nodes:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
         nodes.start("a", "b")
         nodes.wait_step(5, nodes={"a", "b"})
         for name in "ab":
             nodes.signal(name, signal.SIGTERM)
         assert set(nodes.end().values()) == {0}, nodes.story()
         done = max(event.step for event in nodes.events(StepDone))
-        assert step_of(list_commits(FolderStore(folder))[0]) == done, nodes.story()
+        assert step_of(list_commits(nodes.store)[0]) == done, nodes.story()
         assert _stops(nodes) == ["all nodes were told to go"]

@@ -51,7 +51,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         nodes.start("a", "b", "c")
         one = _held_on_both(nodes, gate, range(FIRST, SECOND - 1))
         (spare,) = {*"abc"} - (first := nodes.nodes(nodes.newest))
-        ready = nodes.folder / "logs" / f"standby1.{spare}.log"
+        ready = nodes.local(spare) / "logs" / f"standby1.{spare}.log"
         nodes.wait_until(ready.exists, f"{spare} was not taken in")
         stays = nodes.leader if nodes.leader in first else min(first)
         _lose_in_step(nodes, gate, one + 1, {stays, spare})
@@ -76,7 +76,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         assert sorted(done) == list(range(1, STEPS + 1)), "only steps in flight were done again"
         losses = nodes.losses()
         assert losses == pytest.approx(undisturbed, rel=1e-10, abs=0.0)
-        audit = within("data", "audit", nodes.folder)
+        audit = within("data", "audit", nodes.outside)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out
 
