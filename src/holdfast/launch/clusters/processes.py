@@ -13,7 +13,7 @@ import psutil
 
 from holdfast.launch.clusters.cluster import MARK, ClusterState, Daemon
 
-LEAVE_S = 10.0
+LEAVE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 GONE_S = 20.0
 """Seconds that the kernel may take to end a process after SIGKILL."""
@@ -56,9 +56,8 @@ def all_of(state: ClusterState) -> set[psutil.Process]:
     ours = {os.getpid(), *(each.pid for each in psutil.Process().parents())}
     roots = [one for each in state.processes.values() if (one := find(each))]
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == str(state.folder):
-                roots.append(process)
+        if _is_marked(process.pid, state.folder):
+            roots.append(process)
     found = set(roots)
     for root in roots:
         with suppress(psutil.Error):
@@ -83,6 +82,15 @@ def end_all(state: ClusterState) -> tuple[int, set[psutil.Process]]:
         if waited > LEAVE_S:
             _send(left, signal.SIGKILL)
         time.sleep(_LOOK_S)
+
+
+def _is_marked(pid: int, folder: Path) -> bool:
+    """Slurm's step daemons overwrite a part of their environment, and psutil reads none behind
+    it."""
+    with suppress(OSError):
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+        return f"{MARK}={folder}".encode() in content.split(b"\0")
+    return False
 
 
 def _send(processes: set[psutil.Process], number: signal.Signals) -> None:

@@ -58,7 +58,12 @@ class RayKind:
         head = _daemon(
             self.head,
             *("--head", f"--port={state.ports[self.head]}", f"--node-ip-address={host}"),
-            *("--num-cpus=0", "--include-dashboard=false", f"--temp-dir={state.folder}/ray"),
+            *(
+                "--num-cpus=0",
+                "--node-name=head",
+                "--include-dashboard=false",
+                f"--temp-dir={state.folder}/ray",
+            ),
         )
         nodes = [
             _daemon(
@@ -71,14 +76,18 @@ class RayKind:
         return [head, *nodes]
 
     def is_head_ready(self, state: ClusterState) -> bool:
-        return is_port_open(HEAD_HOST, state.ports[self.head])
+        port = state.ports[self.head]
+        return is_port_open(HEAD_HOST, port) and self.head in self._alive(state)
 
     def usable_nodes(self, state: ClusterState) -> int:
+        return len(self._alive(state) & set(state.node_names))
+
+    def _alive(self, state: ClusterState) -> set[str]:
+        """Return the names of the nodes that Ray counts."""
         client = import_module("ray._raylet").GcsClient(address=self._address(state))
         alive = import_module("ray.core.generated.gcs_pb2").GcsNodeInfo.ALIVE
         found = client.get_all_node_info(timeout=_ANSWER_S).values()
-        names = {each.node_name for each in found if each.state == alive}
-        return len(names & set(state.node_names))
+        return {each.node_name for each in found if each.state == alive}
 
     def variable(self, state: ClusterState) -> tuple[str, str]:
         return "RAY_ADDRESS", self._address(state)
