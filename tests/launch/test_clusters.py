@@ -100,13 +100,13 @@ def test_up_starts_what_has_ended(programs: Path) -> None:
     assert changed == {"slurmctld"}
 
 
-def test_a_cluster_of_before_a_restart_of_the_machine_starts_anew(programs: Path) -> None:
+def test_a_cluster_of_before_a_restart_of_the_machine_starts_again(programs: Path) -> None:
     up()
     before = note()
     for each in marked(before["folder"]):
         each.kill()
     psutil.wait_procs(marked(before["folder"]), DEADLINE_S)
-    assert "starts anew" in up().err
+    assert "starts again in another folder" in up().err
     assert not Path(before["folder"]).exists()
     assert note()["folder"] != before["folder"]
 

@@ -57,7 +57,7 @@ def up(
         )
         found = states.read(name)
         if found is not None and not living(found):
-            progress.say(f"the processes of cluster {name} are gone; it starts anew")
+            progress.say(f"no process of cluster {name} is left; it starts again in another folder")
             take_down(states, found)
             found = None
         if found is None:

@@ -51,11 +51,13 @@ class DisposableCluster(Protocol):
     """A kind of cluster. `head` is the daemon that all nodes depend on.
 
     nodes_outlive_head: if False, all nodes start again with a head that was lost.
+    starting_nodes: how many nodes may start at the same time.
     who_may_use: whom the cluster lets in, as a sentence.
     """
 
     head: str
     nodes_outlive_head: bool
+    starting_nodes: int
     who_may_use: str
 
     def check(self) -> None:

@@ -72,11 +72,13 @@ class ClusterLifecycle:
         state = self._start_one(state, head)
         while not self._kind.is_head_ready(state):
             self._wait(state, deadline, 0)
-        for node in nodes:
+        for number, node in enumerate(nodes):
             state = self._start_one(state, node)
-        while (usable := self._kind.usable_nodes(state)) < state.nodes:
-            self._progress(usable, state.nodes)
-            self._wait(state, deadline, usable)
+            is_last = node is nodes[-1]
+            least = state.nodes if is_last else number + 2 - self._kind.starting_nodes
+            while (usable := self._kind.usable_nodes(state)) < least:
+                self._progress(usable, state.nodes)
+                self._wait(state, deadline, usable)
         self._progress(state.nodes, state.nodes)
         return state
 

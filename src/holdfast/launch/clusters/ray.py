@@ -36,6 +36,8 @@ class RayKind:
 
     head = "head"
     nodes_outlive_head = False
+    starting_nodes = 1
+    """On two cores, nodes that started together have exceeded Ray's own limit of 30 s."""
     who_may_use = (
         "any account of this machine can use this cluster, unless you have a token of Ray "
         "(ray get-auth-token --generate)"

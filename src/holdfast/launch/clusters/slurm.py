@@ -20,38 +20,38 @@ USABLE = ("idle", "mix", "alloc", "comp")
 _HOST = "127.0.0.1"
 _MIB = 2**20
 _COMMAND_S = 20.0
-_CONFIG = """\
-ClusterName=holdfast
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-AuthInfo=cred_expire=5
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=2,bf_interval=5,batch_sched_delay=0
-MpiDefault=none
-ReturnToService=2
-JobRequeue=1
-SlurmdTimeout=5
-SlurmctldTimeout=10
-InactiveLimit=0
-KillWait=30
-MinJobAge=300
-MessageTimeout=3
-TCPTimeout=1
-RebootProgram=/bin/true
-"""
+_CONFIG = (
+    "ClusterName=holdfast",
+    "SlurmctldHost={host}(127.0.0.1)",
+    "SlurmctldPort={port}",
+    "SlurmUser={user}",
+    "SlurmdUser={user}",
+    "AuthType=auth/none",
+    "AuthInfo=cred_expire=5",
+    "CredType=cred/none",
+    "StateSaveLocation={folder}/state",
+    "SlurmdSpoolDir={folder}/%n",
+    "SlurmctldPidFile={folder}/slurmctld.pid",
+    "SlurmdPidFile={folder}/%n.pid",
+    "ProctrackType=proctrack/linuxproc",
+    "TaskPlugin=task/none",
+    "JobAcctGatherType=jobacct_gather/none",
+    "SelectType=select/cons_tres",
+    "SelectTypeParameters=CR_Core",
+    "SchedulerType=sched/backfill",
+    "SchedulerParameters=sched_interval=2,bf_interval=5,batch_sched_delay=0",
+    "MpiDefault=none",
+    "ReturnToService=2",
+    "JobRequeue=1",
+    "SlurmdTimeout=5",
+    "SlurmctldTimeout=10",
+    "InactiveLimit=0",
+    "KillWait=30",
+    "MinJobAge=300",
+    "MessageTimeout=3",
+    "TCPTimeout=1",
+    "RebootProgram=/bin/true",
+)
 
 
 class SlurmKind:
@@ -59,6 +59,7 @@ class SlurmKind:
 
     head = "slurmctld"
     nodes_outlive_head = True
+    starting_nodes = 100
     who_may_use = "any account of this machine can submit jobs to this cluster"
 
     def check(self) -> None:
@@ -73,12 +74,11 @@ class SlurmKind:
 
     def write_config(self, state: ClusterState) -> None:
         host = socket.gethostname().partition(".")[0]
-        folder, ports = state.folder, state.ports
+        folder, ports, user = state.folder, state.ports, psutil.Process().username()
         memory = max(psutil.virtual_memory().total // _MIB // state.nodes, 1)
         lines = [
-            _CONFIG.format(
-                host=host, port=ports[self.head], user=psutil.Process().username(), folder=folder
-            )
+            line.format(host=host, port=ports[self.head], user=user, folder=folder) + "\n"
+            for line in _CONFIG
         ]
         for node in state.node_names:
             (folder / node).mkdir(exist_ok=True)
