@@ -28,7 +28,7 @@ WORK = plan_runs([CHAOS_LAYOUTS["two"]], 5)
 class _Quick(Campaign):
     """Trains nothing, and disturbs nothing."""
 
-    def _run_disturbed(self, task: DisturbedRun, folder: Path) -> DisturbedRunReport:
+    def _run_disturbed(self, task: DisturbedRun, folder: Path, address: str) -> DisturbedRunReport:
         return DisturbedRunReport(problem="none was begun")
 
 

@@ -31,7 +31,9 @@ KEY = re.compile(
     r"(?<![\w./{])(?:data|train|model|layout|checkpoint|cluster)\.[a-z_0-9]+(?:\.[a-z_0-9]+)*(?![\w/(])"
 )
 PROSE = ("object", "key id", "import errors", "imports")  # formats and code, not commands
-OF_OTHERS = ("--ulimit", "--head")
+OF_OTHERS = (
+    *("--ulimit", "--head", "--namespace", "--switches", "--mail-type", "--add-kernel-support"),
+)
 """Options of other programs that a sentence names."""
 EXPANDED_KEYS = (model_from.KEY, model_from.CODE_KEY, lora_from.KEY)
 OTHER_KEYS = (

@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_brokers,
     of_buckets,
     of_campaigns,
     of_clusters,
@@ -77,14 +78,13 @@ TABLES = (
     of_nodes,
     of_disks,
     of_installations,
+    of_brokers,
     of_buckets,
     of_launchers,
     of_launches,
     of_pods,
     of_ssh,
     of_kubernetes,
-    of_launches,
-    of_pods,
     of_ray,
     of_remote_datasets,
     of_ray_preparation,

@@ -154,6 +154,15 @@ def sentence(*overrides: str) -> str:
             "train.precision fp8 has not been tried with model.experts; use train.precision bf16",
         ),
         (
+            [
+                "layout.workers=4",
+                *("layout.dp_shard=2", "layout.tp=2", "layout.tp_by.attention=1"),
+                *("layout.zero=3", "layout.quantized=weights"),
+            ],
+            "layout.quantized weights has not been tried with layout.tp_by; "
+            "use layout.quantized: none",
+        ),
+        (
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
             "layout.quantized weights has not been tried with layout.ep 2; "
             "use layout.quantized: none",

@@ -65,6 +65,10 @@ class LaunchedRun(Nodes):
         done = self.command("launch", self.run_file, *options, *given, *settings)
         assert done.code == 0, f"{done.err}\n{self.story()}"
 
+    def log_of(self, node: str) -> str:
+        path = self.folder / "launch" / f"{node}.log"
+        return path.read_text() if path.exists() else ""
+
     def status(self) -> str:
         return self.command("status", self.folder).out
 

@@ -46,7 +46,9 @@ def offers(
     catalogue: Catalogue = CATALOGUE_FILE,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """List types of machines, the cheapest spot price for its speed first.
+    """List types of machines, the cheapest first.
+
+    The order is that of the spot price for the speed.
 
     Prices are as old as their row says. A lost share is what the cloud takes back in a month.
 
@@ -100,7 +102,9 @@ def mix(
     catalogue: Catalogue = CATALOGUE_FILE,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
-    """Choose spot and on-demand nodes for a run: for each type, the cheapest that end in time.
+    """Choose the cheapest nodes that end in time.
+
+    For each type: how many spot and how many on-demand nodes.
 
     Without a deadline the run gets all nodes. Exit code 1 if no mix ends in time.
 
@@ -162,7 +166,9 @@ def spec(
         str, typer.Option(help="the run's secret in the cloud's own manager of secrets")
     ] = "",
 ) -> None:
-    """Write the job with which a service starts the nodes of a run; its own tools submit it.
+    """Write the job of a service that starts a run's nodes.
+
+    The service's own tools submit it.
 
     Each node runs 'holdfast join'. Begin the run first, on a machine of yours, with 'holdfast
     launch' or 'holdfast train'. Then its description and its dataset lie in the bucket.

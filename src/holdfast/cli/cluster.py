@@ -40,7 +40,7 @@ def up(
 
     \b
     Example:
-      eval "$(holdfast cluster up try --kind slurm --nodes 5)"
+      holdfast cluster up try --kind slurm --nodes 5
     """
     from holdfast.launch.clusters.choose import open_kind
     from holdfast.launch.clusters.lifecycle import ClusterLifecycle, take_down

@@ -54,7 +54,9 @@ def launch(
     Example:
       holdfast launch run.yaml --on local --nodes 2 cluster.places=1
       holdfast launch run.yaml --on slurm --nodes 4 --dry-run
-      holdfast status run.yaml; holdfast logs run.yaml; holdfast down run.yaml
+      holdfast status run.yaml
+      holdfast logs run.yaml
+      holdfast down run.yaml
     """
     from holdfast.launch.owners.choose import open_owner
     from holdfast.plan.hardware import detect_hardware

@@ -30,7 +30,7 @@ class KubernetesConfig(Section):
     namespace: str = Field(
         "default", pattern=OBJECT_NAME, min_length=1, description="namespace of all objects"
     )
-    image: str = Field("", description="image of the pods, with holdfast in it (docs/deploy.md)")
+    image: str = Field("", description="image of the pods, which has Holdfast (docs/deploy.md)")
     pull_secret: str = Field("", pattern=OBJECT_NAME, description="Secret for pulling the image")
     queue: str = Field(
         "", description="queue of Kueue (a LocalQueue), or of Volcano or YuniKorn; empty: none"

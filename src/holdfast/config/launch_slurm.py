@@ -1,4 +1,4 @@
-"""The section `launch.slurm`: what `holdfast launch --on slurm` asks of Slurm."""
+"""The section `launch.slurm`: what `holdfast launch` asks of Slurm."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SlurmConfig(Section):
     reservation: str = Field("", description="reservation to run in")
     exclusive: bool = Field(True, description="no other job runs on the nodes")
     nodes_per_job: int = Field(
-        0,
+        1,
         ge=0,
-        description="nodes of one job; 0: all launch.nodes are one job. With 1 each node is a job "
-        "of its own, so Slurm restarts a lost node alone",
+        description="nodes of one job of the array; 0: all launch.nodes are one job. With 1 Slurm "
+        "restarts a lost node alone",
     )
     notice_seconds: int = Field(
         60,

@@ -1,4 +1,4 @@
-"""The section `launch.ssh:`: hosts that `holdfast launch --on ssh` starts nodes on."""
+"""The section `launch.ssh:`: hosts on which `holdfast launch` starts nodes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SshConfig(Section):
     )
     hosts_file: str = Field(
         "",
-        description="file with one host a line, in place of hosts; `HOST slots=N`, as for mpirun, "
-        "sets cluster.places of that node",
+        description="path of a file with one host a line, in place of hosts; `HOST slots=N`, as "
+        "for mpirun, sets cluster.places of that node",
     )
     user: str = Field(
         "", pattern=r"^[A-Za-z0-9_.-]*$", description="user on hosts that name none; empty: ssh's"

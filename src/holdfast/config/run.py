@@ -125,6 +125,11 @@ class RunConfig(Section):
                 "layout.zero 2 or 3 with dp_shard above 1 has any (not zero2_reduce step): "
                 "use layout.quantized: none"
             )
+        if self.layout.quantized != "none" and self.layout.tp_by.degrees:
+            raise ValueError(
+                f"layout.quantized {self.layout.quantized} has not been tried with layout.tp_by: "
+                "use layout.quantized: none"
+            )
         if self.layout.quantized != "none" and self.layout.ep > 1:
             raise ValueError(
                 f"layout.quantized {self.layout.quantized} has not been tried with layout.ep "

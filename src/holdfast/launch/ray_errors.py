@@ -46,7 +46,7 @@ def _of_connection(kind: str, detail: str, address: str) -> ConfigError | None:
             return ConfigError(
                 f"this machine is not part of the Ray cluster at {address}",
                 where=ADDRESS_KEY,
-                remedy="call holdfast on a machine of the cluster, or use ray://HOST:10001",
+                remedy="call this command on a machine of the cluster, or use ray://HOST:10001",
             )
         case "versions":
             return ConfigError(

@@ -36,6 +36,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.wire.child_command import module_command
+
 INTERVAL_S = 5.0
 """Seconds between two looks at the job."""
 SIGNAL_INTERVAL_S = 0.5
@@ -340,7 +342,7 @@ class JobKeeper:
         """Start a deputy on another node, unless there is one."""
         others = [node for node in nodes if node != self._host and self._agents[node].is_running]
         if others and (self._deputy is None or self._deputy.poll() is not None):
-            command = [sys.executable, "-P", "-m", "holdfast.launch.slurm_job", "--deputy"]
+            command = module_command("holdfast.launch.slurm_job", "--deputy")
             command += self._options.arguments
             path = Path(self._options.logs, "slurm.log")
             self._deputy = self._slurm.start_step(others[0], path, command, DEPUTY_NAME)

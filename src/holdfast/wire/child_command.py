@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 
-def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs `module` in this environment's Python."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+def module_command(module: str, *arguments: str, python: str = "") -> list[str]:
+    """Return the command that runs `module` in this environment's Python, or in another one."""
+    return [python or sys.executable, "-P", "-m", module, *arguments]
 
 
 def paths_for(module: str) -> list[str]:

@@ -178,7 +178,7 @@ CASES: list[Case] = [
         "launch/clusters/slurm.py: … of Slurm is not on this machine",
         begin(path=None),
         check_slurm,
-        r"install it with: apt-get install --no-install-recommends slurmctld slurmd slurm-client "
+        r"install it with: apt-get install slurmctld slurmd slurm-client "
         r"slurm-wlm-basic-plugins",
         fixed(path="/usr/sbin/slurmctld"),
     ),

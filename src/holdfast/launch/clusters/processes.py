@@ -67,7 +67,7 @@ def all_of(state: ClusterState) -> set[psutil.Process]:
 
 def end_all(state: ClusterState) -> tuple[int, set[psutil.Process]]:
     """End all processes of a cluster: SIGTERM, then SIGKILL. Return how many there were, and those
-    that are left."""
+    that are left. The last look finds none: a process may start another one before it ends."""
     seen: set[psutil.Process] = set()
     begun = time.monotonic()
     while True:
@@ -77,7 +77,7 @@ def end_all(state: ClusterState) -> tuple[int, set[psutil.Process]]:
         psutil.wait_procs(list(seen), timeout=0)  # reaps those that we have started
         left = {each for each in seen if each.is_running() and not _is_zombie(each)}
         waited = time.monotonic() - begun
-        if not left or waited > LEAVE_S + GONE_S:
+        if not found or waited > LEAVE_S + GONE_S:
             return len(seen), left
         if waited > LEAVE_S:
             _send(left, signal.SIGKILL)

@@ -40,7 +40,7 @@ class RayKind:
     """On two cores, nodes that started together have exceeded Ray's own limit of 30 s."""
     who_may_use = (
         "any account of this machine can use this cluster, unless you have a token of Ray "
-        "(ray get-auth-token --generate)"
+        "(ray get-auth-token)"
     )
 
     def check(self) -> None:

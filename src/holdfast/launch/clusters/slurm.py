@@ -68,7 +68,7 @@ class SlurmKind:
                 raise UserError(
                     f"{program} of Slurm is not on this machine",
                     where="--kind slurm",
-                    remedy="install it with: apt-get install --no-install-recommends slurmctld "
+                    remedy="install it with: apt-get install slurmctld "
                     "slurmd slurm-client slurm-wlm-basic-plugins",
                 )
 

@@ -249,7 +249,7 @@ def _trainer(request: LaunchRequest, template: PodTemplate) -> list[Object]:
 
 def _ray_cluster(request: LaunchRequest, template: PodTemplate) -> list[Object]:
     """Pods of Ray, each with an agent next to Ray's own container. The agents get the accelerators,
-    and Ray counts none of a node's: it is there for `holdfast data prepare --on ray`."""
+    and Ray counts none of a node's: it is there for `holdfast data prepare RUN_FILE --on ray`."""
     settings, nodes = request.config.launch.kubernetes, request.all_nodes
 
     def ray(name: str) -> Object:

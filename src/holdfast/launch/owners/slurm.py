@@ -1,7 +1,7 @@
 """Slurm as an owner of machines: jobs whose batch step keeps an agent at work on each node.
 
-One script serves every job of a run. All nodes of the run are one job (or several, if
-`launch.slurm.nodes_per_job` says so). Spares, and nodes by which the run grows, are arrays of jobs
+One script serves every job of a run. The run is an array of jobs of one node, or of more
+(`launch.slurm.nodes_per_job`). Spares, and nodes by which the run grows, are further arrays of jobs
 of one node: Slurm cannot add nodes to a job. All jobs have one name, which finds them again.
 `launch/slurm_job.py` is the program of the batch step.
 """

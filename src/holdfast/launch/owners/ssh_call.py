@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.launch.node_host import REPLY_MARK, HostRequest
+from holdfast.wire.child_command import module_command
 
 OWN_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 """After the user's, because ssh takes the first value of an option."""
@@ -45,7 +46,7 @@ class SshHost:
 
     def command(self) -> list[str]:
         """Return the command that a request is sent through."""
-        remote = shlex.join([self.python, "-P", "-m", "holdfast.launch.node_host"])
+        remote = shlex.join(module_command("holdfast.launch.node_host", python=self.python))
         return ["ssh", *self.options, *OWN_OPTIONS, "-T", self.host, remote]
 
     def ask(self, request: HostRequest) -> dict[str, Any]:
