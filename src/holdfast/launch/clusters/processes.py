@@ -77,10 +77,10 @@ def end_all(state: ClusterState) -> tuple[int, set[psutil.Process]]:
         psutil.wait_procs(list(seen), timeout=0)  # reaps those that we have started
         left = {each for each in seen if each.is_running() and not _is_zombie(each)}
         waited = time.monotonic() - begun
-        if not found or waited > LEAVE_S + GONE_S:
-            return len(seen), left
+        if not (found or left) or waited > LEAVE_S + GONE_S:
+            return len(seen), left | found
         if waited > LEAVE_S:
-            _send(left, signal.SIGKILL)
+            _send(left | found, signal.SIGKILL)
         time.sleep(_LOOK_S)
 
 
