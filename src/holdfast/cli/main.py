@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "down": ("down", "give the machines of a launched run back"),
     "broker": ("broker", "launch runs for a platform with the Open Service Broker API"),
     "cloud": ("cloud", "show prices, choose a mix, write jobs for managed services"),
+    "cluster": ("cluster", "bring up a Ray or Slurm of your own on this machine"),
     "branch": ("branch", "begin a new run from a checkpoint of another one"),
     "watch": ("watch", "follow a run from another terminal"),
     "track": ("track", "bring a run to W&B, MLflow, TensorBoard or CSV files"),
