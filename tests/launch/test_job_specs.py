@@ -7,7 +7,6 @@ installed: pip install skypilot google-cloud-aiplatform azure-ai-ml
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,7 @@ def test_azures_own_loader_takes_the_job(settings: ServiceSettings, tmp_path: Pa
 
 def _package(name: str) -> Any:
     """A package of a service, which the campaign uses where it is installed."""
-    pytest.importorskip(name.partition(".")[0], reason=f"pip install the package of {name}")
-    return importlib.import_module(name)
+    return pytest.importorskip(name, reason=f"pip install the package of {name}")
 
 
 def test_no_job_holds_the_secret_or_its_value() -> None:

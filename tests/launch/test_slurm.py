@@ -78,7 +78,7 @@ def test_submit_writes_the_script_and_returns_the_first_job(
     script = tmp_path / "run" / "launch" / "slurm.sh"
     assert (job.job, job.nodes) == ("12", 5)
     assert slurm.calls("sbatch") == [
-        f"--parsable --nodes=4 {script}",
+        f"--parsable --nodes=1 --array=0-3 {script}",
         f"--parsable --nodes=1 {script}",
     ]
     assert script.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=tiny-")
