@@ -91,7 +91,7 @@ def test_a_machine_without_the_driver_gets_no_line(tmp_path: Path) -> None:
         ({"modules": ["nv_peer_mem"]}, "nv_peer_mem", "weak", "no longer maintained"),
         ({"kernel": "5.4.0-150-generic"}, "kernel", "weak", "network cards cannot read"),
     ],
-)  # fmt: skip
+)
 def test_the_culprit_is_named(
     tmp_path: Path, given: dict[str, object], culprit: str, state: str, words: str
 ) -> None:

@@ -28,7 +28,7 @@ from holdfast.data.ray_tasks import perform_rows, versions
 CONNECT_TIMEOUT_S = 5.0
 
 
-class Refusal(Exception):  # noqa: N818
+class RefusalError(Exception):
     """The cluster cannot be used. kind: absent or unreachable."""
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -50,31 +50,31 @@ def main() -> None:
         for line in sys.stdin:
             for found in run(ray, json.loads(line)):
                 answer(found)
-    except Refusal as refusal:
+    except RefusalError as refusal:
         answer({"refused": refusal.kind, "detail": refusal.detail})
     except Exception as error:
         answer({"refused": "failed", "detail": _in_short(error)})
 
 
 def connect(address: str) -> Any:
-    """Connect to the cluster; return the module ray. Raises Refusal."""
+    """Connect to the cluster; return the module ray. Raises RefusalError."""
     host, _, port = address.rpartition(":")
     if host and "://" not in address:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            raise Refusal("unreachable", str(error)) from None
+            raise RefusalError("unreachable", str(error)) from None
     try:
         ray: Any = import_module("ray")
         import_module("ray.data")
     except ImportError as error:
-        raise Refusal("absent", str(error)) from None
+        raise RefusalError("absent", str(error)) from None
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
         here = {"_node_ip_address": own} if (own := _own_address(address)) else {}
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
     except Exception as error:  # Ray has no common class of its errors
-        raise Refusal("unreachable", _in_short(error)) from None
+        raise RefusalError("unreachable", _in_short(error)) from None
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     return ray

@@ -55,7 +55,9 @@ def _holds(found: InstalledVersions, name: str, bounds: str) -> bool:
     if version is None:
         return False
     for bound in bounds.split(","):
-        sign, text = re.fullmatch(r"(<|>=|==)(\S+)", bound.strip()).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(r"(<|>=|==)(\S+)", bound.strip())
+        assert parts is not None
+        sign, text = parts.groups()
         wanted = parse_version(text)
         assert wanted is not None
         if not _COMPARE[sign](version[: len(wanted)], wanted):

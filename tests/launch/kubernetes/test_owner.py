@@ -212,25 +212,47 @@ def test_machines_without_the_label_are_named() -> None:
 
 
 RECORDED = [  # what kubectl 1.32 printed, and words of our sentence
-    ("The connection to the server localhost:8080 was refused - did you specify the right host or "
-     "port?", "does not answer: The connection to the server localhost:8080 was refused"),
-    ("E1126 19:53:59.262006 5437 memcache.go:265] \"Unhandled Error\" err=\"x\"\nUnable to connect "
-     "to the server: dial tcp: lookup k8s on 10.0.0.1:53: no such host", "does not answer: Unable"),
-    ("error: context \"nope\" does not exist", "kubectl knows no such context"),
-    ("Error in configuration: context was not found for specified context: nope",
-     "launch.kubernetes.context: kubectl knows no such context"),
-    ('error: resource mapping not found for name: "a" namespace: "b" from "STDIN": no matches for '
-     'kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
-     "the cluster does not know JobSet"),
-    ("error: the server doesn't have a resource type \"jobsets\"", "does not know jobsets"),
-    ('Error from server (NotFound): error when creating "STDIN": namespaces "x" not found',
-     "launch.kubernetes.namespace: the cluster has no namespace"),
-    ('Error from server (Forbidden): roles.rbac.authorization.k8s.io is forbidden: User "u" cannot '
-     'create resource "roles"', "this account may not do that: roles.rbac"),
-    ('Error from server (Forbidden): error when creating "STDIN": pods "a" is forbidden: exceeded '
-     "quota: team", "the namespace's quota is used up: pods"),
+    (
+        "The connection to the server localhost:8080 was refused - did you specify the "
+        "right host or "
+        "port?",
+        "does not answer: The connection to the server localhost:8080 was refused",
+    ),
+    (
+        'E1126 19:53:59.262006 5437 memcache.go:265] "Unhandled Error" err="x"\nUnable to connect '
+        "to the server: dial tcp: lookup k8s on 10.0.0.1:53: no such host",
+        "does not answer: Unable",
+    ),
+    ('error: context "nope" does not exist', "kubectl knows no such context"),
+    (
+        "Error in configuration: context was not found for specified context: nope",
+        "launch.kubernetes.context: kubectl knows no such context",
+    ),
+    (
+        'error: resource mapping not found for name: "a" namespace: "b" from "STDIN": no '
+        "matches for "
+        'kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
+        "the cluster does not know JobSet",
+    ),
+    ('error: the server doesn\'t have a resource type "jobsets"', "does not know jobsets"),
+    (
+        'Error from server (NotFound): error when creating "STDIN": namespaces "x" not found',
+        "launch.kubernetes.namespace: the cluster has no namespace",
+    ),
+    (
+        "Error from server (Forbidden): roles.rbac.authorization.k8s.io is forbidden: User "
+        '"u" cannot '
+        'create resource "roles"',
+        "this account may not do that: roles.rbac",
+    ),
+    (
+        'Error from server (Forbidden): error when creating "STDIN": pods "a" is forbidden: '
+        "exceeded "
+        "quota: team",
+        "the namespace's quota is used up: pods",
+    ),
     ("error: You must be logged in to the server (Unauthorized)", "not accept the credentials"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("said", "words"), RECORDED)

@@ -84,7 +84,9 @@ def mount_path(request: LaunchRequest) -> str | None:
 
 def bytes_of(quantity: str) -> int:
     """Return the bytes of a quantity such as 64Gi."""
-    number, unit = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", quantity).groups()  # type: ignore[union-attr]
+    parts = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", quantity)
+    assert parts is not None  # as the section's pattern demands
+    number, unit = parts.groups()
     return int(float(number) * _UNITS.get(unit, 1))
 
 

@@ -121,7 +121,9 @@ class PodHost:
             _signal_group(running.process, signal.SIGKILL)
 
     def _begin(self, part: Part) -> None:
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the part
+        descriptor, path = tempfile.mkstemp()
+        os.unlink(path)  # it lives as long as the part
+        output = os.fdopen(descriptor, "w+b")
         environment = os.environ | {
             "HOLDFAST_GANG": str(part.gang),
             "HOLDFAST_GANG_RANK": str(part.rank),
@@ -162,10 +164,9 @@ class PodHost:
             return
         _signal_group(self._running.process, signal.SIGTERM)
         try:
-            self._running.process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
+            with suppress(subprocess.TimeoutExpired):
+                self._running.process.wait(GRACE_S)
+        finally:  # also after a second Ctrl-C
             _signal_group(self._running.process, signal.SIGKILL)
             self._running.process.wait()
             self._running.output.close()
