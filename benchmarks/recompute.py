@@ -2,7 +2,7 @@
 
 One process computes forward and backward of one microbatch, on one thread, in float32. Each round
 times all policies, in an order that rotates. The table has medians, the counted bytes that a
-forward pass leaves, and what the formulas of `holdfast.plan.activations` say.
+forward pass leaves, and what the formulas of `holdfast.plan.memory.activations` say.
 
     python -m benchmarks.recompute [--rounds 15] [--shape 15m] [--batch 2] [--sequence 512]
 """
@@ -20,7 +20,7 @@ from holdfast.config.run import RunConfig
 from holdfast.layout import Layout, place_layout
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
-from holdfast.plan.activations import activations_of
+from holdfast.plan.memory.activations import activations_of
 from holdfast.train.activation_meter import ActivationMeter
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.recompute import apply_recompute

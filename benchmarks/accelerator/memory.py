@@ -16,8 +16,8 @@ from benchmarks.accelerator.shape import Variant, shape_config
 from benchmarks.accelerator.work import wait_for
 from holdfast.config.run import RunConfig
 from holdfast.layout import Layout, place_layout
-from holdfast.plan.activations import has_formula
-from holdfast.plan.estimate import rank_estimate
+from holdfast.plan.memory.activations import has_formula
+from holdfast.plan.memory.estimate import rank_estimate
 from holdfast.train.equal_steps import lone_engine, one_step, trained, unequal
 from holdfast.train.precision import same_kernels_each_time
 

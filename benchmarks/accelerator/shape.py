@@ -19,8 +19,8 @@ from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, utilisation
 from holdfast.errors import ConfigError
 from holdfast.launch.devices import refuse_float8
-from holdfast.plan.accelerators import peak_flops
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.machine.accelerators import peak_flops
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.train.engine import StepEngine
 from holdfast.train.equal_steps import lone_engine, one_step
 from holdfast.train.precision import same_kernels_each_time

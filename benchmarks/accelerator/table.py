@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accelerator.settings import RowResult, Settings
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.machine.hardware import detect_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 _TOGETHER = 3  # rows at a time that measure no speed

@@ -17,8 +17,8 @@ from holdfast.errors import ConfigError
 from holdfast.export.weights import Sampling, choose_checkpoint, continuations
 from holdfast.launch.devices import describe_devices
 from holdfast.launch.runs import open_run
-from holdfast.plan.accelerators import Accelerator
-from holdfast.plan.hardware import HardwareInfo
+from holdfast.plan.machine.accelerators import Accelerator
+from holdfast.plan.machine.hardware import HardwareInfo
 from tests.cli.conftest import Trained
 from tests.support.commands import here, write_run_file
 

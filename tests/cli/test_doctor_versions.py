@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.doctor_versions import check_versions
-from holdfast.plan.installed_versions import (
+from holdfast.plan.machine.installed_versions import (
     InstalledVersions,
     parse_version,
     read_installed_versions,
 )
-from holdfast.plan.known_conflicts import KNOWN_CONFLICTS
+from holdfast.plan.machine.known_conflicts import KNOWN_CONFLICTS
 
 OFED = "MLNX_OFED_LINUX-5.4-1.0.3.0:\n"
 SMI = "580.65.06, 9.0\n580.65.06, 9.0\n"

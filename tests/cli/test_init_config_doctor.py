@@ -11,8 +11,8 @@ import pytest
 from holdfast.cli import doctor_checks
 from holdfast.config.load import load_config
 from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
-from holdfast.plan.accelerators import Accelerator
-from holdfast.plan.hardware import HardwareInfo, detect_hardware
+from holdfast.plan.machine.accelerators import Accelerator
+from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from tests.support.commands import here
 
 Capture = pytest.CaptureFixture[str]

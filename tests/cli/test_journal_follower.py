@@ -14,7 +14,7 @@ from holdfast.cli.views import RunViews
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 from holdfast.events import Record, to_json
-from holdfast.plan.hardware import HardwareInfo
+from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.report.metrics import RunMetrics
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.run_store import FolderStore

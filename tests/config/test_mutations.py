@@ -17,7 +17,7 @@ from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.no_effect import find_without_effect
 from holdfast.core.data.sample_order import BatchSchedule, Mixture
 from holdfast.errors import UserError
-from holdfast.plan.hardware import HardwareInfo, detect_hardware
+from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 
 BASE: dict[str, Any] = {
     "name": "lab",

@@ -8,7 +8,7 @@ from holdfast.config.load import resolve_config
 from holdfast.config.recompute import Recompute, RecomputePolicy, word_of_stage
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
-from holdfast.plan.activations import has_formula
+from holdfast.plan.memory.activations import has_formula
 
 
 def resolved(*overrides: str) -> RunConfig:

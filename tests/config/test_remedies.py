@@ -13,7 +13,7 @@ from holdfast.config.load import resolve_config
 from holdfast.config.no_effect import find_without_effect
 from holdfast.config.yaml_tree import parse_yaml
 from holdfast.errors import UserError
-from holdfast.plan.hardware import HardwareInfo, detect_hardware
+from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from tests.config.remedy_follower import NoRemedyError, follow, to_yaml
 from tests.config.test_mutations import BASE, CHANGES, mutated, prepared_start
 

@@ -13,13 +13,18 @@ from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, device_kind, is_accelerator
 
 SOURCES = Path(holdfast.__file__).parent
-TABLE_FILES = {"core/devices.py", "config/run.py", "plan/accelerators.py", "plan/hardware.py"}
+TABLE_FILES = {
+    "core/devices.py",
+    "config/run.py",
+    "plan/machine/accelerators.py",
+    "plan/machine/hardware.py",
+}
 HERE = {
     "launch/devices.py": "what torch was built for",
     "config/explain.py": "what a person may have meant by another word",
     "cli/doctor_versions.py": "names of packages, whose versions are compared",
-    "plan/installed_versions.py": "the same",
-    "plan/known_conflicts.py": "the same",
+    "plan/machine/installed_versions.py": "the same",
+    "plan/machine/known_conflicts.py": "the same",
     "launch/kubernetes/pod.py": "which cards a pod asks Kubernetes for",
 }
 

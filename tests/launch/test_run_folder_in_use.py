@@ -28,7 +28,7 @@ from holdfast.launch.run_folder import (
     set_aside,
     write_description,
 )
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.server import HttpListener, SignedApplication
 from holdfast.wire.http.sockets import address_of, bind_listener

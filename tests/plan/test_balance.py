@@ -12,11 +12,11 @@ import pytest
 from holdfast.config.run import RunConfig
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.layout import Layout, Replica, Stages, Topology, place_replicas
-from holdfast.plan.balance import planned_stages, stage_times, times_of_stages
-from holdfast.plan.estimate import rank_estimate
-from holdfast.plan.interface import NodePlaces
-from holdfast.plan.planner import plan_layout
-from holdfast.plan.stage_memory import PipelineMemory
+from holdfast.plan.memory.estimate import rank_estimate
+from holdfast.plan.memory.stage_memory import PipelineMemory
+from holdfast.plan.placing.balance import planned_stages, stage_times, times_of_stages
+from holdfast.plan.placing.interface import NodePlaces
+from holdfast.plan.placing.planner import plan_layout
 from tests.support.marks import in_campaign
 
 MODEL = {"preset": None, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.plan.accelerators import (
+from holdfast.plan.machine.accelerators import (
     Accelerator,
     detect_accelerators,
     visible_accelerators,
 )
-from holdfast.plan.hardware import cpp_compiler, detect_hardware, torch_build_target
+from holdfast.plan.machine.hardware import cpp_compiler, detect_hardware, torch_build_target
 
 LISTING = """\
 0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559

@@ -15,7 +15,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
-from holdfast.plan.layouts import layouts_of, max_workers
+from holdfast.plan.placing.layouts import layouts_of, max_workers
 from holdfast.plan.step_microbatches import microbatches
 
 

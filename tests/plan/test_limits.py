@@ -15,8 +15,8 @@ from holdfast.cli.doctor_checks import run_checks
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.errors import HoldfastError
-from holdfast.plan import limits
-from holdfast.plan.limits import available_memory, usable_cores, usable_memory
+from holdfast.plan.machine import limits
+from holdfast.plan.machine.limits import available_memory, usable_cores, usable_memory
 
 GIB = 2**30
 TOTAL, AVAILABLE = 64 * GIB, 48 * GIB
@@ -177,7 +177,7 @@ def test_agent_mover_and_doctor_agree(machine: FakeMachine) -> None:
 
 def test_cores_are_those_this_process_may_use() -> None:
     one = min(os.sched_getaffinity(0))
-    code = "from holdfast.plan.limits import usable_cores; print(usable_cores())"
+    code = "from holdfast.plan.machine.limits import usable_cores; print(usable_cores())"
     done = subprocess.run(
         ["taskset", "-c", str(one), sys.executable, "-c", code],
         capture_output=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
-from holdfast.plan.links import detect_links, parse_topology
+from holdfast.plan.machine.links import detect_links, parse_topology
 
 EIGHT = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

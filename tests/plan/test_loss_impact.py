@@ -13,7 +13,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError
-from holdfast.plan.loss_impact import impact_of_loss
+from holdfast.plan.placing.loss_impact import impact_of_loss
 
 LAYOUTS = (
     {"workers": 4},

@@ -11,7 +11,7 @@ from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
 from holdfast.elastic.node.launch_specs import plan_topology
-from holdfast.plan.memory_use import RankContents, contents_by_rank
+from holdfast.plan.memory.memory_use import RankContents, contents_by_rank
 
 
 def held(precision: str = "fp32", **layout: Any) -> tuple[RunConfig, tuple[RankContents, ...]]:

@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import UserError
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
-from holdfast.plan.microbatch_size import choose_microbatch_size, microbatch_choices
+from holdfast.plan.memory.microbatch_size import choose_microbatch_size, microbatch_choices
 
 KEY = "train.microbatch_size"
 MODEL = ("model.preset=tiny", "model.vocab_size=512", "data.sequence_length=64", "device=cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.memory.arena import PAGE, Arena
-from holdfast.plan.numa import device_numa_node, prefer_numa_node
+from holdfast.plan.machine.numa import device_numa_node, prefer_numa_node
 
 ADDRESS = "0000:dc:00.0"
 

@@ -8,7 +8,7 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import ActionKind
 from holdfast.core.schedule.timing import max_in_flight
 from holdfast.layout import Layout, place_replicas
-from holdfast.plan.pass_order import StageBytes, fullest_forward, rank_actions, rank_passes
+from holdfast.plan.memory.pass_order import StageBytes, fullest_forward, rank_actions, rank_passes
 
 RANKS, MICROBATCHES = 4, 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}

@@ -19,8 +19,8 @@ from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
-from holdfast.plan.planner import dealer_of, plan_layout, reweight
+from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.placing.planner import dealer_of, plan_layout, reweight
 
 RUN_FILES: dict[str, dict[str, Any]] = {
     "dp": {},

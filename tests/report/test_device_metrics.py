@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.plan.device_readings import DeviceReading, read_devices
+from holdfast.plan.machine.device_readings import DeviceReading, read_devices
 from holdfast.report.device_metrics import DeviceMetrics
 from tests.support.ranks import wait_until
 

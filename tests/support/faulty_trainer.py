@@ -32,7 +32,7 @@ DEEDS = "HOLDFAST_TEST_DEEDS"
 def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
-    from holdfast.plan import links
+    from holdfast.plan.machine import links
     from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
     from tests.support import fake_nccl

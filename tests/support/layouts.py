@@ -40,7 +40,7 @@ from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.plan.balance import planned_stages
+from holdfast.plan.placing.balance import planned_stages
 from holdfast.train.build import build_engine, choose_exchange
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import StepVerdict

@@ -18,7 +18,7 @@ from holdfast.config.memory import GB
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.events import StepDone, WorkerStarted
-from holdfast.plan.memory_use import contents_by_rank
+from holdfast.plan.memory.memory_use import contents_by_rank
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import apart, start
 from tests.support.journal_reader import Journal

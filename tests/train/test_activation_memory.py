@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import Coordinate, Topology
-from holdfast.plan.activations import RankShape, activations_of, has_formula
+from holdfast.plan.memory.activations import RankShape, activations_of, has_formula
 from holdfast.train.activation_meter import ActivationMeter
 from tests.support.layouts import RECOMPUTE, VOCABULARY, case, config_of, engine_of
 from tests.support.layouts import topology_of as place

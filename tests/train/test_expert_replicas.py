@@ -13,7 +13,7 @@ from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.expert_parallel import routed_layers
 from holdfast.parallel.expert_replicas import plan_dispatch
 from holdfast.parallel.process_groups import connect
-from holdfast.plan.expert_copies import copy_bytes
+from holdfast.plan.memory.expert_copies import copy_bytes
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
 from tests.support.layouts import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from holdfast.config.run import RunConfig
-from holdfast.plan.estimate import rank_estimate
-from holdfast.plan.microbatch_size import choose_microbatch_size, microbatch_choices
+from holdfast.plan.memory.estimate import rank_estimate
+from holdfast.plan.memory.microbatch_size import choose_microbatch_size, microbatch_choices
 from holdfast.train.engine import StepEngine
 from holdfast.train.tensor_account import TensorAccount
 from tests.support.layouts import case, config_of, engine_of, topology_of

@@ -11,7 +11,7 @@ import gc
 
 import pytest
 
-from holdfast.plan.communicators import communicators_by_rank
+from holdfast.plan.memory.communicators import communicators_by_rank
 from tests.support import fake_nccl
 from tests.support.layouts import case, config_of, engine_of, one_step, pieces, topology_of
 from tests.support.ranks import RankContext, rank_values

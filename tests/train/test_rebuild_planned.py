@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
-from holdfast.plan.planner import dealer_of, plan_layout
+from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.placing.planner import dealer_of, plan_layout
 from tests.support.layouts import case, config_of, topology_of
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values

@@ -66,7 +66,7 @@ def branch(
 
 def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageProgress) -> Branch:
     from holdfast.launch.branch import make_branch
-    from holdfast.plan.hardware import detect_hardware
+    from holdfast.plan.machine.hardware import detect_hardware
 
     show = partial(progress.show_bytes, "copied")
     return make_branch(parent, at, to, overrides, detect_hardware(), show)

@@ -27,7 +27,7 @@ from holdfast.cli.output import say
 from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import read_text, resolve_config
 from holdfast.errors import ConfigError, RunFolderError, UserError
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.simulate.traces import load_trace
 from holdfast.wire.child_command import module_command
 

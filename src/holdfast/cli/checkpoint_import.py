@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
     from holdfast.core.format.manifest import Commit
     from holdfast.data.dataset import Dataset
-    from holdfast.plan.hardware import HardwareInfo
+    from holdfast.plan.machine.hardware import HardwareInfo
     from holdfast.wire.store.run_store import RunStore
 
 COMMAND = "holdfast checkpoint import"
@@ -73,7 +73,7 @@ def import_(
     from holdfast.launch.microbatch_size import with_microbatch_size
     from holdfast.launch.named_parts import with_named_parts
     from holdfast.launch.run_folder import refuse_in_use, refuse_other
-    from holdfast.plan.hardware import detect_hardware
+    from holdfast.plan.machine.hardware import detect_hardware
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)

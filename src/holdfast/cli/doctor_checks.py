@@ -27,8 +27,8 @@ from holdfast.launch.process_limits import (
     OPEN_FILES_PER_WORKER,
     TORCH_ADDRESS_BYTES,
 )
-from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
-from holdfast.plan.links import detect_links
+from holdfast.plan.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
+from holdfast.plan.machine.links import detect_links
 from holdfast.report.formatting import format_plural
 from holdfast.wire.child_command import module_command
 

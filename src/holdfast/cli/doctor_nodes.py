@@ -21,7 +21,7 @@ from holdfast.elastic.protocol.node_check import LISTENS, LinkResult, NodeMemory
 from holdfast.errors import HoldfastError, LayoutError
 from holdfast.launch.node_checks import AgentAnswer
 from holdfast.layout import Topology
-from holdfast.plan.memory_use import contents_by_rank
+from holdfast.plan.memory.memory_use import contents_by_rank
 from holdfast.report.formatting import format_bytes, format_duration, format_plural
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.term import HolderReply

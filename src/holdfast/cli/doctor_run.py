@@ -26,9 +26,9 @@ from holdfast.launch.holder import HolderWatch
 from holdfast.launch.node_checks import AgentAnswer, ask_agents
 from holdfast.launch.runs import RESOLVED_FILE, Run, open_run, read_secrets, run_folder_of
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.hardware import detect_hardware
-from holdfast.plan.layouts import layouts_of
-from holdfast.plan.limits import available_memory
+from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.plan.machine.limits import available_memory
+from holdfast.plan.placing.layouts import layouts_of
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import bucket_of_run, store_of_run

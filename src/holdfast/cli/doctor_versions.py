@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from holdfast.cli.doctor_checks import Check
-from holdfast.plan.installed_versions import InstalledVersions, read_installed_versions
-from holdfast.plan.known_conflicts import TABLE_DATE, find_conflicts
-from holdfast.plan.links import detect_links
+from holdfast.plan.machine.installed_versions import InstalledVersions, read_installed_versions
+from holdfast.plan.machine.known_conflicts import TABLE_DATE, find_conflicts
+from holdfast.plan.machine.links import detect_links
 
 NAME = "versions"
 _LABELS = {

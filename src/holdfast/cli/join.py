@@ -73,7 +73,7 @@ def join(
       holdfast join runs/my-run --node second cluster.places=1        on another one
     """
     from holdfast.launch import local
-    from holdfast.plan.hardware import detect_hardware
+    from holdfast.plan.machine.hardware import detect_hardware
 
     stored = _read_begun_run(folder)
     refuse_alone(folder, HolderWatch(folder, say))

@@ -18,7 +18,7 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.bucket_run import place_word
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import read_resolved, run_folder_of
-from holdfast.plan.layouts import max_workers
+from holdfast.plan.placing.layouts import max_workers
 from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def launch(
       holdfast down run.yaml
     """
     from holdfast.launch.owners.choose import open_owner
-    from holdfast.plan.hardware import detect_hardware
+    from holdfast.plan.machine.hardware import detect_hardware
 
     given = list(overrides or [])
     given += [f"launch.on={on}"] if on else []

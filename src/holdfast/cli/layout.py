@@ -188,7 +188,7 @@ def _request_of_run_file(
     from holdfast.data.dataset_location import dataset_exists, open_dataset
     from holdfast.launch.microbatch_size import with_microbatch_size
     from holdfast.launch.runs import run_folder_of
-    from holdfast.plan.balance import times_of_stages
+    from holdfast.plan.placing.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 
     if name is not None:

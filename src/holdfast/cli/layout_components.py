@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.layout import Replica, Topology
-from holdfast.plan.component_tokens import ComponentTokens, components
+from holdfast.plan.memory.component_tokens import ComponentTokens, components
 from holdfast.report.formatting import format_plural
 
 _UNITS = {"attention": "sample", "ffn": "token"}

@@ -8,7 +8,7 @@ import typer
 
 from holdfast.cli.output import print_json, print_table
 from holdfast.errors import UserError
-from holdfast.plan.network import ASSUMED_LINKS, LEVELS
+from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS
 from holdfast.report.formatting import format_bytes, format_duration
 
 SIZES = (2**10, 2**16, 2**20, 2**24, 2**30)

@@ -10,11 +10,11 @@ from holdfast.config.run import RunConfig
 from holdfast.core.schedule.asynchronous import versions_under
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology
-from holdfast.plan.activations import device_kind, has_estimate, has_formula
-from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
-from holdfast.plan.estimate import RankEstimate, estimates_by_rank
+from holdfast.plan.memory.activations import device_kind, has_estimate, has_formula
+from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
+from holdfast.plan.memory.estimate import RankEstimate, estimates_by_rank
+from holdfast.plan.memory.zero2_cost import zero2_costs
 from holdfast.plan.step_microbatches import microbatches
-from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.report.formatting import format_bytes
 
 NO_FORMULA = (

@@ -23,10 +23,10 @@ from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
-from holdfast.plan.activations import activations_of, device_kind, has_formula
-from holdfast.plan.expert_copies import copy_bytes, most_copies
-from holdfast.plan.loss_impact import LossImpact
-from holdfast.plan.memory_use import RankContents, Span
+from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
+from holdfast.plan.memory.expert_copies import copy_bytes, most_copies
+from holdfast.plan.memory.memory_use import RankContents, Span
+from holdfast.plan.placing.loss_impact import LossImpact
 from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_bytes, format_count, format_plural
 

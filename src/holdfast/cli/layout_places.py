@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.layout import Topology
-from holdfast.plan.placed_memory import placed_by_rank
+from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.report.formatting import format_bytes
 
 

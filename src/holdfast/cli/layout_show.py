@@ -22,11 +22,11 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.runs import run_folder_of
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.activations import activations_of, device_kind, has_formula
-from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
-from holdfast.plan.loss_impact import LossImpact, impact_of_loss
-from holdfast.plan.memory_use import contents_by_rank
-from holdfast.plan.placed_memory import placed_by_rank
+from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
+from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
+from holdfast.plan.memory.memory_use import contents_by_rank
+from holdfast.plan.memory.placed_memory import placed_by_rank
+from holdfast.plan.placing.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_plural
 

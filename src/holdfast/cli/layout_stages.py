@@ -8,8 +8,8 @@ from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.plan.balance import times_of_stages
-from holdfast.plan.stage_memory import PipelineMemory, check_memory_formula
+from holdfast.plan.memory.stage_memory import PipelineMemory, check_memory_formula
+from holdfast.plan.placing.balance import times_of_stages
 from holdfast.report.formatting import format_bytes
 
 

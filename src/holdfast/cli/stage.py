@@ -49,7 +49,7 @@ def stage(
     from holdfast.checkpoint.peers.client import split_address
     from holdfast.checkpoint.peers.staging_node import StagingNode
     from holdfast.config.peers import is_loopback
-    from holdfast.plan.limits import available_memory
+    from holdfast.plan.machine.limits import available_memory
     from holdfast.wire.http.sockets import bind_listener
     from holdfast.wire.http.tls import with_tls
     from holdfast.wire.secret import read_secret

@@ -61,8 +61,8 @@ from holdfast.launch.task_run import with_task
 from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
-from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
-from holdfast.plan.layouts import layouts_of, max_workers
+from holdfast.plan.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
+from holdfast.plan.placing.layouts import layouts_of, max_workers
 from holdfast.wire.store.run_location import where_of_run
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A violated rule gives one sentence. It names the key, its value, and what the value does not fit.
 It also names the nearest values below and above that every rule of the same axis allows. Rules
-that depend on how microbatches are dealt are in `plan/layouts.py`.
+that depend on how microbatches are dealt are in `plan/placing/layouts.py`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ from holdfast.data.text_pieces import cut_text
 from holdfast.data.tokenizer_check import PROBE_BYTES, check_tokenizer
 from holdfast.data.unit_tasks import SPLITS, read_ends, read_refused, read_result, read_scan
 from holdfast.errors import CorruptError, DataError
-from holdfast.plan.limits import usable_cores
+from holdfast.plan.machine.limits import usable_cores
 
 WORK_FOLDER = ".prepare"
 NAMED_FILES = 50

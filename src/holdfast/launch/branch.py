@@ -37,7 +37,7 @@ from holdfast.launch.branch_config import branch_config, refuse_bad_changes
 from holdfast.launch.resume_checks import refuse_other_shapes, usable_commits
 from holdfast.launch.run_folder import write_description
 from holdfast.launch.runs import IMPORTED_FOLDER, Run, read_resolved
-from holdfast.plan.hardware import HardwareInfo
+from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import bucket_of_run

@@ -8,8 +8,8 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.errors import ConfigError
-from holdfast.plan.accelerators import compute_capabilities
-from holdfast.plan.hardware import HardwareInfo
+from holdfast.plan.machine.accelerators import compute_capabilities
+from holdfast.plan.machine.hardware import HardwareInfo
 
 _BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
 """What torch must have been built for, by kind of device."""

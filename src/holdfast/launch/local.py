@@ -36,7 +36,7 @@ from holdfast.launch.node_name import default_node_name
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.launch.trackers import tracker_programs
-from holdfast.plan.planner import plan_layout
+from holdfast.plan.placing.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret

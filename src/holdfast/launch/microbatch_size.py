@@ -7,9 +7,9 @@ from pathlib import Path
 from holdfast.config.load import LoadedConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.runs import read_resolved
-from holdfast.plan.activations import has_estimate
-from holdfast.plan.hardware import detect_hardware
-from holdfast.plan.microbatch_size import choose_microbatch_size
+from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.plan.memory.activations import has_estimate
+from holdfast.plan.memory.microbatch_size import choose_microbatch_size
 from holdfast.report.formatting import format_bytes, format_plural
 
 KEY = "train.microbatch_size"

@@ -6,7 +6,7 @@ The run file's `checkpoint.machine` says it, or the owner of the machines does, 
     HOLDFAST_ZONE           the zone, or nothing: Kubernetes fills in a label that may be missing
     SLURM_TOPOLOGY_ADDR     "spine0.leaf3.n12" with topology/tree: leaf3 is the rack
 
-The places of new replicas (`plan/domains.py`) and of copies of snapshots depend on it.
+The places of new replicas (`plan/placing/domains.py`) and of copies of snapshots depend on it.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from math import prod
 
 from holdfast.config.run import RunConfig
 from holdfast.errors import UserError
-from holdfast.plan.limits import usable_memory
-from holdfast.plan.memory_use import known_parameters
+from holdfast.plan.machine.limits import usable_memory
+from holdfast.plan.memory.memory_use import known_parameters
 
 MIB = 2**20
 WANTED_OPEN_FILES = 65536

@@ -47,7 +47,7 @@ from holdfast.launch.bucket_run import (
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.resume_checks import branch_command, refuse_cut
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
-from holdfast.plan.hardware import HardwareInfo
+from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import LayoutError, UserError
-from holdfast.plan.numa import device_numa_node
+from holdfast.plan.machine.numa import device_numa_node
 
 
 def select_device(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Prometheus metrics of this node's accelerators: utilisation, memory, power, errors.
 
 The agent answers `/metrics` from memory. So a thread asks the vendor's tool
-(`plan/device_readings.py`), and only after a request: a run without a Prometheus starts no tool.
-A tool that hangs keeps its thread. The last numbers then go stale, and
+(`plan/machine/device_readings.py`), and only after a request: a run without a Prometheus starts no
+tool. A tool that hangs keeps its thread. The last numbers then go stale, and
 `holdfast_device_read_timestamp_seconds` shows it.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from holdfast.plan.device_readings import DeviceReading, read_devices
+from holdfast.plan.machine.device_readings import DeviceReading, read_devices
 
 READ_EVERY_S = 10.0
 """Least time between two calls of the tool: each costs some 0.1 s of a processor."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import FORMULAS, run_flops_per_token
-from holdfast.plan.accelerators import peak_flops
+from holdfast.plan.machine.accelerators import peak_flops
 from holdfast.report.history import History
 
 

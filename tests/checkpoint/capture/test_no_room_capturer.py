@@ -13,7 +13,7 @@ from holdfast.checkpoint.mover.protocol import error_from_json, error_to_json
 from holdfast.elastic.worker.checkpointer import make_unless_no_room
 from holdfast.errors import HoldfastError, NoRoomError
 from holdfast.events import GenerationStarted, Record, SettingIgnored
-from holdfast.plan import limits
+from holdfast.plan.machine import limits
 from holdfast.report.progress import RunProgress
 from tests.support.ranks import wait_until
 

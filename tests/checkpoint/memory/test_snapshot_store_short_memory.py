@@ -21,7 +21,7 @@ from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import FencedError
 from holdfast.events import SnapshotDropped
 from holdfast.layout import Topology
-from holdfast.plan import limits
+from holdfast.plan.machine import limits
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import TABLE, topology

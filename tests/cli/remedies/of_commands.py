@@ -308,7 +308,7 @@ CASES: list[Case] = [
         last("lost=node:{0}"),
     ),
     one(
-        "plan/loss_impact.py: rank … is not in a world of …",
+        "plan/placing/loss_impact.py: rank … is not in a world of …",
         "layout show {root}/run.yaml --what-if lost=99",
         r"use ranks 0 to (\d+)",
         last("lost={0}"),

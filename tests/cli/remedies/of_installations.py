@@ -30,11 +30,11 @@ from holdfast.data.columnar_sources import _open_huggingface
 from holdfast.elastic.coordinator.generation_planner import _refuse_empty_branch
 from holdfast.elastic.worker.transport_watch import TransportWatch
 from holdfast.layout import Layout, Topology, place_layout
-from holdfast.plan.accelerators import Accelerator
-from holdfast.plan.hardware import HardwareInfo
-from holdfast.plan.interface import NodePlaces
-from holdfast.plan.planner import plan_layout
-from holdfast.plan.replica_shapes import AllowedShapes
+from holdfast.plan.machine.accelerators import Accelerator
+from holdfast.plan.machine.hardware import HardwareInfo
+from holdfast.plan.placing.interface import NodePlaces
+from holdfast.plan.placing.planner import plan_layout
+from holdfast.plan.placing.replica_shapes import AllowedShapes
 from holdfast.report.trackers.registry import require_tracker
 from holdfast.train.float8 import apply_float8
 from holdfast.wire.store.location import open_store
@@ -195,7 +195,7 @@ def bytes_of(**layout: int) -> int:
 
 def places(site: str, remedy: str, mend: Mend, nodes: int = 1, **given: Any) -> Case:
     start = values(nodes=nodes, **{"layout": {}, **given})
-    return case(f"plan/{site}", start, plan_places, remedy, mend)
+    return case(f"plan/placing/{site}", start, plan_places, remedy, mend)
 
 
 def wait_for_nodes(lab: Lab, found: Match[str]) -> None:

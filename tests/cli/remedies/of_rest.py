@@ -27,8 +27,8 @@ from holdfast.launch.resume_checks import refuse_branch_without_state, refuse_ot
 from holdfast.launch.run_folder import refuse_old_base
 from holdfast.launch.runs import open_run
 from holdfast.layout import Replica, Topology
-from holdfast.plan.hardware import detect_hardware
-from holdfast.plan.layouts import check_dealing_of_steps, layouts_of, replicas_of
+from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.plan.placing.layouts import check_dealing_of_steps, layouts_of, replicas_of
 from holdfast.report.trackers.cursor import CURSOR_FILE, Cursor
 from holdfast.report.trackers.registry import load_tracker
 from holdfast.simulate.traces import load_trace, parse_outages
@@ -459,15 +459,15 @@ CASES: list[Case] = [
         fixed(name="csv"),
     ),
     case(
-        "plan/layouts.py: the number of workers has not been planned",
+        "plan/placing/layouts.py: the number of workers has not been planned",
         overrides("layout.workers=0"),
         replicas,
         r"use a multiple of (\d+)",
         add("layout.workers={0}"),
     ),
     case(
-        "plan/stage_memory.py: memory has no formula for this run's schedule, or for its experts, "
-        "windows, masks of documents, norms, precision, layout.quantized, or cp with "
+        "plan/memory/stage_memory.py: memory has no formula for this run's schedule, or for its "
+        "experts, windows, masks of documents, norms, precision, layout.quantized, or cp with "
         "train.recompute_keep attention",
         overrides(
             "model.layers=4",
@@ -483,8 +483,8 @@ CASES: list[Case] = [
         add("layout.balance={0}"),
     ),
     case(
-        "plan/layouts.py: ….pp … under … needs … microbatches a replica, but step … has …, of "
-        "which replica … gets …",
+        "plan/placing/layouts.py: ….pp … under … needs … microbatches a replica, but step … has "
+        "…, of which replica … gets …",
         overrides(
             "model.layers=4",
             "layout.pp=4",

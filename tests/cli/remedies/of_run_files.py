@@ -14,8 +14,8 @@ from holdfast.cli.train import plan_for_machine
 from holdfast.config.identity import config_differences, refuse_other_run
 from holdfast.config.load import load_config, resolve_config
 from holdfast.launch.microbatch_size import with_microbatch_size
-from holdfast.plan.hardware import detect_hardware
-from holdfast.plan.layouts import check_dealing_of_steps, layouts_of
+from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.plan.placing.layouts import check_dealing_of_steps, layouts_of
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 
 GOOD = "train:\n  steps: 5\n"
@@ -143,7 +143,8 @@ CASES: list[Case] = [
         add,
     ),
     case(
-        "plan/microbatch_size.py: a step of … samples has no microbatch that … shards can share",
+        "plan/memory/microbatch_size.py: a step of … samples has no microbatch that … shards can "
+        "share",
         on_machine(*KNOWN, ROOM, "layout.dp_shard=3", "layout.workers=3", "train.batch_size=16"),
         size_microbatch,
         r"use (\d+)",
@@ -330,8 +331,8 @@ CASES: list[Case] = [
         leave_out,
     ),
     case(
-        "plan/layouts.py: …, but step … has … microbatch… of … samples, so … would have nothing to "
-        "do",
+        "plan/placing/layouts.py: …, but step … has … microbatch… of … samples, so … would have "
+        "nothing to do",
         on_machine("layout.workers=9", "train.batch_size=4", "train.microbatch_size=1"),
         deal,
         r"use (\d+).*",

@@ -27,7 +27,7 @@ from holdfast.launch.resume_checks import (
     refuse_branch_without_state,
 )
 from holdfast.launch.run_folder import refuse_other, write_description
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Lab
 

@@ -16,8 +16,8 @@ from holdfast.elastic.node.identity import (
     torch_build,
 )
 from holdfast.elastic.protocol.coordinator_messages import AgentFacts, JoinRequest
-from holdfast.plan.accelerators import Accelerator
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.machine.accelerators import Accelerator
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.state import NodeStage
 from tests.support.ranks import RankContext, ranks

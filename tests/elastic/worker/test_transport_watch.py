@@ -14,7 +14,7 @@ from holdfast.elastic.worker.transport_watch import TransportWatch
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.comm.device_group import DeviceGroup
-from holdfast.plan import links
+from holdfast.plan.machine import links
 from tests.plan.test_links import write
 from tests.support import fake_nccl
 from tests.support.ranks import RankContext, ranks

@@ -16,8 +16,8 @@ from holdfast.config.memory import MemoryConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import StateMemoryError
 from holdfast.layout import Topology
-from holdfast.plan.estimate import rank_estimate
-from holdfast.plan.placed_memory import placed_by_rank
+from holdfast.plan.memory.estimate import rank_estimate
+from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.train.engine import StepEngine
 from holdfast.train.memory.activation_rooms import FileRoom, HostRoom
 from holdfast.train.memory.places import StateMemory

@@ -17,8 +17,8 @@ from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.optimizer_state import ParameterSettings
 from holdfast.core.sharding.update_pieces import GRAIN, cut_into_pieces, staged_elements
 from holdfast.errors import StateMemoryError
-from holdfast.plan.estimate import rank_estimate
-from holdfast.plan.placed_memory import placed_by_rank
+from holdfast.plan.memory.estimate import rank_estimate
+from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.train.memory.ledger import MemoryLedger
 from holdfast.train.memory.offloaded_adamw import OffloadedAdamW
 from holdfast.train.memory.places import StateMemory

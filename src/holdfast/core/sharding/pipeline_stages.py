@@ -8,8 +8,8 @@ parameters wins. Among those, the one with the fewest blocks on the first stages
 stage keeps the activations of the most microbatches (1F1B: Narayanan et al. 2021, arXiv 2104.04473,
 section 2.2).
 
-`best_split` does this for any two costs of a stage. `plan/balance.py` gives it those that the run
-file asks for.
+`best_split` does this for any two costs of a stage. `plan/placing/balance.py` gives it those
+that the run file asks for.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from holdfast.elastic.run_context import RunContext
 from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
 from holdfast.errors import HoldfastError, UserError
 from holdfast.events import RunStopped
-from holdfast.plan.interface import Planner
+from holdfast.plan.placing.interface import Planner
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.server import HttpListener
 from holdfast.wire.http.sockets import address_of, bind_listener

@@ -33,7 +33,7 @@ from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.node.launch_specs import NodeContext
 from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.run_context import RunContext
-from holdfast.plan.interface import Planner
+from holdfast.plan.placing.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
 
 

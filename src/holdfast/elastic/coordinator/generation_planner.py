@@ -28,8 +28,8 @@ from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CheckpointError, LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
-from holdfast.plan.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
-from holdfast.plan.planner import reweight
+from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
+from holdfast.plan.placing.planner import reweight
 from holdfast.policy.membership.transitions import CoordinatorState, NodeRecord
 from holdfast.policy.recovery.survivors import HeldState
 

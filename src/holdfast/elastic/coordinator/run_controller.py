@@ -49,7 +49,7 @@ from holdfast.errors import (
     UserError,
 )
 from holdfast.events import CheckpointRejected, RunStarted, WorkerPaced
-from holdfast.plan.interface import Planner
+from holdfast.plan.placing.interface import Planner
 from holdfast.policy.detection.stragglers import Pace, PaceChange
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.restart_budget import RestartHistory, why_give_up

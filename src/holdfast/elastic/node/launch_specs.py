@@ -13,9 +13,9 @@ from holdfast.elastic.node.output_relay import make_log_folder
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
-from holdfast.plan.layouts import layouts_of
-from holdfast.plan.planner import plan_layout
+from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.placing.layouts import layouts_of
+from holdfast.plan.placing.planner import plan_layout
 from holdfast.policy.saving.failure_history import FailureHistory
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import translate_os_error

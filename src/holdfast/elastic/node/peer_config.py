@@ -7,7 +7,7 @@ from dataclasses import replace
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.peers import MachineConfig
-from holdfast.plan.limits import available_memory
+from holdfast.plan.machine.limits import available_memory
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
 GB = 1_000_000_000

@@ -12,7 +12,7 @@ from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import PeerLostError
 from holdfast.events import SettingIgnored
 from holdfast.layout import Topology
-from holdfast.plan.planner import dealer_of
+from holdfast.plan.placing.planner import dealer_of
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.train.build import TrainingSession, build_engine, connect_groups, make_session
 from holdfast.train.engine import StepEngine

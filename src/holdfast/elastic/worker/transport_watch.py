@@ -19,7 +19,7 @@ from holdfast.core.transports import (
 from holdfast.errors import LayoutError
 from holdfast.layout import Topology
 from holdfast.parallel.comm.backend_log import BackendLog
-from holdfast.plan.links import TOPOLOGY_TIMEOUT_S, detect_links
+from holdfast.plan.machine.links import TOPOLOGY_TIMEOUT_S, detect_links
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from holdfast.plan.hardware import torch_build_target, torch_version_file
-from holdfast.plan.kernel_files import read_text
+from holdfast.plan.machine.hardware import torch_build_target, torch_version_file
+from holdfast.plan.machine.kernel_files import read_text
 
 TOOL_TIMEOUT_S = 10.0
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

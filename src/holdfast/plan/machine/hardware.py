@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from holdfast.plan.accelerators import Accelerator, detect_accelerators
-from holdfast.plan.limits import usable_cores, usable_memory
+from holdfast.plan.machine.accelerators import Accelerator, detect_accelerators
+from holdfast.plan.machine.limits import usable_cores, usable_memory
 
 
 @dataclass(frozen=True)

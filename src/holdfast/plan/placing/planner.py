@@ -1,8 +1,8 @@
 """The simple planner: as many workers as can be used, with as little change as possible.
 
-1. `plan/replica_counts.py` decides how many replicas of which shape there are. It keeps the run
-   file's replicas and makes smaller ones of the remaining workers. So no machine is idle because
-   a number does not divide.
+1. `plan/placing/replica_counts.py` decides how many replicas of which shape there are. It keeps
+   the run file's replicas and makes smaller ones of the remaining workers. So no machine is idle
+   because a number does not divide.
 2. Complete replicas stay where they are. Then those that lost a worker are mended. Their remaining
    workers keep their places. The gaps are filled, first from their own nodes, then with workers
    that hold just the missing state.
@@ -26,10 +26,10 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.plan.assignment import PlacedReplica, PresentReplicas, ReplicaPlacer
-from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
-from holdfast.plan.replica_counts import choose_replicas
-from holdfast.plan.replica_shapes import AllowedShapes
+from holdfast.plan.placing.assignment import PlacedReplica, PresentReplicas, ReplicaPlacer
+from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.placing.replica_counts import choose_replicas
+from holdfast.plan.placing.replica_shapes import AllowedShapes
 from holdfast.plan.step_microbatches import microbatches
 
 _SPEED_RESOLUTION = 100  # steps in which speeds are told apart
@@ -44,7 +44,7 @@ def plan_layout(
     *,
     memory: int | None = None,
 ) -> LayoutPlan:
-    """A Planner. memory: bytes that a worker may hold, see `plan.replica_shapes`."""
+    """A Planner. memory: bytes that a worker may hold, see `plan.placing.replica_shapes`."""
     shapes = AllowedShapes(config, memory)
     there = sum(node.places for node in nodes)
     workers = min(there, _max_workers(config) or there)

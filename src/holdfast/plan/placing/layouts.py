@@ -13,7 +13,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
-from holdfast.plan.balance import mesh_shape_of, planned_stages
+from holdfast.plan.placing.balance import mesh_shape_of, planned_stages
 from holdfast.plan.step_microbatches import microbatches
 
 

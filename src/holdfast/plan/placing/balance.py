@@ -34,7 +34,7 @@ from holdfast.core.sharding.pipeline_stages import (
     times_again,
 )
 from holdfast.layout import AXES, MeshShape, Replica, Stages
-from holdfast.plan.stage_memory import PipelineMemory
+from holdfast.plan.memory.stage_memory import PipelineMemory
 
 Held = tuple[tuple[int, int], ...]
 """(stage, blocks) of each stage of a worker."""

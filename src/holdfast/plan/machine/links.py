@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
-from holdfast.plan.kernel_files import read_property, read_text
+from holdfast.plan.machine.kernel_files import read_property, read_text
 
 SYSTEM = Path("/sys")
 TOPOLOGY_TIMEOUT_S = 20.0

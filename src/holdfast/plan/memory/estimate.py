@@ -21,7 +21,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.activations import (
+from holdfast.plan.memory.activations import (
     RankShape,
     activations_of,
     blocks_of,
@@ -30,11 +30,11 @@ from holdfast.plan.activations import (
     stage_bytes,
     stages_on,
 )
-from holdfast.plan.gradient_buffers import gradient_buffers
-from holdfast.plan.memory_use import known_parameters, memory_of
-from holdfast.plan.pass_memory import Moment, Stage, moments_of
-from holdfast.plan.pass_order import RankPass, rank_actions, rank_passes
-from holdfast.plan.placed_memory import placed_memory
+from holdfast.plan.memory.gradient_buffers import gradient_buffers
+from holdfast.plan.memory.memory_use import known_parameters, memory_of
+from holdfast.plan.memory.pass_memory import Moment, Stage, moments_of
+from holdfast.plan.memory.pass_order import RankPass, rank_actions, rank_passes
+from holdfast.plan.memory.placed_memory import placed_memory
 from holdfast.plan.step_microbatches import microbatches
 
 FRAGMENTATION = 0.05

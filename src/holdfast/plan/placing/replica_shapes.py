@@ -33,9 +33,9 @@ from holdfast.layout import (
     coordinates_of,
     index_of,
 )
-from holdfast.plan.balance import mesh_shape_of, planned_stages
-from holdfast.plan.memory_use import known_parameters, memory_of
-from holdfast.plan.placed_memory import bytes_in_memory
+from holdfast.plan.memory.memory_use import known_parameters, memory_of
+from holdfast.plan.memory.placed_memory import bytes_in_memory
+from holdfast.plan.placing.balance import mesh_shape_of, planned_stages
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ReplicaShape:
 
 class AllowedShapes:
     """Of one run file. memory: bytes that parameters, gradients and moments may take on one
-    worker (`plan.memory_use`); None for no bound.
+    worker (`plan.memory.memory_use`); None for no bound.
 
     configured: the run file's replicas, one of each kind in its order. Raises LayoutError when none
     of them can be held.

@@ -11,8 +11,8 @@ memory. Both are one sum here, in seconds lost for each second of training:
                      or of a start from a checkpoint if every replica has a node in the domain)
 
 A new replica takes the domain with the least sum, after the replicas that are placed already.
-Tensor groups stay inside a node in any case (`plan/packing.py`). Nodes whose place is not known
-have no domains, so nothing is chosen, and the packing alone decides.
+Tensor groups stay inside a node in any case (`plan/placing/packing.py`). Nodes whose place is not
+known have no domains, so nothing is chosen, and the packing alone decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_block_costs
-from holdfast.plan.network import ASSUMED_LINKS, LEVELS, Link, meeting_level
+from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS, Link, meeting_level
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
 _DAY_S = 86_400.0
@@ -70,7 +70,7 @@ _BYTES_PER_ACTIVATION = 2
 
 def placement_costs(config: RunConfig) -> PlacementCosts:
     """Return the costs of a run, from its model and degrees. They are good enough to compare
-    domains: an estimate of a step's time is not among them (`plan/estimate.py`)."""
+    domains: an estimate of a step's time is not among them (`plan/memory/estimate.py`)."""
     layout, train = config.layout, config.train
     blocks = run_block_costs(config)
     parameters = sum(blocks.parameters) + blocks.first[1] + blocks.last[1]

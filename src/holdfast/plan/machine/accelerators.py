@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.flops import dense_peak
-from holdfast.plan.kernel_files import read_property, read_text
-from holdfast.plan.limits import usable_memory
+from holdfast.plan.machine.kernel_files import read_property, read_text
+from holdfast.plan.machine.limits import usable_memory
 
 _INTEL = "0x8086"
 _SYSTEM = Path("/sys")

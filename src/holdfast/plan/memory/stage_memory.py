@@ -15,8 +15,8 @@ from math import prod
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, MeshShape, place_replicas
-from holdfast.plan.activations import device_kind, has_estimate
-from holdfast.plan.estimate import rank_estimate
+from holdfast.plan.memory.activations import device_kind, has_estimate
+from holdfast.plan.memory.estimate import rank_estimate
 from holdfast.plan.step_microbatches import microbatches
 
 _MOST_REPLICAS = 8

@@ -13,7 +13,7 @@ from holdfast.core.sharding.optimizer_state import bytes_like
 from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
-from holdfast.plan.memory_use import known_parameters
+from holdfast.plan.memory.memory_use import known_parameters
 
 
 @dataclass(frozen=True)

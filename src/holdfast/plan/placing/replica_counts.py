@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.plan.replica_shapes import AllowedShapes, ReplicaShape
+from holdfast.plan.placing.replica_shapes import AllowedShapes, ReplicaShape
 
 _MAX_REPLICAS_DROPPED = 8  # smaller numbers to try if workers would be idle
 

@@ -13,8 +13,8 @@ from math import gcd, lcm
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import place_replicas
-from holdfast.plan.estimate import estimates_by_rank
-from holdfast.plan.layouts import layouts_of
+from holdfast.plan.memory.estimate import estimates_by_rank
+from holdfast.plan.placing.layouts import layouts_of
 
 
 @dataclass(frozen=True)

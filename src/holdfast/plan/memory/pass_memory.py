@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from holdfast.config.recompute import RecomputePolicy
 from holdfast.core.schedule.table import ActionKind
-from holdfast.plan.activations import RankShape
+from holdfast.plan.memory.activations import RankShape
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
 """Logits at a time (`train.objective.chunk_tokens`)."""

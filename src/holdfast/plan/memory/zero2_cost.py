@@ -19,8 +19,8 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal, maximal_subtrees
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE, mesh_box
 from holdfast.layout import Topology
-from holdfast.plan.gradient_buffers import gradient_buffers
-from holdfast.plan.memory_use import known_parameters
+from holdfast.plan.memory.gradient_buffers import gradient_buffers
+from holdfast.plan.memory.memory_use import known_parameters
 from holdfast.plan.step_microbatches import microbatches
 
 

@@ -52,14 +52,14 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.component_tokens import (
+from holdfast.plan.memory.component_tokens import (
     ComponentTokens,
     attention_tokens,
     components,
     ffn_tokens,
 )
-from holdfast.plan.expert_memory import ExpertShape
-from holdfast.plan.pass_order import StageBytes, fullest_forward
+from holdfast.plan.memory.expert_memory import ExpertShape
+from holdfast.plan.memory.pass_order import StageBytes, fullest_forward
 from holdfast.plan.step_microbatches import microbatches
 
 _SCHEDULES = ("interleaved", "zb-h1", "zbv", "dualpipev")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import MeshShape, Replica, Stages
-from holdfast.plan.domains import DomainChooser, placement_costs
-from holdfast.plan.interface import NodePlaces, PresentPlacement
-from holdfast.plan.packing import PlacePool, WorkerSlot
-from holdfast.plan.replica_counts import ReplicaCounts
-from holdfast.plan.replica_shapes import AllowedShapes, ReplicaShape, StateOverlap
+from holdfast.plan.placing.domains import DomainChooser, placement_costs
+from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
+from holdfast.plan.placing.packing import PlacePool, WorkerSlot
+from holdfast.plan.placing.replica_counts import ReplicaCounts
+from holdfast.plan.placing.replica_shapes import AllowedShapes, ReplicaShape, StateOverlap
 
 
 class PresentReplicas:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.plan.installed_versions import InstalledVersions, parse_version
+from holdfast.plan.machine.installed_versions import InstalledVersions, parse_version
 
 TABLE_DATE = "2026-11-26"
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {

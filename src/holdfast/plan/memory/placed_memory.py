@@ -24,9 +24,9 @@ from holdfast.core.sharding.state_table import (
 )
 from holdfast.core.sharding.update_pieces import cut_into_pieces, staged_elements
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.activations import RankShape, activations_of, device_kind, has_formula
-from holdfast.plan.gradient_buffers import gradient_buffers
-from holdfast.plan.memory_use import RankMemory, contents_by_rank, known_parameters
+from holdfast.plan.memory.activations import RankShape, activations_of, device_kind, has_formula
+from holdfast.plan.memory.gradient_buffers import gradient_buffers
+from holdfast.plan.memory.memory_use import RankMemory, contents_by_rank, known_parameters
 from holdfast.plan.step_microbatches import microbatches
 
 _ALL_COMPUTED = 64
