@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_block_costs
-from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS, Link, meeting_level
+from holdfast.plan.hardware.link import Link
+from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS, meeting_level
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
 _DAY_S = 86_400.0

@@ -1,9 +1,5 @@
 """How much dearer a distance is: the time of a message inside a node, in a rack, between racks.
 
-A message of S bytes takes latency + S / bandwidth (the alpha-beta model; Hockney, 1994). A ring of
-n ranks sends 2(n-1) messages of S/n bytes one after the other for an all-reduce (Patarasuk and
-Yuan, 2009). A ring is as slow as its slowest link.
-
 The table is for one accelerator of a usual node with eight, and is assumed where nothing was
 measured: it ranks layouts, and times none. Sources of its rows: Calculon (Isaev et al., SC'23) for
 links in a node and between nodes of a rack. Sailor (SOSP'25) for zones and regions of one cloud.
@@ -13,29 +9,13 @@ Racks share half of their nodes' bandwidth (an assumption: fat trees with 2:1 ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from holdfast.plan.hardware.link import Link
 from holdfast.policy.placement import Machine
 
 LEVELS = ("node", "rack", "zone", "region", "world")
 """The smallest domain that two ranks share, the nearest first. Ranks that share a zone and no rack
 are in two racks of it; those that share only the world are in two regions."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """latency_s: seconds of an empty message. bandwidth: bytes a second of one rank."""
-
-    latency_s: float
-    bandwidth: float
-
-    def message_s(self, size: float) -> float:
-        """Seconds of one message of `size` bytes."""
-        return self.latency_s + size / self.bandwidth
-
-    def allreduce_s(self, size: float, ranks: int) -> float:
-        """Seconds of a ring's all-reduce of `size` bytes over so many ranks."""
-        return 2 * (ranks - 1) * self.message_s(size / ranks)
 
 
 ASSUMED_LINKS: Mapping[str, Link] = {
