@@ -1,7 +1,7 @@
-"""The time of messages and of collectives on one kind of link (the alpha-beta model; Hockney, 1994).
+"""The time of messages and collectives on one kind of link (the alpha-beta model; Hockney, 1994).
 
-A ring of n ranks sends 2(n-1) messages of S/n bytes one after the other for an all-reduce (Patarasuk
-and Yuan, 2009). A ring is as slow as its slowest link.
+A ring of n ranks sends 2(n-1) messages of S/n bytes one after the other for an all-reduce
+(Patarasuk and Yuan, 2009). A ring is as slow as its slowest link.
 """
 
 from __future__ import annotations
