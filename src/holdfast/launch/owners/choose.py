@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from holdfast.errors import ConfigError
-from holdfast.launch.owner import MachineOwner
+from holdfast.launch.owners.owner import MachineOwner
 
 _OWNERS = {
     "local": ("local", "LocalOwner"),
