@@ -32,7 +32,7 @@ from holdfast.train.memory.scratch_file import ScratchFile
 from holdfast.wire.store import publish
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
-from tests.cli.remedies.of_rest import branch
+from tests.cli.remedies.of_checkpoints import branch
 from tests.cli.remedies.of_runs import RUN, begin_run, describe, folder_check
 from tests.cli.remedies.of_sources import TEXT, read
 from tests.support.corpus import data_config, text_folder, text_source

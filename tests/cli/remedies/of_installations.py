@@ -40,9 +40,9 @@ from holdfast.train.float8 import apply_float8
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
+from tests.cli.remedies.of_checkpoints import branch_at
 from tests.cli.remedies.of_datasets import begin_chat, prepare_chat
 from tests.cli.remedies.of_others import values
-from tests.cli.remedies.of_rest import branch_at
 from tests.cli.remedies.of_runs import begin_run
 from tests.cli.remedies.of_sources import TEXT, read
 from tests.cli.remedies.of_stores import environment, probe
