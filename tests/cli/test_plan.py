@@ -1,4 +1,4 @@
-"""`holdfast plan`: a table for people, numbers for programs, and one sentence for the impossible."""
+"""`holdfast plan`: a table for people, numbers for programs, a sentence for the impossible."""
 
 from __future__ import annotations
 

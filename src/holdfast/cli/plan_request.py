@@ -62,7 +62,7 @@ def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, l
         raise LayoutError(
             f"{key} is beyond the planner, which knows the built-in decoder in synchronous layouts",
             where=str(run_file),
-            remedy="give the degrees in layout, and see them with: holdfast layout show",
+            remedy=f"remove {key.partition(' ')[0]}, or see the layout with: holdfast layout show",
         )
     if dataset_exists(loaded.config.data.folder, loaded.config.data):
         dataset = open_dataset(loaded.config.data.folder, loaded.config.data)

@@ -70,7 +70,7 @@ def _row(request: PlanRequest, found: Found, is_chosen: bool) -> list[str]:
 
 
 def _parts(found: Found) -> str:
-    """Where the seconds of a step go, the largest part first."""
+    """The parts of a step's seconds, the largest first."""
     step = found.cost.step_s
     parts = sorted(found.cost.parts.items(), key=lambda item: -item[1])
     words = [

@@ -23,8 +23,8 @@ class PlanConfig(Section):
     objective: PlanObjective = Field(
         "time",
         description="what the layout is chosen by. time: the shortest step; tokens_per_usd, "
-        "tokens_per_kwh, tokens_per_kg_co2: the most tokens for that; finish_by: the cheapest that "
-        "is done in time; goodput: the most tokens a second, with failures counted",
+        "tokens_per_kwh, tokens_per_kg_co2: the most tokens for that. finish_by: the cheapest that "
+        "is done in time. goodput: the most tokens a second, with failures counted",
     )
     finish_by: str = Field(
         "", description="date and time of objective finish_by, as 2026-12-24T18:00"

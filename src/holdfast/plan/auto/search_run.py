@@ -169,7 +169,7 @@ def _without_refused(result: SearchResult) -> SearchResult:
         raise LayoutError(
             "no layout of these machines follows the rules of the run file",
             where="layout",
-            remedy="remove limits of layout, or give its degrees without mode: auto",
+            remedy="use layout.workers=1, or remove limits of layout",
         )
     return replace(result, best=left[0], runners_up=tuple(left[1:]))
 
