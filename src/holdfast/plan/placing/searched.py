@@ -142,7 +142,7 @@ class SearchedPlanner:
         """The run file with each mesh, the present ones first. Then the same without the workers
         that fill no replica."""
         own = config.layout
-        meshes = [(own.pp, own.dp_shard, own.cp, own.tp)]
+        meshes: list[MeshShape] = [(own.pp, own.dp_shard, own.cp, own.tp)]
         if present is not None:
             meshes = [replica.mesh_shape for replica in present.topology.replicas]
         first = list(dict.fromkeys(meshes))
