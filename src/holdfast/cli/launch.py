@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import Fresh
+from holdfast.cli.options import Fresh, Yes
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
@@ -44,6 +44,7 @@ def launch(
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
     fresh: Fresh = False,
+    yes: Yes = False,
     json: Annotated[bool, typer.Option("--json", help="print the job as JSON")] = False,
 ) -> int:
     """Begin or resume a run on machines of an owner: a scheduler, a cluster, a host file.
@@ -76,8 +77,9 @@ def launch(
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
         running_workers = _stored_workers(folder)
+        watch = HolderWatch(folder, say)
         begun = begin_run(
-            loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
+            loaded, detect_hardware(), folder, watch, fresh=fresh, several=True, yes=yes
         )
         if begun.last_step is not None:
             return 0

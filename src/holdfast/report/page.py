@@ -30,6 +30,7 @@ from holdfast.report.formatting import (
 )
 from holdfast.report.history import History
 from holdfast.report.mfu import utilisations
+from holdfast.report.plan_table import plan_table
 from holdfast.report.small_charts import small_charts
 
 _STATES = {
@@ -132,6 +133,13 @@ def render_page(
         parts.append(
             _section("Where the time went", _goodput_note(history), tables.time_spent(history))
         )
+    if history.plan is not None:
+        note = (
+            f"Generation {history.plan.generation}: medians of "
+            f"{format_plural(history.plan.steps, 'step')} of rank 0. Speeds of devices: "
+            f"{history.plan.source}."
+        )
+        parts.append(_card("Planned and measured", note, plan_table(history.plan)))
     parts += _records(history)
     parts += _samples(samples)
     if resolved.get("config"):

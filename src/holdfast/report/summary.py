@@ -58,6 +58,8 @@ def summary(
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
     }
+    if history.plan is not None:
+        out["plan"] = history.plan.to_json()
     if history.branch:
         out["branch"] = history.branch.body
     out |= _experts(history)
