@@ -1,4 +1,4 @@
-"""The plan beside what was measured: of the newest generation, part by part."""
+"""The plan and what was measured: of the newest generation, part by part."""
 
 from __future__ import annotations
 

@@ -88,11 +88,15 @@ def launch(
         _make_secret(folder)
         job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
+    _say_job(job, folder, json=json)
+    return 0
+
+
+def _say_job(job: OwnedJob, folder: Path, *, json: bool) -> None:
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
-        return 0
-    _say_what_follows(folder)
-    return 0
+    else:
+        _say_what_follows(folder)
 
 
 def _say_what_follows(folder: Path) -> None:

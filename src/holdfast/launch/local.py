@@ -74,9 +74,7 @@ def train_locally(
         raise RunFolderError(
             "the number of workers and the device have not been planned", where="layout.workers"
         )
-    # A node of several may get fewer workers than it has places for.
-    workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
-    refuse_low_limits(config, workers, raise_open_files())
+    refuse_low_limits(config, _workers_here(config), raise_open_files())
     node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
@@ -107,6 +105,11 @@ def train_locally(
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
             return NodeAgent(joining, control, plan_layout, **views).run()
     return _train_alone(joining, start, watch or HolderWatch(folder, say), views)
+
+
+def _workers_here(config: RunConfig) -> int:
+    """Most workers of this node. A node of several may get fewer than it has places for."""
+    return (config.cluster.places or 1) if config.cluster.node else config.layout.workers
 
 
 def _listening_line(node: str, address: NodeAddress) -> str:

@@ -171,7 +171,7 @@ class History:
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
     dropped_choices: int = 0  # of these, for lack of capacity
     expert_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
-    plan: PlanComparison | None = None  # beside what was measured, of the newest generation
+    plan: PlanComparison | None = None  # and what was measured, of the newest generation
 
     @property
     def breaks(self) -> tuple[Incident, ...]:

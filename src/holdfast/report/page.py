@@ -133,13 +133,6 @@ def render_page(
         parts.append(
             _section("Where the time went", _goodput_note(history), tables.time_spent(history))
         )
-    if history.plan is not None:
-        note = (
-            f"Generation {history.plan.generation}: medians of "
-            f"{format_plural(history.plan.steps, 'step')} of rank 0. Speeds of devices: "
-            f"{history.plan.source}."
-        )
-        parts.append(_card("Planned and measured", note, plan_table(history.plan)))
     parts += _records(history)
     parts += _samples(samples)
     if resolved.get("config"):
@@ -271,6 +264,13 @@ def _goodput_note(history: History) -> str:
 
 def _records(history: History) -> list[str]:
     out = []
+    if history.plan is not None:
+        note = (
+            f"Generation {history.plan.generation}: medians of "
+            f"{format_plural(history.plan.steps, 'step')} of rank 0. Speeds of devices: "
+            f"{history.plan.source}."
+        )
+        out.append(_card("Planned and measured", note, plan_table(history.plan)))
     if history.breaks:
         out.append(
             _card(

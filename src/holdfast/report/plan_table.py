@@ -1,4 +1,4 @@
-"""The page's table of a plan beside what was measured."""
+"""The page's table of a plan and what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan predicted for a generation, beside what its steps took."""
+"""What the plan predicted for a generation, and what its steps took."""
 
 from __future__ import annotations
 

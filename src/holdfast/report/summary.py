@@ -58,11 +58,9 @@ def summary(
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
     }
-    if history.plan is not None:
-        out["plan"] = history.plan.to_json()
     if history.branch:
         out["branch"] = history.branch.body
-    out |= _experts(history)
+    out |= _experts(history) | _plan(history)
     if history.memory:
         out["memory"] = _newest_memory(history)
     if history.holes:
@@ -72,6 +70,11 @@ def summary(
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
         out["validations"] = [asdict(e) for e in history.evaluations]
     return out
+
+
+def _plan(history: History) -> dict[str, Any]:
+    """The plan and what was measured; nothing of a run without a plan."""
+    return {} if history.plan is None else {"plan": history.plan.to_json()}
 
 
 def _experts(history: History) -> dict[str, Any]:
