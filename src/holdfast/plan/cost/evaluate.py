@@ -109,13 +109,7 @@ class Evaluator:
         layers = [self._held(choice, group, index) for index in range(group.pp)]
         stages = self._stage_times(choice, group, links)
         pipeline = pipeline_time(
-            choice.schedule,
-            group.pp,
-            choice.virtual,
-            group.microbatches,
-            stages,
-            [self.problem.slow.get(index, 1.0) for index in range(group.pp)],
-            self.problem.waits_for_sends,
+            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
         )
         kept = in_flight(choice.schedule, group.pp, choice.virtual, group.microbatches)
         memory = tuple(
@@ -162,7 +156,9 @@ class Evaluator:
             ]
             cut = group.tp if choice.sequence_parallel else 1
             size = tokens * workload.layers[0].width * workload.item / cut
-            found.append(StageTimes.of(times, links[index].pp.message_s(size)))
+            send = links[index].pp.message_s(size)
+            stage = StageTimes.of(times, send, self.problem.waits_for_sends)
+            found.append(stage.slowed(self.problem.slow.get(index, 1.0)))
         return found
 
     def _layer(
