@@ -50,7 +50,9 @@ class DeviceType:
 
     usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link,
     network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
-    columns without a source. measured: date if `holdfast calibrate` measured it.
+    columns without a source. measured: date if `holdfast calibrate` measured it. cache_bytes: what
+    a kernel may move for its data to be in a cache, with cache_bandwidth in place of bandwidth; 0:
+    not known.
     """
 
     name: str
@@ -70,6 +72,12 @@ class DeviceType:
     assumed: tuple[str, ...] = ()
     source: str = ""
     measured: str = ""
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 0.0
+
+    def bandwidth_at(self, size: float) -> float:
+        """Bytes a second of a kernel that moves `size` bytes."""
+        return self.cache_bandwidth if size <= self.cache_bytes else self.bandwidth
 
     def peak(self, precision: str) -> float:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""
