@@ -76,7 +76,7 @@ def test_an_interruption_changes_nothing_and_leaves_no_process(
 ) -> None:  # fmt: skip
     command.calibrate(seconds=5, write=None, json=True)
     before = machine.read_bytes()
-    fake_rank(tmp_path, after="time.sleep(600)")
+    fake_rank(tmp_path, after="'kind' in line and time.sleep(60)")
 
     pids = [tmp_path / f"pid{rank}" for rank in (0, 1)]
 
