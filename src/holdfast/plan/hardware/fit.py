@@ -233,7 +233,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     for at in range(size):
         pivot = max(range(at, size), key=lambda row: abs(rows[row][at]))
         rows[at], rows[pivot] = rows[pivot], rows[at]
-        if abs(rows[at][at]) < 1e-12:  # this column follows from others: leave it at 0
+        if abs(rows[at][at]) < 1e-12:  # the column depends on earlier ones: leave it at 0
             rows[at] = [1.0 if j == at else 0.0 for j in range(size)] + [0.0]
         for row in range(size):
             if row != at:
