@@ -97,12 +97,16 @@ class DeviceType:
 def load_devices(
     path: Path = DEVICES_FILE, efficiency: Path = EFFICIENCY_FILE
 ) -> dict[str, DeviceType]:
-    """Devices of the table by name, with the shares that were fitted for them."""
+    """Devices of the table by name, with the shares that were fitted for them, or for the device
+    that they are like."""
     shares: dict[str, dict[str, Efficiency]] = {}
     for row in read_rows(efficiency):
         numbers = (float(row[each]) for each in ("compute", "memory", "ramp_s", "launch_s"))
         shares.setdefault(row["device"], {})[row["precision"]] = Efficiency(*numbers)
-    found = [_device(row, shares.get(row["name"], {})) for row in read_rows(path)]
+    found = [
+        _device(row, shares.get(row["like"], {}) | shares.get(row["name"], {}))
+        for row in read_rows(path)
+    ]
     return {device.name: device for device in found}
 
 
