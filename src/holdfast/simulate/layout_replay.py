@@ -1,8 +1,8 @@
 """A run of one layout while nodes come and go at random, event by event.
 
 It checks `plan/objective/goodput.py`, which computes the same from formulas. Step times and pauses
-are the plan's. What the formulas assume is drawn here: which nodes are lost, which replicas stand
-on them, where the copies of their memory lie, what was saved last, and losses during a pause. Pure:
+are the plan's. The replay draws what the formulas average: the nodes that are lost, the replicas on
+them, the last save. It also draws the place of copies in memory, and losses during a pause. Pure:
 the random numbers come from the seed.
 """
 

@@ -37,8 +37,7 @@ def _device_joules(device: DeviceType, cost: GroupCost, step_s: float) -> float:
     }
     parts = {**cost.pipeline.parts, **cost.tail}
     joules = sum(
-        seconds
-        * watts["busy" if part in COMPUTING else "waits" if part in WAITING else "sends"]
+        seconds * watts["busy" if part in COMPUTING else "waits" if part in WAITING else "sends"]
         for part, seconds in parts.items()
     )
     return joules + max(0.0, step_s - sum(parts.values())) * device.idle_w

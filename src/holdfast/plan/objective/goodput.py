@@ -1,11 +1,11 @@
 """Expected goodput of a layout under a cluster's failure rates: throughput times availability.
 
 The state of a run is how many nodes of each pool are absent. Each state has a chance
-(`absent_nodes.py`), a layout and its throughput: complete replicas of the same shape, or another
-shape on the rest if that is faster. Losses and returns of nodes pause the run. A pause that another
-loss interrupts begins again: it takes (e^(vR) - 1)/v seconds (Daly, 2006). What a loss needs says
-which tier must hold the state. `policy/saving/interval.py` chooses the intervals of the tiers for
-these rates, as the runtime does, and says what they lose. So
+(`absent_nodes.py`), a layout and its throughput. The layout is complete replicas of the same shape,
+or another shape on the rest if that is faster. Losses and returns of nodes pause the run. A pause
+that another loss interrupts begins again: it takes (e^(vR) - 1)/v seconds (Daly, 2006). What a loss
+needs says which tier must hold the state. `policy/saving/interval.py` chooses the intervals of the
+tiers for these rates, as the runtime does, and says what they lose. So
 
     goodput = sum over states (chance x tokens/s) / (1 + pauses + saves and lost work)
 
@@ -259,7 +259,8 @@ class GoodputModel:
         if need == -1:
             return costs.rung_s[5] + groups
         slowest = min(
-            self.problem.cluster.pool(name).devices * self.problem.cluster.pool(name).outside.bandwidth
+            self.problem.cluster.pool(name).devices
+            * self.problem.cluster.pool(name).outside.bandwidth
             for name in pools
         )
         nodes = sum(pools.values())
@@ -284,7 +285,8 @@ class GoodputModel:
         nodes = sum(pools.values())
         each = self._state_bytes() / nodes
         slowest = min(
-            self.problem.cluster.pool(name).devices * self.problem.cluster.pool(name).outside.bandwidth
+            self.problem.cluster.pool(name).devices
+            * self.problem.cluster.pool(name).outside.bandwidth
             for name in pools
         )
         costs = [TierCost(PEERS, self.costs.save_pause_s + self.costs.sent_share * each / slowest)]

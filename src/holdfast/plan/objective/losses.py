@@ -1,7 +1,7 @@
 """Losses of nodes that a layout meets: how often, how many at once, and what recovery they need.
 
-Three needs: 0, another complete replica continues at once; 1, the state comes from the memory of
-the remaining nodes; 2, it comes from the run store. They are classes of
+A need is 0 if another complete replica continues at once. It is 1 if the state comes from the
+memory of the remaining nodes, and 2 if it comes from the run store. Needs are classes of
 `policy/saving/failure_classes.py`, counted from a layout instead of a run's history.
 """
 
@@ -44,9 +44,7 @@ def node_losses(
     for size, chance in batch_chances(pool.burst, present):
         hit = 1 - _misses(present, used, size)
         needs = _needs(pool, choice, counts, used, size)
-        yield Loss(
-            pool.name, size, rate * chance, (hit * needs[0], hit * needs[1], hit * needs[2])
-        )
+        yield Loss(pool.name, size, rate * chance, (hit * needs[0], hit * needs[1], hit * needs[2]))
 
 
 def domain_losses(cluster: Cluster, choice: Choice, counts: tuple[int, ...]) -> Iterator[Loss]:
@@ -134,4 +132,3 @@ def _misses(nodes: int, marked: int, drawn: int) -> float:
 
 def _log_ways(n: int, k: int) -> float:
     return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
-

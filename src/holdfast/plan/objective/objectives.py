@@ -1,12 +1,12 @@
-"""The objectives of a plan by name (`plan.objective`). Each is a number that the search makes small.
+"""The objectives of a plan by name (`plan.objective`). The search makes each as small as it can.
 
-    time                 seconds of a step
-    tokens_per_usd       dollars of 1e9 tokens, no failure counted
-    tokens_per_kwh       kWh of 1e9 tokens, of the devices
-    tokens_per_kg_co2    kg of CO2 of 1e9 tokens, of the devices
-    goodput              expected seconds of a step, with failures
-    goodput_per_usd      dollars of 1e9 tokens, with failures
-    finish_by            dollars of the run, if it is expected to be done in time
+time                 seconds of a step
+tokens_per_usd       dollars of 1e9 tokens, no failure counted
+tokens_per_kwh       kWh of 1e9 tokens, of the devices
+tokens_per_kg_co2    kg of CO2 of 1e9 tokens, of the devices
+goodput              expected seconds of a step, with failures
+goodput_per_usd      dollars of 1e9 tokens, with failures
+finish_by            dollars of the run, if it is expected to be done in time
 """
 
 from __future__ import annotations
@@ -87,18 +87,15 @@ def objective_named(
             usd_per_hour(cluster, choice) * cost.step_s / 3600 / tokens
         ),
         "tokens_per_kwh": lambda choice, cost: kwh_per_step(problem, choice, cost) / tokens,
-        "tokens_per_kg_co2": lambda choice, cost: (
-            co2_kg_per_step(problem, choice, cost) / tokens
-        ),
+        "tokens_per_kg_co2": lambda choice, cost: co2_kg_per_step(problem, choice, cost) / tokens,
     }
     return simple[name]
 
 
 @dataclass
 class Goodput:
-    """Scores layouts by expected goodput. A layout that cannot beat the best of those seen gets its
-    bound in place of its score, which is no better than the best: its other shapes are not costed.
-    """
+    """Scores layouts by expected goodput. If a layout's bound is no better than the best score
+    seen, it gets the bound as its score, and its layouts on fewer nodes are not costed."""
 
     model: GoodputModel
     is_per_usd: bool = False
@@ -161,7 +158,9 @@ class FinishBy:
         seconds, usd = self.forecast(choice, cost)
         hours = seconds / 3600
         if hours <= self.deadline.hours:
-            return f"done after {hours:.1f} h, expected, of {self.deadline.hours:g}, for ${usd:,.0f}"
+            return (
+                f"done after {hours:.1f} h, expected, of {self.deadline.hours:g}, for ${usd:,.0f}"
+            )
         return (
             f"no layout is done in {self.deadline.hours:g} h: the earliest takes {hours:.1f} h, "
             f"expected, and ${usd:,.0f}"

@@ -1,4 +1,4 @@
-"""What a loss costs besides the work that is lost, each number with its source."""
+"""Pauses of a recovery without the work that is lost, each number with its source."""
 
 from __future__ import annotations
 
