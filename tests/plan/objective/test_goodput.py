@@ -46,8 +46,8 @@ def test_a_cluster_that_loses_nothing_has_the_throughput_of_the_step() -> None:
 
 
 def test_one_replica_without_peers_loses_what_daly_says() -> None:
-    """One node, so nothing but the run store survives: T = M e^(R/M) (e^((tau + delta)/M) - 1) /
-    tau for each second of work, while nodes return at once."""
+    """One node, so nothing but the run store survives, and nodes return at once. For each second of
+    work T = M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
     costs = RecoveryCosts(spot_return_s=1e-6, save_pause_s=5.0, store_bandwidth=1e12)
     model = GoodputModel(problem(pool(nodes=1, losses_per_day=24.0, zone="")), costs)
     choice = layout(1, 2, 64)

@@ -94,8 +94,8 @@ def objective_named(
 
 @dataclass
 class Goodput:
-    """Scores layouts by expected goodput. If a layout's bound is no better than the best score
-    seen, it gets the bound as its score, and its layouts on fewer nodes are not costed."""
+    """Scores layouts by expected goodput. A layout whose bound is no better than the best score
+    seen gets that bound as its score. Its layouts on fewer nodes are then not costed."""
 
     model: GoodputModel
     is_per_usd: bool = False
