@@ -57,7 +57,9 @@ def test_unknown_objectives_and_missing_dates_are_refused() -> None:
 def test_each_objective_scores_a_layout(name: str) -> None:
     given, choice = problem(), layout(16, 1, 4)
     score = objective_named(name, given, deadline=Deadline(1000, 24.0))
-    assert 0 < score(choice, Evaluator(given).cost(choice)) < 1e6
+    cost = Evaluator(given).cost(choice)
+    assert 0 < score(choice, cost) < 1e6
+    assert score.least(choice, cost.step_s) <= score(choice, cost) * (1 + 1e-9)
 
 
 def test_the_cheapest_in_time_or_the_earliest() -> None:

@@ -54,3 +54,13 @@ def co2_kg_per_step(problem: Problem, choice: Choice, cost: StepCost) -> float:
         energy / JOULES_PER_KWH * problem.cluster.pool(name).grams_co2_per_kwh / 1e3
         for name, energy in joules.items()
     )
+
+
+def idle_watts(problem: Problem, choice: Choice) -> dict[str, float]:
+    """Of all devices of a layout, by pool, while they do nothing."""
+    found: dict[str, float] = {}
+    for group in choice.replicas:
+        for name, devices in devices_by_pool(group).items():
+            device = device_named(problem.cluster.pool(name).device, problem.devices)
+            found[name] = found.get(name, 0.0) + group.count * devices * device.idle_w
+    return found

@@ -118,10 +118,10 @@ class GoodputModel:
             self.present_of(choice),
         )
 
-    def at_most(self, choice: Choice, cost: StepCost, fastest: float = 0.0) -> float:
+    def at_most(self, choice: Choice, step_s: float, fastest: float = 0.0) -> float:
         """Tokens a second that this layout can hardly exceed; costs no other layout. fastest: of
         all layouts known; no layout on fewer nodes is taken to be faster."""
-        full = self.problem.workload.step_tokens / cost.step_s
+        full = self.problem.workload.step_tokens / step_s
         complete = 1.0
         for name, used in nodes_used(self.problem.cluster, choice).items():
             pool = self.problem.cluster.pool(name)

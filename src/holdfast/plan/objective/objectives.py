@@ -11,13 +11,18 @@ finish_by            dollars of the run, if it is expected to be done in time
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
-from holdfast.plan.objective.energy import co2_kg_per_step, kwh_per_step
+from holdfast.plan.objective.energy import (
+    JOULES_PER_KWH,
+    co2_kg_per_step,
+    idle_watts,
+    kwh_per_step,
+)
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.money import (
     refuse_without_carbon,
@@ -26,7 +31,6 @@ from holdfast.plan.objective.money import (
 )
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 
-Score = Callable[[Choice, StepCost], float]
 OBJECTIVES = (
     "time",
     "tokens_per_usd",
@@ -40,6 +44,14 @@ TOKENS = 1e9
 """Prices and energy are of so many tokens."""
 LATE = 1e15
 """Added to the score of a layout that is late. Of late layouts the earliest is the best."""
+
+
+class Score(Protocol):
+    """A score of layouts. The search drops layouts by the least score that they can have."""
+
+    def __call__(self, choice: Choice, cost: StepCost, /) -> float: ...
+
+    def least(self, choice: Choice, step_s: float) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -80,16 +92,38 @@ def objective_named(
         if name == "finish_by" and deadline is not None:
             return FinishBy(model, deadline)
         return Goodput(model, is_per_usd=name == "goodput_per_usd")
-    tokens = problem.workload.step_tokens / TOKENS
-    simple: dict[str, Score] = {
-        "time": lambda choice, cost: cost.step_s,
-        "tokens_per_usd": lambda choice, cost: (
-            usd_per_hour(cluster, choice) * cost.step_s / 3600 / tokens
-        ),
-        "tokens_per_kwh": lambda choice, cost: kwh_per_step(problem, choice, cost) / tokens,
-        "tokens_per_kg_co2": lambda choice, cost: co2_kg_per_step(problem, choice, cost) / tokens,
-    }
-    return simple[name]
+    return Simple(name, problem)
+
+
+@dataclass(frozen=True)
+class Simple:
+    """Scores layouts by time, money, energy or carbon, without failures."""
+
+    name: str
+    problem: Problem
+
+    def __call__(self, choice: Choice, cost: StepCost) -> float:
+        tokens = self.problem.workload.step_tokens / TOKENS
+        if self.name == "tokens_per_kwh":
+            return kwh_per_step(self.problem, choice, cost) / tokens
+        if self.name == "tokens_per_kg_co2":
+            return co2_kg_per_step(self.problem, choice, cost) / tokens
+        return self.least(choice, cost.step_s)
+
+    def least(self, choice: Choice, step_s: float) -> float:
+        """The least score of these replicas if a step takes at least so long. Devices take at least
+        their idle power."""
+        problem = self.problem
+        tokens = problem.workload.step_tokens / TOKENS
+        if self.name == "time":
+            return step_s
+        if self.name == "tokens_per_usd":
+            return usd_per_hour(problem.cluster, choice) * step_s / 3600 / tokens
+        watts = idle_watts(problem, choice)
+        if self.name == "tokens_per_kwh":
+            return sum(watts.values()) * step_s / JOULES_PER_KWH / tokens
+        grams = sum(w * problem.cluster.pool(name).grams_co2_per_kwh for name, w in watts.items())
+        return grams / 1e3 * step_s / JOULES_PER_KWH / tokens
 
 
 @dataclass
@@ -107,12 +141,17 @@ class Goodput:
             return float("inf")
         tokens = self.model.problem.workload.step_tokens
         self._fastest = max(self._fastest, tokens / cost.step_s)
-        bound = self._score(choice, self.model.at_most(choice, cost, self._fastest))
+        bound = self.least(choice, cost.step_s)
         if bound >= self._best:
             return bound
         found = self.exact(choice, cost)
         self._best = min(self._best, found)
         return found
+
+    def least(self, choice: Choice, step_s: float) -> float:
+        """The least score of these replicas if a step takes at least so long."""
+        fastest = max(self._fastest, self.model.problem.workload.step_tokens / step_s)
+        return self._score(choice, self.model.at_most(choice, step_s, fastest))
 
     def exact(self, choice: Choice, cost: StepCost) -> float:
         """The score, with all states costed."""
@@ -143,6 +182,14 @@ class FinishBy:
             return float("inf")
         seconds, usd = self.forecast(choice, cost)
         return usd if seconds <= self.deadline.hours * 3600 else LATE + seconds
+
+    def least(self, choice: Choice, step_s: float) -> float:
+        """The least score of these replicas if a step takes at least so long, and nothing fails."""
+        seconds = self.deadline.steps * step_s
+        if seconds > self.deadline.hours * 3600:
+            return LATE + seconds
+        present = self.model.present_of(choice)
+        return seconds / 3600 * usd_per_hour(self.model.problem.cluster, choice, present)
 
     def forecast(self, choice: Choice, cost: StepCost) -> tuple[float, float]:
         """(seconds, dollars) of the run, expected."""
