@@ -35,6 +35,8 @@ from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.replica_shapes import AllowedShapes
+from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.topology_cost import TopologyCost
 from holdfast.report.trackers.registry import require_tracker
 from holdfast.train.float8 import apply_float8
 from holdfast.wire.store.location import open_store
@@ -47,6 +49,7 @@ from tests.cli.remedies.of_runs import begin_run
 from tests.cli.remedies.of_sources import TEXT, read
 from tests.cli.remedies.of_stores import environment, probe
 from tests.plan.test_planner import made
+from tests.plan.test_searched_planner import fleet_of
 from tests.support import s3
 from tests.support.chat import CHATML
 
@@ -183,8 +186,17 @@ def plan_places(lab: Lab) -> None:
     layout = {"workers": 0, **lab.settings["layout"]}
     config = made(lab.settings.get("microbatches", 8), layout)
     nodes = [NodePlaces(f"node{number}", 1) for number in range(lab.settings["nodes"])]
-    memory = lab.settings.get("memory")
-    plan_layout(config, nodes, 1, memory=memory)
+    if "device_bytes" in lab.settings:
+        SearchedPlanner(fleet_of(memory=lab.settings["device_bytes"]))(config, nodes, 1)
+        return
+    plan_layout(config, nodes, 1, memory=lab.settings.get("memory"))
+
+
+def peak_alone() -> float:
+    """Bytes that a device needs to hold all."""
+    config, node = made(8, {"workers": 0}), [NodePlaces("node0", 1)]
+    topology = plan_layout(config, node, 1).topology
+    return TopologyCost(config, fleet_of(), node).cost(topology).peak_bytes
 
 
 def bytes_of(**layout: int) -> int:
@@ -414,6 +426,12 @@ CASES: list[Case] = [
         wait_for_nodes,
         layout={"dp_shard": 4},
         memory=bytes_of(dp_shard=2),
+    ),
+    places(
+        "searched.py: no layout of … workers fits: the nearest lacks … GB on a device",
+        r"wait for more nodes, or use train\.recompute=full",
+        fixed(nodes=4),
+        device_bytes=0.8 * peak_alone(),
     ),
     places(
         "replica_shapes.py: one of the … workers of a replica holds … bytes of parameters, "

@@ -1,0 +1,160 @@
+"""Seconds of a pipeline, by executing its schedule's own table on the durations of its stages.
+
+Each stage has its own durations, each boundary its own link, each rank its own slowness. See
+`compiled_schedule.py` for what transfers cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.schedule.table import ActionKind, loop_stages, v_stages
+from holdfast.plan.cost.compiled_schedule import compiled
+from holdfast.plan.cost.long_pipeline import Pipeline, Times, makespan
+from holdfast.plan.cost.workload import PassTimes
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of one stage and microbatch, in seconds. send: of its output to the next stage."""
+
+    forward: float
+    inputs: float
+    weights: float
+    again: float
+    send: float
+    communication: Mapping[str, float]
+
+    @property
+    def backward(self) -> float:
+        return self.again + self.inputs + self.weights
+
+    def slowed(self, factor: float) -> StageTimes:
+        """The same stage on a rank whose computing takes `factor` times as long."""
+        if factor == 1:
+            return self
+        own = self.forward, self.inputs, self.weights, self.again
+        forward, inputs, weights, again = (factor * seconds for seconds in own)
+        communication = {axis: factor * each for axis, each in self.communication.items()}
+        return StageTimes(forward, inputs, weights, again, self.send, communication)
+
+    @staticmethod
+    def of(layers: Sequence[tuple[PassTimes, int]], send: float) -> StageTimes:
+        """The stage that holds so many of each of these layers."""
+        sent: dict[str, float] = {}
+        for layer, number in layers:
+            for axis, seconds in (layer.communication or {}).items():
+                sent[axis] = sent.get(axis, 0.0) + number * seconds
+        return StageTimes(
+            sum(n * layer.forward for layer, n in layers),
+            sum(n * layer.inputs for layer, n in layers),
+            sum(n * layer.weights for layer, n in layers),
+            sum(n * layer.again for layer, n in layers),
+            send,
+            sent,
+        )
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """parts: of the busiest rank; they add up to `seconds`."""
+
+    seconds: float
+    parts: Mapping[str, float]
+
+
+def pipeline_time(
+    schedule: str,
+    pp: int,
+    virtual: int,
+    microbatches: int,
+    stages: Sequence[StageTimes],
+    slow: Sequence[float] = (),
+    waits_for_sends: bool = False,
+) -> PipelineTime:
+    """Time a pipeline.
+
+    Args:
+        stages: in their order, pp x virtual of them.
+        slow: by rank, how many times as long its computing takes; empty: once.
+        waits_for_sends: ranks compute nothing while they send or receive.
+    """
+    if pp == 1:
+        one = stages[0].slowed(slow[0] if slow else 1.0)
+        seconds = microbatches * (one.forward + one.backward)
+        return PipelineTime(seconds, _parts([one], microbatches, seconds))
+    rank_of = stage_ranks(schedule, pp, len(stages) // pp)
+    if slow:
+        stages = [stage.slowed(slow[rank]) for stage, rank in zip(stages, rank_of, strict=True)]
+    pipeline = Pipeline(schedule, pp, microbatches, virtual)
+    seconds = makespan(pipeline, _times(stages, waits_for_sends))
+    waits = _waits(stages, rank_of) if waits_for_sends else [0.0] * len(stages)
+    by_rank = [
+        [
+            (stage, wait)
+            for stage, wait, on in zip(stages, waits, rank_of, strict=True)
+            if on == rank
+        ]
+        for rank in range(pp)
+    ]
+    busiest = max(by_rank, key=lambda own: sum(s.forward + s.backward + wait for s, wait in own))
+    waited = sum(wait for _, wait in busiest)
+    return PipelineTime(
+        seconds, _parts([stage for stage, _ in busiest], microbatches, seconds, waited)
+    )
+
+
+def stage_ranks(schedule: str, pp: int, virtual: int) -> tuple[int, ...]:
+    """The index on pp of each stage."""
+    return v_stages(pp) if SCHEDULE_KINDS[schedule].is_folded else loop_stages(pp, virtual)
+
+
+def _times(stages: Sequence[StageTimes], is_blocking: bool) -> Times:
+    works, sends = dict[tuple[int, ActionKind], float](), [0.0]
+    for number, stage in enumerate(stages):
+        works[number, ActionKind.FORWARD] = stage.forward
+        works[number, ActionKind.BACKWARD] = stage.backward
+        works[number, ActionKind.BACKWARD_INPUT] = stage.again + stage.inputs
+        works[number, ActionKind.BACKWARD_WEIGHT] = stage.weights
+        sends += [stage.send, stage.send]
+    return Times(works, sends, is_blocking)
+
+
+def _waits(stages: Sequence[StageTimes], rank_of: Sequence[int]) -> list[float]:
+    """Seconds that each stage's rank sends and receives for one microbatch."""
+    waits = [0.0] * len(stages)
+    for number in range(len(stages) - 1):
+        if rank_of[number] != rank_of[number + 1]:
+            waits[number] += 2 * stages[number].send
+            waits[number + 1] += 2 * stages[number].send
+    return waits
+
+
+def in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
+    """Microbatches whose activations each rank keeps at once, complete ones: a pass of one of
+    several stages of a rank counts as a share."""
+    if pp == 1:
+        return (1.0,)
+    if schedule == "gpipe":
+        return (float(microbatches),) * pp
+    program = compiled(schedule, pp, min(microbatches, 4 * pp), virtual)
+    stages = len(program.rank_of) // pp
+    return tuple(number / stages for number in program.in_flight)
+
+
+def _parts(
+    stages: Sequence[StageTimes], microbatches: int, seconds: float, waits: float = 0.0
+) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for stage in stages:
+        for axis, each in stage.communication.items():
+            parts[axis] = parts.get(axis, 0.0) + microbatches * each
+    again = microbatches * sum(stage.again for stage in stages)
+    busy = microbatches * sum(stage.forward + stage.backward for stage in stages)
+    compute = busy - again - sum(parts.values())
+    if waits:
+        parts["pp"] = max(0.0, min(microbatches * waits, seconds - busy))
+    bubble = max(0.0, seconds - busy - parts.get("pp", 0.0))
+    return {"compute": compute, "recompute": again, **parts, "bubble": bubble}
