@@ -34,6 +34,7 @@ from tests.cli.remedies import (
     of_nodes,
     of_others_cases,
     of_own_loops,
+    of_plans,
     of_pods,
     of_ray,
     of_ray_preparation,
@@ -55,6 +56,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_plans,
     of_checkpoints,
     of_slurm,
     of_sources,
