@@ -1,4 +1,4 @@
-"""Every layout of two ranks with real workers: one thread each, a step in turns with the others.
+"""Every layout of two ranks with real workers of one thread each. They take turns.
 
 A loop is two worker processes (`benchmarks/peers/ours.py`), as in `benchmarks/layouts.py`. All
 loops of a set live at once and take turns, so a busy machine slows all of them alike. The time of
