@@ -78,6 +78,8 @@ def measure(watch: Stopwatch) -> Iterator[Sample]:
     """Everything that one device can show."""
     device = watch.device
     is_cpu = device.type == "cpu"
+    tiny = torch.zeros(1, device=device)
+    yield Sample("call", watch.time(lambda: [tiny.add_(1) for _ in range(_CHAIN)]) / _CHAIN)
     yield Sample("launch", watch.time(_chain(device)) / (2 * _CHAIN))
     for precision, dtype in _dtypes(device).items():
         for edge in _CPU_EDGES if is_cpu else _CARD_EDGES:
@@ -102,7 +104,7 @@ def count_operations(is_host: bool, ranks: int) -> int:
     sizes, edges = (_CPU_SIZES, _CPU_EDGES) if is_host else (_CARD_SIZES, _CARD_EDGES)
     copies = 0 if is_host else len(_MESSAGE_SIZES)
     links = 2 * len(_MESSAGE_SIZES) if ranks > 1 else 0
-    return 1 + 2 * len(edges) + 2 * len(sizes) + copies + links
+    return 2 + 2 * len(edges) + 2 * len(sizes) + copies + links
 
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
