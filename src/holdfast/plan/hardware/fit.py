@@ -32,10 +32,13 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured operation. kind: product, kernel (element-wise), call (a kernel of one element),
-    launch (the same in a training step), copy, message, allreduce, or host (to or from the host's
-    memory). precision: "" if it has no part in
-    it. flops, size (bytes that move, or the message's): 0 if there are none."""
+    """One measured operation.
+
+    kind: product, kernel (element-wise), copy, message or allreduce. host: to or from the host's
+        memory. call: a kernel of one element. launch: the same in a training step.
+    size: bytes that move, or the message's; 0: none. flops: 0: none.
+    precision: "" if it has no part in it.
+    """
 
     kind: str
     seconds: float
