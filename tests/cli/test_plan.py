@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.plan.hardware.calibration import calibration_path, write_calibration
+from holdfast.plan.machine.hardware import detect_hardware
 from tests.cli.conftest import Trained
+from tests.plan.hardware.test_calibration import measured_by_hand
 from tests.support.commands import apart, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
@@ -50,6 +53,21 @@ def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path, capsys: 
     assert best["score"] <= min(layout["score"] for layout in value["layouts"])
     again = json.loads(here(capsys, "plan", *asked).out)
     assert again == value
+
+
+def test_the_sources_of_the_numbers_are_said(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_calibration(measured_by_hand("cpu"), calibration_path(detect_hardware().node))
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", "here").out
+    assert "note: the numbers of cpu were measured here on 2026-11-26" in out
+    assert "is assumed" not in out
+    zones = tmp_path / "zones.yaml"
+    pool = "{nodes: 1, devices: 4, device: A100-80, zone: %s}"
+    zones.write_text(f"pools:\n  a: {pool % 'east'}\n  b: {pool % 'west'}\n")
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", zones).out
+    assert "no link is given between the zones east and west: 0.31 GB/s of a device" in out
 
 
 def test_limits_of_the_run_file_hold(run_file: Path, capsys: Capture) -> None:

@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "show which layout a run would get, and what that costs"),
     "layout": ("layout", "show how a model is spread, and a pipeline's schedule"),
     "stage": ("stage", "keep other machines' snapshots in this machine's memory"),
+    "calibrate": ("calibrate", "measure this machine's devices and links, for the planner"),
     "chaos": ("chaos", "break a run on purpose, and see that it comes to the same end"),
     "doctor": ("doctor", "check that this machine can train"),
     "completion": ("completion", "print a script for the Tab key of a shell"),

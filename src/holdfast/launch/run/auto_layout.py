@@ -10,11 +10,17 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.events import Event
 from holdfast.launch.run.microbatch_size import KEY, known_microbatch_size
-from holdfast.layout import Topology
+from holdfast.layout import AXES, Topology
 from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.prediction import Predictor, has_prediction
-from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched, with_plan
+from holdfast.plan.auto.search_run import (
+    RunPlan,
+    is_given,
+    plan_run,
+    why_not_searched,
+    with_plan,
+)
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
@@ -51,6 +57,9 @@ def with_auto_layout(
     that the run in `run_folder` has is kept. Raises UserError if no layout fits."""
     if loaded.config.layout.mode != "auto":
         return loaded, _price_of_given(loaded.config, hardware)
+    if not is_given(loaded, "layout.fixed"):
+        fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
+        loaded = loaded.with_planned({"layout.fixed": fixed}, "what the run file gives")
     if reason := _why_no_plan(loaded, several):
         workers = format_plural(loaded.config.layout.workers, "worker")
         line = f"layout.mode auto: {reason}; the simple planner gives it {workers}"
