@@ -47,7 +47,7 @@ def notice_text(event: Event) -> str:
     if isinstance(event, NoticeReceived):
         leave = ", and the run is to leave" if event.leave else ""
         nodes = ", ".join(event.nodes)
-        return f"notice ({event.source}): {nodes} will be gone in {event.seconds:g} s{leave}"
+        return f"notice ({event.source}): {nodes} will be taken away in {event.seconds:g} s{leave}"
     if isinstance(event, NoticesUnheard):
         return f"notices could not be read: {event.reason}"
     if isinstance(event, EmergencyPlanned):

@@ -66,8 +66,8 @@ def with_auto_layout(
         return loaded, AutoLayout((line,))
     if not loaded.config.train.microbatch_size and (size := known_microbatch_size(run_folder)):
         loaded = loaded.with_planned({KEY: size}, "that of the run")
-    fixed = loaded.config.layout.workers if several else 0
-    plan = plan_run(loaded, machines_of(loaded.config, hardware), workers=fixed)
+    number = loaded.config.layout.workers if several else 0
+    plan = plan_run(loaded, machines_of(loaded.config, hardware), workers=number)
     reason = f"{plan.machines.name}: the best of {format_plural(plan.result.tried, 'layout')}"
     loaded, found = with_plan(loaded, plan, reason)
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
