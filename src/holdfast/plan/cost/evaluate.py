@@ -102,6 +102,14 @@ class Evaluator:
         parts = {**slowest.pipeline.parts, **slowest.tail}
         return StepCost(slowest.step_s, parts, groups, max(0.0, short_of))
 
+    def stage_times(self, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
+        """Seconds of each pipeline stage of a kind of replica, for one microbatch."""
+        number = choice.number_of_replicas
+        links = [
+            group_links(self.problem.cluster, group, index, number) for index in range(group.pp)
+        ]
+        return self._stage_times(choice, group, links)
+
     def _room(self, pool: str) -> float:
         device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
         return device.memory_bytes * self.problem.memory_share
