@@ -35,7 +35,9 @@ from tests.cli.remedies import (
     of_objectives,
     of_others_cases,
     of_own_loops,
+    of_plans,
     of_pods,
+    of_profiles,
     of_ray,
     of_ray_preparation,
     of_remote_datasets,
@@ -56,6 +58,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_plans,
     of_checkpoints,
     of_slurm,
     of_sources,
@@ -89,6 +92,7 @@ TABLES = (
     of_launchers,
     of_launches,
     of_pods,
+    of_profiles,
     of_ssh,
     of_kubernetes,
     of_ray,

@@ -11,14 +11,16 @@ from holdfast.report.formatting import format_count
 from holdfast.report.svg import Scale, line, path, tag, text
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900.0, 420.0, 60.0, 70.0, 50.0, 50.0
-_STYLE = """
-text { font: 13px sans-serif; fill: #333 }
-.end { text-anchor: end } .mid { text-anchor: middle }
-.grid { stroke: #ddd } .axis { stroke: #888 }
-path { fill: none; stroke-width: 2 }
-.efficiency { stroke: #1f6fb2 } .kept { stroke: #1f6fb2; stroke-dasharray: 5 4 }
-.exposed { stroke: #c0392b } .usd { stroke: #2e8b57 } .knee { stroke: #555; stroke-dasharray: 2 3 }
-"""
+_STYLE = "\n".join(
+    (
+        "text { font: 13px sans-serif; fill: #333 }",
+        ".end { text-anchor: end } .mid { text-anchor: middle }",
+        ".grid { stroke: #ddd } .axis { stroke: #888 }",
+        "path { fill: none; stroke-width: 2 }",
+        ".efficiency { stroke: #1f6fb2 } .kept { stroke: #1f6fb2; stroke-dasharray: 5 4 }",
+        ".exposed { stroke: #c0392b } .usd { stroke: #2e8b57 } .knee { stroke: #555; stroke-dasharray: 2 3 }",
+    )
+)
 
 
 @dataclass(frozen=True)
