@@ -18,7 +18,8 @@ _STYLE = "\n".join(
         ".grid { stroke: #ddd } .axis { stroke: #888 }",
         "path { fill: none; stroke-width: 2 }",
         ".efficiency { stroke: #1f6fb2 } .kept { stroke: #1f6fb2; stroke-dasharray: 5 4 }",
-        ".exposed { stroke: #c0392b } .usd { stroke: #2e8b57 } .knee { stroke: #555; stroke-dasharray: 2 3 }",
+        ".exposed { stroke: #c0392b } .usd { stroke: #2e8b57 }",
+        ".knee { stroke: #555; stroke-dasharray: 2 3 }",
     )
 )
 
