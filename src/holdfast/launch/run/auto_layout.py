@@ -9,8 +9,15 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import flops_per_token
 from holdfast.launch.run.microbatch_size import KEY, known_microbatch_size
+from holdfast.layout import AXES
 from holdfast.plan.auto.machines import machines_of
-from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched, with_plan
+from holdfast.plan.auto.search_run import (
+    RunPlan,
+    is_given,
+    plan_run,
+    why_not_searched,
+    with_plan,
+)
 from holdfast.plan.explain.figures import Figures, figures_of, words_of_layout
 from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.plan.search.search import Found
@@ -45,6 +52,9 @@ def with_auto_layout(
     that the run in `run_folder` has is kept. Raises UserError if no layout fits."""
     if loaded.config.layout.mode != "auto":
         return loaded, AutoLayout()
+    if not is_given(loaded, "layout.fixed"):
+        fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
+        loaded = loaded.with_planned({"layout.fixed": fixed}, "what the run file gives")
     if reason := _why_no_plan(loaded, several):
         workers = format_plural(loaded.config.layout.workers, "worker")
         line = f"layout.mode auto: {reason}; the simple planner gives it {workers}"
