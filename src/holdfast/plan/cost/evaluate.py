@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -165,7 +166,12 @@ class Evaluator:
         self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float
     ) -> StageMemory:
         """Return the bytes of the fullest rank at `index` on pp."""
-        held = self._counts(choice, group, index)
+        return self.memory_of(choice, group, index, in_flight, self._counts(choice, group, index))
+
+    def memory_of(
+        self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float, held: Counts
+    ) -> StageMemory:
+        """The same, if that rank holds these layers."""
         key = (
             choice.microbatch,
             choice.schedule,
@@ -315,6 +321,17 @@ class Evaluator:
                 tail = self._tails[key] = self._tail_of(choice, group, place, counts, hidden)
             tails.append(tail)
         return max(tails, key=lambda tail: sum(tail.values()))
+
+    def least_tail(
+        self, choice: Choice, group: ReplicaChoice, index: int, counts: Counts
+    ) -> float:
+        """Return the seconds after the passes of a rank with these layers, if its backward hides
+        all sums of gradients."""
+        place = self._of_places(choice, group)[index]
+        key = (choice.zero, choice.ep, group.mesh_shape[1:], choice.host, id(place), counts)
+        if key not in self._tails:
+            self._tails[key] = self._tail_of(choice, group, place, counts, inf)
+        return sum(self._tails[key].values())
 
     def _tail_of(
         self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts, hidden: float

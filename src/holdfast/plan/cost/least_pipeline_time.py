@@ -42,16 +42,31 @@ def _chunks(is_folded: bool, pp: int, rank: int, stages: int) -> Sequence[int]:
 def kept_microbatches(
     schedule: str, pp: int, virtual: int, microbatches: int
 ) -> tuple[float, ...]:
-    """Return what `in_flight` does, from formulas where the schedule has one."""
+    """Return what `in_flight` does, by formula. microbatches: at least those that the schedule
+    needs."""
+    m, ranks = microbatches, range(pp)
     if pp == 1:
         return (1.0,)
     if schedule == "gpipe":
-        return (float(microbatches),) * pp
+        return (float(m),) * pp
     if schedule == "1f1b":
-        return tuple(float(min(microbatches, pp - rank)) for rank in range(pp))
-    if schedule == "interleaved" and (microbatches >= 2 * pp or microbatches % pp == 0):
-        ahead = (2 * (pp - rank - 1) + (virtual - 1) * pp + 1 for rank in range(pp))
-        return tuple(min(number / virtual, microbatches) for number in ahead)
-    if microbatches >= 2 * pp and schedule in ("zb-h1", "zbv", "dualpipev"):
-        return (pp + (0.5 if schedule == "dualpipev" else 0.0),) * pp
-    return in_flight(schedule, pp, virtual, microbatches)
+        return tuple(float(min(m, pp - rank)) for rank in ranks)
+    if schedule == "interleaved":
+        ahead = (2 * (pp - rank - 1) + (virtual - 1) * pp + 1 for rank in ranks)
+        return tuple(_existing(forwards, pp, virtual, m) / virtual for forwards in ahead)
+    if schedule == "zb-h1" and m >= pp:
+        return (float(pp),) * pp
+    if schedule == "zbv" and m >= pp:
+        return tuple(min(m + 1 + rank, 2 * pp) / 2 for rank in ranks)
+    if schedule == "dualpipev" and m >= 2 * pp:
+        return (pp + 0.5,) * pp
+    return in_flight(schedule, pp, virtual, m)
+
+
+def _existing(forwards: int, pp: int, virtual: int, microbatches: int) -> int:
+    """Forwards of microbatches that exist, among the first so many of full groups of `pp`."""
+    groups, rest = divmod(forwards, pp * virtual)
+    found = min(groups * pp, microbatches) * virtual
+    last = min(pp, max(0, microbatches - groups * pp))
+    turns, more = divmod(rest, pp)
+    return found + turns * last + min(more, last)
