@@ -16,11 +16,13 @@ from tests.cli.remedies import (
     of_brokers,
     of_buckets,
     of_campaigns,
+    of_checkpoints,
     of_clusters,
     of_commands,
     of_datasets_cases,
     of_disks,
     of_engine_code,
+    of_hardware,
     of_imports,
     of_installations,
     of_kubernetes,
@@ -53,6 +55,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_checkpoints,
     of_slurm,
     of_sources,
     of_datasets_cases,
@@ -77,6 +80,7 @@ TABLES = (
     of_clusters,
     of_nodes,
     of_disks,
+    of_hardware,
     of_installations,
     of_brokers,
     of_buckets,
