@@ -10,7 +10,7 @@ that of its schedule's own table with the stages' durations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
@@ -20,8 +20,11 @@ from holdfast.plan.cost.group_links import GroupLinks, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
+from holdfast.plan.cost.sharded_passes import with_collectives
 from holdfast.plan.cost.stage_memory import (
+    ASSUMED_OVERHEAD,
     Held,
+    MemoryOverhead,
     StageMemory,
     layer_parameters,
     rank_parameters,
@@ -35,13 +38,19 @@ from holdfast.plan.hardware.devices import DeviceType, device_named
 @dataclass(frozen=True)
 class Problem:
     """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
-    may use."""
+    may use. waits_for_sends: ranks compute nothing while they send to another stage or receive.
+    hides_gradients: sums of gradients travel while a stage's last backward computes. slow: by
+    index on pp, how many times as long a rank's computing takes."""
 
     workload: Workload
     cluster: Cluster
     devices: Mapping[str, DeviceType]
     times: LayerTimes | None = None
     memory_share: float = 0.95
+    overhead: MemoryOverhead = ASSUMED_OVERHEAD
+    waits_for_sends: bool = False
+    hides_gradients: bool = True
+    slow: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,11 +161,11 @@ class Evaluator:
     def _of_places(self, choice: Choice, group: ReplicaChoice) -> tuple[_Place, ...]:
         """The pool and the links of each index on pp."""
         number = choice.number_of_replicas
-        key = (group.mesh_shape, group.pools, group.count, number)
+        key = (group.mesh_shape, group.pools, group.count, number, choice.ep)
         if key not in self._links:
             found = []
             for index in range(group.pp):
-                links = group_links(self.problem.cluster, group, index, number)
+                links = group_links(self.problem.cluster, group, index, number, choice.ep)
                 place = _Place(group.pool_at(index), links)
                 found.append(self._places.setdefault((place.pool, links), place))
             self._links[key] = tuple(found)
@@ -189,7 +198,13 @@ class Evaluator:
         found = self._memory.get(key)
         if found is None:
             found = self._memory[key] = stage_memory(
-                self.problem.workload, choice, group, index, self._layers(held), in_flight
+                self.problem.workload,
+                choice,
+                group,
+                index,
+                self._layers(held),
+                in_flight,
+                self.problem.overhead,
             )
         return found
 
@@ -229,7 +244,8 @@ class Evaluator:
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
             index = _index_of(choice, group, chunk)
             place, counts = places[index], self._chunk(group, chunk)
-            key = (common, id(place), counts, group.recompute_at(index))
+            slow = self.problem.slow.get(index, 1.0)
+            key = (common, id(place), counts, group.recompute_at(index), slow)
             stage = self._stages.get(key)
             if stage is None:
                 stage = self._stages[key] = self._stage(choice, group, index, place, counts)
@@ -247,7 +263,9 @@ class Evaluator:
         ]
         cut = group.tp if choice.sequence_parallel else 1
         size = tokens * workload.layers[0].width * workload.item / cut
-        return StageTimes.of(times, place.links.pp.message_s(size))
+        send = place.links.pp.message_s(size)
+        stage = StageTimes.of(times, send, self.problem.waits_for_sends)
+        return stage.slowed(self.problem.slow.get(index, 1.0))
 
     def layer_times(
         self, choice: Choice, group: ReplicaChoice, index: int, kind: int, word: str
@@ -273,7 +291,7 @@ class Evaluator:
         found = self._times.get(key)
         if found is None:
             device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
-            times = self.problem.times or ShapeTimes(workload.precision, workload.item)
+            times = self.problem.times or ShapeTimes.of_workload(workload)
             found = self._times[key] = self._with_gathers(
                 times.of(layer, Part(*part), device, place.links), choice, group, layer, place.links
             )
@@ -291,19 +309,11 @@ class Evaluator:
         than the computing is added to it."""
         if choice.zero < 3 or group.dp_shard == 1:
             return times
+        state = self.problem.workload.state
         own = layer_parameters(layer, group.tp, choice.ep)
-        gathers = gather_s(links.shards, own * self.problem.workload.state.weights, group.dp_shard)
-        reduced = own * self.problem.workload.state.gradients
-        scatters = scatter_s(links.shards, reduced, group.dp_shard)
-        forward = max(0.0, gathers - times.forward)
-        backward = max(0.0, gathers + scatters - times.backward)
-        sent = {**(times.communication or {}), "shards": forward + backward}
-        return replace(
-            times,
-            forward=times.forward + forward,
-            inputs=times.inputs + backward,
-            communication=sent,
-        )
+        gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
+        scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
+        return with_collectives(times, gathers, gathers + scatters)
 
     def _tail(
         self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
@@ -314,7 +324,7 @@ class Evaluator:
         tails = []
         for index, place in enumerate(places):
             counts = self._counts(choice, group, index)
-            hidden = stages[index].backward if index < len(stages) else 0.0
+            hidden = stages[index].backward if self.problem.hides_gradients else 0.0
             key = (shared, id(place), counts, hidden, choice.number_of_replicas)
             tail = self._tails.get(key)
             if tail is None:
@@ -347,12 +357,28 @@ class Evaluator:
         gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
         device = device_named(self.problem.cluster.pool(place.pool).device, self.problem.devices)
         reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
-        touched = own / shards * (2 * state.optimizer + state.gradients + state.weights)
+        update = self._measured_update(choice, group, place, counts)
+        if update is None:
+            update = own * state.touched / reached
         return {
             "gradients": max(0.0, sums - hidden),
             "parameters": gathers,
-            "update": touched / reached,
+            "update": update / shards,
         }
+
+    def _measured_update(
+        self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts
+    ) -> float | None:
+        """Seconds of the update of these layers, if a profile has them."""
+        total = 0.0
+        if self.problem.times is None:
+            return None
+        for kind, number in counts:
+            update = self._layer(choice, group, group.recompute_at(0), kind, place).update
+            if update is None:
+                return None
+            total += number * update
+        return total
 
 
 @dataclass(frozen=True, eq=False)
