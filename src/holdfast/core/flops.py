@@ -40,9 +40,11 @@ FORMULAS: dict[str, str] = {
 """Of `run_flops_per_token`."""
 
 # Dense peaks in FLOP/s of bf16 and fp16, which are alike. From the makers' data sheets (never the
-# figures with 2:4 sparsity).
+# figures with 2:4 sparsity). A test compares them with `plan/hardware/devices.csv`.
 _HALF_PEAKS: dict[str, float] = {
+    "GB300": 2.5e15,
     "GB200": 2.5e15,
+    "B300": 2.25e15,
     "B200": 2.25e15,
     "H200": 989e12,
     "H100 NVL": 835e12,
@@ -50,6 +52,8 @@ _HALF_PEAKS: dict[str, float] = {
     "H100": 989e12,
     "A100": 312e12,
     "MI300X": 1307e12,
+    "MI325X": 1307e12,
+    "MI355X": 2.5e15,
     "MI250X": 383e12,
     "L40S": 362e12,
 }

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from holdfast.plan.hardware.link import Link
 
 ACROSS_ZONES = Link(500e-6, 2.5e9 / 8)
-"""Of one device, where a cluster names no link between two zones: a virtual machine of one cloud
-has 2.5 GB/s to another zone (Sailor, SOSP'25), and eight devices share it."""
+"""Of one device, if a cluster names no link between two zones. A virtual machine of one cloud has
+2.5 GB/s to another zone (Sailor, SOSP'25). Eight devices share it."""
 
 
 @dataclass(frozen=True)

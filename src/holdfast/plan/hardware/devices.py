@@ -1,20 +1,23 @@
 """What devices can do: peaks, memory, bandwidth, and the share of them that kernels reach.
 
-`devices.csv` has a row for each type, with the source of its numbers. `holdfast calibrate` measures
-the devices at hand, and its file replaces the assumed shares (`Efficiency`).
+`devices.csv` has a row for each type, with the source of its numbers. `efficiency.csv` has the
+shares that were fitted to measurements. `holdfast calibrate` measures the devices at hand
+(`calibration.py`).
 """
 
 from __future__ import annotations
 
-import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 
 from holdfast.errors import DataError
+from holdfast.plan.hardware.tables import missing_name, read_rows
 
 DEVICES_FILE = Path(__file__).with_name("devices.csv")
+EFFICIENCY_FILE = Path(__file__).with_name("efficiency.csv")
+GIB = 2**30
 PRECISIONS = ("fp32", "bf16", "fp8", "fp4")
 
 
@@ -40,9 +43,15 @@ ASSUMED = Efficiency()
 
 @dataclass(frozen=True)
 class DeviceType:
-    """One type of device. flops: dense peak FLOP/s by precision. bandwidth: bytes a second of its
-    memory. scale_up: bytes a second, one way, to other devices of its node (0: none but PCIe).
-    power_w, idle_w: watts of one device, busy and idle. efficiency: by precision."""
+    """One type of device. flops: dense peak FLOP/s by precision. memory_bytes: nominal. bandwidth:
+    bytes a second of its memory. scale_up: bytes a second, one way, to other devices of its node
+    (0: none but PCIe). power_w: the board's limit. idle_w: watts without work. efficiency: by
+    precision.
+
+    usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link: names of
+    `links.csv`. reported: words of the driver's name of it. assumed: columns without a source.
+    measured: date and file if `holdfast calibrate` measured it.
+    """
 
     name: str
     flops: Mapping[str, float]
@@ -52,6 +61,14 @@ class DeviceType:
     power_w: float
     idle_w: float
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
+    usable_bytes: float = 0.0
+    scale_up_link: str = ""
+    host_link: str = ""
+    reported: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    source: str = ""
+    measured: str = ""
 
     def peak(self, precision: str) -> float:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""
@@ -68,35 +85,64 @@ class DeviceType:
         return self.efficiency.get(precision, ASSUMED)
 
 
-def load_devices(path: Path = DEVICES_FILE) -> dict[str, DeviceType]:
-    """Devices of the table by name."""
-    lines = [
-        line for line in path.read_text("utf-8").splitlines() if line and not line.startswith("#")
-    ]
-    found = [_device(row) for row in csv.DictReader(lines)]
+def load_devices(
+    path: Path = DEVICES_FILE, efficiency: Path = EFFICIENCY_FILE
+) -> dict[str, DeviceType]:
+    """Devices of the table by name, with the shares that were fitted for them."""
+    shares: dict[str, dict[str, Efficiency]] = {}
+    for row in read_rows(efficiency):
+        numbers = (float(row[each]) for each in ("compute", "memory", "ramp_s", "launch_s"))
+        shares.setdefault(row["device"], {})[row["precision"]] = Efficiency(*numbers)
+    found = [_device(row, shares.get(row["name"], {})) for row in read_rows(path)]
     return {device.name: device for device in found}
 
 
-def device_named(name: str, devices: Mapping[str, DeviceType]) -> DeviceType:
-    """Raises DataError, with the nearest name, for a device that the table does not have."""
+def device_named(
+    name: str, devices: Mapping[str, DeviceType], where: str = "cluster"
+) -> DeviceType:
+    """The device of this name or alias. Raises DataError with the nearest name."""
     if name in devices:
         return devices[name]
-    near = get_close_matches(name, devices, n=1, cutoff=0.3)
-    raise DataError(
-        f"the device {name!r} is not in the table",
-        where="cluster",
-        remedy=f"use {near[0] if near else 'one of ' + ', '.join(devices)}",
+    for device in devices.values():
+        if name in device.aliases:
+            return device
+    raise missing_name("device", name, devices, where)
+
+
+def device_reported(
+    reported: str, memory_bytes: float, devices: Mapping[str, DeviceType]
+) -> DeviceType | None:
+    """The device that a driver reports ("NVIDIA H100 80GB HBM3"). Of those whose words are all in
+    the report: most words first, then the nearest memory. None if no row fits."""
+    words = set(re.split(r"[^A-Za-z0-9]+", reported.lower()))
+    fit = [
+        device
+        for device in devices.values()
+        if device.reported and words >= {word.lower() for word in device.reported}
+    ]
+    return min(
+        fit,
+        key=lambda each: (-len(each.reported), abs(each.memory_bytes - memory_bytes)),
+        default=None,
     )
 
 
-def _device(row: dict[str, str]) -> DeviceType:
+def _device(row: dict[str, str], efficiency: Mapping[str, Efficiency]) -> DeviceType:
     flops = {each: float(row[each]) * 1e12 for each in PRECISIONS if row[each]}
     return DeviceType(
         row["name"],
         flops,
-        float(row["memory_gb"]) * 1e9,
+        float(row["memory_gib"]) * GIB,
         float(row["bandwidth_gb_s"]) * 1e9,
         float(row["scale_up_gb_s"] or 0) * 1e9,
         float(row["power_w"]),
         float(row["idle_w"]),
+        efficiency,
+        usable_bytes=float(row["usable_gib"]) * GIB,
+        scale_up_link=row["scale_up_link"],
+        host_link=row["host_link"],
+        reported=tuple(row["reported"].split()),
+        aliases=tuple(row["aliases"].split()),
+        assumed=tuple(row["assumed"].split()),
+        source=row["source"],
     )
