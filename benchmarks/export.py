@@ -44,7 +44,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import torch
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.runs import open_run
 from holdfast.export.weights import write_folder
 from holdfast.model import dcp_export, huggingface
 def peak():

@@ -31,7 +31,7 @@ from holdfast.cli import train
 from holdfast.core.sharding.state_table import MODEL_PREFIX
 from holdfast.events import Evaluated, StepDone
 from holdfast.export.weights import choose_checkpoint
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 

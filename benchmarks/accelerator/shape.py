@@ -18,7 +18,7 @@ from holdfast.config.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, utilisation
 from holdfast.errors import ConfigError
-from holdfast.launch.devices import refuse_float8
+from holdfast.launch.node.devices import refuse_float8
 from holdfast.plan.machine.accelerators import peak_flops
 from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.train.engine import StepEngine

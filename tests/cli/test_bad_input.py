@@ -260,7 +260,7 @@ def test_a_start_that_was_cut_short_does_not_bar_the_next(
     trained: Trained, tmp_path: Path, capsys: Capture
 ) -> None:
     """A full disk, or a kill, between the first file of a run folder and `resolved.json`."""
-    from holdfast.launch.run_folder import refuse_foreign
+    from holdfast.launch.run.run_folder import refuse_foreign
 
     run = tmp_path / "run"
     run.mkdir()
@@ -277,7 +277,7 @@ def test_a_node_that_begins_beside_another_finds_a_run_folder(
 ) -> None:
     """Whenever it looks: before, while or after the other writes what makes it one."""
     from holdfast.config.load import load_config
-    from holdfast.launch.run_folder import refuse_other
+    from holdfast.launch.run.run_folder import refuse_other
 
     stored = (trained.folder / "resolved.json").read_bytes()
     loaded, version = load_config(trained.run_file), json.loads(stored)["dataset"]["version"]

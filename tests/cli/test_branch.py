@@ -18,13 +18,13 @@ from holdfast.config.optimizer import OptimizerConfig
 from holdfast.config.train import ScheduleConfig, TrainConfig
 from holdfast.errors import CheckpointError, RunFolderError
 from holdfast.events import RunBranched
-from holdfast.launch import branch as branch_module
-from holdfast.launch.resume_checks import (
+from holdfast.launch.run import branch as branch_module
+from holdfast.launch.run.resume_checks import (
     branch_command,
     refuse_branch_without_state,
     refuse_unfit_state,
 )
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.conftest import Trained

@@ -15,8 +15,8 @@ from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import load_config
 from holdfast.errors import ConfigError
 from holdfast.export.weights import Sampling, choose_checkpoint, continuations
-from holdfast.launch.devices import describe_devices
-from holdfast.launch.runs import open_run
+from holdfast.launch.node.devices import describe_devices
+from holdfast.launch.run.runs import open_run
 from holdfast.plan.machine.accelerators import Accelerator
 from holdfast.plan.machine.hardware import HardwareInfo
 from tests.cli.conftest import Trained

@@ -22,8 +22,8 @@ from holdfast.cli.doctor_store import check_store
 from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.node_check import LinkResult, NodeCheckReply, NodeMemory
 from holdfast.events import Record, WorkerReady
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.node_checks import AgentAnswer
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.node_checks import AgentAnswer
 from holdfast.layout import Layout, place_layout
 from holdfast.wire.term import HolderReply
 from tests.cli.conftest import Trained

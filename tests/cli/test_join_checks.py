@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import join as join_module
-from holdfast.launch.node_name import default_node_name
+from holdfast.launch.node.node_name import default_node_name
 from tests.cli.conftest import Trained
 from tests.support.commands import here
 

@@ -15,9 +15,9 @@ import pytest
 
 from holdfast.cli import down as down_module
 from holdfast.cli import logs as logs_module
-from holdfast.launch.owner import OwnedJob
 from holdfast.launch.owners import local
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.owners.owner import OwnedJob
+from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.store.run_location import make_local_folder
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import Host, create_term

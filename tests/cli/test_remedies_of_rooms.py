@@ -16,6 +16,7 @@ from tests.cli.remedies import (
     of_brokers,
     of_buckets,
     of_campaigns,
+    of_checkpoints,
     of_clusters,
     of_commands,
     of_datasets_cases,
@@ -54,6 +55,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_checkpoints,
     of_slurm,
     of_sources,
     of_datasets_cases,

@@ -16,7 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.lr_schedule import last_common_step
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import ConfigError, RunFolderError
-from holdfast.launch import branch_config
+from holdfast.launch.run import branch_config
 
 
 def _config(optimizer: dict[str, Any], **sections: Any) -> RunConfig:

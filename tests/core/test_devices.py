@@ -20,7 +20,7 @@ TABLE_FILES = {
     "plan/machine/hardware.py",
 }
 HERE = {
-    "launch/devices.py": "what torch was built for",
+    "launch/node/devices.py": "what torch was built for",
     "config/explain.py": "what a person may have meant by another word",
     "cli/doctor_versions.py": "names of packages, whose versions are compared",
     "plan/machine/installed_versions.py": "the same",

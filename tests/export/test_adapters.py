@@ -17,7 +17,7 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.load import load_config
 from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.events import StepDone
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.run.runs import read_resolved
 from holdfast.model.peft_folder import read_adapter
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore

@@ -24,7 +24,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.format.flat_names import SCHEMES
 from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.runs import open_run
 from holdfast.model.decoder import Decoder
 from tests.cli.conftest import Trained
 from tests.support.commands import here

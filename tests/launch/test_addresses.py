@@ -13,9 +13,9 @@ import pytest
 from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, RunFolderError
-from holdfast.launch.addresses import device_of, find_address, plan_addresses, source_address
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.run_folder import refuse_alone
+from holdfast.launch.node.addresses import device_of, find_address, plan_addresses, source_address
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.run_folder import refuse_alone
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_term
 

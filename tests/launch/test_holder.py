@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RunFolderError
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.run_folder import refuse_alone, refuse_in_use, run_id, set_aside
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.run_folder import refuse_alone, refuse_in_use, run_id, set_aside
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import Host, create_generation, create_term

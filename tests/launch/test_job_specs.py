@@ -21,7 +21,7 @@ from holdfast.config import yaml_tree
 from holdfast.config.run import RunConfig
 from holdfast.launch.job_specs import azure_ml, runpod, sagemaker, skypilot, vertex
 from holdfast.launch.job_specs.settings import ServiceSettings, job_name, join_line
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.owners.owner import LaunchRequest
 
 SETTINGS = ServiceSettings(
     "registry.example/holdfast:1",

@@ -15,10 +15,10 @@ import pytest
 
 from holdfast.config.load import load_config
 from holdfast.errors import ConfigError, UserError
-from holdfast.launch import roll_call
-from holdfast.launch.launched_config import with_launcher
-from holdfast.launch.launchers import LauncherPlace, read_launcher
-from holdfast.launch.local_ranks import agent_socket, as_one_node
+from holdfast.launch.ranks import roll_call
+from holdfast.launch.ranks.launched_config import with_launcher
+from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
+from holdfast.launch.ranks.local_ranks import agent_socket, as_one_node
 from holdfast.wire.store.run_store import FolderStore
 
 TORCHRUN = {

@@ -9,7 +9,7 @@ import pytest
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ModelFolderError, RunFolderError
 from holdfast.launch import local
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.runs import open_run
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 

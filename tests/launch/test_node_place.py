@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError
-from holdfast.launch.node_place import PLACE_VARIABLE, ZONE_VARIABLE, with_place
+from holdfast.launch.node.node_place import PLACE_VARIABLE, ZONE_VARIABLE, with_place
 
 
 def loaded(*overrides: str) -> LoadedConfig:

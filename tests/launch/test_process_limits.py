@@ -11,7 +11,7 @@ import pytest
 from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import UserError
-from holdfast.launch.process_limits import MIB, memory_need, refuse_low_limits
+from holdfast.launch.node.process_limits import MIB, memory_need, refuse_low_limits
 
 RUN = "folder: r\ndevice: cpu\ndata: {folder: d}\nlayout: {workers: 2}\n"
 SIZES = "preset: null, vocab_size: {}, layers: {}, dim: {}, heads: 4, kv_heads: 2, ffn_dim: {}"
@@ -67,7 +67,7 @@ def test_a_process_that_may_not_have_the_memory_is_refused(
 
 def test_the_soft_limit_is_raised_first() -> None:
     code = (
-        "import resource; from holdfast.launch.process_limits import raise_open_files\n"
+        "import resource; from holdfast.launch.node.process_limits import raise_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 600))\n"
         "print(raise_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

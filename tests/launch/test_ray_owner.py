@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.launch.owner import NodeState, OwnedJob
-from holdfast.launch.owners import ray as ray_owner
-from holdfast.launch.ray_job import RayAnswer
-from holdfast.launch.ray_plan import JobStatus, NodeStatus
+from holdfast.launch.owners.owner import NodeState, OwnedJob
+from holdfast.launch.ray import owner as ray_owner
+from holdfast.launch.ray.job import RayAnswer
+from holdfast.launch.ray.plan import JobStatus, NodeStatus
 from tests.support.commands import apart, here, write_run_file
 from tests.support.ranks import ROOT
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.load import resolve_config
-from holdfast.launch.owner import LaunchRequest, NodeState
-from holdfast.launch.ray_node import place_of
-from holdfast.launch.ray_plan import (
+from holdfast.launch.owners.owner import LaunchRequest, NodeState
+from holdfast.launch.ray.node import place_of
+from holdfast.launch.ray.plan import (
     Deeds,
     JobStatus,
     NodeReport,

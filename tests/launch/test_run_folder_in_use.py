@@ -18,9 +18,9 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.config.load import load_config
 from holdfast.errors import RunFolderError
 from holdfast.events import GenerationStarted, RequestsRefused, StepDone
-from holdfast.launch import run_folder
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.run_folder import (
+from holdfast.launch.run import run_folder
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.run_folder import (
     refuse_foreign,
     refuse_in_use,
     refuse_other,

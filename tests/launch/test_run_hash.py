@@ -8,7 +8,7 @@ from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.identity import config_hash, earlier_hash
 from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
-from holdfast.launch.run_folder import run_hash
+from holdfast.launch.run.run_folder import run_hash
 from holdfast.wire.store.run_store import FolderStore
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RunFolderError
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.run_folder import refuse_alone, refuse_in_use
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.run_folder import refuse_alone, refuse_in_use
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation, create_term, newest_term

@@ -13,9 +13,9 @@ from holdfast.config.launch import LaunchConfig
 from holdfast.config.launch_slurm import SlurmConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, RunFolderError
-from holdfast.launch.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
-from holdfast.launch.owners.slurm import SlurmOwner
-from holdfast.launch.owners.slurm_commands import seconds_of
+from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
+from holdfast.launch.slurm.commands import seconds_of
+from holdfast.launch.slurm.owner import SlurmOwner
 from tests.support.fake_slurm import FakeSlurm
 
 GOLDEN = Path(__file__).with_name("golden_slurm.txt")

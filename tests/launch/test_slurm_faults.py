@@ -12,9 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.checkpoints import newest_tensors
-from tests.support.commands import apart
-from tests.support.launched_run import LaunchedRun
+from tests.support.launched_run import LaunchedRun, undisturbed_tensors
 from tests.support.nodes import prepared
 from tests.support.slurm_cluster import INSTALL, SlurmCluster, is_installed, slurm_of
 
@@ -33,12 +31,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path) -> dict[str, bytes]:
-    """What a run of one worker without a fault ends with."""
-    folder = run_file.parent / "alone"
-    settings = (f"train.steps={STEPS}", "train.evaluate.every=0", "cluster.threads_per_worker=1")
-    done = apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1")
-    assert done.code == 0, done.err
-    return newest_tensors(folder, STEPS)
+    return undisturbed_tensors(run_file, STEPS)
 
 
 @pytest.fixture

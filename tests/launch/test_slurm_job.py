@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.slurm_job import parse_fields
+from holdfast.launch.slurm.job import parse_fields
 from holdfast.wire.child_command import module_command
 from tests.support.fake_slurm import JOB, FakeSlurm
 from tests.support.ranks import wait_until
@@ -36,7 +36,7 @@ def keeper_of(slurm: FakeSlurm, *more: str) -> Iterator[subprocess.Popen[str]]:
     }
     process = subprocess.Popen(
         module_command(
-            "holdfast.launch.slurm_job", *command, "holdfast", "join", "--node", "{node}"
+            "holdfast.launch.slurm.job", *command, "holdfast", "join", "--node", "{node}"
         ),
         env=environment,
         stdout=subprocess.PIPE,

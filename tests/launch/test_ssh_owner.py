@@ -14,8 +14,8 @@ import pytest
 
 from holdfast.config.load import load_config
 from holdfast.errors import UserError
-from holdfast.launch.owner import LaunchRequest, OwnedJob
-from holdfast.launch.owners.ssh import SshOwner
+from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
+from holdfast.launch.ssh.owner import SshOwner
 from tests.support.commands import secret_file, write_run_file
 from tests.support.fake_ssh import FakeSsh
 
@@ -162,7 +162,7 @@ def test_too_few_hosts_are_refused_and_a_dry_run_asks_none(hosts: Hosts) -> None
     python = hosts.ssh.root / "bin/python"
     assert shown == "".join(
         f"ssh -p 2222 -o BatchMode=yes -o ConnectTimeout=10 -T {host} "
-        f"'{python} -P -m holdfast.launch.node_host'\n"
+        f"'{python} -P -m holdfast.launch.ssh.node_host'\n"
         f"  starts: holdfast join s3://bucket/run --node {node} cluster.places=1\n"
         for host, node in (("a", "a"), ("me@b", "b"))
     )

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.config.load import resolve_config
 from holdfast.errors import RunFolderError
-from holdfast.launch import unlike_node
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.unlike_node import refuse_unlike_node
+from holdfast.launch.run import unlike_node
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.unlike_node import refuse_unlike_node
 
 RUN = "folder: r\ndevice: cpu\ndata: {folder: d}\nlayout: {workers: 2}\n"
 

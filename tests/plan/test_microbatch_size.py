@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import UserError
-from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
+from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size, microbatch_choices
 
 KEY = "train.microbatch_size"

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import StepDone
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import Outcome, within
+from tests.support.commands import Outcome, apart, within
 from tests.support.nodes import Nodes
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -28,6 +28,15 @@ QUICK = (
     "cluster.compare=false",  # a gate holds ranks up
     "train.evaluate.every=0",
 )
+
+
+def undisturbed_tensors(run_file: Path, steps: int) -> dict[str, bytes]:
+    """Return what a run of one worker without a fault ends with."""
+    folder = run_file.parent / "alone"
+    settings = (f"train.steps={steps}", "train.evaluate.every=0", "cluster.threads_per_worker=1")
+    done = apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1")
+    assert done.code == 0, done.err
+    return newest_tensors(folder, steps)
 
 
 class LaunchedRun(Nodes):

@@ -86,7 +86,7 @@ class SlurmCluster:
         """Write the configuration, start all daemons, and wait until every node is idle."""
         (self.root / "state").mkdir()
         self._write_config()
-        self._start("slurmctld", "slurmctld", "-D")
+        self.return_controller()
         for name in self.names:
             self.return_node(name)
         self.wait_until(lambda: self.states() == dict.fromkeys(self.names, "idle"), "nodes")
@@ -117,6 +117,19 @@ class SlurmCluster:
         for process in self.tasks(node):
             with suppress(psutil.Error):
                 process.kill()
+
+    def lose_controller(self) -> None:
+        """Kill slurmctld, once it has saved all jobs that there are: an unsaved one is lost."""
+        begun = time.time()
+        self.wait_until(lambda: self._last_save() > begun, "Slurm saves its jobs")
+        self.kill_daemon("slurmctld")
+
+    def _last_save(self) -> float:
+        saved = self.root / "state" / "job_state"
+        return saved.stat().st_mtime if saved.exists() else 0.0
+
+    def return_controller(self) -> None:
+        self._start("slurmctld", "slurmctld", "-D")
 
     def return_node(self, node: str) -> None:
         (self.root / node).mkdir(exist_ok=True)

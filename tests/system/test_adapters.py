@@ -15,7 +15,7 @@ import pytest
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.events import StepDone, WorkerLost, WorkerStarted
-from holdfast.launch.runs import read_resolved
+from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import write_base, write_run

@@ -11,7 +11,7 @@ from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import ConfigError
-from holdfast.launch.named_parts import with_named_parts
+from holdfast.launch.run.named_parts import with_named_parts
 from holdfast.tasks.child import describe_named
 from holdfast.tasks.named import load_user_parts
 from tests.support.optimizers import MODULE, optimizer_config, planned

@@ -14,8 +14,8 @@ import holdfast
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.task import SCRIPT_TASK
 from holdfast.errors import HoldfastError, TaskError
-from holdfast.launch import task_run
-from holdfast.launch.task_run import described
+from holdfast.launch.run import task_run
+from holdfast.launch.run.task_run import described
 from holdfast.tasks.child import describe
 from holdfast.tasks.script import Script
 

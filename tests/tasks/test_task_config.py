@@ -11,7 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.run_table import row_of_text, row_text, run_parameters, run_state_table
 from holdfast.errors import ConfigError, RunFolderError
-from holdfast.launch.task_run import with_task
+from holdfast.launch.run.task_run import with_task
 
 
 def _config(**task: object) -> RunConfig:

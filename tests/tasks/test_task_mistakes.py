@@ -23,7 +23,7 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
-from holdfast.launch.task_run import described
+from holdfast.launch.run.task_run import described
 from holdfast.parallel.process_groups import connect
 from holdfast.tasks import child
 from holdfast.tasks.ask import Question

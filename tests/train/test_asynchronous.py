@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.asynchronous import weight_versions
-from holdfast.launch.devices import describe_asynchronous
+from holdfast.launch.node.devices import describe_asynchronous
 from holdfast.train.engine import StepEngine
 from holdfast.train.pipemare import StageDelay
 from tests.support.late_gradients import LateExecutor

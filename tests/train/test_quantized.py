@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.launch.devices import describe_quantized
+from holdfast.launch.node.devices import describe_quantized
 from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.step_recovery import undisturbed

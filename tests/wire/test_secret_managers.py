@@ -23,7 +23,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as BotoCredentials
 
 from holdfast.errors import RunFolderError
-from holdfast.launch.runs import read_secrets
+from holdfast.launch.run.runs import read_secrets
 from holdfast.wire.secret import (
     SECRET_FILE_VARIABLE,
     SECRET_SOURCE_VARIABLE,

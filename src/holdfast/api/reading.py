@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from holdfast.checkpoint.restore.reader import Checkpoint as StoredCheckpoint
-    from holdfast.launch.runs import Run
+    from holdfast.launch.run.runs import Run
 
 _TORCH_NAMES = {
     "F64": "float64",
@@ -28,7 +28,7 @@ _TORCH_NAMES = {
 def journal(run: str | Path) -> list[dict[str, Any]]:
     """Return the records of a run's journal, each as a flat dict: `pandas.DataFrame(...)` takes
     them. run: the run folder, or its run file. Raises RunFolderError."""
-    from holdfast.launch.runs import named_path, open_run
+    from holdfast.launch.run.runs import named_path, open_run
     from holdfast.wire.journal import read_journal
 
     return [_flat(record) for record in read_journal(open_run(named_path(run)).store)]
@@ -47,7 +47,7 @@ def follow(
     seconds: between two looks. wait: seconds for a run that has not begun. Raises RunFolderError.
     """
     from holdfast.events import RunFinished, RunStarted
-    from holdfast.launch.runs import named_path
+    from holdfast.launch.run.runs import named_path
     from holdfast.wire.journal import follow_journal
 
     ended = stop or threading.Event()
@@ -67,7 +67,7 @@ def _run_once_begun(path: Path, stop: threading.Event, seconds: float, wait: flo
     """Open a run, which another process or thread may be about to begin. Return None if `stop` was
     set meanwhile. Raises RunFolderError."""
     from holdfast.errors import RunFolderError
-    from holdfast.launch.runs import open_run
+    from holdfast.launch.run.runs import open_run
 
     deadline = time.monotonic() + wait
     while True:
@@ -82,7 +82,7 @@ def _run_once_begun(path: Path, stop: threading.Event, seconds: float, wait: flo
 
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
     """Return what `holdfast report RUN --json` prints; with `curve` every step too."""
-    from holdfast.launch.runs import named_path, open_run
+    from holdfast.launch.run.runs import named_path, open_run
     from holdfast.report.history import read_history
     from holdfast.report.summary import summary as summarise
 
@@ -93,7 +93,7 @@ def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
 def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
     """Return the logical microbatches of a step, as the run's workers are fed them. Raises
     UserError."""
-    from holdfast.launch.runs import named_path, open_run
+    from holdfast.launch.run.runs import named_path, open_run
     from holdfast.tasks.choose import open_task
 
     found = open_run(named_path(run))
@@ -146,7 +146,7 @@ class Checkpoint:
 def open_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of `step`, or the newest intact one. Raises CheckpointError."""
     from holdfast.export.weights import choose_checkpoint
-    from holdfast.launch.runs import named_path, open_run
+    from holdfast.launch.run.runs import named_path, open_run
 
     return Checkpoint(choose_checkpoint(open_run(named_path(run)), step, lambda line: None))
 

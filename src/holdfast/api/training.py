@@ -48,7 +48,7 @@ def train(
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.cli.train import start_run
     from holdfast.config.load import load_config
-    from holdfast.launch.runs import run_folder_of
+    from holdfast.launch.run.runs import run_folder_of
     from holdfast.tasks.importing import is_importing
     from holdfast.wire.store.run_location import store_of_run
 

@@ -14,11 +14,11 @@ from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
-from holdfast.launch.runs import Run, open_run
+from holdfast.launch.run.runs import Run, open_run
 from holdfast.report.formatting import format_bytes
 
 if TYPE_CHECKING:
-    from holdfast.launch.branch import Branch
+    from holdfast.launch.run.branch import Branch
 
 app = make_app("Begin a new run from a checkpoint of another one.")
 
@@ -65,7 +65,7 @@ def branch(
 
 
 def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageProgress) -> Branch:
-    from holdfast.launch.branch import make_branch
+    from holdfast.launch.run.branch import make_branch
     from holdfast.plan.machine.hardware import detect_hardware
 
     show = partial(progress.show_bytes, "copied")

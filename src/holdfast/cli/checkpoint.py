@@ -10,7 +10,7 @@ from holdfast.cli import checkpoint_import, checkpoint_tools
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, print_table, say
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.runs import open_run
 from holdfast.layout import AXES
 from holdfast.report.formatting import format_bytes, format_count
 

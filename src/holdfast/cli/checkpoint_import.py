@@ -13,7 +13,7 @@ from holdfast.config.lora import refuse_lora
 from holdfast.config.run_place import is_bucket
 from holdfast.config.task import refuse_file_of_task
 from holdfast.errors import DataError, OutOfSpaceError, RunFolderError, UserError
-from holdfast.launch.runs import IMPORTED_FOLDER
+from holdfast.launch.run.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ def import_(
     """
     from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset
     from holdfast.config.load import load_config
-    from holdfast.launch.holder import HolderWatch
     from holdfast.launch.local import resume_command
-    from holdfast.launch.microbatch_size import with_microbatch_size
-    from holdfast.launch.named_parts import with_named_parts
-    from holdfast.launch.run_folder import refuse_in_use, refuse_other
+    from holdfast.launch.run.holder import HolderWatch
+    from holdfast.launch.run.microbatch_size import with_microbatch_size
+    from holdfast.launch.run.named_parts import with_named_parts
+    from holdfast.launch.run.run_folder import refuse_in_use, refuse_other
     from holdfast.plan.machine.hardware import detect_hardware
 
     machine = detect_hardware()
@@ -151,8 +151,8 @@ def _begin_run(
     that fails, a description of the run that was not there before does not stay."""
     from holdfast.checkpoint.restore.catalog import describe_checkpoint
     from holdfast.config.identity import config_hash
-    from holdfast.launch.run_folder import remove_description, write_description
-    from holdfast.launch.runs import read_resolved
+    from holdfast.launch.run.run_folder import remove_description, write_description
+    from holdfast.launch.run.runs import read_resolved
     from holdfast.wire.store.run_store import FolderStore
 
     config = loaded.config

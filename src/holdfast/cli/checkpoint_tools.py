@@ -14,8 +14,8 @@ from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import CheckpointError
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.runs import open_run
 from holdfast.report.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def copy(
 
 def _location(to: str, source: Path) -> RunStore:
     """The run store that a location names. Raises CheckpointError for what cannot be one."""
-    from holdfast.launch.run_folder import refuse_in_use
+    from holdfast.launch.run.run_folder import refuse_in_use
     from holdfast.wire.store.location import open_store, probe_store
     from holdfast.wire.store.run_location import store_of_run
 
@@ -191,7 +191,7 @@ def prune(
     from holdfast.checkpoint.restore.catalog import list_commits
     from holdfast.checkpoint.restore.verify import find_newest_verified
     from holdfast.checkpoint.save import retention
-    from holdfast.launch.run_folder import refuse_in_use
+    from holdfast.launch.run.run_folder import refuse_in_use
 
     found = open_run(run)
     refuse_in_use(found.folder, HolderWatch(found.folder, say))

@@ -16,7 +16,7 @@ from holdfast.cli.output import print_json, print_table, say
 from holdfast.config.load import load_config
 from holdfast.errors import UserError
 from holdfast.launch.job_specs.settings import ServiceSettings
-from holdfast.launch.runs import run_folder_of
+from holdfast.launch.run.runs import run_folder_of
 from holdfast.plan.catalogue import (
     CATALOGUE_FILE,
     MachineType,

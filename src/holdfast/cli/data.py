@@ -17,8 +17,8 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, DataError
-from holdfast.launch.runs import open_run
-from holdfast.launch.task_run import with_task
+from holdfast.launch.run.runs import open_run
+from holdfast.launch.run.task_run import with_task
 from holdfast.report.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import UserError
-from holdfast.launch.runs import Run, named_path, open_run
+from holdfast.launch.run.runs import Run, named_path, open_run
 
 if TYPE_CHECKING:
     from holdfast.data.audit import AuditResult

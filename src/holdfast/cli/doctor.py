@@ -47,7 +47,7 @@ def doctor(
         return 1 if any(check.state == "fails" for check in checks) else 0
     from holdfast.cli.doctor_deadline import QUICK_S, Deadlines
     from holdfast.cli.doctor_run import RunDiagnosis, diagnose_run, folder_of
-    from holdfast.launch.holder import HolderWatch
+    from holdfast.launch.run.holder import HolderWatch
     from holdfast.wire.store.run_location import location_of_run
 
     given = named_argument("run", run)  # a Path option would be looked for on its disk

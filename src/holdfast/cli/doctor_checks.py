@@ -22,7 +22,7 @@ from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, MoverSocket, mak
 from holdfast.core.devices import DEVICES
 from holdfast.core.transports import NodeLinks
 from holdfast.errors import RunFolderError
-from holdfast.launch.process_limits import (
+from holdfast.launch.node.process_limits import (
     OPEN_FILES_OF_AGENT,
     OPEN_FILES_PER_WORKER,
     TORCH_ADDRESS_BYTES,

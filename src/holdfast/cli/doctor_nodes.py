@@ -19,7 +19,7 @@ from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.node_check import LISTENS, LinkResult, NodeMemory
 from holdfast.errors import HoldfastError, LayoutError
-from holdfast.launch.node_checks import AgentAnswer
+from holdfast.launch.run.node_checks import AgentAnswer
 from holdfast.layout import Topology
 from holdfast.plan.memory.memory_use import contents_by_rank
 from holdfast.report.formatting import format_bytes, format_duration, format_plural

@@ -22,9 +22,9 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
 from holdfast.elastic.protocol.node_check import NodeMemory
 from holdfast.errors import HoldfastError, RunFolderError, StoreError, UserError
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.node_checks import AgentAnswer, ask_agents
-from holdfast.launch.runs import RESOLVED_FILE, Run, open_run, read_secrets, run_folder_of
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.node_checks import AgentAnswer, ask_agents
+from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run, read_secrets, run_folder_of
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.plan.machine.limits import available_memory

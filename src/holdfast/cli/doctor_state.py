@@ -30,9 +30,9 @@ from holdfast.events import (
     UploadFailed,
     WorkerReady,
 )
-from holdfast.launch.bucket_run import place_word
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.runs import Run
+from holdfast.launch.run.bucket_run import place_word
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.runs import Run
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history import History, build_history, notice_text
 from holdfast.wire.journal import JournalContents, read_contents

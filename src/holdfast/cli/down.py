@@ -11,10 +11,10 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import say
-from holdfast.launch.runs import folder_with_job
+from holdfast.launch.run.runs import folder_with_job
 
 if TYPE_CHECKING:
-    from holdfast.launch.owner import MachineOwner, OwnedJob
+    from holdfast.launch.owners.owner import MachineOwner, OwnedJob
 
 WAIT_INTERVAL_S = 0.5
 
@@ -34,9 +34,9 @@ def down(
     Example:
       holdfast down runs/my-run
     """
-    from holdfast.launch.bucket_run import place_word
-    from holdfast.launch.owner import NodeState, OwnedJob
     from holdfast.launch.owners.choose import open_owner
+    from holdfast.launch.owners.owner import NodeState, OwnedJob
+    from holdfast.launch.run.bucket_run import place_word
 
     folder = folder_with_job(run)
     job = OwnedJob.read(folder)

@@ -32,7 +32,7 @@ def host(
 
     from holdfast.config.peers import is_loopback
     from holdfast.errors import UserError
-    from holdfast.launch.node_name import default_node_name
+    from holdfast.launch.node.node_name import default_node_name
     from holdfast.launch.pods.host import PodHost
     from holdfast.wire.http.tls import with_tls
     from holdfast.wire.secret import SECRET_FILE_VARIABLE, given_secret_file, read_secret

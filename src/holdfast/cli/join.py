@@ -25,17 +25,17 @@ from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
-from holdfast.launch.bucket_run import place_word, require_secret
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.lora_run import with_joining_base
-from holdfast.launch.named_parts import described_parts
-from holdfast.launch.node_name import default_node_name
-from holdfast.launch.node_place import MACHINE_KEYS, with_place
-from holdfast.launch.resume_checks import ensure_end_is_intact
-from holdfast.launch.run_folder import dataset_version_in, refuse_alone
-from holdfast.launch.runs import RESOLVED_FILE, read_resolved
-from holdfast.launch.task_run import described
-from holdfast.launch.trackers import refuse_missing_trackers
+from holdfast.launch.node.node_name import default_node_name
+from holdfast.launch.node.node_place import MACHINE_KEYS, with_place
+from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.run.bucket_run import place_word, require_secret
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.lora_run import with_joining_base
+from holdfast.launch.run.named_parts import described_parts
+from holdfast.launch.run.resume_checks import ensure_end_is_intact
+from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
+from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
+from holdfast.launch.run.task_run import described
 from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")

@@ -15,14 +15,14 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
-from holdfast.launch.bucket_run import place_word
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.runs import read_resolved, run_folder_of
+from holdfast.launch.run.bucket_run import place_word
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.plan.placing.layouts import max_workers
 from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
-    from holdfast.launch.owner import LaunchRequest, OwnedJob
+    from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
 
@@ -156,7 +156,7 @@ def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
 
 def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
     from holdfast.config.cluster import AUTO
-    from holdfast.launch.owner import LaunchRequest
+    from holdfast.launch.owners.owner import LaunchRequest
 
     config = loaded.config
     cluster, checkpoint = config.cluster, config.checkpoint
@@ -188,8 +188,8 @@ def _make_secret(folder: Path) -> None:
 
 def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
-    from holdfast.launch.owner import JOB_FILE, OwnedJob
     from holdfast.launch.owners.choose import open_owner
+    from holdfast.launch.owners.owner import JOB_FILE, OwnedJob
 
     if not (folder / JOB_FILE).exists():
         return None

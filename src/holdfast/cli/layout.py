@@ -186,8 +186,8 @@ def _request_of_run_file(
     from holdfast.config.task import refuse_file_of_task
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset_location import dataset_exists, open_dataset
-    from holdfast.launch.microbatch_size import with_microbatch_size
-    from holdfast.launch.runs import run_folder_of
+    from holdfast.launch.run.microbatch_size import with_microbatch_size
+    from holdfast.launch.run.runs import run_folder_of
     from holdfast.plan.placing.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 

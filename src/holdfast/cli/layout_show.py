@@ -19,8 +19,8 @@ from holdfast.config.run import RunConfig
 from holdfast.config.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
-from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
-from holdfast.launch.runs import run_folder_of
+from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
+from holdfast.launch.run.runs import run_folder_of
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank

@@ -10,10 +10,10 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.launch.runs import folder_with_job
+from holdfast.launch.run.runs import folder_with_job
 
 if TYPE_CHECKING:
-    from holdfast.launch.owner import MachineOwner, OwnedJob
+    from holdfast.launch.owners.owner import MachineOwner, OwnedJob
 
 FOLLOW_INTERVAL_S = 1.0
 
@@ -35,8 +35,8 @@ def logs(
       holdfast logs runs/my-run --node node-0
       holdfast logs runs/my-run --follow
     """
-    from holdfast.launch.owner import OwnedJob
     from holdfast.launch.owners.choose import open_owner
+    from holdfast.launch.owners.owner import OwnedJob
 
     job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)

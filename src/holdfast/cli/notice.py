@@ -10,9 +10,9 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
-from holdfast.launch.bucket_run import require_secret
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.runs import Run, open_run
+from holdfast.launch.run.bucket_run import require_secret
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.runs import Run, open_run
 
 if TYPE_CHECKING:
     from holdfast.elastic.protocol.notice_messages import (

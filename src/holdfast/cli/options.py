@@ -20,7 +20,7 @@ def run_path(text: str | Path) -> Path:
     folder. (As a path, an address would lose a slash.)"""
     if "://" not in str(text):
         return Path(text)
-    from holdfast.launch.runs import named_path
+    from holdfast.launch.run.runs import named_path
 
     return named_path(text)
 

@@ -16,8 +16,8 @@ from holdfast.cli.output import print_json, say
 from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, DataError, RunFolderError
 from holdfast.events import Record
-from holdfast.launch.holder import HolderWatch, is_holder_gone
-from holdfast.launch.runs import Run, open_run, read_environment
+from holdfast.launch.run.holder import HolderWatch, is_holder_gone
+from holdfast.launch.run.runs import Run, open_run, read_environment
 
 app = make_app("Write one HTML page about a run.")
 

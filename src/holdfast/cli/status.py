@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.cli.output import print_json, print_table, say
-from holdfast.launch.runs import folder_with_job
+from holdfast.launch.run.runs import folder_with_job
 
 app = make_app("Show the nodes of a launched run.")
 
@@ -28,8 +28,8 @@ def status(
     Example:
       holdfast status runs/my-run
     """
-    from holdfast.launch.owner import OwnedJob, WarningOwner
     from holdfast.launch.owners.choose import open_owner
+    from holdfast.launch.owners.owner import OwnedJob, WarningOwner
 
     job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)

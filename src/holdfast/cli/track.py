@@ -44,9 +44,9 @@ def track(
       holdfast track runs/quickstart --to csv
       holdfast track run.yaml --to wandb --option mode=online --option project=mine
     """
-    from holdfast.launch.holder import HolderWatch, is_holder_gone
-    from holdfast.launch.runs import open_run
-    from holdfast.launch.trackers import tracker_spec
+    from holdfast.launch.node.trackers import tracker_spec
+    from holdfast.launch.run.holder import HolderWatch, is_holder_gone
+    from holdfast.launch.run.runs import open_run
     from holdfast.report.trackers.registry import options_of, require_tracker, trackers_of
 
     found = open_run(run)
@@ -135,7 +135,7 @@ class _Child:
             self.process.wait()
 
     def _start(self) -> None:
-        from holdfast.launch.trackers import TRACKER_MODULE
+        from holdfast.launch.node.trackers import TRACKER_MODULE
         from holdfast.wire.child_command import module_command
 
         self.process = subprocess.Popen(module_command(TRACKER_MODULE), stdin=subprocess.PIPE)

@@ -20,13 +20,7 @@ from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.launch.bucket_run import (
-    begin_again_word,
-    place_word,
-    probe_run_store,
-    require_secret,
-)
-from holdfast.launch.devices import (
+from holdfast.launch.node.devices import (
     default_places,
     describe_asynchronous,
     describe_devices,
@@ -34,17 +28,24 @@ from holdfast.launch.devices import (
     refuse_devices,
     refuse_float8,
 )
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.lora_run import describe_lora, with_lora
-from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
-from holdfast.launch.named_parts import with_named_parts
-from holdfast.launch.node_place import with_place
-from holdfast.launch.resume_checks import (
+from holdfast.launch.node.node_place import with_place
+from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.run.bucket_run import (
+    begin_again_word,
+    place_word,
+    probe_run_store,
+    require_secret,
+)
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.lora_run import describe_lora, with_lora
+from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
+from holdfast.launch.run.named_parts import with_named_parts
+from holdfast.launch.run.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
     refuse_unfit_state,
 )
-from holdfast.launch.run_folder import (
+from holdfast.launch.run.run_folder import (
     dataset_version_in,
     is_begun_by_other,
     refuse_alone,
@@ -56,10 +57,9 @@ from holdfast.launch.run_folder import (
     with_stored_places,
     write_description,
 )
-from holdfast.launch.runs import read_resolved, run_folder_of
-from holdfast.launch.task_run import with_task
-from holdfast.launch.trackers import refuse_missing_trackers
-from holdfast.launch.unlike_node import refuse_unlike_node
+from holdfast.launch.run.runs import read_resolved, run_folder_of
+from holdfast.launch.run.task_run import with_task
+from holdfast.launch.run.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.placing.layouts import layouts_of, max_workers
@@ -67,7 +67,7 @@ from holdfast.wire.store.run_location import where_of_run
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
-    from holdfast.launch.launchers import LauncherPlace
+    from holdfast.launch.ranks.launchers import LauncherPlace
 
 app = make_app("Start or resume the run that a run file describes.")
 
@@ -98,8 +98,8 @@ def start_run(
 ) -> int:
     """As the command `train`; return its exit code. run_file: None for the defaults and the
     overrides. Of the processes of a launcher, one of each node trains. Raises UserError."""
-    from holdfast.launch.launched_config import with_launcher
-    from holdfast.launch.local_ranks import as_one_node
+    from holdfast.launch.ranks.launched_config import with_launcher
+    from holdfast.launch.ranks.local_ranks import as_one_node
 
     def start(place: LauncherPlace | None) -> int:
         machine = detect_hardware()
@@ -124,7 +124,7 @@ def _train_in_folder(
 ) -> int:
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
-    from holdfast.launch.roll_call import call_roll
+    from holdfast.launch.ranks.roll_call import call_roll
     from holdfast.wire.store.run_location import store_of_run
 
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already

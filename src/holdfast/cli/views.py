@@ -17,7 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
-from holdfast.launch.lora_run import describe_first_weights
+from holdfast.launch.run.lora_run import describe_first_weights
 from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.report.device_metrics import DeviceMetrics
 from holdfast.report.live import LiveView

@@ -10,7 +10,7 @@ from holdfast.config.base import Section
 from holdfast.config.peers import WILDCARD_HOSTS
 
 AUTO = "auto"
-"""Value of an address that the machine fills in when the node starts (`launch/addresses.py`)."""
+"""Value of an address that the machine fills in at the start (`launch/node/addresses.py`)."""
 LOOPBACK_DEVICE = "lo"
 MAX_NAME_LENGTH = 63
 """Characters of a node's name, which becomes a part of file names."""

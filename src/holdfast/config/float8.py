@@ -2,7 +2,7 @@
 
 The kernels take factors whose inner length and number of outputs are multiples of 16. The gradient
 of a weight is a product over the tokens of a microbatch. Whether the device has such kernels is in
-`launch/devices.py`.
+`launch/node/devices.py`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def local_run_folder(address: str) -> str:
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
     last = prefix.rpartition("/")[2] or parts.netloc
     name = re.sub(r"[^A-Za-z0-9._-]", "_", last)[:80]
-    return os.path.join(_cache_folder(), "holdfast", "runs", f"{name}-{digest}")
+    return os.path.join(cache_folder(), "holdfast", "runs", f"{name}-{digest}")
 
 
 def dataset_of_run(address: str) -> str:
@@ -43,6 +43,7 @@ def dataset_of_run(address: str) -> str:
     )
 
 
-def _cache_folder() -> str:
+def cache_folder() -> str:
+    """Return the user's folder for what can be made again: $XDG_CACHE_HOME or ~/.cache."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     return named if os.path.isabs(named) else os.path.expanduser("~/.cache")

@@ -91,6 +91,17 @@ def parse_yaml(text: str, name: str) -> YamlTree:
     return YamlTree(value, lines)
 
 
+def parse_file(text: str, name: str) -> tuple[Any, dict[Path, int]]:
+    """Value and lines of another file than a run file, by the same rules. An empty one is None."""
+    lines: dict[Path, int] = {}
+    try:
+        node = _compose(text, name)
+        return (None if node is None else _build(node, (), name, lines)), lines
+    except ConfigError as error:
+        what = error.message.replace("a run file", "this file")
+        raise ConfigError(what, where=error.where, remedy=error.remedy) from None
+
+
 def parse_value(text: str, where: str) -> Any:
     """One value as the command line gives it: a scalar, or a list or mapping in flow style."""
     node = _compose(text, where)

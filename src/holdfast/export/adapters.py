@@ -13,7 +13,7 @@ from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import ConfigError
 from holdfast.export.weights import CheckpointWeights, TensorParts
-from holdfast.launch.runs import Run
+from holdfast.launch.run.runs import Run
 
 
 class MergedWeights:

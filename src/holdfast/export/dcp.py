@@ -16,7 +16,7 @@ from holdfast.core.sharding.optimizer_state import parameter_settings
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.core.sharding.state_table import MODEL_PREFIX
 from holdfast.errors import ConfigError
-from holdfast.launch.runs import Run
+from holdfast.launch.run.runs import Run
 
 OWN_SCHEME = "holdfast"
 

@@ -31,7 +31,7 @@ from holdfast.data.vocabulary import (
     read_neighbours,
 )
 from holdfast.errors import CheckpointError, DataError, HoldfastError
-from holdfast.launch.runs import IMPORTED_FOLDER, Run
+from holdfast.launch.run.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
 
 if TYPE_CHECKING:

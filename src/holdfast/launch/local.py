@@ -30,12 +30,12 @@ from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
-from holdfast.launch.addresses import NodeAddress, plan_addresses, uses_tls
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.node_name import default_node_name
-from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
-from holdfast.launch.run_folder import refuse_in_use, run_hash
-from holdfast.launch.trackers import tracker_programs
+from holdfast.launch.node.addresses import NodeAddress, plan_addresses, uses_tls
+from holdfast.launch.node.node_name import default_node_name
+from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
+from holdfast.launch.node.trackers import tracker_programs
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.run_folder import refuse_in_use, run_hash
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls

@@ -2,7 +2,7 @@
 
 A term is an object `terms/<t>.json` that can be created once, by one trainer. It names that
 trainer's host and address. While the trainer lives, it appends to `terms/<t>-alive`. A later
-trainer finds out whether it lives (`launch/holder.py`), and opens the next term only if not. (A
+trainer finds out whether it lives (`launch/run/holder.py`), and opens the next term only if not. (A
 lock file would not know.) If the older trainer was merely cut off, it finds the newer term and
 stops.
 """

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
     "needs a Ray cluster; the campaign provokes them (tests/system/test_ray_refusals.py)": (
-        "launch/ray_errors.py: ray cannot be imported here (…)",
-        "launch/ray_errors.py: no Ray cluster answers at … (…)",
-        "launch/ray_errors.py: what answers at … is no head of a Ray cluster (…)",
-        "launch/ray_errors.py: … does not answer as Ray's head does within … s",
-        "launch/ray_errors.py: this machine is not part of the Ray cluster at …",
-        "launch/ray_errors.py: the cluster at … has another Ray or Python than this machine: …",
-        "launch/ray_errors.py: no machine of the Ray cluster has what a node takes: …",
-        "launch/ray_errors.py: nodes of the run would share a machine: …",
-        "launch/ray_errors.py: the Ray cluster at … has nodes of this run already (job …)",
-        "launch/ray_errors.py: Ray cannot start a process of holdfast: …",
+        "launch/ray/errors.py: ray cannot be imported here (…)",
+        "launch/ray/errors.py: no Ray cluster answers at … (…)",
+        "launch/ray/errors.py: what answers at … is no head of a Ray cluster (…)",
+        "launch/ray/errors.py: … does not answer as Ray's head does within … s",
+        "launch/ray/errors.py: this machine is not part of the Ray cluster at …",
+        "launch/ray/errors.py: the cluster at … has another Ray or Python than this machine: …",
+        "launch/ray/errors.py: no machine of the Ray cluster has what a node takes: …",
+        "launch/ray/errors.py: nodes of the run would share a machine: …",
+        "launch/ray/errors.py: the Ray cluster at … has nodes of this run already (job …)",
+        "launch/ray/errors.py: Ray cannot start a process of holdfast: …",
     ),
 }
 """Reason -> the names of its messages (`sites.py`)."""

@@ -14,8 +14,8 @@ from holdfast.config.load import load_config
 from holdfast.config.lora import LoraConfig
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.adapters import lora_parameters
-from holdfast.launch.lora_run import with_lora
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.lora_run import with_lora
+from holdfast.launch.run.runs import open_run
 from holdfast.model.init import initial_tensor
 from holdfast.model.peft_folder import WEIGHTS, read_adapter, write_adapter
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fetch_again, fixed
@@ -137,7 +137,7 @@ def merged_base(lab: Lab, found: Match[str]) -> None:
 
 
 F, A, W = "config/lora_from.py: ", "model/peft_folder.py: ", "data/weight_files.py: "
-R = "launch/lora_run.py: "
+R = "launch/run/lora_run.py: "
 BASE, PEFT = "model.from={0}/hf", "lora.from={0}/peft"
 
 
@@ -151,7 +151,7 @@ def open_it(lab: Lab) -> None:
 
 CASES: list[Case] = [
     case(
-        "launch/runs.py: … reads this folder, and …",
+        "launch/run/runs.py: … reads this folder, and …",
         begin_moved,
         open_it,
         r"name the run folder in the place of the run file",
@@ -272,7 +272,7 @@ CASES: list[Case] = [
         replace("peft"),
     ),
     case(
-        "launch/runs.py: this run has no folder of frozen weights",
+        "launch/run/runs.py: this run has no folder of frozen weights",
         line("export run --to out --format hf --base base"),
         attempt,
         r"leave out --base",

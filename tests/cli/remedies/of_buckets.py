@@ -9,7 +9,7 @@ from re import Match
 
 from holdfast.cli.checkpoint_import import require_folder
 from holdfast.config.load import load_config
-from holdfast.launch.bucket_run import (
+from holdfast.launch.run.bucket_run import (
     refuse_foreign_bucket,
     refuse_fresh_in_bucket,
     require_secret,
@@ -20,7 +20,7 @@ from tests.cli.remedies.lab import Case, Lab, case
 from tests.cli.remedies.of_stores import environment, faulty, probe
 from tests.support import s3
 
-L, E = "launch/bucket_run.py: ", "wire/store/bucket_errors.py: "
+L, E = "launch/run/bucket_run.py: ", "wire/store/bucket_errors.py: "
 
 
 def begin(lab: Lab) -> None:

@@ -24,8 +24,8 @@ from holdfast.wire.store.run_store import Buffer, FolderStore
 from holdfast.wire.term import create_generation, newest_generation
 from tests.checkpoint.bucket.test_copy_lease import KEY, save
 from tests.cli.remedies.lab import Case, Lab, case, fixed
+from tests.cli.remedies.of_checkpoints import start_over
 from tests.cli.remedies.of_others import values
-from tests.cli.remedies.of_rest import start_over
 from tests.cli.remedies.of_runs import RUN, begin_run, remove_commits
 
 TRAINS = (

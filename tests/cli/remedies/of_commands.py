@@ -26,7 +26,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.notices.ray import make_ray_source
-from holdfast.launch.node_place import PLACE_VARIABLE, with_place
+from holdfast.launch.node.node_place import PLACE_VARIABLE, with_place
 from holdfast.plan.catalogue import CATALOGUE_FILE, COLUMNS, load_catalogue
 from holdfast.report.trackers.registry import check_options, load_tracker, require_tracker
 from holdfast.tasks.loading import load_task
@@ -228,7 +228,7 @@ CASES: list[Case] = [
         add("folder={0}"),
     ),
     case(
-        "launch/node_place.py: … names no place",
+        "launch/node/node_place.py: … names no place",
         lambda lab: lab.settings.update(place="rck=7"),
         lambda lab: with_place(load_config(None, []), {PLACE_VARIABLE: lab.settings["place"]}),
         r"write KIND=NAME with one of node, rack, power, pool, zone",

@@ -24,15 +24,15 @@ import pytest
 from holdfast.config.load import load_config
 from holdfast.data.prepare import prepare_dataset
 from holdfast.data.vocabulary import load_tokenizer
-from holdfast.launch.run_folder import run_id, set_aside
-from holdfast.launch.runs import open_run
+from holdfast.launch.run.run_folder import run_id, set_aside
+from holdfast.launch.run.runs import open_run
 from holdfast.model.new_folder import new_folder
 from holdfast.report.trackers.process import TrackerSpec, serve
 from holdfast.train.memory.scratch_file import ScratchFile
 from holdfast.wire.store import publish
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
-from tests.cli.remedies.of_rest import branch
+from tests.cli.remedies.of_checkpoints import branch
 from tests.cli.remedies.of_runs import RUN, begin_run, describe, folder_check
 from tests.cli.remedies.of_sources import TEXT, read
 from tests.support.corpus import data_config, text_folder, text_source
@@ -218,7 +218,7 @@ def restore_description(lab: Lab, found: Match[str]) -> None:
 
 
 SCRATCH = "train/memory/scratch_file.py: "
-STORE, FOLDER, FILES = "wire/store/run_store.py: ", "launch/run_folder.py: ", "data/files.py: "
+STORE, FOLDER, FILES = "wire/store/run_store.py: ", "launch/run/run_folder.py: ", "data/files.py: "
 MOVED = r"move it yourself, or choose another folder"
 
 CASES: list[Case] = [
@@ -268,7 +268,7 @@ CASES: list[Case] = [
         elsewhere,
     ),
     bad(
-        "launch/branch.py: the branch cannot be made here (…)",
+        "launch/run/branch.py: the branch cannot be made here (…)",
         "rename",
         errno.EACCES,
         branch,
@@ -378,7 +378,7 @@ CASES: list[Case] = [
         permit,
     ),
     case(
-        "launch/runs.py: this cannot be read (…)",
+        "launch/run/runs.py: this cannot be read (…)",
         begin_looped,
         lambda lab: open_run(lab.folder / RUN),
         r"see what it is with: ls -l, then restore it from a backup",

@@ -35,18 +35,21 @@ from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.replica_shapes import AllowedShapes
+from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.topology_cost import TopologyCost
 from holdfast.report.trackers.registry import require_tracker
 from holdfast.train.float8 import apply_float8
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
+from tests.cli.remedies.of_checkpoints import branch_at
 from tests.cli.remedies.of_datasets import begin_chat, prepare_chat
 from tests.cli.remedies.of_others import values
-from tests.cli.remedies.of_rest import branch_at
 from tests.cli.remedies.of_runs import begin_run
 from tests.cli.remedies.of_sources import TEXT, read
 from tests.cli.remedies.of_stores import environment, probe
 from tests.plan.test_planner import made
+from tests.plan.test_searched_planner import fleet_of
 from tests.support import s3
 from tests.support.chat import CHATML
 
@@ -183,8 +186,17 @@ def plan_places(lab: Lab) -> None:
     layout = {"workers": 0, **lab.settings["layout"]}
     config = made(lab.settings.get("microbatches", 8), layout)
     nodes = [NodePlaces(f"node{number}", 1) for number in range(lab.settings["nodes"])]
-    memory = lab.settings.get("memory")
-    plan_layout(config, nodes, 1, memory=memory)
+    if "device_bytes" in lab.settings:
+        SearchedPlanner(fleet_of(memory=lab.settings["device_bytes"]))(config, nodes, 1)
+        return
+    plan_layout(config, nodes, 1, memory=lab.settings.get("memory"))
+
+
+def peak_alone() -> float:
+    """Bytes that a device needs to hold all."""
+    config, node = made(8, {"workers": 0}), [NodePlaces("node0", 1)]
+    topology = plan_layout(config, node, 1).topology
+    return TopologyCost(config, fleet_of(), node).cost(topology).peak_bytes
 
 
 def bytes_of(**layout: int) -> int:
@@ -308,50 +320,51 @@ CASES: list[Case] = [
         fixed(environment=s3.CREDENTIALS),
     ),
     case(
-        "launch/devices.py: … is here, but torch was built for the CPU alone",
+        "launch/node/devices.py: … is here, but torch was built for the CPU alone",
         values(device="cuda", torch_computes_on="CPU"),
         plan,
         r"install a torch that was built for it, or use device=(cpu)",
         lambda lab, found: lab.settings.update(device=found[1]),
     ),
     case(
-        "launch/devices.py: … is here, but torch was built for the CPU alone",
+        "launch/node/devices.py: … is here, but torch was built for the CPU alone",
         values(device="cuda", torch_computes_on="CPU"),
         plan,
         r"install a torch that was built for it, or use device=cpu",
         fixed(torch_computes_on="CUDA 13.0"),
     ),
     case(
-        "launch/devices.py: device … needs a torch for …, and this one is for …",
+        "launch/node/devices.py: device … needs a torch for …, and this one is for …",
         values(device="xpu", torch_computes_on="CUDA 13.0", kind="xpu"),
         plan,
         r"install another torch, or use device=(cpu)",
         lambda lab, found: lab.settings.update(device=found[1]),
     ),
     case(
-        "launch/devices.py: device … needs a torch for …, and this one is for …",
+        "launch/node/devices.py: device … needs a torch for …, and this one is for …",
         values(device="xpu", torch_computes_on="CUDA 13.0", kind="xpu"),
         plan,
         r"install another torch, or use device=cpu",
         fixed(torch_computes_on="XPU 20250101"),
     ),
     case(
-        "launch/devices.py: train.precision fp8 needs an NVIDIA device of compute capability 8.9 "
-        "or more, and device is …",
+        "launch/node/devices.py: train.precision fp8 needs an NVIDIA device of compute "
+        "capability 8.9 or more, and device is …",
         lambda lab: lab.settings.update({"device": "cpu", "train.precision": "fp8"}),
         plan,
         r"use train\.precision=(bf16)",
         lambda lab, found: lab.settings.update({"train.precision": found[1]}),
     ),
     case(
-        "launch/devices.py: train.precision fp8 needs compute capability …, and … has …",
+        "launch/node/devices.py: train.precision fp8 needs compute capability …, and … has …",
         lambda lab: lab.settings.update({"device": "cuda", "train.precision": "fp8"}),
         plan_on_old_device,
         r"use train\.precision=(bf16)",
         lambda lab, found: lab.settings.update({"train.precision": found[1]}),
     ),
     package(
-        "launch/devices.py: train.precision fp8 needs the package torchao, which is not installed",
+        "launch/node/devices.py: train.precision fp8 needs the package torchao, which is not "
+        "installed",
         "torchao",
         lambda lab: lab.settings.update({"device": "cuda", "train.precision": "fp8"}),
         plan,
@@ -367,7 +380,7 @@ CASES: list[Case] = [
         stand_in("torchao.float8", Float8LinearConfig=Recipe, convert_to_float8_training=None),
     ),
     case(
-        "launch/devices.py: the workers' devices differ (…), so they give unlike bits",
+        "launch/node/devices.py: the workers' devices differ (…), so they give unlike bits",
         lambda lab: lab.settings.update(
             {"device": "cuda", "layout.workers": 2, "names": ("H100", "A100")}
         ),
@@ -376,7 +389,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update({found[1]: found[2]}),
     ),
     case(
-        "launch/devices.py: layout.workers is …, but a run on … has one worker",
+        "launch/node/devices.py: layout.workers is …, but a run on … has one worker",
         lambda lab: lab.settings.update({"device": "mps", "layout.workers": 2, "kind": "mps"}),
         plan,
         r"use (1), or device=cpu",
@@ -413,6 +426,12 @@ CASES: list[Case] = [
         wait_for_nodes,
         layout={"dp_shard": 4},
         memory=bytes_of(dp_shard=2),
+    ),
+    places(
+        "searched.py: no layout of … workers fits: the nearest lacks … GB on a device",
+        r"wait for more nodes, or use train\.recompute=full",
+        fixed(nodes=4),
+        device_bytes=0.8 * peak_alone(),
     ),
     places(
         "replica_shapes.py: one of the … workers of a replica holds … bytes of parameters, "

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch.owners.kubernetes import KubernetesOwner
+from holdfast.launch.kubernetes.owner import KubernetesOwner
 from tests.cli.remedies.lab import Case, Lab, Mend, case
 from tests.launch.kubernetes.test_manifests import request_of
 from tests.support.fake_kubectl import FakeKubectl
@@ -123,7 +123,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings["given"].append(f"launch.kubernetes.kind={found[1]}"),
     ),
     case(
-        "launch/owners/kubernetes.py: namespace … has no queue …: …",
+        "launch/kubernetes/owner.py: namespace … has no queue …: …",
         given(
             "launch.kubernetes.queue=team",
             **{"localqueues.kueue.x-k8s.io team": 'Error from server (NotFound): "team" not found'},
@@ -133,7 +133,7 @@ CASES: list[Case] = [
         set_to("launch.kubernetes.queue=mine"),
     ),
     case(
-        "launch/owners/kubernetes.py: pods cannot reach the dataset in …",
+        "launch/kubernetes/owner.py: pods cannot reach the dataset in …",
         given(dataset="/home/me/dataset"),
         launch,
         r"prepare it on the claim: data\.folder=PATH below launch\.kubernetes\.claim_at",

@@ -11,15 +11,15 @@ from re import Match
 import pytest
 
 from holdfast.config.load import load_config
-from holdfast.launch import roll_call
-from holdfast.launch.launched_config import with_launcher
-from holdfast.launch.launchers import LauncherPlace, read_launcher
-from holdfast.launch.local_ranks import agent_socket, as_one_node
+from holdfast.launch.ranks import roll_call
+from holdfast.launch.ranks.launched_config import with_launcher
+from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
+from holdfast.launch.ranks.local_ranks import agent_socket, as_one_node
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 from tests.cli.remedies.of_others import values
 
-LOCAL = "launch/local_ranks.py: "
+LOCAL = "launch/ranks/local_ranks.py: "
 
 
 def environ(lab: Lab, rank: int, local_rank: int) -> dict[str, str]:
@@ -129,7 +129,7 @@ def plan(lab: Lab) -> None:
 
 CASES: list[Case] = [
     case(
-        "launch/launchers.py: the variables of … contradict each other: …",
+        "launch/ranks/launchers.py: the variables of … contradict each other: …",
         values(environ={"RANK": "2", "WORLD_SIZE": "2"}),
         read_it,
         r"start all processes with (\w+), or unset (\w+) to start one",
@@ -164,14 +164,14 @@ CASES: list[Case] = [
         fixed(ranks=(0, 1)),
     ),
     case(
-        "launch/roll_call.py: the nodes of … do not fit together: …",
+        "launch/ranks/roll_call.py: the nodes of … do not fit together: …",
         values(together=False),
         call_roll,
         r"start all of them with one torchrun",
         fixed(together=True),
     ),
     case(
-        "launch/launched_config.py: … is …, and … says …",
+        "launch/ranks/launched_config.py: … is …, and … says …",
         values(said="layout.workers=3"),
         plan,
         r"leave it out, or use (\d+)",

@@ -7,10 +7,10 @@ from re import Match
 
 import pytest
 
-from holdfast.launch.owner import JOB_FILE, LaunchRequest, OwnedJob
 from holdfast.launch.owners import local
 from holdfast.launch.owners.choose import open_owner
-from holdfast.launch.runs import open_run
+from holdfast.launch.owners.owner import JOB_FILE, LaunchRequest, OwnedJob
+from holdfast.launch.run.runs import open_run
 from tests.cli.remedies.lab import Case, Lab, case, fixed, remove
 from tests.cli.remedies.of_runs import RUN, attempt, line, replace, run_command
 
@@ -57,9 +57,14 @@ def end_them(lab: Lab, found: Match[str]) -> None:
 START = (r"start one with: holdfast launch RUN_FILE --on OWNER", launch_it)
 
 CASES: list[Case] = [
-    case("launch/owner.py: no job of this run is known here", line("logs run"), attempt, *START),
     case(
-        "launch/owner.py: this is not what 'holdfast launch' wrote",
+        "launch/owners/owner.py: no job of this run is known here",
+        line("logs run"),
+        attempt,
+        *START,
+    ),
+    case(
+        "launch/owners/owner.py: this is not what 'holdfast launch' wrote",
         line("logs run", spoil),
         attempt,
         r"remove it, and end the job with its owner's own command",
@@ -67,7 +72,7 @@ CASES: list[Case] = [
         START,
     ),
     case(
-        "launch/owner.py: this job has no node …",
+        "launch/owners/owner.py: this job has no node …",
         line("logs run --node node-7", launch_it),
         attempt,
         r"use one of (\S+), .*",

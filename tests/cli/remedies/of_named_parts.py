@@ -21,8 +21,8 @@ from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import load_config
 from holdfast.config.task import SCRIPT_TASK, TaskConfig, refuse_file_of_task
 from holdfast.data.dataset import Dataset
-from holdfast.launch import task_run
-from holdfast.launch.named_parts import with_named_parts
+from holdfast.launch.run import task_run
+from holdfast.launch.run.named_parts import with_named_parts
 from holdfast.tasks import choose
 from holdfast.tasks.loading import load_task, source_digest
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fetch_again, fixed
@@ -223,7 +223,7 @@ def use_values(lab: Lab, found: Match[str]) -> None:
 
 
 FROM = "model.from={0}/hf"
-M, P, R = "config/model_from.py: ", "launch/named_parts.py: ", "launch/task_run.py: "
+M, P, R = "config/model_from.py: ", "launch/run/named_parts.py: ", "launch/run/task_run.py: "
 
 CASES: list[Case] = [
     case(

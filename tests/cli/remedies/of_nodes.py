@@ -35,10 +35,10 @@ from holdfast.elastic.protocol.notice_messages import (
 from holdfast.elastic.run_result import refuse_join
 from holdfast.events import StepTraced
 from holdfast.export.weights import with_checkpoint
-from holdfast.launch.holder import HolderWatch
-from holdfast.launch.run_folder import refuse_alone, refuse_in_use
-from holdfast.launch.runs import open_run
-from holdfast.launch.unlike_node import refuse_unlike_node
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.run_folder import refuse_alone, refuse_in_use
+from holdfast.launch.run.runs import open_run
+from holdfast.launch.run.unlike_node import refuse_unlike_node
 from holdfast.policy.placement import Machine
 from holdfast.report.trackers import process
 from holdfast.report.trackers.cursor import CURSOR_FILE, lock_tracker
@@ -334,7 +334,7 @@ def write_utf8(lab: Lab, found: Match[str]) -> None:
     fetch_again(lab, found)
 
 
-FOLDER, WEIGHTS = "launch/run_folder.py: ", "export/weights.py: "
+FOLDER, WEIGHTS = "launch/run/run_folder.py: ", "export/weights.py: "
 
 CASES: list[Case] = [
     case(
@@ -380,8 +380,8 @@ CASES: list[Case] = [
         fixed(secret=""),
     ),
     case(
-        "launch/unlike_node.py: … is … here and … on the nodes at work; it has to be alike on all "
-        "nodes of a run",
+        "launch/run/unlike_node.py: … is … here and … on the nodes at work; it has to be alike "
+        "on all nodes of a run",
         with_overrides("layout.reduction=fast"),
         compare_keys,
         r"use (\S+), or holdfast join \S+",

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.launch.owner import OwnedJob
-from holdfast.launch.owners.ray import RayOwner, _address
+from holdfast.launch.owners.owner import OwnedJob
+from holdfast.launch.ray.owner import RayOwner, _address
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 
 CASES: list[Case] = [
     case(
-        "launch/owners/ray.py: the address of Ray's head is not known",
+        "launch/ray/owner.py: the address of Ray's head is not known",
         lambda lab: lab.settings.update(address=""),
         lambda lab: without_variable(lab),
         r"use HOST:PORT, as ray start --head prints it, or set RAY_ADDRESS",
         fixed(address="head:6379"),
     ),
     case(
-        "launch/owners/ray.py: the nodes of a run in a bucket print on their own machines",
+        "launch/ray/owner.py: the nodes of a run in a bucket print on their own machines",
         lambda lab: lab.settings.update(logs=""),
         lambda lab: read_logs(lab),
         r"read run-1-NODE\.log among the logs of Ray's dashboard",

@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli.train import plan_for_machine
 from holdfast.config.identity import config_differences, refuse_other_run
 from holdfast.config.load import load_config, resolve_config
-from holdfast.launch.microbatch_size import with_microbatch_size
+from holdfast.launch.run.microbatch_size import with_microbatch_size
 from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.plan.placing.layouts import check_dealing_of_steps, layouts_of
 from tests.cli.remedies.lab import Case, Lab, case, fixed
@@ -106,7 +106,7 @@ def deal(lab: Lab) -> None:
     check_dealing_of_steps(resolve_config(None, "command line", lab.settings["overrides"]).config)
 
 
-A = "launch/microbatch_size.py: "
+A = "launch/run/microbatch_size.py: "
 KNOWN = ("model.vocab_size=512", "model.preset=tiny")
 ROOM = "train.memory.device_gb=1"
 L, P, T = ("config/load.py: ", "config/paths.py: ", "cli/train.py: ")
@@ -339,7 +339,7 @@ CASES: list[Case] = [
         set_workers,
     ),
     case(
-        "launch/devices.py: … is …, but this machine has … accelerators",
+        "launch/node/devices.py: … is …, but this machine has … accelerators",
         on_machine("device=cuda", "layout.workers=2"),
         plan,
         r"use (device=cpu)",

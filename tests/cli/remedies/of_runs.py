@@ -21,12 +21,12 @@ from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.cli.main import COMMANDS
 from holdfast.config.load import load_config
-from holdfast.launch.process_limits import memory_need, refuse_low_limits
-from holdfast.launch.resume_checks import (
+from holdfast.launch.node.process_limits import memory_need, refuse_low_limits
+from holdfast.launch.run.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
 )
-from holdfast.launch.run_folder import refuse_other, write_description
+from holdfast.launch.run.run_folder import refuse_other, write_description
 from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Lab

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 from holdfast.cli.doctor_run import folder_of
-from holdfast.launch.resume_checks import (
+from holdfast.launch.run.resume_checks import (
     refuse_unfit_state,
 )
-from holdfast.launch.run_folder import refuse_foreign
+from holdfast.launch.run.run_folder import refuse_foreign
 from tests.cli.remedies.lab import Case, Lab, case, fixed, setting
 from tests.cli.remedies.of_runs import (
     RUN,
@@ -48,9 +48,9 @@ from tests.cli.remedies.of_runs import (
 
 SHOW, B, L, F, C, E = (
     "checkpoint/restore/inspect.py: ",
-    "launch/branch.py: ",
-    "launch/branch_config.py: ",
-    "launch/run_folder.py: ",
+    "launch/run/branch.py: ",
+    "launch/run/branch_config.py: ",
+    "launch/run/run_folder.py: ",
     "checkpoint/bucket/copy.py: ",
     "export/weights.py: ",
 )
@@ -214,7 +214,7 @@ CASES: list[Case] = [
         add(),
     ),
     case(
-        "launch/resume_checks.py: this branch lies in … now, and its run file names the folder "
+        "launch/run/resume_checks.py: this branch lies in … now, and its run file names the folder "
         "where it was made",
         begin_branch,
         train_branch,
@@ -222,21 +222,23 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(overrides=[found[1]]),
     ),
     case(
-        "launch/resume_checks.py: this run has done step …, and train.steps … would cut it",
+        "launch/run/resume_checks.py: this run has done step …, and train.steps … would cut it",
         at_folder(RUN, "model.vocab_size=300", "train.steps=3"),
         folder_check(lambda folder, loaded: refuse_unfit_state(folder, loaded.config)),
         r"use (train\.steps=\d+) or more",
         override,
     ),
     case(
-        "launch/resume_checks.py: this run did all … steps, but its last checkpoint is damaged: …",
+        "launch/run/resume_checks.py: this run did all … steps, but its last checkpoint is "
+        "damaged: …",
         lambda lab: (begin_run(lab), damage_newest(lab)),
         check_end,
         r".* again in a run of its own: (holdfast branch .*)",
         type_command,
     ),
     case(
-        "launch/resume_checks.py: this run did all … steps, but its last checkpoint is damaged: …",
+        "launch/run/resume_checks.py: this run did all … steps, but its last checkpoint is "
+        "damaged: …",
         lambda lab: (begin_run(lab), damage_newest(lab), damage_first(lab)),
         check_end,
         r"no older one is intact either: start over with --fresh",
@@ -271,14 +273,14 @@ CASES: list[Case] = [
         start_over,
     ),
     case(
-        "launch/runs.py: there is no run here",
+        "launch/run/runs.py: there is no run here",
         line("report {root}/none"),
         attempt,
         r"name a run folder or bucket, or a run file that was trained",
         lambda lab, found: lab.settings["line"].__setitem__(1, lab.path(RUN)),
     ),
     case(
-        "launch/runs.py: this is not what 'holdfast train' wrote",
+        "launch/run/runs.py: this is not what 'holdfast train' wrote",
         line("checkpoint list {root}/run", change_file("resolved.json", lambda _: b"{")),
         attempt,
         r"restore it from a backup, or start over with --fresh",
@@ -348,22 +350,23 @@ CASES: list[Case] = [
         replace("cvs"),
     ),
     case(
-        "launch/process_limits.py: a process may have … open files, and a run with … workers on a "
-        "node needs …",
+        "launch/node/process_limits.py: a process may have … open files, and a run with … "
+        "workers on a node needs …",
         low(files=20),
         limits,
         r"raise the hard limit: ulimit -Hn (\d+), or --ulimit nofile=\d+ of a container",
         setting("files", int),
     ),
     case(
-        "launch/process_limits.py: this machine or container has …, and its workers need …",
+        "launch/node/process_limits.py: this machine or container has …, and its workers need …",
         low(memory=1 << 20),
         limits,
         r"raise the limit, or use fewer workers or a smaller model",
         enough_memory,
     ),
     case(
-        "launch/process_limits.py: a process may have … of address space (…), and a worker needs …",
+        "launch/node/process_limits.py: a process may have … of address space (…), and a "
+        "worker needs …",
         begin_address_space,
         attempt_address_space,
         r"raise it: ulimit -v unlimited",

@@ -12,8 +12,8 @@ import pytest
 from holdfast.config.launch import LaunchConfig
 from holdfast.config.launch_slurm import SlurmConfig
 from holdfast.config.run import RunConfig
-from holdfast.launch.owner import LaunchRequest
 from holdfast.launch.owners.choose import open_owner
+from holdfast.launch.owners.owner import LaunchRequest
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 from tests.support.fake_slurm import FakeSlurm
 
@@ -63,7 +63,7 @@ def start_controller(lab: Lab, found: Match[str]) -> None:
     (lab.settings["slurm"].folder / "sinfo.err").unlink()
 
 
-HERE = "launch/owners/slurm_commands.py: "
+HERE = "launch/slurm/commands.py: "
 CASES: list[Case] = [
     case(
         f"{HERE}Slurm's command … is not on PATH of this machine",

@@ -8,17 +8,17 @@ from re import Match
 import pytest
 
 from holdfast.config.load import load_config
-from holdfast.launch import node_host
-from holdfast.launch.node_host import HostRequest
-from holdfast.launch.owner import LaunchRequest
-from holdfast.launch.owners.ssh import SshOwner
-from holdfast.launch.owners.ssh_call import SshHost
+from holdfast.launch.owners.owner import LaunchRequest
+from holdfast.launch.ssh import node_host
+from holdfast.launch.ssh.call import SshHost
+from holdfast.launch.ssh.node_host import HostRequest
+from holdfast.launch.ssh.owner import SshOwner
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
 from tests.cli.remedies.of_others import values
 from tests.cli.remedies.of_runs import RUN, begin_run
 from tests.support.fake_ssh import FakeSsh
 
-CALL, OWNER, HOST = "launch/owners/ssh_call.py: ", "launch/owners/ssh.py: ", "launch/node_host.py: "
+CALL, OWNER, HOST = "launch/ssh/call.py: ", "launch/ssh/owner.py: ", "launch/ssh/node_host.py: "
 
 
 def ask(lab: Lab) -> None:

@@ -16,7 +16,7 @@ from holdfast.checkpoint.mover.socket_place import MoverSocket, secure_folder
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.agent import check_node_name
 from holdfast.elastic.notices.clouds import make_notice_source
-from holdfast.launch.addresses import plan_addresses
+from holdfast.launch.node.addresses import plan_addresses
 from holdfast.wire.http.sockets import bind_listener
 from holdfast.wire.secret import (
     SECRET_FILE_VARIABLE,

@@ -346,7 +346,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(address=("127.0.0.1", int(found[1]))),
     ),
     case(
-        "launch/addresses.py: this machine has no network device … with an address",
+        "launch/node/addresses.py: this machine has no network device … with an address",
         lambda lab: lab.settings.update(interface="eth99"),
         plan,
         r"use one of .*\b(lo)\b.*, or auto",

@@ -14,8 +14,9 @@ from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeRepor
 from holdfast.elastic.protocol.generation_outcome import LostOutcome, NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, PreviousState
 from holdfast.errors import LayoutError
-from holdfast.events import Event, WorkerLost
+from holdfast.events import Event, SettingIgnored, WorkerLost
 from holdfast.layout import Layout, Topology, place_layout
+from holdfast.plan.placing.interface import LayoutPlan
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import (
     MembershipRules,
@@ -206,3 +207,19 @@ def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
     with pytest.raises(LayoutError):
         asyncio.run(lead.plan_generation(reign, 8, frozenset("a"), {"a": NodeReport(AgentFacts())}))
     assert lead.is_session_start is not others
+
+
+def test_the_simple_planner_is_named_once_where_it_takes_the_place_of_the_search() -> None:
+    told: list[Event] = []
+    why = "lora.rank=4: the cost model does not know adapters"
+
+    def planner(*_: object) -> Any:
+        return LayoutPlan(place_layout(Layout(), 1, ("a",)), (None,), 0, 0, simple_because=why)
+
+    unused = cast(Any, None)
+    lead = GenerationPlanner(PlannerContext(CONFIG, planner, unused, "", told.append, unused))
+    for _ in range(2):
+        assert lead.select_nodes([NodeRecord("a", "new", 1, 0.0, 0.0)]) == ("a",)
+    assert [(event.key, event.reason) for event in told if isinstance(event, SettingIgnored)] == [
+        ("layout.mode", f"the simple planner is used: {why}")
+    ]

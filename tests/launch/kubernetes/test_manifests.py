@@ -14,8 +14,8 @@ from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.kubernetes.manifests import make_objects
-from holdfast.launch.owner import LaunchRequest
-from holdfast.launch.owners.kubernetes import KubernetesOwner
+from holdfast.launch.kubernetes.owner import KubernetesOwner
+from holdfast.launch.owners.owner import LaunchRequest
 from tests.support.commands import here
 from tests.support.kubernetes_definitions import problems
 from tests.support.ranks import ROOT

@@ -11,9 +11,9 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.launch.kubernetes.kubectl import Kubectl, shorten
+from holdfast.launch.kubernetes.owner import KubernetesOwner
 from holdfast.launch.kubernetes.status import topology_warnings
-from holdfast.launch.owner import LaunchRequest, NodeState, OwnedJob
-from holdfast.launch.owners.kubernetes import KubernetesOwner
+from holdfast.launch.owners.owner import LaunchRequest, NodeState, OwnedJob
 from tests.launch.kubernetes.test_manifests import RACK, request_of
 from tests.support.fake_kubectl import FakeKubectl, listing
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.launch.owner import LaunchRequest, NodeState
-from holdfast.launch.owners.kubernetes import KubernetesOwner
+from holdfast.launch.kubernetes.owner import KubernetesOwner
+from holdfast.launch.owners.owner import LaunchRequest, NodeState
 from tests.launch.kubernetes.test_manifests import RACK, request_of
 from tests.launch.kubernetes.test_owner import LEVEL, with_folder
 from tests.support.small_kubernetes import SmallKubernetes, small_kubernetes

@@ -56,6 +56,7 @@ def test_every_row_is_complete_and_possible() -> None:
         scale_up = LINKS[device.scale_up_link].peak if device.scale_up_link else 0
         assert device.scale_up == scale_up, name
         assert not device.host_link or device.host_link in LINKS, name
+        assert device.network_link in LINKS, name
     for row in read_rows(DEVICES_FILE):
         assert None not in row, row["name"]
         assert set(row["assumed"].split()) <= row.keys(), row["name"]

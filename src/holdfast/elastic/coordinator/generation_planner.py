@@ -26,7 +26,13 @@ from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CheckpointError, LayoutError
-from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
+from holdfast.events import (
+    Event,
+    GenerationStarted,
+    RestorePointFound,
+    SettingIgnored,
+    WorkerLost,
+)
 from holdfast.layout import Topology
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
 from holdfast.plan.placing.planner import reweight
@@ -308,10 +314,12 @@ class GenerationPlanner:
 @dataclass
 class _PlacedPlanner:
     """The run's planner, told the place of each node that its mover has named. peers: the movers of
-    the nodes that are present, by node."""
+    the nodes that are present, by node. reported: why the simple planner took the search's place,
+    which is said once."""
 
     context: PlannerContext
     peers: Mapping[str, Peer] = field(default_factory=dict)
+    reported: set[str] = field(default_factory=set)
 
     def __call__(
         self, nodes: Sequence[NodePlaces], generation: int, present: PresentPlacement | None
@@ -323,7 +331,11 @@ class _PlacedPlanner:
             else node
             for node in nodes
         ]
-        return self.context.planner(self.context.config, placed, generation, present)
+        plan = self.context.planner(self.context.config, placed, generation, present)
+        if (why := plan.simple_because) and why not in self.reported:
+            self.reported.add(why)
+            self.context.emit(SettingIgnored("layout.mode", f"the simple planner is used: {why}"))
+        return plan
 
 
 def _node_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:

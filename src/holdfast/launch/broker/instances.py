@@ -24,8 +24,8 @@ from holdfast.config.load import load_config
 from holdfast.errors import UserError
 from holdfast.launch.broker.instance import INSTANCE_FILE, RUN_FILE, Instance, State
 from holdfast.launch.broker.messages import BrokerError, Wanted, checked_id
-from holdfast.launch.owner import JOB_FILE
-from holdfast.launch.runs import run_folder_of
+from holdfast.launch.owners.owner import JOB_FILE
+from holdfast.launch.run.runs import run_folder_of
 from holdfast.wire.child_command import module_command
 from holdfast.wire.secret import given_secret_file
 from holdfast.wire.store.run_location import location_of_run

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.launch.job_specs.settings import ServiceSettings, job_name, join_line
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.owners.owner import LaunchRequest
 
 GPU_TYPES = {
     "H100": "NVIDIA H100 80GB HBM3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.owners.owner import LaunchRequest
 
 SECRET_PATH = "/run/holdfast/secret"
 

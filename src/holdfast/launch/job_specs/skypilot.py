@@ -14,7 +14,7 @@ from holdfast.launch.job_specs.settings import (
     job_name,
     join_line,
 )
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.owners.owner import LaunchRequest
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
 

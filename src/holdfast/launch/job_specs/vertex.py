@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.launch.job_specs.settings import ServiceSettings, job_name, join_line
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.owners.owner import LaunchRequest
 
 SECRET_SOURCE_VARIABLE = "HOLDFAST_SECRET_FROM"
 ACCELERATORS = {

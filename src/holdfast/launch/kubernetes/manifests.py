@@ -22,7 +22,7 @@ from holdfast.launch.kubernetes.pod import (
     restricted,
     secret_name,
 )
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.owners.owner import LaunchRequest
 
 USER_ERROR_EXIT_CODE = 2
 FAILURES_OF_A_NODE = 100

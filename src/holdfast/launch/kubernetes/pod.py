@@ -17,8 +17,8 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.notices.kubernetes import NODE as NODE_VARIABLE
 from holdfast.elastic.notices.kubernetes import POD_NAME_VARIABLE, POD_NAMESPACE_VARIABLE
 from holdfast.errors import ConfigError
-from holdfast.launch.node_place import ZONE_VARIABLE
-from holdfast.launch.owner import LaunchRequest
+from holdfast.launch.node.node_place import ZONE_VARIABLE
+from holdfast.launch.owners.owner import LaunchRequest
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
 Object = dict[str, Any]

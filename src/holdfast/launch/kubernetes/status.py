@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.launch.kubernetes.kubectl import Kubectl, KubectlError, NotFoundError, shorten
 from holdfast.launch.kubernetes.manifests import KUEUE
 from holdfast.launch.kubernetes.pod import RUN_LABEL
-from holdfast.launch.owner import NodeState, NodeStatus
+from holdfast.launch.owners.owner import NodeState, NodeStatus
 
 Object = dict[str, Any]
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"

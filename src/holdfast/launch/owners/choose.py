@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 
 from holdfast.errors import ConfigError
-from holdfast.launch.owner import MachineOwner
+from holdfast.launch.owners.owner import MachineOwner
 
 _OWNERS = {
-    "local": ("local", "LocalOwner"),
-    "ssh": ("ssh", "SshOwner"),
-    "slurm": ("slurm", "SlurmOwner"),
-    "ray": ("ray", "RayOwner"),
-    "kubernetes": ("kubernetes", "KubernetesOwner"),
+    "local": ("owners.local", "LocalOwner"),
+    "ssh": ("ssh.owner", "SshOwner"),
+    "slurm": ("slurm.owner", "SlurmOwner"),
+    "ray": ("ray.owner", "RayOwner"),
+    "kubernetes": ("kubernetes.owner", "KubernetesOwner"),
 }
-"""Word -> module of this room, class. A module is imported when its owner is used."""
+"""Word -> module of `launch`, class. A module is imported when its owner is used."""
 
 
 def open_owner(word: str) -> MachineOwner:
@@ -26,5 +26,5 @@ def open_owner(word: str) -> MachineOwner:
             remedy=f"use one of {', '.join(_OWNERS)}",
         )
     module, name = _OWNERS[word]
-    found: MachineOwner = getattr(import_module(f"holdfast.launch.owners.{module}"), name)()
+    found: MachineOwner = getattr(import_module(f"holdfast.launch.{module}"), name)()
     return found

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.launch.node_process import NodeProcess
-from holdfast.launch.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
+from holdfast.launch.owners.node_process import NodeProcess
+from holdfast.launch.owners.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
 from holdfast.wire.child_command import module_command
 
 LOG_FOLDER = "launch"

@@ -35,13 +35,16 @@ from holdfast.plan.hardware.devices import DeviceType, device_named
 @dataclass(frozen=True)
 class Problem:
     """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
-    may use."""
+    may use. waits_for_sends: ranks compute nothing while they send to another stage or receive.
+    slow: by index on pp, how many times as long a rank's computing takes."""
 
     workload: Workload
     cluster: Cluster
     devices: Mapping[str, DeviceType]
     times: LayerTimes | None = None
     memory_share: float = 0.95
+    waits_for_sends: bool = False
+    slow: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,13 @@ class Evaluator:
         layers = [self._held(choice, group, index) for index in range(group.pp)]
         stages = self._stage_times(choice, group, links)
         pipeline = pipeline_time(
-            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
+            choice.schedule,
+            group.pp,
+            choice.virtual,
+            group.microbatches,
+            stages,
+            [self.problem.slow.get(index, 1.0) for index in range(group.pp)],
+            self.problem.waits_for_sends,
         )
         kept = in_flight(choice.schedule, group.pp, choice.virtual, group.microbatches)
         memory = tuple(

@@ -1,14 +1,18 @@
-"""Seconds of a pipeline, by executing its schedule's own table on the durations of its stages."""
+"""Seconds of a pipeline, by executing its schedule's own table on the durations of its stages.
+
+Each stage has its own durations, each boundary its own link, each rank its own slowness. See
+`compiled_schedule.py` for what transfers cost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from holdfast.core.schedule.named import build_schedule
-from holdfast.core.schedule.table import Schedule
-from holdfast.core.schedule.timing import Durations, max_in_flight, time_schedule
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.schedule.table import ActionKind, loop_stages, v_stages
+from holdfast.plan.cost.compiled_schedule import compiled
+from holdfast.plan.cost.long_pipeline import Pipeline, Times, makespan
 from holdfast.plan.cost.workload import PassTimes
 
 
@@ -26,6 +30,15 @@ class StageTimes:
     @property
     def backward(self) -> float:
         return self.again + self.inputs + self.weights
+
+    def slowed(self, factor: float) -> StageTimes:
+        """The same stage on a rank whose computing takes `factor` times as long."""
+        if factor == 1:
+            return self
+        own = self.forward, self.inputs, self.weights, self.again
+        forward, inputs, weights, again = (factor * seconds for seconds in own)
+        communication = {axis: factor * each for axis, each in self.communication.items()}
+        return StageTimes(forward, inputs, weights, again, self.send, communication)
 
     @staticmethod
     def of(layers: Sequence[tuple[PassTimes, int]], send: float) -> StageTimes:
@@ -53,47 +66,70 @@ class PipelineTime:
 
 
 def pipeline_time(
-    schedule: str, pp: int, virtual: int, microbatches: int, stages: Sequence[StageTimes]
+    schedule: str,
+    pp: int,
+    virtual: int,
+    microbatches: int,
+    stages: Sequence[StageTimes],
+    slow: Sequence[float] = (),
+    waits_for_sends: bool = False,
 ) -> PipelineTime:
-    """stages: in their order, pp x virtual of them."""
+    """Time a pipeline.
+
+    Args:
+        stages: in their order, pp x virtual of them.
+        slow: by rank, how many times as long its computing takes; empty: once.
+        waits_for_sends: ranks compute nothing while they send or receive.
+    """
     if pp == 1:
-        one = stages[0]
+        one = stages[0].slowed(slow[0] if slow else 1.0)
         seconds = microbatches * (one.forward + one.backward)
         return PipelineTime(seconds, _parts([one], microbatches, seconds))
-    durations = Durations(
-        tuple(stage.forward for stage in stages),
-        tuple(stage.backward for stage in stages),
-        tuple(stage.again + stage.inputs for stage in stages),
-        tuple(stage.weights for stage in stages),
-        max(stage.send for stage in stages),
+    rank_of = stage_ranks(schedule, pp, len(stages) // pp)
+    if slow:
+        stages = [stage.slowed(slow[rank]) for stage, rank in zip(stages, rank_of, strict=True)]
+    pipeline = Pipeline(schedule, pp, microbatches, virtual)
+    seconds = makespan(pipeline, _times(stages, waits_for_sends))
+    waits = _waits(stages, rank_of) if waits_for_sends else [0.0] * len(stages)
+    by_rank = [
+        [
+            (stage, wait)
+            for stage, wait, on in zip(stages, waits, rank_of, strict=True)
+            if on == rank
+        ]
+        for rank in range(pp)
+    ]
+    busiest = max(by_rank, key=lambda own: sum(s.forward + s.backward + wait for s, wait in own))
+    waited = sum(wait for _, wait in busiest)
+    return PipelineTime(
+        seconds, _parts([stage for stage, _ in busiest], microbatches, seconds, waited)
     )
-    seconds = _makespan(schedule, pp, virtual, microbatches, durations)
-    rank_of = _table(schedule, pp, pp * max(2, virtual), virtual).rank_of
-    by_rank = [[s for i, s in enumerate(stages) if rank_of[i] == rank] for rank in range(pp)]
-    busiest = max(by_rank, key=lambda own: sum(s.forward + s.backward for s in own))
-    return PipelineTime(seconds, _parts(busiest, microbatches, seconds))
 
 
-def _makespan(
-    schedule: str, pp: int, virtual: int, microbatches: int, durations: Durations
-) -> float:
-    """A long step repeats one round of pp microbatches, so a few rounds are executed, and the rest
-    is counted."""
-    if microbatches <= 4 * pp:
-        table = _table(schedule, pp, microbatches, virtual)
-        return time_schedule(table, durations).makespan
-    rest = microbatches % pp
-    fewer, more = 3 * pp + rest, 4 * pp + rest
-    one, other = (
-        time_schedule(_table(schedule, pp, number, virtual), durations).makespan
-        for number in (fewer, more)
-    )
-    return other + (microbatches - more) / pp * (other - one)
+def stage_ranks(schedule: str, pp: int, virtual: int) -> tuple[int, ...]:
+    """The index on pp of each stage."""
+    return v_stages(pp) if SCHEDULE_KINDS[schedule].is_folded else loop_stages(pp, virtual)
 
 
-@lru_cache(maxsize=256)
-def _table(schedule: str, pp: int, microbatches: int, virtual: int) -> Schedule:
-    return build_schedule(schedule, pp, microbatches, virtual)
+def _times(stages: Sequence[StageTimes], is_blocking: bool) -> Times:
+    works, sends = dict[tuple[int, ActionKind], float](), [0.0]
+    for number, stage in enumerate(stages):
+        works[number, ActionKind.FORWARD] = stage.forward
+        works[number, ActionKind.BACKWARD] = stage.backward
+        works[number, ActionKind.BACKWARD_INPUT] = stage.again + stage.inputs
+        works[number, ActionKind.BACKWARD_WEIGHT] = stage.weights
+        sends += [stage.send, stage.send]
+    return Times(works, sends, is_blocking)
+
+
+def _waits(stages: Sequence[StageTimes], rank_of: Sequence[int]) -> list[float]:
+    """Seconds that each stage's rank sends and receives for one microbatch."""
+    waits = [0.0] * len(stages)
+    for number in range(len(stages) - 1):
+        if rank_of[number] != rank_of[number + 1]:
+            waits[number] += 2 * stages[number].send
+            waits[number + 1] += 2 * stages[number].send
+    return waits
 
 
 def in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
@@ -101,12 +137,16 @@ def in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[
     several stages of a rank counts as a share."""
     if pp == 1:
         return (1.0,)
-    table = _table(schedule, pp, min(microbatches, 4 * pp), virtual)
-    stages = table.stages // pp
-    return tuple(number / stages for number in max_in_flight(table))
+    if schedule == "gpipe":
+        return (float(microbatches),) * pp
+    program = compiled(schedule, pp, min(microbatches, 4 * pp), virtual)
+    stages = len(program.rank_of) // pp
+    return tuple(number / stages for number in program.in_flight)
 
 
-def _parts(stages: Sequence[StageTimes], microbatches: int, seconds: float) -> dict[str, float]:
+def _parts(
+    stages: Sequence[StageTimes], microbatches: int, seconds: float, waits: float = 0.0
+) -> dict[str, float]:
     parts: dict[str, float] = {}
     for stage in stages:
         for axis, each in stage.communication.items():
@@ -114,4 +154,7 @@ def _parts(stages: Sequence[StageTimes], microbatches: int, seconds: float) -> d
     again = microbatches * sum(stage.again for stage in stages)
     busy = microbatches * sum(stage.forward + stage.backward for stage in stages)
     compute = busy - again - sum(parts.values())
-    return {"compute": compute, "recompute": again, **parts, "bubble": max(0.0, seconds - busy)}
+    if waits:
+        parts["pp"] = max(0.0, min(microbatches * waits, seconds - busy))
+    bubble = max(0.0, seconds - busy - parts.get("pp", 0.0))
+    return {"compute": compute, "recompute": again, **parts, "bubble": bubble}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from holdfast.plan.hardware.devices import DeviceType, device_named
 from holdfast.plan.hardware.link import Link
 
 ACROSS_ZONES = Link(500e-6, 2.5e9 / 8)
@@ -20,6 +21,8 @@ class NodePool:
     outside: of one device to a device of another node, while all devices of the node send.
     nodes_per_rack: 0 where racks are not known. usd_per_hour: of one node. losses_per_day: of one
     node; several may go at once, see `burst`: the nodes that an interruption takes on average.
+    nodes_per_power_domain: 0 where they are not known. power_w, memory_bytes: limits of one device
+    below its type's, 0 for none. priced: date of the price.
     """
 
     name: str
@@ -36,19 +39,34 @@ class NodePool:
     losses_per_day: float = 0.0
     burst: float = 1.0
     grams_co2_per_kwh: float = 0.0
+    nodes_per_power_domain: int = 0
+    power_w: float = 0.0
+    memory_bytes: float = 0.0
+    priced: str = ""
 
     @property
     def size(self) -> int:
         """Devices of the pool."""
         return self.nodes * self.devices
 
+    def device_type(self, devices: Mapping[str, DeviceType]) -> DeviceType:
+        """Its devices, with the pool's limits of power and memory."""
+        found = device_named(self.device, devices)
+        return replace(
+            found,
+            power_w=self.power_w or found.power_w,
+            usable_bytes=self.memory_bytes or found.usable_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class Cluster:
-    """pools, and links between zones by (one zone, other zone) in either order."""
+    """pools, and links between zones by (one zone, other zone) in either order. usd_per_gb: price
+    of 1e9 bytes between zones, in the same way."""
 
     pools: tuple[NodePool, ...]
     between: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

@@ -51,9 +51,9 @@ class DeviceType:
     (0: none but PCIe). power_w: the board's limit. idle_w: watts without work. efficiency: by
     precision.
 
-    usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link: names of
-    `links.csv`. reported: words of the driver's name of it. assumed: columns without a source.
-    measured: date and file if `holdfast calibrate` measured it.
+    usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link,
+    network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
+    columns without a source. measured: date if `holdfast calibrate` measured it.
     """
 
     name: str
@@ -67,6 +67,7 @@ class DeviceType:
     usable_bytes: float = 0.0
     scale_up_link: str = ""
     host_link: str = ""
+    network_link: str = ""
     reported: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -145,6 +146,7 @@ def _device(row: dict[str, str], efficiency: Mapping[str, Efficiency]) -> Device
         usable_bytes=float(row["usable_gib"]) * GIB,
         scale_up_link=row["scale_up_link"],
         host_link=row["host_link"],
+        network_link=row["network_link"],
         reported=tuple(row["reported"].split()),
         aliases=tuple(row["aliases"].split()),
         assumed=tuple(row["assumed"].split()),

@@ -10,6 +10,8 @@ from holdfast.plan.hardware.link import Link
 from holdfast.plan.hardware.tables import missing_name, read_rows
 
 LINKS_FILE = Path(__file__).with_name("links.csv")
+WIDE = "wide"
+"""Kind of a link between zones or regions: its bandwidth is that of a machine, not of a device."""
 
 
 @dataclass(frozen=True)

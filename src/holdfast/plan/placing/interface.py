@@ -39,7 +39,9 @@ class PresentPlacement:
 class LayoutPlan:
     """came_from[rank]: which rank of the present topology the process of a new rank was; None for
     one that holds nothing. untouched_replicas: replicas without any change. moved_bytes: bytes of
-    state that have to travel, about. idle_places: places without a worker; why says the reason."""
+    state that have to travel, about. idle_places: places without a worker; why says the reason.
+    step_s: predicted seconds of a step; 0 where nothing was predicted. simple_because: why the
+    simple planner made it although a search was asked for; "" otherwise."""
 
     topology: Topology
     came_from: tuple[int | None, ...]
@@ -47,6 +49,8 @@ class LayoutPlan:
     moved_bytes: int
     idle_places: int = 0
     idle_reason: str = ""
+    step_s: float = 0.0
+    simple_because: str = ""
 
 
 class Planner(Protocol):

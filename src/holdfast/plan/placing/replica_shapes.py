@@ -164,8 +164,8 @@ class AllowedShapes:
                 yield smaller
 
     @cached_property
-    def _degree_rules(self) -> _DegreeRules:
-        return _DegreeRules(self.config)
+    def _degree_rules(self) -> DegreeRules:
+        return DegreeRules(self.config)
 
     def _too_large_error(self, kinds: Sequence[DegreesConfig]) -> LayoutError:
         smallest = min(self.configured, key=self.needed_bytes)
@@ -179,7 +179,7 @@ class AllowedShapes:
         )
 
 
-class _DegreeRules:
+class DegreeRules:
     """Return True if the rules of the run file allow degrees. Each axis has its own, but that of cp
     looks at tp too."""
 

@@ -1,0 +1,307 @@
+"""Cluster files, and short forms of a cluster on the command line.
+
+    load_cluster(Path("cluster.yaml"))
+    read_cluster("16x8xH100-80")                     16 nodes of 8
+    read_cluster("4x8xA100-80+2x8xV100-16")          two pools
+    read_cluster("16xaws/us-east-1/p5.48xlarge:spot")
+    read_cluster("here")                             this machine
+
+Every refusal names the line, and what would work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from holdfast.config.yaml_tree import parse_file
+from holdfast.errors import ConfigError, DataError
+from holdfast.plan.catalogue import MachineType, load_catalogue
+from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.cluster_sections import (
+    HARDWARE_LOSSES_PER_DAY,
+    ClusterSections,
+    LinkSection,
+    PoolSection,
+)
+from holdfast.plan.hardware.devices import GIB, DeviceType, device_named, load_devices
+from holdfast.plan.hardware.link import Link
+from holdfast.plan.hardware.links import WIDE, LinkType, link_named, load_links
+from holdfast.plan.hardware.refusals import Where, place_in, refuse_all
+from holdfast.plan.hardware.tables import missing_name, nearest, read_rows
+
+HERE = "here"
+MACHINES_FILE = Path(__file__).with_name("machines.csv")
+_GBIT = 1e9 / 8
+_SHORT = re.compile(
+    r"(?P<nodes>\d+)x(?:(?P<devices>\d+)x)?(?P<name>[A-Za-z][\w./-]*?)(?P<spot>:spot)?"
+)
+_SECTIONS_OF_LINKS = ("inside", "outside", "across_racks")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the names of a cluster file mean."""
+
+    devices: Mapping[str, DeviceType] = field(default_factory=load_devices)
+    links: Mapping[str, LinkType] = field(default_factory=load_links)
+    machines: tuple[MachineType, ...] = field(default_factory=lambda: tuple(load_catalogue()))
+    networks: Mapping[str, tuple[str, float]] = field(
+        default_factory=lambda: {
+            row["type"]: (row["link"], float(row["network_gbit_s"]))
+            for row in read_rows(MACHINES_FILE)
+        }
+    )
+
+
+def read_cluster(text: str, tables: Tables | None = None) -> Cluster:
+    """A cluster by its file, its short form, or `here`. Raises ConfigError or DataError."""
+    if text == HERE:
+        from holdfast.plan.hardware.this_machine import this_machine
+
+        return this_machine()
+    parts = [_SHORT.fullmatch(part) for part in text.split("+")]
+    if not Path(text).exists() and all(parts):
+        return _short_cluster([part for part in parts if part], tables or Tables())
+    return load_cluster(Path(text), tables)
+
+
+def load_cluster(path: Path, tables: Tables | None = None) -> Cluster:
+    """The cluster of a file. Raises ConfigError, with the line, for a mistake in it."""
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        words = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(
+            f"the cluster file cannot be read ({words})",
+            where=str(path),
+            remedy="name a YAML file, here for this machine, or a short form as 16x8xH100-80",
+        ) from None
+    return parse_cluster(text, str(path), tables)
+
+
+def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster:
+    """The cluster of a file's text."""
+    value, lines = parse_file(text, name)
+    where = place_in(name, lines)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            "a cluster file is made of sections and keys, and this is not",
+            where=name,
+            remedy="begin with 'pools:', as examples/clusters/a100.yaml does",
+        )
+    try:
+        sections = ClusterSections.model_validate(_with_link_sections(value))
+    except ValidationError as error:
+        raise refuse_all(error, ClusterSections, where) from None
+    return _build(sections, where, tables or Tables())
+
+
+def _with_link_sections(value: dict[str, Any]) -> dict[str, Any]:
+    """Write `outside: ib-ndr` as `outside: {type: ib-ndr}`, and `link: NAME` of a pair likewise."""
+    pools = value.get("pools")
+    if isinstance(pools, dict):
+        for pool in (each for each in pools.values() if isinstance(each, dict)):
+            for key in _SECTIONS_OF_LINKS:
+                if isinstance(pool.get(key), str):
+                    pool[key] = {"type": pool[key]}
+    return value
+
+
+def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:
+    pools = tuple(_pool(name, each, where, tables) for name, each in sections.pools.items())
+    zones = {pool.zone for pool in pools if pool.zone}
+    between: dict[tuple[str, str], Link] = {}
+    prices: dict[tuple[str, str], float] = {}
+    for index, each in enumerate(sections.between):
+        path: tuple[str | int, ...] = ("between", index)
+        for zone in each.zones:
+            if zone not in zones:
+                raise ConfigError(
+                    f"no pool is in the zone {zone!r}",
+                    where=where((*path, "zones")),
+                    remedy=_other_zone(zone, zones),
+                )
+        one, other = each.zones
+        if one == other or (one, other) in between or (other, one) in between:
+            raise ConfigError(
+                f"the link between {one} and {other} is given twice, or within one zone",
+                where=where((*path, "zones")),
+                remedy="keep one link for each pair of zones",
+            )
+        most = max(pool.devices for pool in pools)
+        between[one, other] = _link(each, most, path, where, tables)
+        prices[one, other] = each.usd_per_gb
+    return Cluster(pools, between, prices)
+
+
+def _other_zone(zone: str, zones: set[str]) -> str:
+    if not zones:
+        return "give pools a zone, or remove the link"
+    return f"use {nearest(zone, dict.fromkeys(zones)) or sorted(zones)[0]}"
+
+
+def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePool:
+    path = ("pools", name)
+    machine = _machine(given.machine, where((*path, "machine")), tables) if given.machine else None
+    device_name = given.device or (machine.accelerator if machine else None)
+    count = given.devices or (machine.count if machine else None)
+    if device_name is None or count is None:
+        raise ConfigError(
+            f"pools.{name} does not say which devices its nodes have",
+            where=where(path),
+            remedy="write 'device: A100-80' and 'devices: 8', or name a machine",
+        )
+    device = device_named(device_name, tables.devices, where((*path, "device")))
+    _check_limits(name, given, device, where)
+    inside = given.inside or LinkSection(type=device.scale_up_link or device.host_link)
+    outside = given.outside or _usual_network(device, machine, tables)
+    across = given.across_racks
+    price = machine and (machine.spot if given.market == "spot" else machine.on_demand)
+    return NodePool(
+        name,
+        given.nodes,
+        count,
+        device.name,
+        _link(inside, count, (*path, "inside"), where, tables),
+        _link(outside, count, (*path, "outside"), where, tables),
+        given.zone or (machine.region if machine else ""),
+        given.nodes_per_rack,
+        _link(across, count, (*path, "across_racks"), where, tables) if across else None,
+        given.market == "spot",
+        given.usd_per_hour if given.usd_per_hour is not None else price or 0.0,
+        _losses(name, given, machine, where(path)),
+        given.burst,
+        given.grams_co2_per_kwh,
+        given.nodes_per_power_domain,
+        given.power_w or 0.0,
+        (given.memory_gib or 0.0) * GIB,
+        given.priced or (machine.date.isoformat() if machine else ""),
+    )
+
+
+def _losses(name: str, given: PoolSection, machine: MachineType | None, where: str) -> float:
+    if given.losses_per_day is not None:
+        return given.losses_per_day
+    if given.market == "on-demand":
+        return HARDWARE_LOSSES_PER_DAY
+    if machine is None:
+        raise ConfigError(
+            f"pools.{name} is spot, and nothing says how often it loses a node",
+            where=where,
+            remedy="write 'losses_per_day: 2.4' (A100 of GCP in 2022), or name a machine",
+        )
+    return 24 * machine.losses_per_hour
+
+
+def _check_limits(name: str, given: PoolSection, device: DeviceType, where: Where) -> None:
+    """Refuse numbers that contradict each other, or the device."""
+    path = ("pools", name)
+    if given.power_w is not None and not device.idle_w < given.power_w <= device.power_w:
+        raise ConfigError(
+            f"pools.{name}.power_w is {given.power_w:g}, but {device.name} takes "
+            f"{device.idle_w:g} idle and {device.power_w:g} at most",
+            where=where((*path, "power_w")),
+            remedy=f"use {device.power_w:g} or less, or remove it",
+        )
+    if given.memory_gib is not None and given.memory_gib * GIB > device.memory_bytes:
+        raise ConfigError(
+            f"pools.{name}.memory_gib is {given.memory_gib:g}, but {device.name} has "
+            f"{device.memory_bytes / GIB:g}",
+            where=where((*path, "memory_gib")),
+            remedy=f"use {device.memory_bytes / GIB:g} or less, or remove it",
+        )
+    if given.across_racks is not None and not 0 < given.nodes_per_rack < given.nodes:
+        raise ConfigError(
+            f"pools.{name}.across_racks is a link between racks, but there is one rack",
+            where=where((*path, "across_racks")),
+            remedy="give nodes_per_rack below nodes, or remove it",
+        )
+    if given.burst > given.nodes:
+        raise ConfigError(
+            f"pools.{name}.burst is {given.burst:g}, but there are {given.nodes} nodes",
+            where=where((*path, "burst")),
+            remedy=f"use {given.nodes} or less",
+        )
+
+
+def _link(
+    given: LinkSection, devices: int, path: tuple[str | int, ...], where: Where, tables: Tables
+) -> Link:
+    """A link as one device has it while all devices of its node send."""
+    per = given.per or "device"
+    if given.type is not None:
+        kind = link_named(given.type, tables.links, where((*path, "type")))
+        per = given.per or ("node" if kind.kind == WIDE else "device")
+        latency, reach, ramp = (
+            kind.link.latency_s, kind.link.bandwidth / kind.peak, kind.link.ramp,
+        )  # fmt: skip
+        peak = kind.peak if given.gbit_s is None else given.gbit_s * _GBIT
+    elif given.gbit_s is not None and given.latency_us is not None:
+        latency, reach, ramp, peak = 0.0, 1.0, 0.0, given.gbit_s * _GBIT
+    else:
+        raise ConfigError(
+            f"{'.'.join(map(str, path))} does not say how fast it is",
+            where=where(path),
+            remedy="give it a type, for example 'type: ib-ndr', or both gbit_s and latency_us",
+        )
+    if given.latency_us is not None:
+        latency = given.latency_us / 1e6
+    return Link(latency, peak * reach / (devices if per == "node" else 1), ramp)
+
+
+def _usual_network(device: DeviceType, machine: MachineType | None, tables: Tables) -> LinkSection:
+    if machine is not None and machine.type in tables.networks:
+        link, gbit = tables.networks[machine.type]
+        return LinkSection(type=link, gbit_s=gbit, per="node")
+    return LinkSection(type=device.network_link)
+
+
+def _machine(name: str, where: str, tables: Tables) -> MachineType:
+    """A row of the catalogue by CLOUD/REGION/TYPE, or by TYPE if one region alone has it."""
+    known = {f"{each.cloud}/{each.region}/{each.type}": each for each in tables.machines}
+    if name in known:
+        return known[name]
+    fit = [full for full in known if full.endswith(f"/{name}")]
+    if len(fit) == 1:
+        return known[fit[0]]
+    if fit:
+        raise DataError(
+            f"several regions have the machine {name!r}", where=where, remedy=f"use {fit[0]}"
+        )
+    raise missing_name("machine", name, known, where)
+
+
+def _short_cluster(parts: list[re.Match[str]], tables: Tables) -> Cluster:
+    where = "--cluster"
+    pools: dict[str, PoolSection] = {}
+    for part in parts:
+        given: dict[str, Any] = {"nodes": int(part["nodes"])}
+        if part["devices"]:
+            given |= {"devices": int(part["devices"]), "device": part["name"]}
+        elif part["name"] in tables.devices or not _is_machine(part["name"], tables):
+            given |= {"devices": int(part["nodes"]), "device": part["name"], "nodes": 1}
+        else:
+            given["machine"] = part["name"]
+        given["market"] = "spot" if part["spot"] else "on-demand"
+        name = part["name"] + (part["spot"] or "").replace(":", "-")
+        if name in pools:
+            raise ConfigError(
+                f"two pools have the name {name}", where=where, remedy="add up their nodes"
+            )
+        try:
+            pools[name] = PoolSection.model_validate(given)
+        except ValidationError as error:
+            raise refuse_all(error, PoolSection, lambda path: where) from None
+    return _build(ClusterSections(pools=pools), lambda path: where, tables)
+
+
+def _is_machine(name: str, tables: Tables) -> bool:
+    return any(
+        f"/{each.cloud}/{each.region}/{each.type}".endswith(f"/{name}") for each in tables.machines
+    )

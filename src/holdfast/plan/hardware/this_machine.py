@@ -1,0 +1,95 @@
+"""This machine as a cluster of one node, with what `holdfast calibrate` has measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.core.transports import NodeLinks
+from holdfast.errors import DataError
+from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
+from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.devices import DeviceType, device_reported, load_devices
+from holdfast.plan.hardware.links import load_links
+from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
+from holdfast.plan.machine.links import detect_links
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class LocalMachine:
+    """cluster: one node. devices: the table, with this machine's numbers in it. calibration: None
+    if nothing was measured here."""
+
+    cluster: Cluster
+    devices: Mapping[str, DeviceType]
+    calibration: Calibration | None
+
+
+def this_machine() -> Cluster:
+    """This machine as a cluster: its accelerators, or its CPU's cores as devices named cpu."""
+    return detect_machine().cluster
+
+
+def devices_here() -> Mapping[str, DeviceType]:
+    """The table of devices. What was measured on this machine replaces its numbers."""
+    return detect_machine().devices
+
+
+def detect_machine() -> LocalMachine:
+    """Look at this machine, and read its calibration."""
+    hardware = detect_hardware()
+    return describe_machine(
+        hardware, detect_links(), read_calibration(calibration_path(hardware.node))
+    )
+
+
+def describe_machine(
+    hardware: HardwareInfo, links: NodeLinks, calibration: Calibration | None
+) -> LocalMachine:
+    """The cluster of this hardware. Pure. Raises DataError for an accelerator that neither the
+    table nor the calibration has."""
+    devices = load_devices()
+    counts: dict[str, int] = {}
+    for each in hardware.accelerators:
+        found = device_reported(each.name, each.memory_bytes, devices)
+        if found is None:
+            found = _measured_alone(each.name, each.memory_bytes, calibration)
+            devices[found.name] = found
+        counts[found.name] = counts.get(found.name, 0) + 1
+    if not counts:
+        counts = {CPU: hardware.cores}
+        memory = hardware.memory_bytes / hardware.cores
+        devices[CPU] = replace(devices[CPU], memory_bytes=memory, usable_bytes=memory)
+    if calibration is not None and calibration.device in devices:
+        measured = calibration.applied_to(devices[calibration.device])
+        devices[calibration.device] = measured
+    pools = tuple(_pool(devices[name], count, links, calibration) for name, count in counts.items())
+    used = calibration if calibration and calibration.device in counts else None
+    return LocalMachine(Cluster(pools), devices, used)
+
+
+def _measured_alone(name: str, memory: float, calibration: Calibration | None) -> DeviceType:
+    if calibration is None or calibration.device != name:
+        raise DataError(
+            f"the accelerator {name!r} is not in the table of devices",
+            where="this machine",
+            remedy="measure it with: holdfast calibrate",
+        )
+    return DeviceType(
+        name, calibration.flops, memory, calibration.bandwidth, 0.0, 0.0, 0.0,
+        usable_bytes=memory, host_link="pcie3", network_link="ethernet-10",
+        source="holdfast calibrate; its power is not known",
+    )  # fmt: skip
+
+
+def _pool(
+    device: DeviceType, count: int, links: NodeLinks, calibration: Calibration | None
+) -> NodePool:
+    types = load_links()
+    fast = device.scale_up_link and (links.cards or device.name == CPU)
+    inside = types[device.scale_up_link if fast else device.host_link].link
+    if calibration is not None and calibration.device == device.name and calibration.inside:
+        inside = calibration.inside
+    return NodePool(device.name, 1, count, device.name, inside, types[device.network_link].link)
