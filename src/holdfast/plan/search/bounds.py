@@ -14,7 +14,7 @@ from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.search.layouts import Variant
-from holdfast.plan.search.space import Shape
+from holdfast.plan.search.space import Cut, Shape
 from holdfast.plan.search.splits import can_try_all
 
 _HALVINGS = 12
@@ -41,21 +41,18 @@ class Bounds:
     _passes: dict[object, Pass] = field(default_factory=dict)
     _tails: dict[object, float] = field(default_factory=dict)
 
-    def pass_of(
-        self, shape: Shape, microbatch: int, pool: str, word: str = "none"
-    ) -> Pass:
+    def pass_of(self, cut: Cut, pool: str, word: str = "none") -> Pass:
         """Return the times of one microbatch, nothing gathered. word: of recompute."""
-        local = microbatch // shape.dp_shard
-        key = (local, shape.cp, shape.tp, shape.ep, pool, word)
+        key = (cut.local, cut.cp, cut.tp, cut.ep, pool, word)
         found = self._passes.get(key)
         if found is None:
-            found = self._passes[key] = self._pass(shape, local, pool, word)
+            found = self._passes[key] = self._pass(cut, pool, word)
         return found
 
-    def _pass(self, shape: Shape, local: int, pool: str, word: str) -> Pass:
+    def _pass(self, cut: Cut, pool: str, word: str) -> Pass:
         workload = self.evaluator.problem.workload
-        group = ReplicaChoice(1, 1, 1, shape.cp, shape.tp, (), (pool,), 1)
-        choice = Choice((group,), local, ep=shape.ep)
+        group = ReplicaChoice(1, 1, 1, cut.cp, cut.tp, (), (pool,), 1)
+        choice = Choice((group,), cut.local, ep=cut.ep)
         total, share, least = 0.0, 1.0, inf
         counts = workload.counts_of(0, len(workload.blocks), True, True)
         for kind, number in counts:
@@ -68,8 +65,15 @@ class Bounds:
                 least = min(least, each)
         return Pass(total, share, least)
 
+    def least_of_cut(self, cut: Cut) -> float:
+        """Return seconds that no pipeline and no number of replicas beats."""
+        rates = 0.0
+        for name, size in zip(cut.site.pools, cut.site.sizes, strict=True):
+            rates += size // (cut.tp * cut.cp) / self.pass_of(cut, name).total
+        return self.evaluator.problem.workload.batch / cut.local / rates if rates else inf
+
     def least_seconds(
-        self, shape: Shape, microbatch: int, schedule: str, virtual: int, microbatches: int
+        self, cut: Cut, slots: tuple[int, ...], schedule: str, virtual: int, microbatches: int
     ) -> float:
         """Return seconds that no split of the blocks beats.
 
@@ -77,20 +81,22 @@ class Bounds:
         at most (S - what comes before it) / m of a step of S seconds. So p stages take at most
         S (1 - (1 - 1/m)^p), and all layers must fit into that.
         """
-        if len(shape.site.pools) > 1:
-            return microbatches * self._chain_seconds(shape, microbatch)
-        one, pp = self.pass_of(shape, microbatch, shape.site.pools[0]), shape.pp
+        if len(slots) > 1:
+            return microbatches * self._chain_seconds(cut, slots)
+        one, pp = self.pass_of(cut, cut.site.pools[0]), slots[0]
         if pp == 1:
             return microbatches * one.total
-        blocks = len(self.evaluator.problem.workload.blocks)
+        blocks = self._blocks
         busy = microbatches * max(one.total / pp, -(-blocks // pp) * one.block)
         share = one.forward if SCHEDULE_KINDS[schedule].splits_backward else 1.0
         if virtual == 1:
-            return max(
-                busy, share * one.total / (1 - (1 - share / microbatches) ** pp)
-            )
+            return max(busy, share * one.total / (1 - (1 - share / microbatches) ** pp))
         least = 1 if can_try_all(blocks, pp * virtual) else blocks // (pp * virtual)
         return max(busy, ((pp - 1) * share + microbatches * virtual) * least * one.block)
+
+    @property
+    def _blocks(self) -> int:
+        return len(self.evaluator.problem.workload.layers) - 2
 
     def least_scheduled(
         self, shape: Shape, variant: Variant, microbatches: int, most: Sequence[Sequence[float]]
@@ -98,9 +104,9 @@ class Bounds:
         """Return seconds with the recompute that ranks need. most: for each word of recompute, the
         most blocks of each index on pp."""
         seconds = self.least_seconds(
-            shape, variant.microbatch, variant.schedule, variant.virtual, microbatches
+            shape.cut, shape.slots, variant.schedule, variant.virtual, microbatches
         )
-        blocks = len(self.evaluator.problem.workload.layers) - 2
+        blocks = self._blocks
         if sum(map(int, most[0])) < blocks and len(shape.site.pools) == 1:
             busiest = self._busiest(shape, variant, microbatches, most, seconds)
             seconds = max(seconds, busiest)
@@ -115,16 +121,16 @@ class Bounds:
         low: float,
     ) -> float:
         """Seconds in which the ranks can compute all blocks, as many each as a word allows."""
-        name, blocks = shape.site.pools[0], len(self.evaluator.problem.workload.layers) - 2
+        name, blocks = shape.site.pools[0], self._blocks
         words = self.words(shape)
         times = [
-            self.pass_of(shape, variant.microbatch, name, word).block * microbatches
+            self.pass_of(shape.cut, name, word).block * microbatches
             for word in words
         ]
-        way = times[0] / microbatches * (1 if shape.pp == 1 else 1)
+        way = times[0] / microbatches
         kind = SCHEDULE_KINDS[variant.schedule]
         if kind.splits_backward:
-            way *= self.pass_of(shape, variant.microbatch, name).forward
+            way *= self.pass_of(shape.cut, name).forward
         number = shape.pp * variant.virtual
         way *= 1 if can_try_all(blocks, number) else max(1, blocks // number * (number > shape.pp))
         options = list(zip(times, most, strict=True))
@@ -165,17 +171,7 @@ class Bounds:
             )
         return each * (blocks / shape.pp) * _LINEAR
 
-    def least_busy(self, shape: Shape, microbatch: int, microbatches: int) -> float:
-        """Return seconds that no schedule beats: the busiest rank's."""
-        if len(shape.site.pools) > 1:
-            return microbatches * self._chain_seconds(shape, microbatch)
-        one = self.pass_of(shape, microbatch, shape.site.pools[0])
-        blocks = len(self.evaluator.problem.workload.layers) - 2
-        return microbatches * max(one.total / shape.pp, -(-blocks // shape.pp) * one.block)
-
-    def _chain_seconds(self, shape: Shape, microbatch: int) -> float:
+    def _chain_seconds(self, cut: Cut, slots: tuple[int, ...]) -> float:
         """Of one microbatch on the busiest rank, if all pools are as busy."""
-        rates = 0.0
-        for name, number in zip(shape.site.pools, shape.slots, strict=True):
-            rates += number / self.pass_of(shape, microbatch, name).total
-        return 1 / rates
+        pairs = zip(cut.site.pools, slots, strict=True)
+        return 1 / sum(number / self.pass_of(cut, name).total for name, number in pairs)

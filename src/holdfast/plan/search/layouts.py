@@ -54,7 +54,7 @@ class Layouts:
     _splits: dict[object, tuple[Stages, ...]] = field(default_factory=dict)
 
     def variants(
-        self, shapes: Sequence[Shape], microbatch: int, schedule: str, virtual: int
+        self, shapes: Sequence[Shape], schedule: str, virtual: int
     ) -> Iterator[Variant]:
         """ZeRO stages and places of the state, by the rules of a run file."""
         ep = shapes[0].ep
@@ -65,7 +65,7 @@ class Layouts:
         stages = [zero for zero in stages if zero == 1 or not is_piped]
         for zero in stages if is_cut else stages[:1]:
             for host in self.limits.host:
-                yield Variant(microbatch, schedule, virtual, zero, ep, host)
+                yield Variant(shapes[0].microbatch, schedule, virtual, zero, ep, host)
 
     def groups(self, variant: Variant, shares: Shares, replicas: int) -> Iterator[ReplicaChoice]:
         """Every way to split and to recompute that fits; nothing if none does. replicas: of the
@@ -90,8 +90,8 @@ class Layouts:
                 yield fitting
         if not found and not can_try_all(self._blocks, shape.pp * virtual):
             split = self._by_memory(variant, group, shape.pp * virtual)
-            fitting = split and self._recomputed(variant, replace(group, stages=split))
-            if fitting:
+            fitting = self._recomputed(variant, replace(group, stages=split)) if split else None
+            if fitting is not None:
                 yield fitting
 
     @property

@@ -27,7 +27,8 @@ def step_seconds(_: Choice, cost: StepCost) -> float:
 class Limits:
     """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
     schedules, recompute, host: what may be chosen, the preferred ones first. virtual: stages of
-    each rank, under a schedule that leaves them free."""
+    each rank, under a schedule that leaves them free. replicas: of a layout. effort: groups of
+    layouts that are opened at most."""
 
     pp: int = 0
     dp_shard: int = 0
@@ -41,6 +42,7 @@ class Limits:
     virtual: int = 0
     replicas: int = 0
     host: tuple[frozenset[str], ...] = (frozenset(),)
+    effort: int = 2000
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,11 @@ class Found:
 @dataclass(frozen=True)
 class SearchResult:
     """best first; `runners_up` follow it. tried: layouts whose timeline was executed. bounded:
-    layouts and groups of layouts that a bound was computed for."""
+    layouts and groups of layouts that a bound was computed for. gap: share by which a layout that
+    was not looked at may be better, at most; 0 means that the best is the best of all."""
 
     best: Found
     runners_up: tuple[Found, ...]
     tried: int
     bounded: int = 0
+    gap: float = 0.0

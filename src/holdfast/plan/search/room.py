@@ -42,10 +42,10 @@ class Room:
     _bytes: dict[object, BlockBytes] = field(default_factory=dict)
     _rooms: dict[str, float] = field(default_factory=dict)
 
-    def can_fit(self, shape: Shape, microbatch: int, zero: int, kept: Sequence[float]) -> bool:
+    def can_fit(self, shape: Shape, zero: int, kept: Sequence[float]) -> bool:
         """Return False if no split of the blocks fits, with the recompute that keeps least.
         kept: microbatches in flight at each index on pp, or fewer."""
-        most = self.most_blocks(shape, microbatch, zero, kept, self.words(shape)[-1])
+        most = self.most_blocks(shape, zero, kept, self.words(shape)[-1])
         return min(most) >= 1 and sum(map(int, most)) >= self._blocks
 
     def words(self, shape: Shape) -> list[str]:
@@ -53,10 +53,10 @@ class Room:
         return [word for word in self.limits.recompute if shape.ep == 1 or word != "selective"]
 
     def most_blocks(
-        self, shape: Shape, microbatch: int, zero: int, kept: Sequence[float], word: str
+        self, shape: Shape, zero: int, kept: Sequence[float], word: str
     ) -> list[float]:
         """Return the most blocks that each index on pp has room for."""
-        bytes_, local = self._block_bytes(shape, zero, word), microbatch // shape.dp_shard
+        bytes_, local = self._block_bytes(shape, zero, word), shape.cut.local
         found, index, blocks = list[float](), 0, float(self._blocks)
         for name, number in zip(shape.site.pools, shape.slots, strict=True):
             room = self.room(name) - bytes_.rest
@@ -66,11 +66,11 @@ class Room:
             index += number
         return found
 
-    def shortest(self, shape: Shape, microbatch: int, zero: int) -> float:
+    def shortest(self, shape: Shape, zero: int) -> float:
         """Return the least pp whose ranks have room for all blocks, one microbatch in flight at
         least. Of a site with one pool."""
         most = self._block_bytes(shape, zero, self.words(shape)[-1]).blocks(
-            self.room(shape.site.pools[0]), 0.5 * (microbatch // shape.dp_shard)
+            self.room(shape.site.pools[0]), 0.5 * shape.cut.local
         )
         return self._blocks / int(most) if most >= 1 else inf
 

@@ -31,16 +31,22 @@ from holdfast.plan.search.limits import (
 from holdfast.plan.search.nearest import nothing_fits_error
 from holdfast.plan.search.room import Room
 from holdfast.plan.search.space import (
+    Cut,
     Shape,
     Site,
-    microbatches,
+    cuts,
     shapes,
+    slots_of,
     virtual_stages,
 )
 
 __all__ = ["Found", "Limits", "Objective", "SearchResult", "search", "step_seconds"]
 
 _RUNNERS_UP = 8
+_PACE = 50
+"""Groups that are opened before a layout is executed out of turn."""
+_LAST = 16
+"""Layouts that are executed at the end of a search that could not open all groups."""
 
 
 def search(
@@ -66,7 +72,8 @@ class Search:
     evaluator: Evaluator = field(init=False)
     best: Found | None = None
     _found: list[Found] = field(default_factory=list)
-    _heap: list[tuple[float, int, object]] = field(default_factory=list)
+    _groups: list[tuple[float, int, _Group]] = field(default_factory=list)
+    _leaves: list[tuple[float, int, Choice]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -79,41 +86,60 @@ class Search:
     def run(self, first: Choice | None) -> SearchResult:
         if first is not None and not self.evaluator.short_of(first):
             self._execute(first)
-        self._push_degrees()
-        while self._heap and self._heap[0][0] < self._least():
-            self._open(heappop(self._heap)[2])
+        for site in self.sites():
+            for cut in cuts(self.problem, self.limits, site):
+                self._push(self._bound(self._bounds.least_of_cut(cut)), cut)
+        self._search()
         if self.best is None:
             raise nothing_fits_error(self.problem, self.limits)
+        gap = self._gap()
         self._execute_runners_up()
         others = sorted(
             (each for each in self._found if each is not self.best), key=lambda each: each.score
         )
         best, tried = self.best, len(self._found)
-        return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed)
+        return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed, gap)
+
+    def _search(self) -> None:
+        """Open groups, the most promising first. Layouts are executed when they are the most
+        promising, or after some groups: a good layout makes the heaps shorter."""
+        opened, since = 0, 0
+        while self._groups and opened < self.limits.effort:
+            if self._groups[0][0] >= self._least():
+                self._groups.clear()
+                break
+            if self._leaves and (self._leaves[0][0] <= self._groups[0][0] or since >= _PACE):
+                self._execute_next()
+                since = 0
+            else:
+                self._open(heappop(self._groups)[2])
+                opened, since = opened + 1, since + 1
+        most = _LAST if self._groups else len(self._leaves)
+        for _ in range(most):
+            if not self._leaves or self._leaves[0][0] >= self._least():
+                break
+            self._execute_next()
+
+    def _gap(self) -> float:
+        """The share by which a layout that was not looked at may be better, at most."""
+        rest = [heap[0][0] for heap in (self._groups, self._leaves) if heap]
+        least = min(rest, default=inf)
+        if self.best is None or least >= self.best.score:
+            return 0.0
+        return 1 - max(0.0, least) / self.best.score
+
+    def _execute_next(self) -> None:
+        score, _, choice = heappop(self._leaves)
+        if score < self._least():
+            self._execute(choice)
 
     def _least(self) -> float:
         return self.best.score if self.best else inf
 
-    def _push(self, score: float, node: object) -> None:
+    def _push(self, score: float, node: _Group) -> None:
         self._pushed += 1
         if score < self._least():
-            heappush(self._heap, (score, next(self._order), node))
-
-    def _push_degrees(self) -> None:
-        for microbatch in microbatches(self.problem.workload, self.limits):
-            for site in self.sites():
-                for shape in shapes(self.problem, self.limits, site, microbatch):
-                    if self._may_fit(shape, microbatch):
-                        node = _Degrees(microbatch, shape)
-                        self._push(self._score_of_degrees(node), node)
-
-    def _may_fit(self, shape: Shape, microbatch: int) -> bool:
-        if len(shape.site.pools) > 1:
-            half = [0.5] * shape.pp
-            return any(self._room.can_fit(shape, microbatch, z, half) for z in self.limits.zero)
-        return any(
-            self._room.shortest(shape, microbatch, zero) <= shape.pp for zero in self.limits.zero
-        )
+            heappush(self._groups, (score, next(self._order), node))
 
     def sites(self) -> list[Site]:
         """Pools that may hold all replicas."""
@@ -121,68 +147,78 @@ class Search:
             Site((pool.name,), (pool.size,), pool.devices) for pool in self.problem.cluster.pools
         ]
 
-    def _open(self, node: object) -> None:
-        if isinstance(node, Choice):
-            self._execute(node)
-        elif isinstance(node, _Scheduled):
+    def _open(self, node: _Group) -> None:
+        if isinstance(node, Cut):
+            self._open_cut(node)
+        elif isinstance(node, _Piped):
+            self._open_piped(node)
+        else:
             self._open_scheduled(node)
-        elif isinstance(node, _Degrees):
-            self._open_degrees(node)
 
-    def _open_degrees(self, node: _Degrees) -> None:
-        shape, blocks = node.shape, len(self.problem.workload.blocks)
-        schedules = self.limits.schedules if shape.pp > 1 else self.limits.schedules[:1]
-        numbers = self._numbers_of_replicas(node)
-        for schedule in schedules:
-            for virtual in virtual_stages(schedule, self.limits, blocks, shape.pp):
-                self._push_numbers(node, schedule, virtual, numbers)
-
-    def _push_numbers(
-        self, node: _Degrees, schedule: str, virtual: int, numbers: list[int]
-    ) -> None:
-        """With fewer replicas a step takes longer. So they wait until the first one is opened."""
-        if self.objective is not step_seconds:
-            for number in numbers:
-                self._push_scheduled(node, schedule, virtual, [number])
-        elif numbers:
-            self._push_scheduled(node, schedule, virtual, numbers)
-
-    def _push_scheduled(
-        self, node: _Degrees, schedule: str, virtual: int, numbers: list[int]
-    ) -> None:
-        """The first number of replicas with which the schedule runs and a replica may fit."""
-        shape, total = node.shape, self.problem.workload.batch // node.microbatch
-        for place, number in enumerate(numbers):
-            each = total // number
-            if each < SCHEDULE_KINDS[schedule].least_microbatches(shape.pp):
+    def _open_cut(self, cut: Cut) -> None:
+        """Lengths of the pipeline and schedules."""
+        blocks, inner = len(self.problem.workload.layers) - 2, cut.tp * cut.cp
+        for slots in slots_of(self.problem, self.limits, cut):
+            pairs = zip(cut.site.sizes, slots, strict=True)
+            wide = min(size // (inner * number) for size, number in pairs)
+            each = -(-self.problem.workload.batch // (cut.local * wide))
+            pp = sum(slots)
+            widest = next(shapes(self.problem, self.limits, cut, slots), None)
+            if widest is None or not self._may_fit(widest):
                 continue
-            most = -(-total // number)
-            kept = kept_microbatches(schedule, shape.pp, virtual, most)
-            variants = self._layouts.variants([shape], node.microbatch, schedule, virtual)
+            for schedule in self.limits.schedules if pp > 1 else self.limits.schedules[:1]:
+                for virtual in virtual_stages(schedule, self.limits, blocks, pp):
+                    least = max(each, SCHEDULE_KINDS[schedule].least_microbatches(pp))
+                    seconds = self._bounds.least_seconds(cut, slots, schedule, virtual, least)
+                    self._push(self._bound(seconds), _Piped(cut, slots, schedule, virtual))
+
+    def _may_fit(self, shape: Shape) -> bool:
+        if len(shape.slots) > 1:
+            half = [0.5] * shape.pp
+            return any(self._room.can_fit(shape, zero, half) for zero in self.limits.zero)
+        return any(self._room.shortest(shape, zero) <= shape.pp for zero in self.limits.zero)
+
+    def _open_piped(self, node: _Piped) -> None:
+        for shape in shapes(self.problem, self.limits, node.cut, node.slots):
+            numbers = self._numbers_of_replicas(shape)
+            if self.objective is step_seconds:
+                # with fewer replicas a step takes longer: they wait until the first is opened
+                self._push_scheduled(node, shape, numbers)
+            else:
+                for number in numbers:
+                    self._push_scheduled(node, shape, [number])
+
+    def _push_scheduled(self, node: _Piped, shape: Shape, numbers: list[int]) -> None:
+        """The first number of replicas with which the schedule runs and a replica may fit."""
+        total = self.problem.workload.batch // shape.microbatch
+        for place, number in enumerate(numbers):
+            each, most = total // number, -(-total // number)
+            if each < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
+                continue
+            kept = kept_microbatches(node.schedule, shape.pp, node.virtual, most)
             scores, fitting = list[float](), list[Variant]()
-            for variant in variants:
-                if self._room.can_fit(shape, node.microbatch, variant.zero, kept):
+            for variant in self._layouts.variants([shape], node.schedule, node.virtual):
+                if self._room.can_fit(shape, variant.zero, kept):
                     scores.append(self._score_of_variant(shape, variant, number, most, kept))
                     fitting.append(variant)
-            if not fitting:
-                return  # fewer replicas keep no less
-            scheduled = _Scheduled(node, fitting, number, numbers[place + 1 :])
-            self._push(min(scores), scheduled)
-            return
+            if fitting:
+                rest = numbers[place + 1 :]
+                self._push(min(scores), _Scheduled(node, shape, fitting, number, rest))
+            return  # fewer replicas keep no less
 
-    def _numbers_of_replicas(self, node: _Degrees) -> list[int]:
+    def _numbers_of_replicas(self, shape: Shape) -> list[int]:
         """The most replicas, and the fewest that have no more than so many microbatches each."""
-        total = self.problem.workload.batch // node.microbatch
-        most = min(node.shape.most, total)
+        total = self.problem.workload.batch // shape.microbatch
+        most = min(shape.most, total)
         if self.limits.replicas:
             return [self.limits.replicas] if self.limits.replicas <= most else []
         least = {-(-total // number) for number in range(1, most + 1)}
         return sorted({most, *(-(-total // each) for each in least)}, reverse=True)
 
     def _open_scheduled(self, node: _Scheduled) -> None:
-        shape, one = node.degrees.shape, node.variants[0]
+        shape, one = node.shape, node.variants[0]
         if node.fewer:
-            self._push_scheduled(node.degrees, one.schedule, one.virtual, node.fewer)
+            self._push_scheduled(node.piped, shape, node.fewer)
         each, more = divmod(self.problem.workload.batch // one.microbatch, node.number)
         most = Shares(shape, node.number, each + (more > 0))
         for variant in node.variants:
@@ -192,8 +228,10 @@ class Search:
 
     def _push_layout(self, choice: Choice) -> None:
         cost = self.evaluator.least(choice)
-        if cost.fits:
-            self._push(self.objective(choice, cost), choice)
+        self._pushed += 1
+        score = self.objective(choice, cost) if cost.fits else inf
+        if score < self._least():
+            heappush(self._leaves, (score, next(self._order), choice))
 
     def _execute(self, choice: Choice) -> None:
         cost = self.evaluator.cost(choice)
@@ -205,18 +243,15 @@ class Search:
     def _execute_runners_up(self) -> None:
         """The next layouts of the heap with degrees of their own."""
         seen = {_degrees_of(each.choice) for each in self._found}
-        while self._heap and len(seen) <= _RUNNERS_UP:
-            node = heappop(self._heap)[2]
-            if isinstance(node, Choice) and _degrees_of(node) not in seen:
+        while self._leaves and len(seen) <= _RUNNERS_UP:
+            node = heappop(self._leaves)[2]
+            if _degrees_of(node) not in seen:
                 seen.add(_degrees_of(node))
                 self._execute(node)
 
-    def _score_of_degrees(self, node: _Degrees) -> float:
-        if self.objective is not step_seconds:
-            return -inf
-        shape, total = node.shape, self.problem.workload.batch // node.microbatch
-        each = -(-total // min(shape.most, total))
-        return self._bounds.least_busy(shape, node.microbatch, each)
+    def _bound(self, seconds: float) -> float:
+        """The score of a group by its seconds alone."""
+        return seconds if self.objective is step_seconds else -inf
 
     def _score_of_variant(
         self,
@@ -227,7 +262,7 @@ class Search:
         kept: Sequence[float],
     ) -> float:
         most = [
-            self._room.most_blocks(shape, variant.microbatch, variant.zero, kept, word)
+            self._room.most_blocks(shape, variant.zero, kept, word)
             for word in self._room.words(shape)
         ]
         seconds = self._bounds.least_scheduled(shape, variant, microbatches, most)
@@ -241,19 +276,27 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True)
-class _Degrees:
-    microbatch: int
-    shape: Shape
+class _Piped:
+    """Layouts with this pipeline and schedule, of any dp_shard."""
+
+    cut: Cut
+    slots: tuple[int, ...]
+    schedule: str
+    virtual: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Scheduled:
     """variants: that may fit. number: of replicas. fewer: numbers that follow."""
 
-    degrees: _Degrees
+    piped: _Piped
+    shape: Shape
     variants: list[Variant]
     number: int
     fewer: list[int]
+
+
+_Group = Cut | _Piped | _Scheduled
 
 
 def _dealt(group: ReplicaChoice, number: int, each: int, more: int) -> Iterator[ReplicaChoice]:

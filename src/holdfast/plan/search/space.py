@@ -29,22 +29,53 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a sample and a block are cut on a site. local: samples that a rank computes at once."""
+
+    site: Site
+    cp: int
+    tp: int
+    ep: int
+    local: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """The degrees of one replica on a site. slots: indices on pp in each pool of the site. most:
     replicas that the site has devices for."""
 
-    site: Site
-    pp: int
+    cut: Cut
     dp_shard: int
-    cp: int
-    tp: int
-    ep: int
     slots: tuple[int, ...]
     most: int
 
     @property
+    def site(self) -> Site:
+        return self.cut.site
+
+    @property
+    def pp(self) -> int:
+        return sum(self.slots)
+
+    @property
+    def cp(self) -> int:
+        return self.cut.cp
+
+    @property
+    def tp(self) -> int:
+        return self.cut.tp
+
+    @property
+    def ep(self) -> int:
+        return self.cut.ep
+
+    @property
+    def microbatch(self) -> int:
+        return self.cut.local * self.dp_shard
+
+    @property
     def mesh(self) -> tuple[int, int, int, int]:
-        return self.pp, self.dp_shard, self.cp, self.tp
+        return self.pp, self.dp_shard, self.cut.cp, self.cut.tp
 
     @property
     def size(self) -> int:
@@ -63,27 +94,38 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def microbatches(workload: Workload, limits: Limits) -> list[int]:
-    """Samples of a logical microbatch that divide the batch."""
-    return [n for n in divisors(workload.batch) if limits.microbatch in (0, n)]
-
-
-def shapes(problem: Problem, limits: Limits, site: Site, microbatch: int) -> Iterator[Shape]:
-    """Every replica that this model, this microbatch and these devices allow."""
+def cuts(problem: Problem, limits: Limits, site: Site) -> Iterator[Cut]:
+    """Every way to cut samples and blocks that this model and these devices allow."""
     workload, largest = problem.workload, min(site.sizes)
+    locals_ = divisors(limits.microbatch or workload.batch)
     for tp in _allowed(limits.tp, tensor_degrees(workload, site.node, largest)):
         for cp in _allowed(limits.cp, context_degrees(workload, largest // tp)):
-            for dp_shard in _allowed(limits.dp_shard, divisors(microbatch)):
-                inner = tp * cp * dp_shard
-                if inner > largest:
-                    break
-                for ep in _allowed(limits.ep, expert_degrees(workload, dp_shard * cp)):
-                    for slots in _slots(workload, limits, site, inner):
-                        most = min(
-                            size // (inner * number)
-                            for size, number in zip(site.sizes, slots, strict=True)
-                        )
-                        yield Shape(site, sum(slots), dp_shard, cp, tp, ep, slots, most)
+            for ep in _allowed(limits.ep, expert_degrees(workload, largest // tp)):
+                for local in locals_:
+                    yield Cut(site, cp, tp, ep, local)
+
+
+def slots_of(problem: Problem, limits: Limits, cut: Cut) -> Iterator[tuple[int, ...]]:
+    """Lengths of a pipeline of such ranks, by the part of it in each pool."""
+    yield from _slots(problem.workload, limits, cut.site, cut.tp * cut.cp)
+
+
+def shapes(
+    problem: Problem, limits: Limits, cut: Cut, slots: tuple[int, ...]
+) -> Iterator[Shape]:
+    """Replicas with every dp_shard, the largest first."""
+    batch, inner = problem.workload.batch, cut.tp * cut.cp
+    wide = min(s // inner // n for s, n in zip(cut.site.sizes, slots, strict=True))
+    for dp_shard in range(min(wide, (limits.microbatch or batch) // cut.local), 0, -1):
+        microbatch = dp_shard * cut.local
+        if batch % microbatch or limits.microbatch not in (0, microbatch):
+            continue
+        if limits.dp_shard not in (0, dp_shard) or dp_shard * cut.cp % cut.ep:
+            continue
+        most = min(
+            s // (inner * dp_shard * n) for s, n in zip(cut.site.sizes, slots, strict=True)
+        )
+        yield Shape(cut, dp_shard, slots, most)
 
 
 def _allowed(fixed: int, degrees: Iterable[int]) -> list[int]:

@@ -8,7 +8,7 @@ program needs one pass for each limit: each stage takes as many blocks as the li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 from sys import float_info
 
@@ -24,7 +24,7 @@ StageCost = Callable[[int, int, int], float]
 def every_split(blocks: int, stages: int) -> Iterator[Stages]:
     for cuts in combinations(range(1, blocks), stages - 1):
         edges = (0, *cuts, blocks)
-        yield tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+        yield tuple(b - a for a, b in pairwise(edges))
 
 
 def can_try_all(blocks: int, stages: int) -> bool:
