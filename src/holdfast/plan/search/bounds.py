@@ -17,7 +17,7 @@ from holdfast.plan.search.layouts import Variant
 from holdfast.plan.search.space import Cut, Shape
 from holdfast.plan.search.splits import can_try_all
 
-_HALVINGS = 12
+_HALVINGS = 7
 _LINEAR = 0.5
 """A tail has latencies that blocks share, so that of many blocks is less than the sum."""
 
@@ -134,16 +134,24 @@ class Bounds:
         number = shape.pp * variant.virtual
         way *= 1 if can_try_all(blocks, number) else max(1, blocks // number * (number > shape.pp))
         options = list(zip(times, most, strict=True))
-        high = times[-1] * blocks + shape.pp * way
+        high, every = low * 2, range(shape.pp)
         for _ in range(_HALVINGS):
-            if high - low <= 0.002 * high:
+            if high - low <= 0.005 * high:
                 break
             middle, found = (low + high) / 2, 0.0
-            for index in range(shape.pp):
-                left = middle - index * way
-                found += max(min(own[index], left / time) for time, own in options)
+            left = middle
+            for index in every:
+                most_here = 0.0
+                for time, own in options:
+                    here, slow = own[index], left / time
+                    if slow < here:
+                        here = slow
+                    if here > most_here:
+                        most_here = here
+                found += most_here
                 if found >= blocks:
                     break
+                left -= way
             if found >= blocks:
                 high = middle
             else:
