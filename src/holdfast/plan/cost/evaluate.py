@@ -124,13 +124,20 @@ class Evaluator:
     def memory(self, choice: Choice, group: ReplicaChoice) -> tuple[StageMemory, ...]:
         """Return the bytes of the fullest rank at each index on pp."""
         kept = kept_microbatches(choice.schedule, group.pp, choice.virtual, group.microbatches)
-        return tuple(
-            self.memory_at(choice, group, index, kept[index]) for index in range(group.pp)
-        )
+        return tuple(self.memory_at(choice, group, index, kept[index]) for index in range(group.pp))
 
     def group(self, choice: Choice, group: ReplicaChoice) -> GroupCost:
         """Return the cost of one kind of replica, with its timeline executed."""
         return self._group(choice, group, pipeline_time)
+
+    def least_group(self, choice: Choice, group: ReplicaChoice) -> float:
+        """Return the least seconds of a step of one kind of replica, of those of `choice`."""
+        places = self._of_places(choice, group)
+        stages = self._stage_times(choice, group, places)
+        pipeline = least_pipeline_time(
+            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
+        )
+        return pipeline.seconds + sum(self._tail(choice, group, places).values())
 
     def stage_times(self, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
         """Return the times of each stage of a replica, `pp` x `virtual` of them."""
@@ -234,12 +241,15 @@ class Evaluator:
     def _stage_times(
         self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
     ) -> list[StageTimes]:
-        found, common = [], (
-            choice.microbatch,
-            choice.zero,
-            choice.ep,
-            choice.sequence_parallel,
-            group.mesh_shape[1:],
+        found, common = (
+            [],
+            (
+                choice.microbatch,
+                choice.zero,
+                choice.ep,
+                choice.sequence_parallel,
+                group.mesh_shape[1:],
+            ),
         )
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
             index = _index_of(choice, group, chunk)
@@ -332,9 +342,7 @@ class Evaluator:
             tails.append(tail)
         return max(tails, key=lambda tail: sum(tail.values()))
 
-    def least_tail(
-        self, choice: Choice, group: ReplicaChoice, index: int, counts: Counts
-    ) -> float:
+    def least_tail(self, choice: Choice, group: ReplicaChoice, index: int, counts: Counts) -> float:
         """Return the seconds after the passes of a rank with these layers, if its backward hides
         all sums of gradients."""
         place = self._of_places(choice, group)[index]

@@ -39,9 +39,7 @@ def _chunks(is_folded: bool, pp: int, rank: int, stages: int) -> Sequence[int]:
     return (rank, 2 * pp - 1 - rank) if is_folded else range(rank, stages, pp)
 
 
-def kept_microbatches(
-    schedule: str, pp: int, virtual: int, microbatches: int
-) -> tuple[float, ...]:
+def kept_microbatches(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
     """Return what `in_flight` does, by formula. microbatches: at least those that the schedule
     needs."""
     m, ranks = microbatches, range(pp)

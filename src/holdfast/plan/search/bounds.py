@@ -123,10 +123,7 @@ class Bounds:
         """Seconds in which the ranks can compute all blocks, as many each as a word allows."""
         name, blocks = shape.site.pools[0], self._blocks
         words = self.words(shape)
-        times = [
-            self.pass_of(shape.cut, name, word).block * microbatches
-            for word in words
-        ]
+        times = [self.pass_of(shape.cut, name, word).block * microbatches for word in words]
         way = times[0] / microbatches
         kind = SCHEDULE_KINDS[variant.schedule]
         if kind.splits_backward:

@@ -53,9 +53,7 @@ class Layouts:
     limits: Limits
     _splits: dict[object, tuple[Stages, ...]] = field(default_factory=dict)
 
-    def variants(
-        self, shapes: Sequence[Shape], schedule: str, virtual: int
-    ) -> Iterator[Variant]:
+    def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
         """ZeRO stages and places of the state, by the rules of a run file."""
         ep = shapes[0].ep
         is_cut = any(shape.dp_shard > 1 for shape in shapes)
@@ -71,9 +69,7 @@ class Layouts:
         """Every way to split and to recompute that fits; nothing if none does. replicas: of the
         layout."""
         shape, virtual = shares.shape, variant.virtual
-        group = ReplicaChoice(
-            shares.number, *shape.mesh, (), shape.pools, shares.microbatches
-        )
+        group = ReplicaChoice(shares.number, *shape.mesh, (), shape.pools, shares.microbatches)
         if shape.pp == 1:
             fitting = self._recomputed(variant, group)
             if fitting is not None:
@@ -134,9 +130,7 @@ class Layouts:
             self._splits[key] = self._splits_of(variant, group, shape.pp * virtual)
         return self._splits[key]
 
-    def _splits_of(
-        self, variant: Variant, group: ReplicaChoice, number: int
-    ) -> tuple[Stages, ...]:
+    def _splits_of(self, variant: Variant, group: ReplicaChoice, number: int) -> tuple[Stages, ...]:
         blocks = self._blocks
         if can_try_all(blocks, number):
             return tuple(every_split(blocks, number))

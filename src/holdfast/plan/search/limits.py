@@ -28,7 +28,7 @@ class Limits:
     """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
     schedules, recompute, host: what may be chosen, the preferred ones first. virtual: stages of
     each rank, under a schedule that leaves them free. replicas: of a layout. effort: groups of
-    layouts that are opened at most."""
+    layouts that are opened without a better layout; 0: by the number of devices."""
 
     pp: int = 0
     dp_shard: int = 0
@@ -42,7 +42,7 @@ class Limits:
     virtual: int = 0
     replicas: int = 0
     host: tuple[frozenset[str], ...] = (frozenset(),)
-    effort: int = 2000
+    effort: int = 0
 
 
 @dataclass(frozen=True)

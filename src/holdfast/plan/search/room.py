@@ -52,9 +52,7 @@ class Room:
         """Words of `train.recompute` that a run file may have."""
         return [word for word in self.limits.recompute if shape.ep == 1 or word != "selective"]
 
-    def most_blocks(
-        self, shape: Shape, zero: int, kept: Sequence[float], word: str
-    ) -> list[float]:
+    def most_blocks(self, shape: Shape, zero: int, kept: Sequence[float], word: str) -> list[float]:
         """Return the most blocks that each index on pp has room for."""
         bytes_, local = self._block_bytes(shape, zero, word), shape.cut.local
         found, index, blocks = list[float](), 0, float(self._blocks)

@@ -10,16 +10,17 @@ search, and few timelines are executed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
-from math import inf
+from itertools import count, permutations
+from math import gcd, inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.bounds import Bounds
+from holdfast.plan.search.fleets import Family, Fleets
 from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
 from holdfast.plan.search.limits import (
     Found,
@@ -30,6 +31,7 @@ from holdfast.plan.search.limits import (
 )
 from holdfast.plan.search.nearest import nothing_fits_error
 from holdfast.plan.search.room import Room
+from holdfast.plan.search.shares import dealt
 from holdfast.plan.search.space import (
     Cut,
     Shape,
@@ -45,6 +47,16 @@ __all__ = ["Found", "Limits", "Objective", "SearchResult", "search", "step_secon
 _RUNNERS_UP = 8
 _PACE = 50
 """Groups that are opened before a layout is executed out of turn."""
+_MOST_CHAINED = 4
+"""Pools up to which a pipeline may go through two of them."""
+_COMPLETE = 16
+"""Devices up to which a search continues until it has the best of all layouts."""
+_EFFORT = 400
+"""Groups of a large problem that are opened without a better layout."""
+_DESPERATE = 10
+"""Times as many groups are opened if nothing fits so far."""
+_FAMILY = 25.0
+"""Groups that cost as much as a family of unlike replicas."""
 _LAST = 16
 """Layouts that are executed at the end of a search that could not open all groups."""
 
@@ -81,6 +93,7 @@ class Search:
         self._bounds = Bounds(self.evaluator, self.limits.recompute)
         self._layouts = Layouts(self.evaluator, self.limits)
         self._room = Room(self.evaluator, self.limits)
+        self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
         self._pushed = 0
 
     def run(self, first: Choice | None) -> SearchResult:
@@ -90,6 +103,12 @@ class Search:
             for cut in cuts(self.problem, self.limits, site):
                 self._push(self._bound(self._bounds.least_of_cut(cut)), cut)
         self._search()
+        rest = self._groups
+        self._groups = []
+        for seconds, family in self._fleets.families():
+            self._push(self._bound(seconds), family)
+        self._search()
+        self._groups += rest[:1]
         if self.best is None:
             raise nothing_fits_error(self.problem, self.limits)
         gap = self._gap()
@@ -103,22 +122,32 @@ class Search:
     def _search(self) -> None:
         """Open groups, the most promising first. Layouts are executed when they are the most
         promising, or after some groups: a good layout makes the heaps shorter."""
-        opened, since = 0, 0
-        while self._groups and opened < self.limits.effort:
-            if self._groups[0][0] >= self._least():
-                self._groups.clear()
-                break
+        idle, since = 0.0, 0.0
+        while self._groups and self._groups[0][0] < self._least():
             if self._leaves and (self._leaves[0][0] <= self._groups[0][0] or since >= _PACE):
+                before = self._least()
                 self._execute_next()
-                since = 0
-            else:
-                self._open(heappop(self._groups)[2])
-                opened, since = opened + 1, since + 1
+                since, idle = 0.0, idle if self._least() == before else 0.0
+                continue
+            if idle >= self._effort and (self.best or idle >= _DESPERATE * self._effort):
+                break
+            node = heappop(self._groups)[2]
+            work = _FAMILY if isinstance(node, Family) and node.offers else 1.0
+            self._open(node)
+            idle, since = idle + work, since + work
+        else:
+            self._groups.clear()
         most = _LAST if self._groups else len(self._leaves)
         for _ in range(most):
             if not self._leaves or self._leaves[0][0] >= self._least():
                 break
             self._execute_next()
+
+    @property
+    def _effort(self) -> float:
+        if self.limits.effort:
+            return self.limits.effort
+        return inf if self.problem.cluster.size <= _COMPLETE else _EFFORT
 
     def _gap(self) -> float:
         """The share by which a layout that was not looked at may be better, at most."""
@@ -143,17 +172,32 @@ class Search:
 
     def sites(self) -> list[Site]:
         """Pools that may hold all replicas."""
-        return [
-            Site((pool.name,), (pool.size,), pool.devices) for pool in self.problem.cluster.pools
-        ]
+        pools = self.problem.cluster.pools
+        found = [Site((pool.name,), (pool.size,), pool.devices) for pool in pools]
+        if 1 < len(pools) <= _MOST_CHAINED:
+            for one, other in permutations(pools, 2):
+                node = gcd(one.devices, other.devices)
+                found.append(Site((one.name, other.name), (one.size, other.size), node))
+        return found
 
     def _open(self, node: _Group) -> None:
         if isinstance(node, Cut):
             self._open_cut(node)
         elif isinstance(node, _Piped):
             self._open_piped(node)
+        elif isinstance(node, Family):
+            self._open_family(node)
         else:
             self._open_scheduled(node)
+
+    def _open_family(self, family: Family) -> None:
+        if family.offers:
+            for choice in self._fleets.layouts_of(family):
+                self._push_layout(choice)
+            return
+        offered = self._fleets.with_offers(family)
+        if offered is not None:
+            self._push(self._bound(offered[0]), offered[1])
 
     def _open_cut(self, cut: Cut) -> None:
         """Lengths of the pipeline and schedules."""
@@ -223,7 +267,7 @@ class Search:
         most = Shares(shape, node.number, each + (more > 0))
         for variant in node.variants:
             for group in self._layouts.groups(variant, most, node.number):
-                groups = tuple(_dealt(group, node.number, each, more))
+                groups = tuple(dealt(group, node.number, each, more))
                 self._push_layout(choice_of(variant, groups))
 
     def _push_layout(self, choice: Choice) -> None:
@@ -296,14 +340,7 @@ class _Scheduled:
     fewer: list[int]
 
 
-_Group = Cut | _Piped | _Scheduled
-
-
-def _dealt(group: ReplicaChoice, number: int, each: int, more: int) -> Iterator[ReplicaChoice]:
-    """Replicas that share out the microbatches: `more` of them have one more than `each`."""
-    if more:
-        yield replace(group, count=more, microbatches=each + 1)
-    yield replace(group, count=number - more, microbatches=each)
+_Group = Cut | _Piped | _Scheduled | Family
 
 
 def _degrees_of(choice: Choice) -> object:

@@ -110,9 +110,7 @@ def slots_of(problem: Problem, limits: Limits, cut: Cut) -> Iterator[tuple[int, 
     yield from _slots(problem.workload, limits, cut.site, cut.tp * cut.cp)
 
 
-def shapes(
-    problem: Problem, limits: Limits, cut: Cut, slots: tuple[int, ...]
-) -> Iterator[Shape]:
+def shapes(problem: Problem, limits: Limits, cut: Cut, slots: tuple[int, ...]) -> Iterator[Shape]:
     """Replicas with every dp_shard, the largest first."""
     batch, inner = problem.workload.batch, cut.tp * cut.cp
     wide = min(s // inner // n for s, n in zip(cut.site.sizes, slots, strict=True))
@@ -122,9 +120,7 @@ def shapes(
             continue
         if limits.dp_shard not in (0, dp_shard) or dp_shard * cut.cp % cut.ep:
             continue
-        most = min(
-            s // (inner * dp_shard * n) for s, n in zip(cut.site.sizes, slots, strict=True)
-        )
+        most = min(s // (inner * dp_shard * n) for s, n in zip(cut.site.sizes, slots, strict=True))
         yield Shape(cut, dp_shard, slots, most)
 
 
@@ -132,9 +128,7 @@ def _allowed(fixed: int, degrees: Iterable[int]) -> list[int]:
     return [n for n in degrees if fixed in (0, n)]
 
 
-def _slots(
-    workload: Workload, limits: Limits, site: Site, inner: int
-) -> Iterator[tuple[int, ...]]:
+def _slots(workload: Workload, limits: Limits, site: Site, inner: int) -> Iterator[tuple[int, ...]]:
     """Lengths of a pipeline, by the part of it in each pool."""
     blocks = len(workload.blocks)
     if len(site.pools) == 1:

@@ -79,9 +79,7 @@ def _within(blocks: int, stages: int, cost: StageCost, limit: float) -> Stages |
     return tuple(found) if stop == 0 else None
 
 
-def _first_within(
-    cost: StageCost, stage: int, least: int, stop: int, limit: float
-) -> int | None:
+def _first_within(cost: StageCost, stage: int, least: int, stop: int, limit: float) -> int | None:
     """The earliest first block with which the stage is within the limit."""
     low, high = least, stop - 1
     if high < low or cost(stage, high, stop) > limit:
