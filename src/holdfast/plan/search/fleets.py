@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, product
+from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
+from holdfast.plan.cost.stage_memory import layer_parameters
 from holdfast.plan.hardware.cluster import NodePool
+from holdfast.plan.hardware.link import Link
 from holdfast.plan.search.bounds import Bounds
 from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
 from holdfast.plan.search.limits import Limits
@@ -39,6 +43,22 @@ class Family:
     pools: tuple[NodePool, ...]
     offers: tuple[tuple[Shape, ...], ...] = ()
 
+    @property
+    def work(self) -> float:
+        """Groups of the search that cost as much to open."""
+        return 25.0 if self.offers else 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """step: seconds of a step with an even share. seconds: of a microbatch on all replicas. tail:
+    after the passes."""
+
+    step: float
+    seconds: float
+    tail: float
+    shape: Shape
+
 
 @dataclass
 class Fleets:
@@ -50,6 +70,7 @@ class Fleets:
     layouts: Layouts
     room: Room
     _of_pool: dict[object, list[tuple[float, Shape]]] = field(default_factory=dict)
+    _offers: dict[object, list[_Offer]] = field(default_factory=dict)
 
     @property
     def _pools(self) -> tuple[NodePool, ...]:
@@ -65,6 +86,8 @@ class Fleets:
         for variant in self._variants() if sets else ():
             total = workload.batch // variant.microbatch
             for pools in sets:
+                if total < len(pools):
+                    continue
                 fastest = [self._ranked(pool, variant) for pool in pools]
                 if all(fastest):
                     rate = sum(1 / own[0][0] for own in fastest)
@@ -73,14 +96,19 @@ class Fleets:
     def with_offers(self, family: Family) -> tuple[float, Family] | None:
         """The family with shapes that may fit, and its least seconds; None if a pool has none."""
         total = self.evaluator.problem.workload.batch // family.variant.microbatch
-        rate, offers = 0.0, list[tuple[Shape, ...]]()
+        rate, tail, one, offers = 0.0, inf, 0.0, list[tuple[Shape, ...]]()
         for pool in family.pools:
-            found = self._fitting(pool, family.variant, total)
+            found = self._fitting(pool, family, total)
             if not found:
                 return None
-            rate += 1 / found[0][0]
-            offers.append(tuple(_moved(shape, pool) for _, shape in found))
-        return total / rate, replace(family, offers=tuple(offers))
+            rate += max(1 / each.seconds for each in found)
+            tail = min(tail, min(each.tail for each in found))
+            one = max(one, min(each.seconds * each.shape.most for each in found))
+            offers.append(tuple(_moved(each.shape, pool) for each in found))
+        is_piped = any(shape.pp > 1 for own in offers for shape in own)
+        if not is_piped and family.variant.schedule != self.limits.schedules[0]:
+            return None  # the same as under the first schedule
+        return max(total / rate, one) + tail, replace(family, offers=tuple(offers))
 
     def _sets(self) -> Iterator[tuple[NodePool, ...]]:
         """Two pools or more. Of pools that are alike, the first ones."""
@@ -126,33 +154,60 @@ class Fleets:
         self._of_pool[key] = found
         return found
 
-    def _fitting(self, pool: NodePool, variant: Variant, total: int) -> list[tuple[float, Shape]]:
-        """The first shapes that may fit, with seconds of a microbatch on all their replicas."""
-        key = (_likeness(self.evaluator, pool), variant, total)
-        if key in self._of_pool:
-            return self._of_pool[key]
-        kind, found = SCHEDULE_KINDS[variant.schedule], list[tuple[float, Shape]]()
-        is_split = kind.splits_backward or variant.virtual > 1
-        blocks = len(self.evaluator.problem.workload.layers) - 2
+    def _fitting(self, pool: NodePool, family: Family, total: int) -> list[_Offer]:
+        """Shapes that may fit: all of a small fleet, or those with the shortest steps if each pool
+        has the same share."""
+        variant, link = family.variant, self._between(pool, family.pools)
+        like = _likeness(self.evaluator, pool)
+        key = (like, variant, len(family.pools), link)
+        if key in self._offers:
+            return self._offers[key]
+        found, kind = list[_Offer](), SCHEDULE_KINDS[variant.schedule]
         for busy, shape in self._ranked(pool, variant):
-            if not self.is_small and len(found) >= _OFFERED and busy > found[_OFFERED - 1][0]:
+            share = max(1, total // len(family.pools))
+            if not self.is_small and len(found) >= _OFFERED and busy * share > found[-1].step:
                 break
-            pp = shape.pp
-            if pp * variant.virtual > blocks and pp > 1:
+            pp, virtual = shape.pp, variant.virtual if shape.pp > 1 else 1
+            if not self._is_allowed(shape, variant):
                 continue
-            if is_split and pp > 1 and shape.dp_shard > 1 and variant.zero > 1:
-                continue
-            each = max(-(-total // (shape.most + 1)), kind.least_microbatches(pp))
-            virtual = variant.virtual if pp > 1 else 1
+            each = max(-(-share // shape.most), kind.least_microbatches(pp))
             kept = kept_microbatches(variant.schedule, pp, virtual, kind.least_microbatches(pp))
             if self.room.can_fit(shape, variant.zero, kept):
                 seconds = self.bounds.least_seconds(
                     shape.cut, shape.slots, variant.schedule, virtual, each
                 )
-                found.append((seconds / each / shape.most, shape))
-                found.sort(key=lambda one: one[0])
-        self._of_pool[key] = found if self.is_small else found[:_OFFERED]
-        return self._of_pool[key]
+                tail = 0.0 if self.is_small else self._tail(pool, shape, link)
+                offer = _Offer(seconds + tail, seconds / each / shape.most, tail, shape)
+                found.append(offer)
+                found.sort(key=lambda one: one.step)
+                if not self.is_small:
+                    del found[_OFFERED:]
+        self._offers[key] = found
+        return found
+
+    def _is_allowed(self, shape: Shape, variant: Variant) -> bool:
+        """Return False for what rules of a run file refuse."""
+        if shape.pp == 1:
+            return True
+        if shape.pp * variant.virtual > len(self.evaluator.problem.workload.layers) - 2:
+            return False
+        is_split = SCHEDULE_KINDS[variant.schedule].splits_backward or variant.virtual > 1
+        return not (is_split and shape.dp_shard > 1 and variant.zero > 1)
+
+    def _between(self, pool: NodePool, pools: Sequence[NodePool]) -> Link:
+        """The slowest link of a pool to another of the family."""
+        cluster = self.evaluator.problem.cluster
+        links = [cluster.link_between(pool, other) for other in pools if other is not pool]
+        return min(links, key=lambda link: link.bandwidth)
+
+    def _tail(self, pool: NodePool, shape: Shape, link: Link) -> float:
+        """Seconds, roughly, in which gradients go to other pools and no backward hides them."""
+        workload = self.evaluator.problem.workload
+        one = self.bounds.pass_of(shape.cut, pool.name)
+        own = sum(layer_parameters(layer, shape.tp, shape.ep) for layer in workload.layers)
+        size = own / shape.pp / shape.dp_shard * workload.state.gradients
+        hidden = one.total * (1 - one.forward) / shape.pp
+        return max(0.0, allreduce_s(link, size, 2 * shape.most) - hidden)
 
     def layouts_of(self, family: Family) -> Iterator[Choice]:
         """Complete layouts, with microbatches dealt to the pools."""
@@ -239,6 +294,14 @@ def _shares(total: int, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         found = tuple(b - a for a, b in pairwise(edges_))
         if all(own >= number for own, number in zip(found, numbers, strict=True)):
             yield found
+
+
+def first_of_each(evaluator: Evaluator) -> list[NodePool]:
+    """Pools of which none is like one before."""
+    kinds: dict[object, NodePool] = {}
+    for pool in evaluator.problem.cluster.pools:
+        kinds.setdefault(_likeness(evaluator, pool), pool)
+    return list(kinds.values())
 
 
 def _likeness(evaluator: Evaluator, pool: NodePool) -> object:

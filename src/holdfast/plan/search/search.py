@@ -20,7 +20,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.bounds import Bounds
-from holdfast.plan.search.fleets import Family, Fleets
+from holdfast.plan.search.fleets import Family, Fleets, first_of_each
 from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
 from holdfast.plan.search.limits import (
     Found,
@@ -55,8 +55,6 @@ _EFFORT = 400
 """Groups of a large problem that are opened without a better layout."""
 _DESPERATE = 10
 """Times as many groups are opened if nothing fits so far."""
-_FAMILY = 25.0
-"""Groups that cost as much as a family of unlike replicas."""
 _LAST = 16
 """Layouts that are executed at the end of a search that could not open all groups."""
 
@@ -132,7 +130,7 @@ class Search:
             if idle >= self._effort and (self.best or idle >= _DESPERATE * self._effort):
                 break
             node = heappop(self._groups)[2]
-            work = _FAMILY if isinstance(node, Family) and node.offers else 1.0
+            work = node.work if isinstance(node, Family) else 1.0
             self._open(node)
             idle, since = idle + work, since + work
         else:
@@ -172,7 +170,7 @@ class Search:
 
     def sites(self) -> list[Site]:
         """Pools that may hold all replicas."""
-        pools = self.problem.cluster.pools
+        pools = first_of_each(self.evaluator)
         found = [Site((pool.name,), (pool.size,), pool.devices) for pool in pools]
         if 1 < len(pools) <= _MOST_CHAINED:
             for one, other in permutations(pools, 2):
