@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.search.search import (
@@ -110,7 +110,9 @@ def plan_run(
             workload, part.cluster, part.devices, memory_share=config.plan.memory_share
         )
         try:
-            result = search(problem, limits, _within_rules(config, objective))
+            result = search(
+                problem, limits, objective, allows=lambda choice: not refusal_of(config, choice)
+            )
             plans.append(RunPlan(problem, part, _without_refused(result), limits))
         except LayoutError as error:
             refused.append(error)
@@ -125,15 +127,6 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
         return config
     size = config.data.tokenizer.vocab_size
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
-
-
-def _within_rules(config: RunConfig, objective: Objective) -> Objective:
-    """The objective, with an infinite score for layouts that rules of the run file refuse."""
-
-    def score(choice: Choice, cost: StepCost) -> float:
-        return inf if refusal_of(config, choice) else objective(choice, cost)
-
-    return score
 
 
 def refusal_of(config: RunConfig, choice: Choice) -> str:

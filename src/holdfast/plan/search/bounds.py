@@ -77,9 +77,9 @@ class Bounds:
     ) -> float:
         """Return seconds that no split of the blocks beats.
 
-        Under a schedule that lets no rank begin before the first microbatch arrives, stage k takes
-        at most (S - what comes before it) / m of a step of S seconds. So p stages take at most
-        S (1 - (1 - 1/m)^p), and all layers must fit into that.
+        A stage can begin when the first microbatch has passed those before it. So in a step of S
+        seconds it takes at most (S - what comes before it) / m for each of m microbatches. Then p
+        stages take at most S (1 - (1 - 1/m)^p), and all layers must fit into that.
         """
         if len(slots) > 1:
             return microbatches * self._chain_seconds(cut, slots)

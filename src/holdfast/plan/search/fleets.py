@@ -1,9 +1,8 @@
 """Layouts whose replicas differ: each pool has replicas of its own shape.
 
-All replicas of a layout share a microbatch, a schedule and a ZeRO stage. Each pool gets as many
-microbatches as its replicas do in the time of the others. Pools that are alike have the same
-options. Small fleets are searched completely. Of a large one, each pool offers the shapes that do
-most in the time that the fleet needs, and the shapes that were not offered count for the gap.
+All replicas of a layout share a microbatch, a schedule and a ZeRO stage. Shares of
+microbatches follow speed. Pools that are alike have the same options. Small fleets are searched
+completely. In a large one, each pool offers a few shapes, those with the shortest steps.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class Fleets:
             experts = self.limits.ep or 1
             for schedule in self.limits.schedules:
                 longest = self.limits.pp or 2
-                for virtual in virtual_stages(schedule, self.limits, blocks, longest):
+                for virtual in virtual_stages(schedule, self.limits, blocks, longest) or [1]:
                     for zero in self.limits.zero:
                         for host in self.limits.host:
                             one = Variant(microbatch, schedule, virtual, zero, experts, host)
@@ -189,7 +188,9 @@ class Fleets:
         """Return False for what rules of a run file refuse."""
         if shape.pp == 1:
             return True
-        if shape.pp * variant.virtual > len(self.evaluator.problem.workload.layers) - 2:
+        blocks = len(self.evaluator.problem.workload.layers) - 2
+        allowed = virtual_stages(variant.schedule, self.limits, blocks, shape.pp)
+        if variant.virtual not in allowed or shape.pp * variant.virtual > blocks:
             return False
         is_split = SCHEDULE_KINDS[variant.schedule].splits_backward or variant.virtual > 1
         return not (is_split and shape.dp_shard > 1 and variant.zero > 1)

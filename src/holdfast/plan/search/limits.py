@@ -57,8 +57,8 @@ class Found:
 @dataclass(frozen=True)
 class SearchResult:
     """best first; `runners_up` follow it. tried: layouts whose timeline was executed. bounded:
-    layouts and groups of layouts that a bound was computed for. gap: share by which a layout that
-    was not looked at may be better, at most; 0 means that the best is the best of all."""
+    layouts and groups of layouts that have a bound. gap: share by which a layout that was not
+    looked at may be better, at most. With 0 none is better."""
 
     best: Found
     runners_up: tuple[Found, ...]

@@ -1,21 +1,22 @@
 """The best layout of a run on a cluster.
 
 The search keeps a heap of layouts and of groups of layouts, by the least score that any of them can
-have. It opens the first of the heap: degrees become numbers of replicas and schedules, these become
-complete layouts, and of a complete layout the schedule's timeline is executed. Once the first of
+have. It opens the first of the heap. Degrees become numbers of replicas and schedules, and these
+become complete layouts. Of a complete layout the schedule's timeline is executed. Once the first of
 the heap cannot beat the best layout so far, no layout can. So the answer is that of an exhaustive
 search, and few timelines are executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, permutations
 from math import gcd, inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
@@ -54,9 +55,15 @@ _COMPLETE = 16
 _EFFORT = 400
 """Groups of a large problem that are opened without a better layout."""
 _DESPERATE = 10
-"""Times as many groups are opened if nothing fits so far."""
+"""Times as many groups a short search opens if nothing fits so far."""
+_SHORT = 40
+"""Groups that a short search opens: any layout will do."""
 _LAST = 16
 """Layouts that are executed at the end of a search that could not open all groups."""
+
+
+def _allows_all(_: Choice) -> bool:
+    return True
 
 
 def search(
@@ -64,12 +71,17 @@ def search(
     limits: Limits | None = None,
     objective: Objective = step_seconds,
     first: Choice | None = None,
+    allows: Callable[[Choice], bool] = _allows_all,
 ) -> SearchResult:
-    """Return the best layout. first: one that is likely to be good, of an earlier search.
+    """Return the best layout.
+
+    Args:
+        first: a layout that is likely to be good, of an earlier search.
+        allows: False for layouts that rules of a run file refuse.
 
     Raises LayoutError if nothing fits, with the nearest that would.
     """
-    return Search(problem, limits or Limits(), objective).run(first)
+    return Search(problem, limits or Limits(), objective, allows).run(first)
 
 
 @dataclass
@@ -79,12 +91,15 @@ class Search:
     problem: Problem
     limits: Limits
     objective: Objective
+    allows: Callable[[Choice], bool] = _allows_all
     evaluator: Evaluator = field(init=False)
     best: Found | None = None
+    is_short: bool = False
     _found: list[Found] = field(default_factory=list)
-    _groups: list[tuple[float, int, _Group]] = field(default_factory=list)
+    _groups: list[tuple[float, float, int, _Group]] = field(default_factory=list)
     _leaves: list[tuple[float, int, Choice]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
+    _everywhere: dict[tuple[str, ...], Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.problem)
@@ -99,16 +114,20 @@ class Search:
             self._execute(first)
         for site in self.sites():
             for cut in cuts(self.problem, self.limits, site):
-                self._push(self._bound(self._bounds.least_of_cut(cut)), cut)
+                seconds = self._bounds.least_of_cut(cut)
+                self._push(self._bound(seconds, site.pools), seconds, cut)
         self._search()
         rest = self._groups
         self._groups = []
         for seconds, family in self._fleets.families():
-            self._push(self._bound(seconds), family)
+            names = tuple(pool.name for pool in family.pools)
+            self._push(self._bound(seconds, names), seconds, family)
         self._search()
         self._groups += rest[:1]
+        if self.best is None and self.is_short:
+            raise LayoutError("none was found", where="layout", remedy="use more devices")
         if self.best is None:
-            raise nothing_fits_error(self.problem, self.limits)
+            raise nothing_fits_error(self.problem, self.limits, self._any)
         gap = self._gap()
         self._execute_runners_up()
         others = sorted(
@@ -116,6 +135,15 @@ class Search:
         )
         best, tried = self.best, len(self._found)
         return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed, gap)
+
+    def _any(self, problem: Problem, limits: Limits) -> Choice | None:
+        """A layout that fits another problem or other limits, after a short search."""
+        other = Search(problem, replace(limits, effort=_SHORT), self.objective, self.allows)
+        other.is_short = True
+        try:
+            return other.run(None).best.choice
+        except LayoutError:
+            return None
 
     def _search(self) -> None:
         """Open groups, the most promising first. Layouts are executed when they are the most
@@ -127,9 +155,11 @@ class Search:
                 self._execute_next()
                 since, idle = 0.0, idle if self._least() == before else 0.0
                 continue
-            if idle >= self._effort and (self.best or idle >= _DESPERATE * self._effort):
+            if self.is_short and (self.best or idle >= _DESPERATE * self._effort):
                 break
-            node = heappop(self._groups)[2]
+            if idle >= self._effort and self.best:
+                break
+            node = heappop(self._groups)[3]
             work = node.work if isinstance(node, Family) else 1.0
             self._open(node)
             idle, since = idle + work, since + work
@@ -163,10 +193,10 @@ class Search:
     def _least(self) -> float:
         return self.best.score if self.best else inf
 
-    def _push(self, score: float, node: _Group) -> None:
+    def _push(self, score: float, seconds: float, node: _Group) -> None:
         self._pushed += 1
         if score < self._least():
-            heappush(self._groups, (score, next(self._order), node))
+            heappush(self._groups, (score, seconds, next(self._order), node))
 
     def sites(self) -> list[Site]:
         """Pools that may hold all replicas."""
@@ -195,7 +225,8 @@ class Search:
             return
         offered = self._fleets.with_offers(family)
         if offered is not None:
-            self._push(self._bound(offered[0]), offered[1])
+            seconds, names = offered[0], tuple(pool.name for pool in family.pools)
+            self._push(self._bound(seconds, names), seconds, offered[1])
 
     def _open_cut(self, cut: Cut) -> None:
         """Lengths of the pipeline and schedules."""
@@ -212,7 +243,8 @@ class Search:
                 for virtual in virtual_stages(schedule, self.limits, blocks, pp):
                     least = max(each, SCHEDULE_KINDS[schedule].least_microbatches(pp))
                     seconds = self._bounds.least_seconds(cut, slots, schedule, virtual, least)
-                    self._push(self._bound(seconds), _Piped(cut, slots, schedule, virtual))
+                    score = self._bound(seconds, cut.site.pools)
+                    self._push(score, seconds, _Piped(cut, slots, schedule, virtual))
 
     def _may_fit(self, shape: Shape) -> bool:
         if len(shape.slots) > 1:
@@ -238,14 +270,14 @@ class Search:
             if each < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
                 continue
             kept = kept_microbatches(node.schedule, shape.pp, node.virtual, most)
-            scores, fitting = list[float](), list[Variant]()
+            scores, fitting = list[tuple[float, float]](), list[Variant]()
             for variant in self._layouts.variants([shape], node.schedule, node.virtual):
                 if self._room.can_fit(shape, variant.zero, kept):
                     scores.append(self._score_of_variant(shape, variant, number, most, kept))
                     fitting.append(variant)
             if fitting:
                 rest = numbers[place + 1 :]
-                self._push(min(scores), _Scheduled(node, shape, fitting, number, rest))
+                self._push(*min(scores), _Scheduled(node, shape, fitting, number, rest))
             return  # fewer replicas keep no less
 
     def _numbers_of_replicas(self, shape: Shape) -> list[int]:
@@ -272,7 +304,7 @@ class Search:
         cost = self.evaluator.least(choice)
         self._pushed += 1
         score = self.objective(choice, cost) if cost.fits else inf
-        if score < self._least():
+        if score < self._least() and self.allows(choice):
             heappush(self._leaves, (score, next(self._order), choice))
 
     def _execute(self, choice: Choice) -> None:
@@ -291,9 +323,21 @@ class Search:
                 seen.add(_degrees_of(node))
                 self._execute(node)
 
-    def _bound(self, seconds: float) -> float:
-        """The score of a group by its seconds alone."""
-        return seconds if self.objective is step_seconds else -inf
+    def _bound(self, seconds: float, pools: tuple[str, ...]) -> float:
+        """The score of a group by its seconds on all devices of its pools. With fewer devices a
+        step takes as many times longer at least."""
+        if self.objective is step_seconds:
+            return seconds
+        least = getattr(self.objective, "least", None)
+        if least is None:
+            return -inf
+        if pools not in self._everywhere:
+            groups = tuple(
+                ReplicaChoice(pool.size, 1, 1, 1, 1, (), (pool.name,), 1)
+                for pool in map(self.problem.cluster.pool, pools)
+            )
+            self._everywhere[pools] = Choice(groups, 1)
+        return float(least(self._everywhere[pools], seconds))
 
     def _score_of_variant(
         self,
@@ -302,19 +346,20 @@ class Search:
         number: int,
         microbatches: int,
         kept: Sequence[float],
-    ) -> float:
+    ) -> tuple[float, float]:
+        """The least score and the least seconds."""
         most = [
             self._room.most_blocks(shape, variant.zero, kept, word)
             for word in self._room.words(shape)
         ]
         seconds = self._bounds.least_scheduled(shape, variant, microbatches, most)
         if self.objective is step_seconds:
-            return seconds
+            return seconds, seconds
         least = getattr(self.objective, "least", None)
         if least is None:
-            return -inf
+            return -inf, seconds
         group = ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches)
-        return float(least(choice_of(variant, (group,)), seconds))
+        return float(least(choice_of(variant, (group,)), seconds)), seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ def dealt(group: ReplicaChoice, number: int, each: int, more: int) -> Iterator[R
 
 
 def with_best_shares(evaluator: Evaluator, choice: Choice, total: int) -> Choice | None:
-    """Return the layout with as many microbatches for each group as make its step shortest; None if
-    a group cannot have enough to run its schedule.
+    """Return the layout with the shares that make its step shortest. Return None if a group cannot
+    have enough microbatches to run its schedule.
 
     A limit gives each group the microbatches that its replicas finish within it. The limit is made
     shorter until the groups together do not finish all.

@@ -1,8 +1,8 @@
 """Blocks to pipeline stages: the splits that a search tries.
 
-Of a small model all of them. Otherwise an even one, and the one whose slowest stage is fastest, by
-dynamic programming over a stage's first block. A stage that holds more blocks takes longer, so the
-program needs one pass for each limit: each stage takes as many blocks as the limit allows.
+Of a small model, those are all. Otherwise they are an even one, and the one whose slowest stage is
+fastest. A stage that holds more blocks takes longer. So under a limit each stage takes as many
+blocks as it may, from the last stage to the first, and the least limit that works is sought.
 """
 
 from __future__ import annotations
