@@ -10,11 +10,12 @@ import pytest
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.pipeline_stages import best_split
 from holdfast.errors import LayoutError
-from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
 from holdfast.plan.cost.pipeline_time import StageTimes, in_flight, pipeline_time
 from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.search.search import Limits, SearchResult, search
 from holdfast.plan.search.shares import with_best_shares
@@ -89,15 +90,11 @@ def _two_kinds() -> Problem:
         NodePool("fast", 4, 8, "A100-80", link, link),
         NodePool("slow", 4, 8, "V100-16", link, link),
     )
-    from holdfast.plan.hardware.devices import load_devices
-
     return Problem(problem.workload, Cluster(pools), load_devices())
 
 
 def test_a_faster_pool_gets_more_microbatches() -> None:
     problem = _two_kinds()
-    from holdfast.plan.cost.choice import ReplicaChoice
-
     groups = tuple(ReplicaChoice(2, 1, 1, 1, 1, (), (pool,), 1) for pool in ("fast", "slow"))
     evaluator = Evaluator(problem)
     found = with_best_shares(evaluator, Choice(groups, 1), 40)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 from holdfast.config.degrees import find_impossible_degrees
@@ -116,9 +115,12 @@ def plan_run(
         )
         try:
             result = search(
-                problem, limits, objective, allows=lambda choice: not refusal_of(config, choice)
+                problem,
+                replace(limits, devices=number if given or machines.cores else 0),
+                objective,
+                allows=lambda choice: not refusal_of(config, choice),
             )
-            plans.append(RunPlan(problem, part, _without_refused(result), limits))
+            plans.append(RunPlan(problem, part, result, limits))
         except LayoutError as error:
             refused.append(error)
     if not plans:
@@ -158,18 +160,6 @@ def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
             "train": config.train.model_copy(update=train),
         }
     )
-
-
-def _without_refused(result: SearchResult) -> SearchResult:
-    """Raises LayoutError if rules of the run file refuse all layouts that were found."""
-    left = [each for each in (result.best, *result.runners_up) if each.score < inf]
-    if not left:
-        raise LayoutError(
-            "no layout of these machines follows the rules of the run file",
-            where="layout",
-            remedy="use layout.workers=1, or remove limits of layout",
-        )
-    return replace(result, best=left[0], runners_up=tuple(left[1:]))
 
 
 def with_plan(loaded: LoadedConfig, plan: RunPlan, reason: str) -> tuple[LoadedConfig, Found]:

@@ -24,15 +24,16 @@ def nothing_fits_error(problem: Problem, limits: Limits, fits: Fits) -> LayoutEr
         choice = fits(problem, change)
         if choice is not None:
             return LayoutError(what, where="layout", remedy=remedy(choice))
-    free = replace(limits, tp=0, pp=0, cp=0, dp_shard=0, ep=0, replicas=0)
-    what = f"no layout fits {_name(problem)}"
-    if nodes := _more_nodes(problem, free, fits):
-        pool = problem.cluster.pools[0].name
+    free = replace(limits, tp=0, pp=0, cp=0, dp_shard=0, ep=0, replicas=0, devices=0)
+    nodes, pool = _more_nodes(problem, free, fits), problem.cluster.pools[0].name
+    if nodes:
         return LayoutError(
-            what, where="layout", remedy=f"use {nodes} more node{'s' * (nodes > 1)} of {pool}"
+            f"no layout fits {_name(problem)}",
+            where="layout",
+            remedy=f"use {nodes} more node{'s' * (nodes > 1)} of {pool}",
         )
     return LayoutError(
-        f"{what}, nor {_MOST_TIMES} times as many nodes",
+        f"no layout fits {_name(problem)}, nor {_MOST_TIMES} times as many nodes",
         where="layout",
         remedy="use a smaller model, or devices with more memory",
     )
@@ -48,6 +49,12 @@ def _changes(
 ) -> Iterator[tuple[str, Limits, Callable[[Choice], str]]]:
     """(what is too much, limits with one of them changed, the remedy for a layout that fits)."""
     no = "no layout fits with"
+    if limits.devices:
+        yield (
+            f"no layout fits {limits.devices} device{'s' * (limits.devices > 1)}",
+            replace(limits, devices=0),
+            lambda choice: f"use layout.workers={choice.devices}",
+        )
     if limits.recompute != ("full",):
         word = " or ".join(limits.recompute)
         changed = replace(limits, recompute=("full",))

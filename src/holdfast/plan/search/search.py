@@ -16,7 +16,6 @@ from itertools import count, permutations
 from math import gcd, inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
@@ -110,40 +109,42 @@ class Search:
         self._pushed = 0
 
     def run(self, first: Choice | None) -> SearchResult:
-        if first is not None and not self.evaluator.short_of(first):
+        if first is not None and not self.evaluator.short_of(first) and self._is_wanted(first):
             self._execute(first)
+        best = self.find()
+        if best is None:
+            raise nothing_fits_error(self.problem, self.limits, self._any)
+        gap = self._gap()
+        self._execute_runners_up()
+        others = [each for each in self._found if each is not best]
+        others.sort(key=lambda each: each.score)
+        tried = len(self._found)
+        return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed, gap)
+
+    def find(self) -> Found | None:
+        """The best layout; None if none fits. Replicas that are alike come first."""
         for site in self.sites():
             for cut in cuts(self.problem, self.limits, site):
                 seconds = self._bounds.least_of_cut(cut)
                 self._push(self._bound(seconds, site.pools), seconds, cut)
         self._search()
-        rest = self._groups
-        self._groups = []
+        rest, self._groups = self._groups, []
         for seconds, family in self._fleets.families():
             names = tuple(pool.name for pool in family.pools)
             self._push(self._bound(seconds, names), seconds, family)
         self._search()
         self._groups += rest[:1]
-        if self.best is None and self.is_short:
-            raise LayoutError("none was found", where="layout", remedy="use more devices")
-        if self.best is None:
-            raise nothing_fits_error(self.problem, self.limits, self._any)
-        gap = self._gap()
-        self._execute_runners_up()
-        others = sorted(
-            (each for each in self._found if each is not self.best), key=lambda each: each.score
-        )
-        best, tried = self.best, len(self._found)
-        return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed, gap)
+        return self.best
 
     def _any(self, problem: Problem, limits: Limits) -> Choice | None:
         """A layout that fits another problem or other limits, after a short search."""
         other = Search(problem, replace(limits, effort=_SHORT), self.objective, self.allows)
         other.is_short = True
-        try:
-            return other.run(None).best.choice
-        except LayoutError:
-            return None
+        found = other.find()
+        return found.choice if found else None
+
+    def _is_wanted(self, choice: Choice) -> bool:
+        return self.limits.devices in (0, choice.devices) and self.allows(choice)
 
     def _search(self) -> None:
         """Open groups, the most promising first. Layouts are executed when they are the most
@@ -269,6 +270,8 @@ class Search:
             each, most = total // number, -(-total // number)
             if each < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
                 continue
+            if self.limits.devices not in (0, number * shape.size):
+                continue
             kept = kept_microbatches(node.schedule, shape.pp, node.virtual, most)
             scores, fitting = list[tuple[float, float]](), list[Variant]()
             for variant in self._layouts.variants([shape], node.schedule, node.virtual):
@@ -303,8 +306,11 @@ class Search:
     def _push_layout(self, choice: Choice) -> None:
         cost = self.evaluator.least(choice)
         self._pushed += 1
-        score = self.objective(choice, cost) if cost.fits else inf
-        if score < self._least() and self.allows(choice):
+        score = inf
+        if cost.fits:
+            least = getattr(self.objective, "least", None)
+            score = least(choice, cost.step_s) if least else self.objective(choice, cost)
+        if score < self._least() and self._is_wanted(choice):
             heappush(self._leaves, (score, next(self._order), choice))
 
     def _execute(self, choice: Choice) -> None:

@@ -2,7 +2,7 @@
 
 Of a small model, those are all. Otherwise they are an even one, and the one whose slowest stage is
 fastest. A stage that holds more blocks takes longer. So under a limit each stage takes as many
-blocks as it may, from the last stage to the first, and the least limit that works is sought.
+blocks as it may, from the last stage to the first. The least limit that works is sought.
 """
 
 from __future__ import annotations
