@@ -24,15 +24,18 @@ from holdfast.report.formatting import (
     format_si,
 )
 
-_MOST_RANKS = 16
-"""Ranks of a pipeline that are drawn as text."""
+_MOST_RANKS = 8
+"""Ranks of a pipeline that are drawn as text: of more, labels do not fit."""
 _MOST_NEIGHBOURS = 12
 
 
 def print_timeline(request: PlanRequest) -> None:
     """Draw the passes of a pipeline. One stage has nothing to draw."""
     choice = request.plan.best.choice
-    if not 1 < choice.replicas[0].pp <= _MOST_RANKS:
+    pp = choice.replicas[0].pp
+    if pp > _MOST_RANKS:
+        print(f"--svg FILE draws a step of the pipeline of {pp} ranks")
+    if not 1 < pp <= _MOST_RANKS:
         return
     schedule, timeline = timeline_of(request.problem, choice)
     print("one step of a replica, in milliseconds:")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from holdfast.cli.output import print_table
@@ -97,8 +99,14 @@ def _failures(request: PlanRequest, found: Found) -> str:
 
 
 def _memory(figures: Figures) -> str:
-    kinds = [", ".join(map(format_bytes, replica)) for replica in dict.fromkeys(figures.memory)]
+    kinds = [_stages_in_words(replica) for replica in dict.fromkeys(figures.memory)]
     return f"memory of {format_bytes(figures.room)} on a device, by stage: " + "; ".join(kinds)
+
+
+def _stages_in_words(memory: Sequence[float]) -> str:
+    """`65.0 GiB, 3 x 60.1 GiB`: equal neighbours once."""
+    groups = [(words, len(list(same))) for words, same in groupby(map(format_bytes, memory))]
+    return ", ".join(f"{n} x {words}" if n > 1 else words for words, n in groups)
 
 
 def plan_as_json(request: PlanRequest) -> dict[str, Any]:

@@ -71,13 +71,6 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings["overrides"].append(f"layout.workers={found[1]}"),
     ),
     case(
-        "plan/auto/search_run.py: no layout of these machines follows the rules of the run file",
-        begin("2xA100-80", AUTO, "train.optimizer.name=muon"),
-        make_plan,
-        r"use (layout.workers=1), or remove limits of layout",
-        add,
-    ),
-    case(
         "cli/confirm.py: (confirm_cost)",
         begin(""),
         confirm,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
-from math import inf
 from typing import Any
 
 from holdfast.config.load import LoadedConfig
@@ -12,7 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
-from holdfast.plan.auto.objective import objective_of
+from holdfast.plan.auto.objective import objective_of, refusal_of
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import workload_of
@@ -113,8 +112,13 @@ def plan_run(
             workload, part.cluster, part.devices, memory_share=config.plan.memory_share
         )
         try:
-            result = search(problem, limits, objective_of(loaded, problem, now))
-            plans.append(RunPlan(problem, part, _without_refused(result), limits))
+            result = search(
+                problem,
+                replace(limits, devices=number if given or machines.cores else 0),
+                objective_of(loaded, problem, now),
+                allows=lambda choice: not refusal_of(config, choice),
+            )
+            plans.append(RunPlan(problem, part, result, limits))
         except LayoutError as error:
             refused.append(error)
     if not plans:
@@ -128,18 +132,6 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
         return config
     size = config.data.tokenizer.vocab_size
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
-
-
-def _without_refused(result: SearchResult) -> SearchResult:
-    """Raises LayoutError if rules of the run file refuse all layouts that were found."""
-    left = [each for each in (result.best, *result.runners_up) if each.score < inf]
-    if not left:
-        raise LayoutError(
-            "no layout of these machines follows the rules of the run file",
-            where="layout",
-            remedy="use layout.workers=1, or remove limits of layout",
-        )
-    return replace(result, best=left[0], runners_up=tuple(left[1:]))
 
 
 def with_plan(loaded: LoadedConfig, plan: RunPlan, reason: str) -> tuple[LoadedConfig, Found]:

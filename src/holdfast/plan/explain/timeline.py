@@ -8,7 +8,7 @@ from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 
-MOST_DRAWN = 4
+MOST_DRAWN = 2
 """Rounds of a pipeline that are drawn: a long step repeats them."""
 
 
