@@ -64,6 +64,11 @@ class LayoutConfig(DegreesConfig):
         description="auto, or `layout: auto` for short: the planner chooses workers, degrees, "
         "schedule, virtual_stages, zero and train.recompute. Those that are given are its limits",
     )
+    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = Field(
+        (),
+        description="with mode auto: degrees that no change of nodes changes (planned: those that "
+        "the run file gives)",
+    )
     workers: int = Field(
         0,
         ge=0,
