@@ -32,8 +32,10 @@ from tests.cli.remedies import (
     of_named_code,
     of_named_parts,
     of_nodes,
+    of_objectives,
     of_others_cases,
     of_own_loops,
+    of_plans,
     of_pods,
     of_profiles,
     of_ray,
@@ -56,6 +58,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_plans,
     of_checkpoints,
     of_slurm,
     of_sources,
@@ -82,6 +85,7 @@ TABLES = (
     of_nodes,
     of_disks,
     of_hardware,
+    of_objectives,
     of_installations,
     of_brokers,
     of_buckets,

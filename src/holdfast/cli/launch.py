@@ -22,6 +22,7 @@ from holdfast.plan.placing.layouts import max_workers
 from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
+    from holdfast.config.launch import LaunchConfig
     from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
@@ -74,7 +75,7 @@ def launch(
         print(owner.describe(launch_request(loaded, folder)), end="")
         return 0
     with early_signals_answered():
-        running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
+        running = _running_job(folder, loaded.config.launch, fresh=fresh)
         running_workers = _stored_workers(folder)
         begun = begin_run(
             loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
@@ -186,20 +187,32 @@ def _make_secret(folder: Path) -> None:
     open_secret(folder, say=say)
 
 
-def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
+def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
     from holdfast.launch.owners.choose import open_owner
-    from holdfast.launch.owners.owner import JOB_FILE, OwnedJob
+    from holdfast.launch.owners.owner import JOB_FILE, OwnedJob, OwnerAwayError
 
     if not (folder / JOB_FILE).exists():
         return None
     job = OwnedJob.read(folder)
-    if not any(each.is_live for each in open_owner(job.owner).status(job)):
+    try:
+        if not any(each.is_live for each in open_owner(job.owner).status(job)):
+            return None
+    except OwnerAwayError as error:
+        if fresh or not _is_elsewhere(job, wanted):
+            raise
+        say(f"{error.message}; the run resumes elsewhere")
         return None
-    if job.released or job.owner != owner or fresh:
+    if job.released or job.owner != wanted.on or fresh:
         raise RunFolderError(
             f"{job.owner} still has nodes of this run (job {job.job})",
             where=str(folder),
             remedy=f"end them first with: holdfast down {place_word(folder)}",
         )
     return job
+
+
+def _is_elsewhere(job: OwnedJob, wanted: LaunchConfig) -> bool:
+    """Whether the run file names other machines than those of the job."""
+    address = wanted.ray.address or os.environ.get("RAY_ADDRESS", "")
+    return wanted.on != job.owner or address not in ("", job.details.get("address"))

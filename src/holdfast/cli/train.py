@@ -30,6 +30,7 @@ from holdfast.launch.node.devices import (
 )
 from holdfast.launch.node.node_place import with_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.run.auto_layout import AutoLayout, with_auto_layout
 from holdfast.launch.run.bucket_run import (
     begin_again_word,
     place_word,
@@ -188,7 +189,7 @@ def begin_run(
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
-    loaded, data = prepare_run_data(loaded, folder, fresh=fresh, wait=several)
+    loaded, data = prepare_run_data(loaded, machine, folder, fresh=fresh, several=several)
     version = data.version
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
@@ -208,7 +209,7 @@ def begin_run(
     if several:
         refuse_unlike_node(folder, loaded, watch)
     begins = read_resolved(folder) is None
-    about = describe_start(loaded, data.use, begins=begins)
+    about = [*describe_start(loaded, data.use, begins=begins), *data.plan.about]
     if begins:
         about = [f"a new run in {where_of_run(folder.resolve())}", *about]
     if not write_description(folder, loaded, machine, data.location, version) and several:
@@ -225,38 +226,44 @@ class RunData:
     version: str
     location: str
     use: tuple[str, ...]
+    plan: AutoLayout
 
 
 def prepare_run_data(
-    loaded: LoadedConfig, run_folder: Path, *, fresh: bool, wait: bool
+    loaded: LoadedConfig, machine: HardwareInfo, run_folder: Path, *, fresh: bool, several: bool
 ) -> tuple[LoadedConfig, RunData]:
-    """Return the configuration with what follows from the data and the task, and the data.
+    """Return the configuration with what follows from the data, the task and the plan, and the
+    data.
 
-    wait: for another process that prepares the dataset. Raises UserError."""
+    several: the run has several nodes. Another one may prepare the dataset. Raises UserError."""
+    known = None if fresh else run_folder
     task = loaded.config.task
     if task.name:
         loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
         if task.has_own_data:
-            return loaded, RunData(task.data, task.folder, ())
+            loaded, plan = with_auto_layout(loaded, machine, known, several=several)
+            return loaded, RunData(task.data, task.folder, (), plan)
     from holdfast.data.coverage import describe_use
 
     if not task.name:
         loaded = with_named_parts(loaded)
-    dataset = prepare_and_check_dataset(loaded, wait=wait)
+    dataset = prepare_and_check_dataset(loaded, wait=several)
     if not task.name:
-        loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+        loaded = with_vocabulary(loaded, dataset, known)
     if loaded.config.lora.rank and not task.name:
         from holdfast.cli.checkpoint_import import refuse_other_tokenizer
 
-        loaded = with_lora(loaded, None if fresh else run_folder)
+        loaded = with_lora(loaded, known)
         refuse_other_tokenizer(Path(loaded.config.lora.base), dataset)
-    loaded = with_microbatch_size(loaded, None if fresh else run_folder)
+    loaded, plan = with_auto_layout(loaded, machine, known, several=several)
+    loaded = with_microbatch_size(loaded, known)
+    refuse_unfit_machine(loaded, machine)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    return loaded, RunData(version, dataset.location, tuple(use))
+    return loaded, RunData(version, dataset.location, tuple(use), plan)
 
 
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:

@@ -35,8 +35,8 @@ from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.node.trackers import tracker_programs
 from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.planner import planner_of
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
-from holdfast.plan.placing.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
@@ -103,7 +103,7 @@ def train_locally(
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
-            return NodeAgent(joining, control, plan_layout, **views).run()
+            return NodeAgent(joining, control, planner_of(config), **views).run()
     return _train_alone(joining, start, watch or HolderWatch(folder, say), views)
 
 

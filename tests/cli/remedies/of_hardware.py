@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from re import Match
 
+import pytest
+
+from holdfast.cli import calibrate
 from holdfast.core.transports import NodeLinks
 from holdfast.plan.hardware.calibration import read_calibration
 from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
@@ -13,6 +16,7 @@ from holdfast.plan.hardware.this_machine import describe_machine
 from holdfast.plan.machine.accelerators import Accelerator
 from holdfast.plan.machine.hardware import HardwareInfo
 from tests.cli.remedies.lab import Case, Lab, case
+from tests.cli.test_calibrate import fake_rank
 from tests.plan.hardware.test_calibration import measured_by_hand
 from tests.plan.hardware.test_cluster_file import changed
 
@@ -71,6 +75,17 @@ def look_here(lab: Lab) -> None:
 
 def calibrate_it(lab: Lab, found: Match[str]) -> None:
     lab.settings["calibration"] = measured_by_hand("Some Accelerator")
+
+
+def begin_failing(lab: Lab) -> None:
+    fake_rank(lab.folder, after="sys.exit('no such device')")
+
+
+def measure(lab: Lab) -> None:
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(lab.folder))
+        changed.setattr(calibrate, "RANK_MODULE", "fake_rank")
+        calibrate.calibrate(seconds=5, write=lab.folder / "here.json", json=True)
 
 
 PLACE = "plan/hardware/cluster_file.py:"
@@ -229,5 +244,12 @@ CASES: list[Case] = [
         lambda lab: read_calibration(lab.folder / FILE),
         r"remove the file, or measure again with: holdfast calibrate",
         lambda lab, found: (lab.folder / FILE).unlink(),
+    ),
+    case(
+        "cli/calibrate.py: measuring on … ended early (…)",
+        begin_failing,
+        measure,
+        r"see what this machine lacks with: holdfast doctor",
+        lambda lab, found: fake_rank(lab.folder),
     ),
 ]

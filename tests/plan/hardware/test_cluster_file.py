@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from pydantic import BaseModel
 
 from holdfast.errors import UserError
-from holdfast.plan.hardware.cluster import Cluster
+from holdfast.plan.hardware.cluster import ACROSS_ZONES, Cluster
 from holdfast.plan.hardware.cluster_file import load_cluster, parse_cluster, read_cluster
 from holdfast.plan.hardware.cluster_sections import (
     BetweenSection,
@@ -68,6 +69,16 @@ def test_a_file_says_what_there_is() -> None:
     assert between == cluster.link_between(one, other)
     assert (between.latency_s, between.bandwidth) == (400e-6, 20e9 / 8 / 8)
     assert cluster.usd_per_gb == {("east", "west"): 0.02}
+    assert cluster.zones_without_link() == []
+    alone = parse_cluster(GOOD.split("between")[0], "c.yaml")
+    assert alone.zones_without_link() == [("east", "west")]
+    assert alone.link_between(*alone.pools) == ACROSS_ZONES
+
+
+def test_racks_whose_nodes_share_nvlink() -> None:
+    text = PAGE.read_text("utf-8").split("NVLink, too:\n\n")[1].split("\n\n")[0]
+    (rack,) = parse_cluster(dedent(text), "c.yaml").pools
+    assert (rack.size, rack.outside, rack.across_racks) == (144, rack.inside, LINKS["ib-ndr"].link)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from holdfast.plan.hardware.devices import DeviceType, device_named
 from holdfast.plan.hardware.link import Link
@@ -75,6 +76,15 @@ class Cluster:
 
     def pool(self, name: str) -> NodePool:
         return next(pool for pool in self.pools if pool.name == name)
+
+    def zones_without_link(self) -> list[tuple[str, str]]:
+        """Pairs of zones for which `ACROSS_ZONES` is assumed."""
+        zones = sorted({pool.zone for pool in self.pools})
+        return [
+            pair
+            for pair in combinations(zones, 2)
+            if pair not in self.between and pair[::-1] not in self.between
+        ]
 
     def link_between(self, one: NodePool, other: NodePool) -> Link:
         """Of one device to a device of another pool."""

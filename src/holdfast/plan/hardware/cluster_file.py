@@ -59,15 +59,16 @@ class Tables:
     )
 
 
-def read_cluster(text: str, tables: Tables | None = None) -> Cluster:
-    """A cluster by its file, its short form, or `here`. Raises ConfigError or DataError."""
+def read_cluster(text: str, tables: Tables | None = None, where: str = "--cluster") -> Cluster:
+    """A cluster by its file, its short form, or `here`. where: the place of a short form, for
+    messages. Raises ConfigError or DataError."""
     if text == HERE:
         from holdfast.plan.hardware.this_machine import this_machine
 
         return this_machine()
     parts = [_SHORT.fullmatch(part) for part in text.split("+")]
     if not Path(text).exists() and all(parts):
-        return _short_cluster([part for part in parts if part], tables or Tables())
+        return _short_cluster([part for part in parts if part], tables or Tables(), where)
     return load_cluster(Path(text), tables)
 
 
@@ -277,8 +278,7 @@ def _machine(name: str, where: str, tables: Tables) -> MachineType:
     raise missing_name("machine", name, known, where)
 
 
-def _short_cluster(parts: list[re.Match[str]], tables: Tables) -> Cluster:
-    where = "--cluster"
+def _short_cluster(parts: list[re.Match[str]], tables: Tables, where: str) -> Cluster:
     pools: dict[str, PoolSection] = {}
     for part in parts:
         given: dict[str, Any] = {"nodes": int(part["nodes"])}

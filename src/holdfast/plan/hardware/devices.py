@@ -53,7 +53,9 @@ class DeviceType:
 
     usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link,
     network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
-    columns without a source. measured: date if `holdfast calibrate` measured it.
+    columns without a source. measured: date if `holdfast calibrate` measured it. cache_bytes: what
+    a kernel may move for its data to be in a cache, with cache_bandwidth in place of bandwidth; 0:
+    not known.
     """
 
     name: str
@@ -73,6 +75,12 @@ class DeviceType:
     assumed: tuple[str, ...] = ()
     source: str = ""
     measured: str = ""
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 0.0
+
+    def bandwidth_at(self, size: float) -> float:
+        """Bytes a second of a kernel that moves `size` bytes."""
+        return self.cache_bandwidth if size <= self.cache_bytes else self.bandwidth
 
     def peak(self, precision: str) -> float:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""
@@ -92,13 +100,17 @@ class DeviceType:
 def load_devices(
     path: Path = DEVICES_FILE, efficiency: Path = EFFICIENCY_FILE
 ) -> dict[str, DeviceType]:
-    """Devices of the table by name, with the shares that were fitted for them."""
+    """Devices of the table by name, with the shares that were fitted for them, or for the device
+    that they are like."""
     shares: dict[str, dict[str, Efficiency]] = {}
     for row in read_rows(efficiency):
         names = ("compute", "memory", "ramp_s", "launch_s", "attention")
         numbers = (float(row.get(each) or 0) for each in names)
         shares.setdefault(row["device"], {})[row["precision"]] = Efficiency(*numbers)
-    found = [_device(row, shares.get(row["name"], {})) for row in read_rows(path)]
+    found = [
+        _device(row, shares.get(row["like"], {}) | shares.get(row["name"], {}))
+        for row in read_rows(path)
+    ]
     return {device.name: device for device in found}
 
 
