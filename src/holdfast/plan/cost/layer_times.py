@@ -1,10 +1,10 @@
 """Seconds of one layer on one device, from shapes and a device's constants.
 
 A product of f FLOPs and b bytes takes ramp + max(f / reached FLOP/s, b / reached bandwidth). That
-is the roofline (Williams et al., 2009) with a constant for what small products lose. The gradients of its
-input and of its weights cost as much each. Attention is a fused kernel with a rate of its own. Its
-scores never leave the chip, and its backward computes 2.5 times as much (Dao, 2023). All other
-kernels move bytes.
+is the roofline (Williams et al., 2009) with a constant for what small products lose. The gradients
+of its input and of its weights cost as much each. Attention is a fused kernel with a rate of its
+own. Its scores never leave the chip, and its backward computes 2.5 times as much (Dao, 2023). All
+other kernels move bytes.
 
 Products in fp8 and fp4 read smaller operands. Everything else stays in bf16.
 """

@@ -28,8 +28,8 @@ FRAGMENTATION = 0.05
 """Share of what is not state that an accelerator's allocator may lose between pieces."""
 
 _SCORES = 2.5
-"""Elements that an attention without a fused kernel keeps of each score: its softmax, what dropout
-left of it, and half of one for the mask (Korthikanti et al., 2022)."""
+"""Elements kept of each score by an attention without a fused kernel (Korthikanti et al., 2022).
+They are its softmax, what dropout left of it, and half of one for the mask."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,13 @@ def rank_parameters(layers: Held, tp: int, ep: int, is_tied: bool = False) -> fl
     return found
 
 
+def expert_parameters(layers: Held, tp: int, ep: int) -> float:
+    """Parameters of experts of a rank, which ranks with the same experts share."""
+    return sum(
+        number * layer.experts.parameters / tp / ep for layer, number in layers if layer.experts
+    )
+
+
 def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
     """Of one layer, on a rank."""
     experts = layer.experts.parameters / tp / ep if layer.experts else 0
@@ -97,20 +104,19 @@ def stage_memory(
     """layers: all that the ranks at `index` on pp hold. in_flight: microbatches whose activations
     they keep at once; those of a chunk count as a share."""
     stage = _Stage(workload, choice, group, index, layers)
-    state, own, copies = workload.state, stage.parameters, stage.copies
-    shards = group.dp_shard
-    zero = choice.zero if shards > 1 else 1
+    state, own, cut, copies = workload.state, stage.parameters, stage.shared, stage.copies
+    zero = choice.zero if group.dp_shard > 1 else 1
     weights = own * state.weights
     if zero == 3:
-        weights = 0.0 if state.has_masters else weights / shards
+        weights = 0.0 if state.has_masters else cut * state.weights
     elif zero == 2 and not state.has_masters:
-        weights += weights / shards
-    summed = own * state.gradients / (shards if zero >= 2 else 1)
+        weights += cut * state.weights
+    summed = (cut if zero >= 2 else own) * state.gradients
     moment = max(stage.moments(in_flight), key=lambda each: each.total)
     return StageMemory(
         weights,
         summed * copies.sums,
-        0.0 if "optimizer" in choice.host else own * state.optimizer / shards,
+        0.0 if "optimizer" in choice.host else cut * state.optimizer,
         moment.activations,
         moment.logits,
         moment.working + summed * copies.arrivals + stage.messages,
@@ -167,6 +173,14 @@ class _Stage:
     def parameters(self) -> float:
         is_tied = self.workload.is_tied
         return rank_parameters(self.layers, self.group.tp, self.choice.ep, is_tied)
+
+    @property
+    def shared(self) -> float:
+        """A rank's part of them, where ranks share them."""
+        group, ep = self.group, self.choice.ep
+        experts = expert_parameters(self.layers, group.tp, ep)
+        with_same = max(1, group.dp_shard * group.cp // ep)
+        return (self.parameters - experts) / group.dp_shard + experts / with_same
 
     @property
     def copies(self) -> GradientCopies:
