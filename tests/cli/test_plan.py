@@ -11,8 +11,9 @@ import pytest
 
 from holdfast.plan.hardware.calibration import calibration_path, write_calibration
 from holdfast.plan.machine.hardware import detect_hardware
+from tests.cli.conftest import Trained
 from tests.plan.hardware.test_calibration import measured_by_hand
-from tests.support.commands import here, write_run_file
+from tests.support.commands import apart, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 SMALL = (
@@ -113,3 +114,44 @@ def test_layout_show_and_schedule_take_the_chosen_layout(run_file: Path, capsys:
     assert (layout["mode"], layout["workers"]) == ("auto", 8)
     drawn = here(capsys, "layout", "schedule", run_file, *SMALL, "layout.pp=2")
     assert "on 2 ranks" in drawn.out
+
+
+def test_a_free_layout_trains_and_the_report_shows_plan_and_measurement(
+    run_file: Path, capsys: Capture
+) -> None:
+    done = apart("train", run_file, "layout=auto", "layout.tp=2", folder=run_file.parent)
+    assert done.code == 0, done.err
+    assert "layout: 1 x tp 2, the best by time of" in done.err
+    resolved = json.loads((run_file.parent / "run" / "resolved.json").read_text())
+    assert (resolved["config"]["layout"]["mode"], resolved["config"]["layout"]["workers"]) == (
+        "auto",
+        2,
+    )
+    assert resolved["origins"]["layout.workers"]["kind"] == "planned"
+    plan = json.loads(here(capsys, "report", run_file.parent / "run", "--json").out)["plan"]
+    assert plan["predicted_s"] > 0
+    assert plan["measured_s"] > 0
+    assert plan["predicted_bytes"] > 0
+    assert "tp" in plan["within"]
+    again = here(capsys, "train", run_file, "layout=auto", "layout.tp=2")
+    assert again.code == 0  # the same layout: the run is finished
+    assert "this run is finished" in again.err
+
+
+def test_a_run_with_a_given_layout_has_a_prediction_too(trained: Trained, capsys: Capture) -> None:
+    assert "planned " in here(capsys, "report", trained.folder, "--output", "page.html").err
+
+
+def test_a_dear_run_is_not_begun_without_a_terminal_to_ask(
+    run_file: Path, trained: Trained, capsys: Capture
+) -> None:
+    asked = (
+        f"data.folder={trained.root / 'dataset'}",
+        "train.steps=10000000",
+        "train.batch_size=8",
+    )
+    asked += ("plan.cluster=2xaws/us-east-1/p4d.24xlarge", "plan.ask_above_usd=1")
+    refused = here(capsys, "train", run_file, *asked)
+    refused.refuses_last("this run costs $", "plan.ask_above_usd is 1", "pass --yes")
+    assert "planned: " in refused.err
+    assert not (run_file.parent / "run" / "run.yaml").exists()

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import Fresh
+from holdfast.cli.options import Fresh, Yes
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
@@ -45,6 +45,7 @@ def launch(
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
     fresh: Fresh = False,
+    yes: Yes = False,
     json: Annotated[bool, typer.Option("--json", help="print the job as JSON")] = False,
 ) -> int:
     """Begin or resume a run on machines of an owner: a scheduler, a cluster, a host file.
@@ -77,8 +78,9 @@ def launch(
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch, fresh=fresh)
         running_workers = _stored_workers(folder)
+        watch = HolderWatch(folder, say)
         begun = begin_run(
-            loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
+            loaded, detect_hardware(), folder, watch, fresh=fresh, several=True, yes=yes
         )
         if begun.last_step is not None:
             return 0
@@ -87,11 +89,15 @@ def launch(
         _make_secret(folder)
         job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
+    _say_job(job, folder, json=json)
+    return 0
+
+
+def _say_job(job: OwnedJob, folder: Path, *, json: bool) -> None:
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
-        return 0
-    _say_what_follows(folder)
-    return 0
+    else:
+        _say_what_follows(folder)
 
 
 def _say_what_follows(folder: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from re import Match
 
+from holdfast.cli.scale import scale
 from holdfast.plan.objective.objectives import Deadline, objective_named
 from tests.cli.remedies.lab import Case, Lab, case
 from tests.plan.objective.problems import pool, problem
+from tests.support.ranks import ROOT
 
+RUN = ROOT / "examples" / "spot-losses" / "run.yaml"
 _WHERE = "plan/objective"
 
 
@@ -27,7 +30,19 @@ def give(**settings: object) -> Callable[[Lab, Match[str]], None]:
     return lambda lab, found: lab.settings.update(settings)
 
 
+def draw_curve(lab: Lab) -> None:
+    settings = {"cluster": "1x8xV100-16"} | lab.settings
+    scale(RUN, ["model.preset=llama3.1-8b"], settings["cluster"], most=8)
+
+
 CASES: list[Case] = [
+    case(
+        "cli/scale.py: no size has a layout: …",
+        begin(),
+        draw_curve,
+        r"use other machines with --cluster, or train.microbatch_size=1",
+        give(cluster="1x8xH100-80"),
+    ),
     case(
         f"{_WHERE}/objectives.py: there is no objective …",
         begin(name="speed"),

@@ -8,6 +8,7 @@ from holdfast.plan.auto.machines import Machines
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.group_links import group_links
 from holdfast.plan.hardware.cluster import ACROSS_ZONES
+from holdfast.plan.hardware.devices import device_named
 from holdfast.plan.search.search import Found
 
 _SMALL_SHARE = 0.5
@@ -27,7 +28,7 @@ def warnings_of(problem: Problem, machines: Machines, found: Found) -> list[str]
 
 def _assumed(problem: Problem) -> Iterator[str]:
     for name in dict.fromkeys(pool.device for pool in problem.cluster.pools):
-        device, precision = problem.devices[name], problem.workload.precision
+        device, precision = device_named(name, problem.devices), problem.workload.precision
         if device.measured:
             yield f"the numbers of {name} were measured here on {device.measured}"
             continue

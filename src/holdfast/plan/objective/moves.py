@@ -89,7 +89,7 @@ def _parts(choice: Choice, group: ReplicaChoice, blocks: int) -> Iterator[tuple[
     is_folded = SCHEDULE_KINDS[choice.schedule].is_folded
     for index, shard, _, tp in product(*map(range, group.mesh_shape)):
         if group.pp == 1:
-            own, mine = range(blocks), [0]
+            own, mine = list(range(blocks)), [0]
         else:
             mine = (
                 [index, 2 * group.pp - 1 - index]

@@ -180,11 +180,15 @@ def _need(cluster: Cluster, choice: Choice, lost: Mapping[str, int]) -> int:
     return FROM_MEMORY if sum(lost.values()) == 1 else FROM_STORE
 
 
+def _value(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
+
+
 def _choice(value: dict[str, Any] | None) -> Choice | None:
     if value is None:
         return None
     groups = tuple(
-        ReplicaChoice(**{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()})
+        ReplicaChoice(**{name: _value(given) for name, given in group.items()})
         for group in value["replicas"]
     )
     return Choice(**{**value, "replicas": groups, "host": frozenset(value["host"])})
