@@ -23,7 +23,7 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, as a multiple of its forward's."""
 
 SCORE_MOVES = 6.5
-"""Elements moved for each score where kernels are not fused: a product writes it, the softmax and
+"""Elements moved for each score where kernels are not fused. A product writes it, the softmax and
 the dropout read and write it (with a mask of a byte), a product reads it."""
 
 NARROW = {"fp8": 1.0, "fp4": 0.5}
