@@ -126,10 +126,6 @@ class Evaluator:
         kept = kept_microbatches(choice.schedule, group.pp, choice.virtual, group.microbatches)
         return tuple(self.memory_at(choice, group, index, kept[index]) for index in range(group.pp))
 
-    def group(self, choice: Choice, group: ReplicaChoice) -> GroupCost:
-        """Return the cost of one kind of replica, with its timeline executed."""
-        return self._group(choice, group, pipeline_time)
-
     def least_group(self, choice: Choice, group: ReplicaChoice) -> float:
         """Return the least seconds of a step of one kind of replica, of those of `choice`."""
         places = self._of_places(choice, group)
@@ -138,10 +134,6 @@ class Evaluator:
             choice.schedule, group.pp, choice.virtual, group.microbatches, stages
         )
         return pipeline.seconds + sum(self._tail(choice, group, places).values())
-
-    def stage_times(self, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
-        """Return the times of each stage of a replica, `pp` x `virtual` of them."""
-        return self._stage_times(choice, group, self._of_places(choice, group))
 
     def _cost(self, choice: Choice, timeline: Timer) -> StepCost:
         groups = tuple(self._group(choice, group, timeline) for group in choice.replicas)
@@ -182,7 +174,9 @@ class Evaluator:
         self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float
     ) -> StageMemory:
         """Return the bytes of the fullest rank at `index` on pp."""
-        return self.memory_of(choice, group, index, in_flight, self._counts(choice, group, index))
+        return self.memory_of(
+            choice, group, index, in_flight, _counts(self.problem.workload, choice, group, index)
+        )
 
     def memory_of(
         self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float, held: Counts
@@ -209,34 +203,11 @@ class Evaluator:
                 choice,
                 group,
                 index,
-                self._layers(held),
+                _layers(self.problem.workload, held),
                 in_flight,
                 self.problem.overhead,
             )
         return found
-
-    def _layers(self, counts: Counts) -> Held:
-        kinds = self.problem.workload.kinds
-        return [(kinds[kind], number) for kind, number in counts]
-
-    def _counts(self, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
-        """Layers of the ranks at `index` on pp."""
-        chunks = _chunks_of(choice, group, index)
-        if len(chunks) == 1:
-            return self._chunk(group, chunks[0])
-        sums = dict[int, int]()
-        for chunk in chunks:
-            for kind, number in self._chunk(group, chunk):
-                sums[kind] = sums.get(kind, 0) + number
-        return tuple(sorted(sums.items()))
-
-    def _chunk(self, group: ReplicaChoice, chunk: int) -> Counts:
-        """Kinds of layers of one stage, with their number."""
-        workload = self.problem.workload
-        if group.pp == 1:
-            return workload.counts_of(0, len(workload.blocks), True, True)
-        first, last = group.bounds[chunk], group.bounds[chunk + 1]
-        return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)
 
     def _stage_times(
         self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
@@ -253,7 +224,7 @@ class Evaluator:
         )
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
             index = _index_of(choice, group, chunk)
-            place, counts = places[index], self._chunk(group, chunk)
+            place, counts = places[index], _chunk(self.problem.workload, group, chunk)
             slow = self.problem.slow.get(index, 1.0)
             key = (common, id(place), counts, group.recompute_at(index), slow)
             stage = self._stages.get(key)
@@ -302,28 +273,15 @@ class Evaluator:
         if found is None:
             device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
             times = self.problem.times or ShapeTimes.of_workload(workload)
-            found = self._times[key] = self._with_gathers(
-                times.of(layer, Part(*part), device, place.links), choice, group, layer, place.links
+            found = self._times[key] = _with_gathers(
+                workload,
+                times.of(layer, Part(*part), device, place.links),
+                choice,
+                group,
+                layer,
+                place.links,
             )
         return found
-
-    def _with_gathers(
-        self,
-        times: PassTimes,
-        choice: Choice,
-        group: ReplicaChoice,
-        layer: Layer,
-        links: GroupLinks,
-    ) -> PassTimes:
-        """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
-        than the computing is added to it."""
-        if choice.zero < 3 or group.dp_shard == 1:
-            return times
-        state = self.problem.workload.state
-        own = layer_parameters(layer, group.tp, choice.ep)
-        gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
-        scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
-        return with_collectives(times, gathers, gathers + scatters)
 
     def _tail(
         self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
@@ -333,7 +291,7 @@ class Evaluator:
         shared = (choice.zero, choice.ep, group.tp, group.dp_shard, choice.host)
         tails = []
         for index, place in enumerate(places):
-            counts = self._counts(choice, group, index)
+            counts = _counts(self.problem.workload, choice, group, index)
             hidden = stages[index].backward if self.problem.hides_gradients else 0.0
             key = (shared, id(place), counts, hidden, choice.number_of_replicas)
             tail = self._tails.get(key)
@@ -357,7 +315,7 @@ class Evaluator:
         """Seconds of a step after its passes: sums of gradients that no backward hides, and the
         update."""
         state, links = self.problem.workload.state, place.links
-        own = rank_parameters(self._layers(counts), group.tp, choice.ep)
+        own = rank_parameters(_layers(self.problem.workload, counts), group.tp, choice.ep)
         shards, number = group.dp_shard, choice.number_of_replicas
         sums = allreduce_s(links.replicas, own * state.gradients / shards, number)
         if choice.zero < 3:
@@ -402,6 +360,49 @@ Counts = tuple[tuple[int, int], ...]
 
 Timer = Callable[[str, int, int, int, Sequence[StageTimes]], PipelineTime]
 """`pipeline_time`, or one with its parameters."""
+
+
+def _with_gathers(
+    workload: Workload,
+    times: PassTimes,
+    choice: Choice,
+    group: ReplicaChoice,
+    layer: Layer,
+    links: GroupLinks,
+) -> PassTimes:
+    """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
+    than the computing is added to it."""
+    if choice.zero < 3 or group.dp_shard == 1:
+        return times
+    state = workload.state
+    own = layer_parameters(layer, group.tp, choice.ep)
+    gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
+    scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
+    return with_collectives(times, gathers, gathers + scatters)
+
+
+def _layers(workload: Workload, counts: Counts) -> Held:
+    return [(workload.kinds[kind], number) for kind, number in counts]
+
+
+def _counts(workload: Workload, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
+    """Layers of the ranks at `index` on pp."""
+    chunks = _chunks_of(choice, group, index)
+    if len(chunks) == 1:
+        return _chunk(workload, group, chunks[0])
+    sums = dict[int, int]()
+    for chunk in chunks:
+        for kind, number in _chunk(workload, group, chunk):
+            sums[kind] = sums.get(kind, 0) + number
+    return tuple(sorted(sums.items()))
+
+
+def _chunk(workload: Workload, group: ReplicaChoice, chunk: int) -> Counts:
+    """Kinds of layers of one stage, with their number."""
+    if group.pp == 1:
+        return workload.counts_of(0, len(workload.blocks), True, True)
+    first, last = group.bounds[chunk], group.bounds[chunk + 1]
+    return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)
 
 
 def _chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:

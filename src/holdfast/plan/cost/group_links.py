@@ -67,7 +67,7 @@ def exchange_link(pool: NodePool, ranks: int, distance: int) -> Link:
     """Return the link of an all-to-all: what goes to ranks of other nodes leaves by the sender's
     own network card."""
     farthest = _farthest(pool, ranks * distance)
-    if farthest == pool.inside or ranks == 1:
+    if ranks == 1 or farthest == pool.inside:
         return farthest
     near = _in_a_node(pool, ranks, distance) - 1
     far = ranks - 1 - near

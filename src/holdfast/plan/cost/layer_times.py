@@ -1,10 +1,10 @@
 """Seconds of one layer on one device, from shapes and a device's constants.
 
 A product of f FLOPs and b bytes takes ramp + max(f / reached FLOP/s, b / reached bandwidth). That
-is the roofline (Williams et al., 2009) with a constant for what small products lose. The gradients of its
-input and of its weights cost as much each. Attention is a fused kernel with a rate of its own. Its
-scores never leave the chip, and its backward computes 2.5 times as much (Dao, 2023). All other
-kernels move bytes.
+is the roofline (Williams et al., 2009) with a constant for what small products lose. The gradients
+of its input and of its weights cost as much each. Attention is a fused kernel with a rate of its
+own. Its scores never leave the chip, and its backward computes 2.5 times as much (Dao, 2023). All
+other kernels move bytes.
 
 Products in fp8 and fp4 read smaller operands. Everything else stays in bf16.
 """
@@ -23,7 +23,7 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, as a multiple of its forward's."""
 
 SCORE_MOVES = 6.5
-"""Elements moved for each score where kernels are not fused: a product writes it, the softmax and
+"""Elements moved for each score where kernels are not fused. A product writes it, the softmax and
 the dropout read and write it (with a mask of a byte), a product reads it."""
 
 NARROW = {"fp8": 1.0, "fp4": 0.5}

@@ -31,12 +31,14 @@ from holdfast.plan.search.limits import (
 )
 from holdfast.plan.search.nearest import nothing_fits_error
 from holdfast.plan.search.room import Room
+from holdfast.plan.search.scores import Scores
 from holdfast.plan.search.shares import dealt
 from holdfast.plan.search.space import (
     Cut,
     Shape,
     Site,
     cuts,
+    replica_numbers,
     shapes,
     slots_of,
     virtual_stages,
@@ -98,10 +100,10 @@ class Search:
     _groups: list[tuple[float, float, int, _Group]] = field(default_factory=list)
     _leaves: list[tuple[float, int, Choice]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
-    _everywhere: dict[tuple[str, ...], Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.problem)
+        self._scores = Scores(self.problem, self.objective)
         self._bounds = Bounds(self.evaluator, self.limits.recompute)
         self._layouts = Layouts(self.evaluator, self.limits)
         self._room = Room(self.evaluator, self.limits)
@@ -126,12 +128,12 @@ class Search:
         for site in self.sites():
             for cut in cuts(self.problem, self.limits, site):
                 seconds = self._bounds.least_of_cut(cut)
-                self._push(self._bound(seconds, site.pools), seconds, cut)
+                self._push(self._scores.of_pools(seconds, site.pools), seconds, cut)
         self._search()
         rest, self._groups = self._groups, []
         for seconds, family in self._fleets.families():
             names = tuple(pool.name for pool in family.pools)
-            self._push(self._bound(seconds, names), seconds, family)
+            self._push(self._scores.of_pools(seconds, names), seconds, family)
         self._search()
         self._groups += rest[:1]
         return self.best
@@ -227,7 +229,7 @@ class Search:
         offered = self._fleets.with_offers(family)
         if offered is not None:
             seconds, names = offered[0], tuple(pool.name for pool in family.pools)
-            self._push(self._bound(seconds, names), seconds, offered[1])
+            self._push(self._scores.of_pools(seconds, names), seconds, offered[1])
 
     def _open_cut(self, cut: Cut) -> None:
         """Lengths of the pipeline and schedules."""
@@ -244,7 +246,7 @@ class Search:
                 for virtual in virtual_stages(schedule, self.limits, blocks, pp):
                     least = max(each, SCHEDULE_KINDS[schedule].least_microbatches(pp))
                     seconds = self._bounds.least_seconds(cut, slots, schedule, virtual, least)
-                    score = self._bound(seconds, cut.site.pools)
+                    score = self._scores.of_pools(seconds, cut.site.pools)
                     self._push(score, seconds, _Piped(cut, slots, schedule, virtual))
 
     def _may_fit(self, shape: Shape) -> bool:
@@ -255,8 +257,8 @@ class Search:
 
     def _open_piped(self, node: _Piped) -> None:
         for shape in shapes(self.problem, self.limits, node.cut, node.slots):
-            numbers = self._numbers_of_replicas(shape)
-            if self.objective is step_seconds:
+            numbers = replica_numbers(self.problem, self.limits, shape)
+            if self._scores.is_time:
                 # with fewer replicas a step takes longer: they wait until the first is opened
                 self._push_scheduled(node, shape, numbers)
             else:
@@ -283,15 +285,6 @@ class Search:
                 self._push(*min(scores), _Scheduled(node, shape, fitting, number, rest))
             return  # fewer replicas keep no less
 
-    def _numbers_of_replicas(self, shape: Shape) -> list[int]:
-        """The most replicas, and the fewest that have no more than so many microbatches each."""
-        total = self.problem.workload.batch // shape.microbatch
-        most = min(shape.most, total)
-        if self.limits.replicas:
-            return [self.limits.replicas] if self.limits.replicas <= most else []
-        least = {-(-total // number) for number in range(1, most + 1)}
-        return sorted({most, *(-(-total // each) for each in least)}, reverse=True)
-
     def _open_scheduled(self, node: _Scheduled) -> None:
         shape, one = node.shape, node.variants[0]
         if node.fewer:
@@ -306,10 +299,7 @@ class Search:
     def _push_layout(self, choice: Choice) -> None:
         cost = self.evaluator.least(choice)
         self._pushed += 1
-        score = inf
-        if cost.fits:
-            least = getattr(self.objective, "least", None)
-            score = least(choice, cost.step_s) if least else self.objective(choice, cost)
+        score = self._scores.of_layout(choice, cost)
         if score < self._least() and self._is_wanted(choice):
             heappush(self._leaves, (score, next(self._order), choice))
 
@@ -329,22 +319,6 @@ class Search:
                 seen.add(_degrees_of(node))
                 self._execute(node)
 
-    def _bound(self, seconds: float, pools: tuple[str, ...]) -> float:
-        """The score of a group by its seconds on all devices of its pools. With fewer devices a
-        step takes as many times longer at least."""
-        if self.objective is step_seconds:
-            return seconds
-        least = getattr(self.objective, "least", None)
-        if least is None:
-            return -inf
-        if pools not in self._everywhere:
-            groups = tuple(
-                ReplicaChoice(pool.size, 1, 1, 1, 1, (), (pool.name,), 1)
-                for pool in map(self.problem.cluster.pool, pools)
-            )
-            self._everywhere[pools] = Choice(groups, 1)
-        return float(least(self._everywhere[pools], seconds))
-
     def _score_of_variant(
         self,
         shape: Shape,
@@ -359,13 +333,8 @@ class Search:
             for word in self._room.words(shape)
         ]
         seconds = self._bounds.least_scheduled(shape, variant, microbatches, most)
-        if self.objective is step_seconds:
-            return seconds, seconds
-        least = getattr(self.objective, "least", None)
-        if least is None:
-            return -inf, seconds
         group = ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches)
-        return float(least(choice_of(variant, (group,)), seconds)), seconds
+        return self._scores.of_replicas(seconds, choice_of(variant, (group,))), seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from holdfast.plan.search.limits import Limits
 
 MOST_VIRTUAL = 4
 """Stages of one rank that a search tries."""
+FEW_REPLICAS = 8
+"""Replicas up to which every number is tried."""
 SHORT_MODEL = 16
 """Blocks up to which every length of a pipeline is tried."""
 
@@ -122,6 +124,19 @@ def shapes(problem: Problem, limits: Limits, cut: Cut, slots: tuple[int, ...]) -
             continue
         most = min(s // (inner * dp_shard * n) for s, n in zip(cut.site.sizes, slots, strict=True))
         yield Shape(cut, dp_shard, slots, most)
+
+
+def replica_numbers(problem: Problem, limits: Limits, shape: Shape) -> list[int]:
+    """The most replicas, and the fewest that have no more than so many microbatches each. Of few
+    replicas every number."""
+    total = problem.workload.batch // shape.microbatch
+    most = min(shape.most, total)
+    if limits.replicas:
+        return [limits.replicas] if limits.replicas <= most else []
+    if most <= FEW_REPLICAS:
+        return list(range(most, 0, -1))
+    shares = {-(-total // number) for number in range(1, most + 1)}
+    return sorted({most, *(-(-total // each) for each in shares)}, reverse=True)
 
 
 def _allowed(fixed: int, degrees: Iterable[int]) -> list[int]:
