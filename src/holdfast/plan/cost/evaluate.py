@@ -419,3 +419,9 @@ def _index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
     if SCHEDULE_KINDS[choice.schedule].is_folded and chunk >= group.pp:
         return 2 * group.pp - 1 - chunk
     return chunk % group.pp
+
+
+def times_of_stages(problem: Problem, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
+    """Seconds of each pipeline stage of a kind of replica, for one microbatch."""
+    evaluator = Evaluator(problem)
+    return evaluator._stage_times(choice, group, evaluator._of_places(choice, group))

@@ -6,7 +6,7 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.evaluate import Evaluator, Problem
+from holdfast.plan.cost.evaluate import Problem, times_of_stages
 
 MOST_DRAWN = 2
 """Rounds of a pipeline that are drawn: a long step repeats them."""
@@ -22,7 +22,7 @@ def timeline_of(problem: Problem, choice: Choice) -> tuple[Schedule, Timeline]:
     schedule = build_schedule(
         choice.schedule if group.pp > 1 else "1f1b", group.pp, max(1, number), virtual
     )
-    stages = Evaluator(problem).stage_times(choice, group)
+    stages = times_of_stages(problem, choice, group)
     return schedule, time_schedule(
         schedule,
         Durations(
