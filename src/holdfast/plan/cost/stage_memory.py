@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -169,12 +170,12 @@ class _Stage:
     index: int
     layers: Held
 
-    @property
+    @cached_property
     def parameters(self) -> float:
         is_tied = self.workload.is_tied
         return rank_parameters(self.layers, self.group.tp, self.choice.ep, is_tied)
 
-    @property
+    @cached_property
     def shared(self) -> float:
         """A rank's part of them, where ranks share them."""
         group, ep = self.group, self.choice.ep
@@ -191,13 +192,13 @@ class _Stage:
         replicas = self.choice.number_of_replicas
         return gradient_copies(self.choice.microbatches, replicas, ranks)
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Of a rank's microbatch."""
         group = self.group
         return self.choice.microbatch * self.workload.sequence / group.dp_shard / group.cp
 
-    @property
+    @cached_property
     def stream(self) -> float:
         """Bytes of what passes between layers."""
         cut = self.group.tp if self.choice.sequence_parallel else 1
@@ -209,20 +210,21 @@ class _Stage:
         if self.group.pp == 1:
             return 0.0
         before = self.index > 0 or len(self.group.stages) > self.group.pp
-        return self.stream * (2 * before + (not self.has("head")))
+        return self.stream * (2 * before + (not self.has_head))
 
-    def has(self, kind: str) -> bool:
-        return any(layer.kind == kind for layer, _ in self.layers)
+    @cached_property
+    def has_head(self) -> bool:
+        return self.layers[-1][0].kind == "head"
 
     def moments(self, in_flight: float) -> Iterator[_Moment]:
         """The moments at which most is in use."""
         gathered, word = self._gathered(1), self.group.recompute_at(self.index)
-        kept = self._kept(word) + (0.0 if self.has("head") else self.stream)
+        kept = self._kept(word) + (0.0 if self.has_head else self.stream)
         block = self._block
         again = self._of(block, "none") - self._of(block, word)
         inside = self.stream + 2 * self._inner + self._gathered(2)
         yield _Moment(in_flight * kept + max(0.0, again), 0.0, inside)
-        if self.has("head"):
+        if self.has_head:
             ends = 2 * self.tokens * self.layers[0][0].width * self.workload.item
             yield _Moment(in_flight * kept, self._logits(), ends + gathered)
         if self._reduces:
@@ -242,11 +244,11 @@ class _Stage:
         found = late_passes(choice.schedule, group.pp, choice.virtual, group.microbatches)
         return found[self.index]
 
-    @property
+    @cached_property
     def _chunks(self) -> int:
         return len(self.group.stages) // self.group.pp if self.group.stages else 1
 
-    @property
+    @cached_property
     def _block(self) -> Layer:
         """The largest kind of block; of a stage without one, its largest layer."""
         every = [layer for layer, _ in self.layers]
@@ -256,7 +258,7 @@ class _Stage:
     def _size(self, layer: Layer) -> float:
         return layer_parameters(layer, self.group.tp, self.choice.ep)
 
-    @property
+    @cached_property
     def _unit(self) -> float:
         return self._size(self._block)
 
@@ -279,7 +281,7 @@ class _Stage:
     def _reduces(self) -> bool:
         return self.choice.zero >= 2 and self.group.dp_shard > 1
 
-    @property
+    @cached_property
     def _root(self) -> float:
         """Parameters outside of the blocks."""
         blocks = sum(n * self._size(layer) for layer, n in self.layers if layer.kind == "block")
