@@ -16,7 +16,7 @@ moments, each with what the current pass keeps:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
@@ -105,6 +105,8 @@ def stage_memory(
     """layers: all that the ranks at `index` on pp hold. in_flight: microbatches whose activations
     they keep at once; those of a chunk count as a share."""
     stage = _Stage(workload, choice, group, index, layers)
+    if not workload.loses_pieces:
+        overhead = replace(overhead, fragmentation=0.0)
     state, own, cut, copies = workload.state, stage.parameters, stage.shared, stage.copies
     zero = choice.zero if group.dp_shard > 1 else 1
     weights = own * state.weights
@@ -145,6 +147,16 @@ def kept_elements(workload: Workload, layer: Layer, tp: int, is_cut: bool, word:
     return (
         layer.width / cut + columns + sum(p.outputs for p in layer.products if p.cut != "columns")
     )
+
+
+def late_elements(layer: Layer, tp: int) -> float:
+    """Elements of a token between the two halves of a split backward. They are the inputs of
+    products, of which some have one in common, and the gradients of their outputs."""
+    if layer.kind != "block":
+        return float(layer.width)
+    columns = sum(p.outputs / tp for p in layer.products if p.cut == "columns")
+    rows = sum(p.outputs + p.inputs / tp for p in layer.products if p.cut == "rows")
+    return columns + rows + 2 * layer.width
 
 
 @dataclass(frozen=True)
@@ -234,9 +246,14 @@ class _Stage:
             yield _Moment((in_flight - 1) * kept, 0.0, root)
         if self.group.pp > 1 and SCHEDULE_KINDS[self.choice.schedule].splits_backward:
             late = min(in_flight, max(1.0 / self._chunks, self._late_passes))
-            everything = max(kept, self._kept("none"))
             gradients = self.workload.item * self.parameters / self._chunks
-            yield _Moment((in_flight - late) * kept + late * everything, 0.0, gradients)
+            yield _Moment((in_flight - late) * kept + late * self._late, 0.0, gradients)
+
+    @property
+    def _late(self) -> float:
+        """Bytes that the first half of a split backward leaves of a microbatch."""
+        elements = sum(n * late_elements(layer, self.group.tp) for layer, n in self.layers)
+        return elements * self.tokens * self.workload.item
 
     @property
     def _late_passes(self) -> float:
