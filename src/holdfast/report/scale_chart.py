@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
 
-from holdfast.plan.objective.scale_curve import Curve, Point
+from holdfast.plan.objective.scale_curve import Curve, Point, shown_knee
 from holdfast.report.formatting import format_count
 from holdfast.report.svg import Scale, line, path, tag, text
 
@@ -82,7 +82,7 @@ def _dollars(curve: Curve, x: Scale) -> list[str]:
 
 def _knees(curve: Curve, kept: Curve, x: Scale) -> Iterable[str]:
     for each, name, height in ((curve, "knee", 0.0), (kept, "knee, degrees kept", 16.0)):
-        if (knee := each.knee) is not None:
+        if (knee := shown_knee(each)) is not None:
             at = x(log2(knee.devices))
             yield line(at, _TOP - 10 + height, at, _HEIGHT - _BOTTOM, class_="knee")
             yield text(at + 4, _TOP + height, name)

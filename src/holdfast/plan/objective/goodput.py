@@ -222,7 +222,7 @@ class GoodputModel:
         return pauses, needs, hits
 
     def _without_domains(self, choice: Choice, cost: StepCost, state: _State) -> float:
-        """Seconds of throughput that lost racks and zones take, for each second: from the most
+        """Seconds of throughput that lost domains take, for each second: from the most
         likely state, until they return."""
         cluster, lost = self.problem.cluster, 0.0
         counts = tuple(group.count for group in choice.replicas)
@@ -231,7 +231,7 @@ class GoodputModel:
             left = {
                 name: 0
                 if loss.domain == "zone" and cluster.pool(name).zone == zone
-                else number - loss.nodes * (loss.domain == "rack" and name == loss.pool)
+                else number - loss.nodes * (loss.domain != "zone" and name == loss.pool)
                 for name, number in state.nodes.items()
             }
             left = {name: max(0, number) for name, number in left.items()}
