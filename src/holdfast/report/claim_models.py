@@ -91,9 +91,10 @@ def _workload(preset: str, sequence: int, batch: int) -> Workload:
 
 
 def activations_selective() -> Said:
-    block = _workload("175b", 2048, 64).blocks[0]
-    without = kept_elements(block, 8, False, "none")
-    share = kept_elements(block, 8, True, "selective") / without
+    workload = _workload("175b", 2048, 64)
+    block = workload.blocks[0]
+    without = kept_elements(workload, block, 8, False, "none")
+    share = kept_elements(workload, block, 8, True, "selective") / without
     words = "fused attention keeps no scores, so selective recomputation has less to save"
     return _said(share < 0.22, f"{share:.1%} of what tp 8 alone keeps: {words}")
 
