@@ -60,7 +60,7 @@ def _axes(points: Sequence[Point], x: Scale, share: Scale) -> Iterable[str]:
     for point in points:
         at = x(log2(point.devices))
         yield text(at, _HEIGHT - _BOTTOM + 18, format_count(point.devices), class_="mid")
-    yield text(_WIDTH - _RIGHT, _HEIGHT - 12, "devices", class_="end")
+    yield text(_WIDTH - 4, _HEIGHT - 12, "devices", class_="end")
 
 
 def _drawn(each: _Line, x: Scale, y: Scale) -> str:
