@@ -192,6 +192,7 @@ class Evaluator:
             choice.host,
             group.mesh_shape,
             group.recompute_at(index),
+            min(group.microbatches, 4 * group.pp),
             index,
             in_flight,
             held,

@@ -55,6 +55,9 @@ _COMPLETE = 16
 """Devices up to which a search continues until it has the best of all layouts."""
 _EFFORT = 400
 """Groups of a large problem that are opened without a better layout."""
+_SMALL_GAP = 0.05
+_PATIENCE = 5
+"""Times as many groups are opened while the gap is not small."""
 _DESPERATE = 10
 """Times as many groups a short search opens if nothing fits so far."""
 _SHORT = 40
@@ -160,7 +163,8 @@ class Search:
                 continue
             if self.is_short and (self.best or idle >= _DESPERATE * self._effort):
                 break
-            if idle >= self._effort and self.best:
+            work = self._effort * (1 if self._gap() < _SMALL_GAP else _PATIENCE)
+            if idle >= work and self.best:
                 break
             node = heappop(self._groups)[3]
             work = node.work if isinstance(node, Family) else 1.0
