@@ -114,7 +114,7 @@ class Search:
         self._pushed = 0
 
     def run(self, first: Choice | None) -> SearchResult:
-        if first is not None and not self.evaluator.short_of(first) and self._is_wanted(first):
+        if first is not None and self._is_wanted(first) and self.evaluator.least(first).fits:
             self._execute(first)
         best = self.find()
         if best is None:
