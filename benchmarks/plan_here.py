@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.here import two_ranks
+from benchmarks.here.profiled_times import ProfiledTimes, measure_profile
+from benchmarks.peers.work import Work
+from holdfast.plan.cost.layer_times import LayerTimes, ShapeTimes
 from holdfast.plan.hardware.this_machine import detect_machine
 from holdfast.plan.placing.topology_cost import Fleet
 
@@ -42,20 +45,35 @@ def two(given: argparse.Namespace) -> int:
     cases = [case for case in two_ranks.CASES if not given.only or given.only in case.name]
     fleet = fleet_here()
     if given.take:
-        rows = json.loads(given.take.read_text())["seconds"]
-        taken = [rows[case.name] for case in cases]
+        kept = json.loads(given.take.read_text())
+        profile, taken = kept["profile"], [kept["seconds"][case.name] for case in cases]
     else:
-        taken = []
+        profile, taken = measure_profile(Work(**shape), 2 * given.rounds), []
         for start in range(0, len(cases), given.together):
             some = cases[start : start + given.together]
             taken += two_ranks.measured(some, shape, given.rounds, given.steps)
     if given.keep:
-        two_ranks.save(given.keep, cases, taken)
-    costs = [
-        two_ranks.predicted(case, work, fleet)
-        for case, work in zip(cases, two_ranks.works(cases, shape), strict=True)
-    ]
+        two_ranks.save(given.keep, cases, taken, profile)
     measured = [two_ranks.lower_quartile(times) for times in taken]
+    works = two_ranks.works(cases, shape)
+    print("\nfrom shapes and the constants of the calibration alone")
+    _two_table(cases, works, measured, fleet, None)
+    print("\nwith the layers of this model timed alone (benchmarks/peers/profile.py)")
+    times = ProfiledTimes(profile, ShapeTimes("fp32", 4.0))
+    return _two_table(cases, works, measured, fleet, times)
+
+
+def _two_table(
+    cases: Sequence[two_ranks.Case],
+    works: Sequence[Work],
+    measured: Sequence[float],
+    fleet: Fleet,
+    times: LayerTimes | None,
+) -> int:
+    costs = [
+        two_ranks.predicted(case, work, fleet, times)
+        for case, work in zip(cases, works, strict=True)
+    ]
     parts = [
         " ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in cost.parts.items() if seconds)
         for cost in costs
