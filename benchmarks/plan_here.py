@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.here import two_ranks
 from benchmarks.here.profiled_times import ProfiledTimes, measure_profile
+from benchmarks.here.waiting_ranks import drawn, step_seconds
 from benchmarks.peers.work import Work
 from holdfast.plan.cost.layer_times import LayerTimes, ShapeTimes
 from holdfast.plan.hardware.this_machine import detect_machine
@@ -63,6 +64,20 @@ def two(given: argparse.Namespace) -> int:
     return _two_table(cases, works, measured, fleet, times)
 
 
+def waiting(given: argparse.Namespace) -> int:
+    cases = [drawn(seed) for seed in range(given.first, given.first + given.seeds)]
+    costs, measured = [case.predicted() for case in cases], []
+    for case, cost in zip(cases, costs, strict=True):
+        measured.append(step_seconds(case))
+        print(f"{case.name}: {cost.step_s:.3f} {measured[-1]:.3f} s", flush=True)
+    parts = [
+        " ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in cost.parts.items() if seconds)
+        for cost in costs
+    ]
+    names = [case.name for case in cases]
+    return table(names, [cost.step_s for cost in costs], measured, parts, choose=False)
+
+
 def _two_table(
     cases: Sequence[two_ranks.Case],
     works: Sequence[Work],
@@ -86,8 +101,10 @@ def table(
     predicted: Sequence[float],
     measured: Sequence[float],
     notes: Sequence[str] = (),
+    choose: bool = True,
 ) -> int:
-    """Print it; 0 if the median error and the chosen layout are within what is asked."""
+    """Print it; 0 if the median error and the chosen layout are within what is asked. choose: the
+    rows are layouts of one problem."""
     print(f"load {os.getloadavg()[0]:.1f}")
     print(f"{'layout':<34}{'predicted ms':>13}{'measured ms':>13}{'error':>8}")
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
@@ -95,6 +112,8 @@ def table(
         ms = f"{1e3 * predicted[at]:13.1f}{1e3 * measured[at]:13.1f}"
         print(f"{name:<34}{ms}{errors[at]:>+8.1%}  {notes[at] if notes else ''}")
     median = statistics.median(map(abs, errors))
+    if not choose:
+        return 0 if median <= MOST_ERROR else 1
     chosen = min(range(len(names)), key=lambda at: predicted[at])
     behind = measured[chosen] / min(measured) - 1
     best = min(range(len(names)), key=lambda at: measured[at])
@@ -117,6 +136,10 @@ def main() -> int:
     one.add_argument("--keep", type=Path, help="a file for the measured times")
     one.add_argument("--take", type=Path, help="measured times that were kept")
     one.set_defaults(run=two)
+    many = commands.add_parser("waiting", help="seeded layouts of 4 and 8 ranks that wait")
+    many.add_argument("--seeds", type=int, default=12)
+    many.add_argument("--first", type=int, default=0)
+    many.set_defaults(run=waiting)
     given = parser.parse_args()
     return int(given.run(given))
 
