@@ -16,7 +16,7 @@ from holdfast.plan.hardware.calibration import calibration_path, read_calibratio
 from holdfast.plan.hardware.fit import fit_calibration
 from holdfast.plan.hardware.this_machine import detect_machine
 from holdfast.plan.machine.hardware import detect_hardware
-from holdfast.train.measure_machine import Stopwatch, measure
+from holdfast.train.measure_machine import Stopwatch, count_operations, measure
 from tests.plan.hardware.test_fit import made_samples
 from tests.support.commands import apart
 from tests.support.processes import runs
@@ -109,6 +109,7 @@ def test_a_real_core_gives_constants_that_are_possible() -> None:
         samples = list(measure(Stopwatch(torch.device("cpu"), 0.0, None)))
     finally:
         torch.set_num_threads(threads)
+    assert len(samples) == count_operations(is_host=True, ranks=1)
     found = fit_calibration(samples, None, "2026-11-26", "box", "cpu", torch.__version__)
     for precision in ("fp32", "bf16"):
         one = found.efficiency[precision]

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import here, write_run_file
+from holdfast.plan.hardware.calibration import calibration_path, write_calibration
+from holdfast.plan.machine.hardware import detect_hardware
+from tests.cli.conftest import Trained
+from tests.plan.hardware.test_calibration import measured_by_hand
+from tests.support.commands import apart, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 SMALL = (
@@ -49,6 +53,21 @@ def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path, capsys: 
     assert best["score"] <= min(layout["score"] for layout in value["layouts"])
     again = json.loads(here(capsys, "plan", *asked).out)
     assert again == value
+
+
+def test_the_sources_of_the_numbers_are_said(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_calibration(measured_by_hand("cpu"), calibration_path(detect_hardware().node))
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", "here").out
+    assert "note: the numbers of cpu were measured here on 2026-11-26" in out
+    assert "is assumed" not in out
+    zones = tmp_path / "zones.yaml"
+    pool = "{nodes: 1, devices: 4, device: A100-80, zone: %s}"
+    zones.write_text(f"pools:\n  a: {pool % 'east'}\n  b: {pool % 'west'}\n")
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", zones).out
+    assert "no link is given between the zones east and west: 0.31 GB/s of a device" in out
 
 
 def test_limits_of_the_run_file_hold(run_file: Path, capsys: Capture) -> None:
@@ -95,3 +114,44 @@ def test_layout_show_and_schedule_take_the_chosen_layout(run_file: Path, capsys:
     assert (layout["mode"], layout["workers"]) == ("auto", 8)
     drawn = here(capsys, "layout", "schedule", run_file, *SMALL, "layout.pp=2")
     assert "on 2 ranks" in drawn.out
+
+
+def test_a_free_layout_trains_and_the_report_shows_plan_and_measurement(
+    run_file: Path, capsys: Capture
+) -> None:
+    done = apart("train", run_file, "layout=auto", "layout.tp=2", folder=run_file.parent)
+    assert done.code == 0, done.err
+    assert "layout: 1 x tp 2, the best by time of" in done.err
+    resolved = json.loads((run_file.parent / "run" / "resolved.json").read_text())
+    assert (resolved["config"]["layout"]["mode"], resolved["config"]["layout"]["workers"]) == (
+        "auto",
+        2,
+    )
+    assert resolved["origins"]["layout.workers"]["kind"] == "planned"
+    plan = json.loads(here(capsys, "report", run_file.parent / "run", "--json").out)["plan"]
+    assert plan["predicted_s"] > 0
+    assert plan["measured_s"] > 0
+    assert plan["predicted_bytes"] > 0
+    assert "tp" in plan["within"]
+    again = here(capsys, "train", run_file, "layout=auto", "layout.tp=2")
+    assert again.code == 0  # the same layout: the run is finished
+    assert "this run is finished" in again.err
+
+
+def test_a_run_with_a_given_layout_has_a_prediction_too(trained: Trained, capsys: Capture) -> None:
+    assert "planned " in here(capsys, "report", trained.folder, "--output", "page.html").err
+
+
+def test_a_dear_run_is_not_begun_without_a_terminal_to_ask(
+    run_file: Path, trained: Trained, capsys: Capture
+) -> None:
+    asked = (
+        f"data.folder={trained.root / 'dataset'}",
+        "train.steps=10000000",
+        "train.batch_size=8",
+    )
+    asked += ("plan.cluster=2xaws/us-east-1/p4d.24xlarge", "plan.ask_above_usd=1")
+    refused = here(capsys, "train", run_file, *asked)
+    refused.refuses_last("this run costs $", "plan.ask_above_usd is 1", "pass --yes")
+    assert "planned: " in refused.err
+    assert not (run_file.parent / "run" / "run.yaml").exists()

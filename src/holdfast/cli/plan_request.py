@@ -7,13 +7,11 @@ from pathlib import Path
 
 from holdfast.cli.train import with_device, with_vocabulary
 from holdfast.config.load import LoadedConfig, load_config
-from holdfast.config.run import RunConfig
-from holdfast.core.flops import flops_per_token
 from holdfast.errors import LayoutError
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.explain.figures import Figures, figures_of
+from holdfast.plan.explain.figures import Figures, figures_of, model_flops
 from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.search.search import Found
 
@@ -33,11 +31,6 @@ class PlanRequest:
 
     def figures(self, found: Found) -> Figures:
         return figures_of(self.problem, found.choice, found.cost, model_flops(self.loaded.config))
-
-
-def model_flops(config: RunConfig) -> float:
-    """FLOPs of a token, with causal attention halved."""
-    return flops_per_token(config.model, config.data.sequence_length, "causal")
 
 
 def read_plan_request(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.cli.confirm import confirm_cost
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import Fresh, JournalJson
+from holdfast.cli.options import Fresh, JournalJson, Yes
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
@@ -78,6 +79,7 @@ def train(
     run_file: Annotated[Path, typer.Argument(help="the run file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
     fresh: Fresh = False,
+    yes: Yes = False,
     json: JournalJson = False,
 ) -> int:
     """Start or resume the run described by a run file.
@@ -91,11 +93,16 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
-    return start_run(run_file, overrides or [], fresh=fresh, json=json)
+    return start_run(run_file, overrides or [], fresh=fresh, json=json, yes=yes)
 
 
 def start_run(
-    run_file: Path | None, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
+    run_file: Path | None,
+    overrides: Sequence[str],
+    *,
+    fresh: bool = False,
+    json: bool = False,
+    yes: bool = False,
 ) -> int:
     """As the command `train`; return its exit code. run_file: None for the defaults and the
     overrides. Of the processes of a launcher, one of each node trains. Raises UserError."""
@@ -108,7 +115,7 @@ def start_run(
         loaded = with_place(plan_for_machine(loaded, machine))
         folder = run_folder_of(loaded.config)
         with crash_log_in(folder):
-            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json)
+            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json, yes=yes)
 
     with early_signals_answered():
         return as_one_node(start)
@@ -122,6 +129,7 @@ def _train_in_folder(
     *,
     fresh: bool,
     json: bool,
+    yes: bool,
 ) -> int:
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
@@ -131,7 +139,7 @@ def _train_in_folder(
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     watch = HolderWatch(folder, say)
     refuse_missing_trackers(loaded)
-    begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several)
+    begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several, yes=yes)
     if begun.last_step is not None:
         if json:
             print_line({"finished": True, "step": begun.last_step, "folder": str(folder)})
@@ -174,11 +182,12 @@ def begin_run(
     *,
     fresh: bool,
     several: bool,
+    yes: bool = False,
 ) -> BegunRun:
     """Prepare the data of a run and write its description, or check those that are there.
 
     watch: what is known of the folder's holder. several: the run has several nodes, and one of
-    them may be at work already. Raises UserError."""
+    them may be at work already. yes: whatever it costs. Raises UserError."""
     probe_run_store(folder)
     refuse_old_base(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
@@ -209,7 +218,11 @@ def begin_run(
     if several:
         refuse_unlike_node(folder, loaded, watch)
     begins = read_resolved(folder) is None
-    about = [*describe_start(loaded, data.use, begins=begins), *data.plan.about]
+    for line in data.plan.about:
+        say(line)
+    if begins and not yes:
+        confirm_cost(loaded, data.plan.usd)
+    about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {where_of_run(folder.resolve())}", *about]
     if not write_description(folder, loaded, machine, data.location, version) and several:
@@ -258,7 +271,8 @@ def prepare_run_data(
         refuse_other_tokenizer(Path(loaded.config.lora.base), dataset)
     loaded, plan = with_auto_layout(loaded, machine, known, several=several)
     loaded = with_microbatch_size(loaded, known)
-    refuse_unfit_machine(loaded, machine)
+    if not several:
+        refuse_unfit_machine(loaded, machine)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)

@@ -195,8 +195,9 @@ def resolve_config(
 def _expand_short_forms(data: dict[str, Any], given: dict[str, Origin]) -> None:
     """Write `task: NAME` as `task: {name: NAME}`, and `layout: auto` as `layout: {mode: auto}`."""
     for section, key in (("task", "name"), ("layout", "mode")):
-        if isinstance(data.get(section), str):
-            data[section] = {key: data[section]}
+        word = data.get(section)
+        if isinstance(word, str) and (section == "task" or word == "auto"):
+            data[section] = {key: word}
             given[f"{section}.{key}"] = given.pop(section)
 
 

@@ -28,7 +28,6 @@ QUANTILE = 0.2
 """Of an operation's times: other programs only ever add to them, and the fastest one is luck."""
 _CHAIN = 32
 """Operations of a chain whose forward and backward give the time of a launch."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CPU_EDGES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CARD_EDGES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
 _CPU_SIZES = tuple(2**power for power in range(12, 25, 2))
@@ -79,8 +78,10 @@ def measure(watch: Stopwatch) -> Iterator[Sample]:
     """Everything that one device can show."""
     device = watch.device
     is_cpu = device.type == "cpu"
+    tiny = torch.zeros(1, device=device)
+    yield Sample("call", watch.time(lambda: [tiny.add_(1) for _ in range(_CHAIN)]) / _CHAIN)
     yield Sample("launch", watch.time(_chain(device)) / (2 * _CHAIN))
-    for precision, dtype in _DTYPES.items():
+    for precision, dtype in _dtypes(device).items():
         for edge in _CPU_EDGES if is_cpu else _CARD_EDGES:
             yield _product(watch, precision, dtype, edge)
     for size in _CPU_SIZES if is_cpu else _CARD_SIZES:
@@ -92,10 +93,27 @@ def measure(watch: Stopwatch) -> Iterator[Sample]:
         yield Sample("copy", copy, 2 * size)
     if not is_cpu:
         for size in _MESSAGE_SIZES:
-            host = torch.empty(size, dtype=torch.uint8).pin_memory()
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
             there = torch.empty(size, dtype=torch.uint8, device=device)
             taken = watch.time(lambda a=host, b=there: b.copy_(a, non_blocking=True))  # type: ignore[misc]
             yield Sample("host", taken, size)
+
+
+def count_operations(is_host: bool, ranks: int) -> int:
+    """Samples of `measure` and `measure_links`."""
+    sizes, edges = (_CPU_SIZES, _CPU_EDGES) if is_host else (_CARD_SIZES, _CARD_EDGES)
+    copies = 0 if is_host else len(_MESSAGE_SIZES)
+    links = 2 * len(_MESSAGE_SIZES) if ranks > 1 else 0
+    return 2 + 2 * len(edges) + 2 * len(sizes) + copies + links
+
+
+def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
+    """By the planner's precisions. A card without bf16 computes in fp16, as its row of the table
+    says."""
+    has_bf16 = True
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return {"fp32": torch.float32, "bf16": torch.bfloat16 if has_bf16 else torch.float16}
 
 
 def _chain(device: torch.device) -> Callable[[], object]:
@@ -151,9 +169,7 @@ def main(arguments: list[str]) -> None:
         store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         group = dist.new_group(backend="gloo")
-    sizes = len(_CPU_SIZES) if kind.is_host else len(_CARD_SIZES)
-    edges = len(_CPU_EDGES) if kind.is_host else len(_CARD_EDGES)
-    operations = 1 + len(_DTYPES) * edges + 2 * sizes + 2 * len(_MESSAGE_SIZES)
+    operations = count_operations(kind.is_host, ranks)
     _print(rank, {"torch": torch.__version__, "operations": operations, "ranks": ranks})
     watch = Stopwatch(device, seconds / operations, group)
     for sample in measure(watch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from re import Match
 
+from holdfast.cli.confirm import confirm_cost
 from holdfast.cli.plan_request import read_plan_request
+from holdfast.config.load import load_config
 from tests.cli.remedies.lab import Case, Lab, case
 
 RUN = "model: {preset: tiny, vocab_size: 512}\ntrain: {batch_size: 1, microbatch_size: 1}\n"
@@ -33,6 +35,12 @@ def remove(lab: Lab, found: Match[str]) -> None:
     lab.settings["overrides"] = []
 
 
+def confirm(lab: Lab) -> None:
+    """Begin a run of $250, with no terminal to ask."""
+    loaded = load_config(lab.folder / "run.yaml", lab.settings["overrides"])
+    confirm_cost(loaded, 249.5)
+
+
 AUTO = "layout=auto"
 CASES: list[Case] = [
     case(
@@ -47,6 +55,13 @@ CASES: list[Case] = [
         begin("2xA100-80", AUTO, "train.optimizer.name=muon"),
         make_plan,
         r"use (layout.workers=1), or remove limits of layout",
+        add,
+    ),
+    case(
+        "cli/confirm.py: (confirm_cost)",
+        begin(""),
+        confirm,
+        r"pass --yes, or (plan.ask_above_usd=\d+)",
         add,
     ),
     case(

@@ -19,7 +19,7 @@ from holdfast.plan.hardware.fit import (
 )
 from holdfast.plan.hardware.link import Link
 
-RATE, BANDWIDTH, CACHED, LAUNCH, RAMP = 200e9, 20e9, 100e9, 3e-6, 5e-6
+RATE, BANDWIDTH, CACHED, CALL, LAUNCH, RAMP = 200e9, 20e9, 100e9, 1e-6, 3e-6, 5e-6
 LINK = Link(50e-6, 2e9)
 
 
@@ -31,6 +31,7 @@ def made_samples(noise: float = 0.0) -> Iterator[Sample]:
         return seconds * (1 + noise * chance.uniform(-1, 1))
 
     yield Sample("launch", LAUNCH)
+    yield Sample("call", CALL)
     for precision, times in (("fp32", 1), ("bf16", 4)):
         for edge in (32, 64, 128, 256, 512, 1024):
             flops, size = 2.0 * edge**3, 12.0 * edge**2
@@ -39,7 +40,7 @@ def made_samples(noise: float = 0.0) -> Iterator[Sample]:
     for power in range(12, 27, 2):
         size = 3.0 * 2**power
         rate = CACHED if size < 2**20 else BANDWIDTH
-        yield Sample("kernel", noisy(LAUNCH + size / rate), size)
+        yield Sample("kernel", noisy(CALL + size / rate), size)
     for power in range(8, 24, 2):
         yield Sample("message", noisy(LINK.message_s(2**power)), 2**power)
         yield Sample("allreduce", noisy(2 * LINK.allreduce_s(2**power, 2)), 2**power, ranks=2)

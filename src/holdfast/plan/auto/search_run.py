@@ -90,18 +90,23 @@ def limits_of(loaded: LoadedConfig) -> Limits:
 
 
 def plan_run(
-    loaded: LoadedConfig, machines: Machines, objective: Objective = step_seconds
+    loaded: LoadedConfig,
+    machines: Machines,
+    objective: Objective = step_seconds,
+    workers: int = 0,
 ) -> RunPlan:
-    """Choose the layout of a run on these machines. Raises LayoutError if none works there."""
+    """Choose the layout of a run on these machines. workers: their number, if it is not free.
+    Raises LayoutError if no layout works there."""
     config, limits = loaded.config, limits_of(loaded)
-    given = config.layout.workers if is_given(loaded, "layout.workers") else 0
+    given = config.layout.workers if is_given(loaded, "layout.workers") else workers
     workload = workload_of(_with_vocabulary(config))
     plans, refused = list[RunPlan](), list[UserError]()
-    for workers in machines.worker_counts(given, limits.pp, limits.dp_shard, limits.cp, limits.tp):
-        part = machines.with_workers(workers)
-        if part.cluster.size != workers:
+    degrees = limits.pp, limits.dp_shard, limits.cp, limits.tp
+    for number in machines.worker_counts(given, *degrees):
+        part = machines.with_workers(number)
+        if part.cluster.size != number:
             raise LayoutError(
-                f"layout.workers is {workers}, and {machines.name} has "
+                f"layout.workers is {number}, and {machines.name} has "
                 f"{machines.cluster.size} devices",
                 where=loaded.where("layout.workers"),
                 remedy=f"use {part.cluster.size}",

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
+from holdfast.config.run import RunConfig
+from holdfast.core.flops import flops_per_token
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster
@@ -101,6 +103,11 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         watts / 1000,
         grams,
     )
+
+
+def model_flops(config: RunConfig) -> float:
+    """FLOPs of a token, with causal attention halved."""
+    return flops_per_token(config.model, config.data.sequence_length, "causal")
 
 
 def devices_by_pool(cluster: Cluster, choice: Choice) -> dict[str, int]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from holdfast.plan.auto.machines import Machines
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.group_links import group_links
+from holdfast.plan.hardware.cluster import ACROSS_ZONES
+from holdfast.plan.hardware.devices import device_named
 from holdfast.plan.search.search import Found
 
 _SMALL_SHARE = 0.5
@@ -15,13 +17,20 @@ _SMALL_SHARE = 0.5
 
 def warnings_of(problem: Problem, machines: Machines, found: Found) -> list[str]:
     """One sentence for each thing that a reader of the plan must know."""
-    return [*_assumed(problem), *_prices(problem), *_slow_links(problem, found), *_small(found)]
+    return [
+        *_assumed(problem),
+        *_zones(problem),
+        *_prices(problem),
+        *_slow_links(problem, found),
+        *_small(found),
+    ]
 
 
 def _assumed(problem: Problem) -> Iterator[str]:
     for name in dict.fromkeys(pool.device for pool in problem.cluster.pools):
-        device, precision = problem.devices[name], problem.workload.precision
+        device, precision = device_named(name, problem.devices), problem.workload.precision
         if device.measured:
+            yield f"the numbers of {name} were measured here on {device.measured}"
             continue
         if precision not in device.efficiency:
             yield (
@@ -30,6 +39,15 @@ def _assumed(problem: Problem) -> Iterator[str]:
             )
         if device.assumed:
             yield f"of {name} no source is known for {', '.join(device.assumed)}"
+
+
+def _zones(problem: Problem) -> Iterator[str]:
+    if pairs := problem.cluster.zones_without_link():
+        yield (
+            f"no link is given between the zones {' and '.join(pairs[0])}"
+            f"{f' and {len(pairs) - 1} other pairs' if len(pairs) > 1 else ''}: "
+            f"{ACROSS_ZONES.bandwidth / 1e9:.2g} GB/s of a device is assumed"
+        )
 
 
 def _prices(problem: Problem) -> Iterator[str]:

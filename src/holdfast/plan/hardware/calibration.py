@@ -29,7 +29,8 @@ class Calibration:
     the table if it has the device, otherwise the best measured rates. bandwidth: likewise. inside:
     what collectives of two devices of this machine see, None if there is one device alone.
     messages: the same of single messages. host: copies between a device and the host's memory.
-    cache_bytes, cache_bandwidth: see `DeviceType`."""
+    cache_bytes, cache_bandwidth: see `DeviceType`. call_s: of an operation that is in no training
+    step, which pays no backward's bookkeeping."""
 
     date: str
     node: str
@@ -43,6 +44,7 @@ class Calibration:
     host: Link | None = None
     cache_bytes: float = 0.0
     cache_bandwidth: float = 0.0
+    call_s: float = 0.0
     samples: tuple[Mapping[str, Any], ...] = field(default=())
 
     @property
@@ -78,6 +80,7 @@ class Calibration:
             "efficiency": {name: vars(each) for name, each in self.efficiency.items()},
             "cache_bytes": self.cache_bytes,
             "cache_bandwidth": self.cache_bandwidth,
+            "call_s": self.call_s,
             **{
                 name: vars(link) if link else None
                 for name, link in (
@@ -110,6 +113,7 @@ class Calibration:
             host,
             float(data["cache_bytes"]),
             float(data["cache_bandwidth"]),
+            float(data.get("call_s", 0.0)),
             tuple(data["samples"]),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import DataError
@@ -113,7 +113,58 @@ def load_devices(
 def device_named(
     name: str, devices: Mapping[str, DeviceType], where: str = "cluster"
 ) -> DeviceType:
-    """The device of this name or alias. Raises DataError with the nearest name."""
+    """The device of this name or alias, with the limits that follow an @ ("A100-80@300W,70GiB").
+
+    Raises DataError, with the nearest name, for what is not there.
+    """
+    name, at, limits = name.partition("@")
+    found = _device_of_table(name, devices, where)
+    return _limited(found, limits, where) if at else found
+
+
+def limits_text(power_w: float, memory_gib: float) -> str:
+    """What `device_named` reads after a name; 0: no limit."""
+    given = [f"{power_w:g}W"] * (power_w > 0) + [f"{memory_gib:g}GiB"] * (memory_gib > 0)
+    return "@" + ",".join(given) if given else ""
+
+
+def _limited(device: DeviceType, limits: str, where: str) -> DeviceType:
+    """Less power slows a device by the cube root: what a chip takes grows with its clock's cube."""
+    for limit in limits.split(","):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(W|GiB)", limit)
+        if found is None:
+            raise DataError(
+                f"{limit!r} is no limit of a device",
+                where=where,
+                remedy=f"write for example {device.name}@{device.power_w:g}W, or @70GiB",
+            )
+        value = float(found[1])
+        if found[2] == "W":
+            _check_limit("power", value, device.idle_w, device.power_w, device.name, where)
+            slower = (value / device.power_w) ** (1 / 3)
+            flops = {each: peak * slower for each, peak in device.flops.items()}
+            device = replace(device, power_w=value, flops=flops)
+        else:
+            most = device.memory_bytes / GIB
+            _check_limit("memory", value, 0.0, most, device.name, where)
+            size = value * GIB
+            usable = min(size, device.usable_bytes)
+            device = replace(device, memory_bytes=size, usable_bytes=usable)
+    return replace(device, name=f"{device.name}@{limits}")
+
+
+def _check_limit(
+    what: str, value: float, least: float, most: float, device: str, where: str
+) -> None:
+    if not least < value <= most:
+        raise DataError(
+            f"the limit of {what} is {value:g}, and {device} has {least:g} to {most:g}",
+            where=where,
+            remedy=f"use {most:g} or less, or remove the limit",
+        )
+
+
+def _device_of_table(name: str, devices: Mapping[str, DeviceType], where: str) -> DeviceType:
     if name in devices:
         return devices[name]
     for device in devices.values():

@@ -3,7 +3,7 @@
 Every sum is over relative errors, so that a small operation counts as much as a large one:
 
     products    t = ramp + max(FLOPs / rate, bytes / bandwidth)      ramp and rate by precision
-    kernels     t = launch + bytes / bandwidth
+    kernels     t = call + bytes / bandwidth (of a cache, if the data is in one)
     messages    t = steps x (latency + ramp x root(latency x m / W) + m / W)
 """
 
@@ -32,9 +32,13 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured operation. kind: product, kernel (element-wise), launch (an empty kernel), copy,
-    message, allreduce, or host (to or from the host's memory). precision: "" if it has no part in
-    it. flops, size (bytes that move, or the message's): 0 if there are none."""
+    """One measured operation.
+
+    kind: product, kernel (element-wise), copy, message or allreduce. host: to or from the host's
+        memory. call: a kernel of one element. launch: the same in a training step.
+    size: bytes that move, or the message's; 0: none. flops: 0: none.
+    precision: "" if it has no part in it.
+    """
 
     kind: str
     seconds: float
@@ -114,10 +118,13 @@ def fit_calibration(
     torch: str,
 ) -> Calibration:
     """All constants. known: the table's device, None if it has none whose peaks hold here."""
-    launch = median([each.seconds for each in samples if each.kind == "launch"])
+    launch, call = (
+        median([each.seconds for each in samples if each.kind == kind])
+        for kind in ("launch", "call")
+    )
     moved = [each for each in samples if each.kind == "kernel"]
     large = [each for each in moved if each.size >= BEYOND_CACHES] or moved
-    per_byte = _slope(large, launch)
+    per_byte = _slope(large, call)
     best = max(each.size / each.seconds for each in large)
     bandwidth = known.bandwidth if known else max(best, 1 / per_byte)
     memory = 1 / per_byte / bandwidth
@@ -132,7 +139,7 @@ def fit_calibration(
     inside, messages, host = (
         fit_link([each for each in samples if each.kind == kind]) for kind in LINK_KINDS
     )
-    cache_bytes, cache_bandwidth = _fit_cache(moved, bandwidth, memory)
+    cache_bytes, cache_bandwidth = _fit_cache(moved, bandwidth, memory, call)
     return Calibration(
         date,
         node,
@@ -146,6 +153,7 @@ def fit_calibration(
         host,
         cache_bytes,
         cache_bandwidth,
+        call,
         tuple(vars(each) for each in samples),
     )
 
@@ -170,7 +178,7 @@ def _fitted_s(sample: Sample, fitted: Calibration) -> float | None:
         reached = next(iter(fitted.efficiency.values()))
         in_cache = sample.size <= fitted.cache_bytes
         bandwidth = fitted.cache_bandwidth if in_cache else fitted.bandwidth
-        return reached.launch_s + sample.size / (bandwidth * reached.memory)
+        return fitted.call_s + sample.size / (bandwidth * reached.memory)
     links = dict(zip(LINK_KINDS, (fitted.inside, fitted.messages, fitted.host), strict=True))
     link = links.get(sample.kind)
     return sample.steps * link.message_s(sample.message_size) if link else None
@@ -203,16 +211,16 @@ def _fit_products(products: Sequence[Sample], per_byte: float) -> tuple[float, f
     return ramp, 1 / per_flop
 
 
-def _fit_cache(kernels: Sequence[Sample], bandwidth: float, memory: float) -> tuple[float, float]:
+def _fit_cache(
+    kernels: Sequence[Sample], bandwidth: float, memory: float, call: float
+) -> tuple[float, float]:
     """(cache_bytes, cache_bandwidth): up to the largest kernel that is much faster than memory."""
     fast = [e for e in kernels if e.size / e.seconds > CACHE_GAIN * bandwidth * memory]
     if not fast:
         return 0.0, 0.0
     most = max(each.size for each in fast)
     inside = [each for each in kernels if each.size <= most]
-    _, per_byte = least_squares([[1 / e.seconds, e.size / e.seconds] for e in inside])
-    rate = 1 / per_byte if per_byte else max(e.size / e.seconds for e in inside)
-    return most, max(rate, bandwidth * memory) / memory
+    return most, max(1 / _slope(inside, call), bandwidth * memory) / memory
 
 
 def _slope(found: Sequence[Sample], fixed: float) -> float:
