@@ -49,12 +49,12 @@ def two(given: argparse.Namespace) -> int:
         kept = json.loads(given.take.read_text())
         profile, taken = kept["profile"], [kept["seconds"][case.name] for case in cases]
     else:
-        profile, taken = measure_profile(Work(**shape), 2 * given.rounds), []
+        profile, taken = measure_profile(Work(**shape), given.rounds), []
         for start in range(0, len(cases), given.together):
             some = cases[start : start + given.together]
             taken += two_ranks.measured(some, shape, given.rounds, given.steps)
-    if given.keep:
-        two_ranks.save(given.keep, cases, taken, profile)
+            if given.keep:
+                two_ranks.save(given.keep, cases[: len(taken)], taken, profile)
     measured = [two_ranks.lower_quartile(times) for times in taken]
     works = two_ranks.works(cases, shape)
     print("\nfrom shapes and the constants of the calibration alone")
@@ -126,10 +126,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("two", help="every layout of two ranks")
-    one.add_argument("--preset", default="15m")
-    one.add_argument("--vocabulary", type=int, default=4096)
-    one.add_argument("--sequence", type=int, default=256)
-    one.add_argument("--rounds", type=int, default=7)
+    one.add_argument("--preset", default="small")
+    one.add_argument("--vocabulary", type=int, default=2048)
+    one.add_argument("--sequence", type=int, default=128)
+    one.add_argument("--rounds", type=int, default=12)
     one.add_argument("--steps", type=int, default=1, help="of a block")
     one.add_argument("--together", type=int, default=8, help="loops that take turns")
     one.add_argument("--only", default="", help="layouts whose name holds this")

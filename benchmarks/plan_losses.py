@@ -9,7 +9,7 @@ devices that wait and links that are shaped (`benchmarks/here/waiting_rank.py`).
 replicas cannot be executed there, so the planner is not asked for seeds that lead to one.
 
 `kills`: nodes of real runs with `layout: auto` are killed one after the other, from four to one.
-The loss of each step is compared with that of a run that nobody disturbs.
+The loss of each step is compared with that of an undisturbed run.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ LINKS = ((0.1, 100), (10.0, 20), (0.03, 10), (0.3, 500))  # Gbit/s, microseconds
 
 @dataclass(frozen=True)
 class Change:
-    """One layout of a run. difference: the largest of its steps' losses, relative, from those of
-    the run that nobody disturbs."""
+    """One layout of a run. difference: of the losses of its steps from those of an undisturbed
+    run, the largest, relative."""
 
     seed: int
     killed: str

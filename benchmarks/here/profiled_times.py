@@ -1,6 +1,6 @@
 """Seconds of layers from those that were timed alone here (`benchmarks/peers/profile.py`).
 
-Of a layer that tp or cp cuts, the shapes say which share of the whole layer's time it takes.
+Of a layer that tp or cp cuts, the shapes say which share of the uncut layer's time it takes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """One rank on a device that waits: `python -m benchmarks.here.waiting_rank FILE RANK`.
 
 The process, its schedule's table, its messages and their sockets are real. Computing is a wait of
-the seconds that FILE gives. A link is shaped where a rank sends: messages to a node leave one after
-the other, at the link's rate, and arrive after its latency. No process wakes exactly in time, so a
-rank counts on from the moment at which a wait should have ended, unless it is later than `PAUSE`.
-(An accelerator with queued work behaves so.) It prints, for each step, the seconds that it took.
+the seconds that FILE gives. A link is shaped where a rank sends. Messages leave one after the
+other, at the link's rate, and arrive after its latency.
+
+No process wakes exactly in time. So a rank counts from the moment at which a wait should have
+ended, unless it is later than `PAUSE`. (An accelerator with queued work behaves so.) The rank
+prints the seconds of each step.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Clock:
         self.at = at
 
     def meet(self, moment: float) -> None:
-        """Go on no earlier than that."""
+        """Continue no earlier than that."""
         self.at = max(self.at, moment)
         if (now := time.monotonic()) > self.at + PAUSE:
             self.at = now
@@ -94,7 +96,7 @@ class Line:
             return self._arrived.pop(tag)
 
     def tell(self, peer: int, tag: str, moment: float) -> None:
-        """A word beside the links."""
+        """A word that takes no link."""
         self._write(peer, tag, b"", moment)
 
     def _send_all(
@@ -313,7 +315,7 @@ def main(file: str, number: str) -> None:
             line.tell(0, f"ready/{step}/{rank}", 0.0)
             begin = line.receive(f"go/{step}")
         print(json.dumps(runner.step(step, begin)), flush=True)
-    for peer in range(ranks):  # nobody leaves while another one may still send to it
+    for peer in range(ranks):  # a rank stays while another one may still send to it
         line.tell(peer, f"end/{rank}", 0.0)
     for peer in range(ranks):
         line.receive(f"end/{peer}")

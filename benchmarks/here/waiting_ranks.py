@@ -1,8 +1,8 @@
 """Layouts of more ranks than this machine has cores: devices that wait, links that are shaped.
 
 `waiting_rank.py` says what is real. The seconds of a layer's computing are those of the cost model.
-What a step takes besides them follows from what the processes do: the order of the table, messages
-that share a link, sums of gradients behind the backward pass.
+The rest of a step follows from what the processes do. They keep the order of the table, their
+messages share links, and sums of gradients travel behind the backward pass.
 """
 
 from __future__ import annotations
