@@ -99,9 +99,12 @@ def alternatives(loss: Loss) -> list[Topology]:
     return list(found.values())
 
 
-def measured(loss: Loss, topology: Topology, steps: int = 3) -> float:
-    """Seconds of a step on ranks that wait."""
+def measured(loss: Loss, topology: Topology) -> float:
+    """Seconds of a step on ranks that wait. A layout that is predicted to be twice as slow as the
+    chosen one has fewer steps."""
     costs = TopologyCost(loss.config, loss.fleet, loss.left)
+    is_slow = costs.cost(topology).step_s > 2 * costs.cost(loss.chosen).step_s
+    steps = 2 if is_slow else 4
     choice: Choice = costs.choice(topology)
     pool = replace(loss.fleet.node, name=choice.replicas[0].pools[0], nodes=len(loss.left))
     return step_seconds(WaitingCase(words(topology), loss.config, choice, pool), steps)

@@ -34,14 +34,14 @@ class Change:
     run, the largest, relative."""
 
     seed: int
-    killed: str
+    nodes: str
     layout: str
     steps: int
     difference: float
 
     def __str__(self) -> str:
         return (
-            f"run {self.seed}: {self.killed:<12} {self.layout:<34}"
+            f"run {self.seed}: nodes {self.nodes:<5} meshes {self.layout:<34}"
             f"{self.steps:>3} steps, loss differs by {self.difference:.1e}"
         )
 
@@ -66,7 +66,6 @@ def killed_run(
     order = draw.sample("abcd", 4)
     with nodes_of(run_file, folder, *SETTINGS, *auto, f"cluster.faults={gate.folder}") as nodes:
         nodes.start(*"abcd")
-        nodes.wait_generation({*"abcd"})
         nodes.wait_step(GATES[0])
         for name, until in zip(order, GATES[1:], strict=False):
             before = len(nodes.events(GenerationStarted))
@@ -77,7 +76,7 @@ def killed_run(
             gate.open_gate(until)
             nodes.wait_step(until)
         nodes.end()
-    yield from _changes(nodes, seed, order, reference)
+    yield from _changes(nodes, seed, reference)
 
 
 def _wait_for_generation(nodes: Nodes, before: int) -> None:
@@ -86,19 +85,12 @@ def _wait_for_generation(nodes: Nodes, before: int) -> None:
     )
 
 
-def _changes(
-    nodes: Nodes, seed: int, order: list[str], reference: dict[int, float]
-) -> Iterator[Change]:
+def _changes(nodes: Nodes, seed: int, reference: dict[int, float]) -> Iterator[Change]:
     effective, _ = split_effective(nodes.records())
     done = [(r.generation, r.event) for r in effective if isinstance(r.event, StepDone)]
-    gone: set[str] = set()
     for event in nodes.events(GenerationStarted):
         topology = Topology.from_json(event.topology)
         steps = [step for generation, step in done if generation == topology.generation]
         worst = max((abs(s.loss / reference[s.step] - 1) for s in steps), default=0.0)
-        meshes = [replica.mesh_shape for replica in topology.replicas]
-        words = f"{len(topology.nodes)} ranks, meshes " + " ".join(
-            "x".join(map(str, mesh)) for mesh in meshes
-        )
-        yield Change(seed, " ".join(sorted(gone)) or "-", words, len(steps), worst)
-        gone = {*order[: len(gone) + 1]}
+        meshes = " ".join("x".join(map(str, each.mesh_shape)) for each in topology.replicas)
+        yield Change(seed, "".join(sorted(topology.nodes)), meshes, len(steps), worst)

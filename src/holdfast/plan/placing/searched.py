@@ -33,10 +33,8 @@ BETWEEN_CHANGES_S = 516.0
 interruption comes every 8.6 minutes."""
 
 _MARGIN = 0.02
-"""A layout that is not faster than this is not worth a change."""
-
-_IDLE_MARGIN = 0.05
-"""Workers are left idle only if steps become faster by more than this."""
+"""A layout whose steps are not faster by more than this is not worth moving state, or leaving
+workers idle."""
 
 _RANKED = 6
 """Meshes that are placed after the first ranking."""
@@ -252,7 +250,7 @@ def _choose(scored: Sequence[_Scored]) -> LayoutPlan:
     full = [each for each in scored if each.plan.topology.world_size == most]
     best = min(each.score for each in full)
     some = min(scored, key=lambda each: each.score)
-    if some.score * (1 + _IDLE_MARGIN) < best:
+    if some.score * (1 + _MARGIN) < best:
         return some.plan
     close = [each for each in full if each.score <= (1 + _MARGIN) * best]
     return min(close, key=lambda each: each.moving_s).plan
