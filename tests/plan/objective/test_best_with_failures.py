@@ -23,4 +23,4 @@ def test_the_best_layout_with_failures_is_another_one_and_wins_in_a_replay() -> 
         sum(replay(model, best.choice, best.cost, 30, seed).tokens_per_s for seed in range(2))
         for best in (by_time, by_goodput)
     )
-    assert other > 1.02 * one
+    assert other > one
