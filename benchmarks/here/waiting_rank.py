@@ -217,6 +217,7 @@ class WaitingRank:
         self.device.wait(0.0)
         self.done = dict.fromkeys(range(len(self.layers)), 0)
         self.waited: list[tuple[Engine, str]] = []
+        self.bucket = 0.0
         for cell in self.schedule.actions[self.at[0]]:
             for action in actions_of(cell):
                 self._run(number, action)
@@ -274,7 +275,8 @@ class WaitingRank:
                     tag = f"{name}/{at}/{each}/{self.tp[0]}"
                     ring(self.line, self.device, tag, self.tp, layer.sum_bytes, False)
             if ends:
-                self._reduce(name, at, layer, self.done[stage] == self.microbatches)
+                is_last = self.done[stage] == self.microbatches
+                self._reduce(name, at, layer, is_last, at + 1 == len(layers))
 
     def _ask(self, name: str, at: int, layer: WaitingLayer) -> None:
         tag = f"{name}/{at}/{self.shards[0]}"
@@ -284,14 +286,22 @@ class WaitingRank:
         if at == 0:
             self._ask(name, at, layer)
 
-    def _reduce(self, name: str, at: int, layer: WaitingLayer, is_last: bool) -> None:
-        """Sums of a layer's gradients: over shards, then over replicas."""
-        cut = len(self.shards)
-        if cut > 1 and (self.given["zero"] == 3 or is_last):
+    def _reduce(self, name: str, at: int, layer: WaitingLayer, is_last: bool, is_end: bool) -> None:
+        """Sums of gradients: over shards, then over replicas. A bucket of them leaves when it is
+        full, or with the last layer of a stage."""
+        cut, is_cut = len(self.shards), self.given["zero"] == 3
+        if cut > 1 and is_cut:
             self._sum(f"{name}/{at}/s/{self.shards[0]}", self.shards, layer.gradient_bytes, False)
-        if is_last and len(self.replicas) > 1:
-            size = layer.gradient_bytes / cut
-            self._sum(f"{name}/{at}/r/{self.replicas[0]}", self.replicas, size, True)
+        if not is_last:
+            return
+        self.bucket += layer.gradient_bytes
+        if self.bucket < self.given["bucket_bytes"] and not is_end:
+            return
+        size, self.bucket = self.bucket, 0.0
+        if cut > 1 and not is_cut:
+            self._sum(f"{name}/{at}/s/{self.shards[0]}", self.shards, size, False)
+        if len(self.replicas) > 1:
+            self._sum(f"{name}/{at}/r/{self.replicas[0]}", self.replicas, size / cut, True)
 
     def _sum(self, name: str, group: Sequence[int], size: float, both: bool) -> None:
         self.sums.start(self.device.at, name, group, size, both)

@@ -47,7 +47,12 @@ class WaitingCase:
     @property
     def problem(self) -> Problem:
         cluster = Cluster((self.pool,))
-        return Problem(workload_of(self.config), cluster, {DEVICE: waiting_device()})
+        return Problem(
+            workload_of(self.config),
+            cluster,
+            {DEVICE: waiting_device()},
+            bucket_bytes=1e6 * self.config.layout.bucket_mb,
+        )
 
     def predicted(self) -> StepCost:
         return Evaluator(self.problem).cost(self.choice)
@@ -152,6 +157,7 @@ def _given(case: WaitingCase, steps: int) -> dict[str, Any]:
         "virtual": choice.virtual,
         "microbatches": group.microbatches,
         "zero": choice.zero,
+        "bucket_bytes": problem.bucket_bytes,
         "stages": [[_layer(case, layer) for layer in stage] for stage in _stages(case)],
         "send_bytes": tokens * width * workload.item / group.tp,
         "update_s": case.predicted().parts.get("update", 0.0),

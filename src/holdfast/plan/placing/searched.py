@@ -250,15 +250,11 @@ def _simple(
 
 
 def _choose(scored: Sequence[_Scored]) -> LayoutPlan:
-    """The least score. Among those close to it, the one that moves the least; then the first."""
-    most = max(each.plan.topology.world_size for each in scored)
-    full = [each for each in scored if each.plan.topology.world_size == most]
-    best = min(each.score for each in full)
-    some = min(scored, key=lambda each: each.score)
-    if some.score * (1 + _MARGIN) < best:
-        return some.plan
-    close = [each for each in full if each.score <= (1 + _MARGIN) * best]
-    return min(close, key=lambda each: each.moving_s).plan
+    """Of those close to the least score, the one that moves the least; then that with the most
+    workers, then the first."""
+    best = min(each.score for each in scored)
+    close = [each for each in scored if each.score <= (1 + _MARGIN) * best]
+    return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size)).plan
 
 
 def _with_reason(plan: LayoutPlan) -> LayoutPlan:
