@@ -63,6 +63,7 @@ def launch(
       holdfast down run.yaml
     """
     from holdfast.launch.owners.choose import open_owner
+    from holdfast.launch.owners.owner import CheckingOwner
     from holdfast.plan.machine.hardware import detect_hardware
 
     given = list(overrides or [])
@@ -76,6 +77,8 @@ def launch(
         return 0
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch, fresh=fresh)
+        if running is None and isinstance(owner, CheckingOwner):
+            owner.check(launch_request(loaded, folder))
         running_workers = _stored_workers(folder)
         begun = begin_run(
             loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True

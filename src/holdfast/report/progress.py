@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from holdfast.events import (
     AttentionChosen,
     CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointSkipped,
     Evaluated,
     Event,
     GenerationStarted,
@@ -75,6 +77,7 @@ class RunProgress:
     imported_from: str = ""  # folder that the run's first weights came from
     first_weights: str = "initial weights"  # what a run without imported ones begins with
     _ignored_settings: set[str] = field(default_factory=set)
+    _save_problems: set[tuple[str, str]] = field(default_factory=set)  # since the last commit
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
@@ -154,7 +157,11 @@ class RunProgress:
             case CheckpointCommitted():
                 self.checkpoint = (event, elapsed)
                 text = f"checkpoint of step {event.step} committed ({format_bytes(event.bytes)})"
-                return ProgressLine(elapsed, text)
+                again = "checkpoints can be saved again: " if self._save_problems else ""
+                self._save_problems.clear()
+                return ProgressLine(elapsed, again + text)
+            case CheckpointSkipped() | CheckpointFailed():
+                return self._save_problem(event, elapsed)
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
             case AttentionChosen():
@@ -181,6 +188,16 @@ class RunProgress:
                 text = notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None
+
+    def _save_problem(
+        self, event: CheckpointSkipped | CheckpointFailed, elapsed: float
+    ) -> ProgressLine | None:
+        """Say each reason once, until a checkpoint is committed."""
+        problem = (event.kind, event.reason)
+        if problem in self._save_problems:
+            return None
+        self._save_problems.add(problem)
+        return ProgressLine(elapsed, notice_text(event), "bad")
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0

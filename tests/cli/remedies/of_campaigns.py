@@ -321,7 +321,7 @@ CASES: list[Case] = [
         START + "none of … checkpoints can be trusted",
         begin_torn,
         find_start,
-        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh.*",
         fresh,
     ),
     case(
