@@ -14,6 +14,7 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.data.data_ledger import uncovered_ranges
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.expert_load import ExpertsRouted
+from holdfast.core.shard_wait import ShardAwaited
 from holdfast.events import (
     Blamed,
     CheckpointCaptured,
@@ -462,6 +463,8 @@ def notice_text(event: Event) -> str:
         return f"the checkpoint of step {event.step} failed: {event.reason}"
     if isinstance(event, CheckpointSkipped):
         return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
+    if isinstance(event, ShardAwaited):
+        return event.text
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"
     if isinstance(event, SourceRejected):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from holdfast.core.shard_wait import ShardAwaited
 from holdfast.events import (
     AttentionChosen,
     CheckpointCommitted,
@@ -78,6 +79,7 @@ class RunProgress:
     first_weights: str = "initial weights"  # what a run without imported ones begins with
     _ignored_settings: set[str] = field(default_factory=set)
     _save_problems: set[tuple[str, str]] = field(default_factory=set)  # since the last commit
+    _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
@@ -181,6 +183,8 @@ class RunProgress:
             case _:
                 if isinstance(event, RunFailed):
                     self.state = "failed"
+                if isinstance(event, ShardAwaited) and not self._is_first(event):
+                    return None
                 if isinstance(event, SettingIgnored):
                     if event.key in self._ignored_settings:
                         return None  # every rank of every generation reports it
@@ -188,6 +192,13 @@ class RunProgress:
                 text = notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None
+
+    def _is_first(self, event: ShardAwaited) -> bool:
+        """Return False for another rank that waits for the same shard, or has waited for it."""
+        if bool(event.reason) == (event.key in self._awaited):
+            return False
+        self._awaited ^= {event.key}
+        return True
 
     def _save_problem(
         self, event: CheckpointSkipped | CheckpointFailed, elapsed: float
