@@ -1,4 +1,4 @@
-"""What a person is told while a run trains: a problem that lasts is said once."""
+"""Progress lines of a run: a problem that lasts is said once."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import Fresh
+from holdfast.cli.options import Fresh, Yes
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
@@ -23,7 +23,7 @@ from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
     from holdfast.config.launch import LaunchConfig
-    from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
+    from holdfast.launch.owners.owner import LaunchRequest, MachineOwner, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
 
@@ -45,6 +45,7 @@ def launch(
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
     fresh: Fresh = False,
+    yes: Yes = False,
     json: Annotated[bool, typer.Option("--json", help="print the job as JSON")] = False,
 ) -> int:
     """Begin or resume a run on machines of an owner: a scheduler, a cluster, a host file.
@@ -63,7 +64,6 @@ def launch(
       holdfast down run.yaml
     """
     from holdfast.launch.owners.choose import open_owner
-    from holdfast.launch.owners.owner import CheckingOwner
     from holdfast.plan.machine.hardware import detect_hardware
 
     given = list(overrides or [])
@@ -77,12 +77,11 @@ def launch(
         return 0
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch, fresh=fresh)
-        if running is None and isinstance(owner, CheckingOwner):
-            owner.check(launch_request(loaded, folder))
+        if running is None:
+            _check(owner, launch_request(loaded, folder))
         running_workers = _stored_workers(folder)
-        begun = begin_run(
-            loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
-        )
+        way = {"fresh": fresh, "several": True, "yes": yes}
+        begun = begin_run(loaded, detect_hardware(), folder, HolderWatch(folder, say), **way)
         if begun.last_step is not None:
             return 0
         if running is not None:
@@ -90,11 +89,22 @@ def launch(
         _make_secret(folder)
         job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
+    _say_job(job, folder, json=json)
+    return 0
+
+
+def _check(owner: MachineOwner, request: LaunchRequest) -> None:
+    from holdfast.launch.owners.owner import CheckingOwner
+
+    if isinstance(owner, CheckingOwner):
+        owner.check(request)
+
+
+def _say_job(job: OwnedJob, folder: Path, *, json: bool) -> None:
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
-        return 0
-    _say_what_follows(folder)
-    return 0
+    else:
+        _say_what_follows(folder)
 
 
 def _say_what_follows(folder: Path) -> None:

@@ -35,8 +35,9 @@ from holdfast.report.formatting import (
     format_plural,
     format_validation,
 )
-from holdfast.report.history import notice_text, unit_of
+from holdfast.report.history import unit_of
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
+from holdfast.report.notices import notice_text
 from holdfast.report.timeledger import TimeLedger
 
 _MAX_CAUSE_CHARS = 200
@@ -183,22 +184,21 @@ class RunProgress:
             case _:
                 if isinstance(event, RunFailed):
                     self.state = "failed"
-                if isinstance(event, ShardAwaited) and not self._is_first(event):
-                    return None
-                if isinstance(event, SettingIgnored):
-                    if event.key in self._ignored_settings:
-                        return None  # every rank of every generation reports it
-                    self._ignored_settings.add(event.key)
-                text = notice_text(event)
+                text = "" if self._is_repeated(event) else notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None
 
-    def _is_first(self, event: ShardAwaited) -> bool:
-        """Return False for another rank that waits for the same shard, or has waited for it."""
-        if bool(event.reason) == (event.key in self._awaited):
-            return False
-        self._awaited ^= {event.key}
-        return True
+    def _is_repeated(self, event: Event) -> bool:
+        """Whether another rank or an earlier generation has reported the same."""
+        if isinstance(event, SettingIgnored):
+            is_known = event.key in self._ignored_settings
+            self._ignored_settings.add(event.key)
+            return is_known
+        if isinstance(event, ShardAwaited):
+            if bool(event.reason) == (event.key in self._awaited):
+                return True
+            self._awaited ^= {event.key}
+        return False
 
     def _save_problem(
         self, event: CheckpointSkipped | CheckpointFailed, elapsed: float

@@ -329,7 +329,7 @@ CASES: list[Case] = [
         begin_without_checkpoints,
         find_start,
         r"put the checkpoints back \(what checkpoint\.bucket names is asked\), or start over with "
-        r"--fresh",
+        r"--fresh.*",
         put_back,
     ),
 ]

@@ -176,7 +176,7 @@ class CheckingOwner(Protocol):
     """An owner that can refuse a request at once, before a dataset is prepared for it."""
 
     def check(self, request: LaunchRequest) -> None:
-        """Raise UserError for what `submit` would refuse, as far as a quick look shows it."""
+        """Raise UserError for what `submit` would refuse, if a quick look shows it."""
 
 
 @runtime_checkable

@@ -17,6 +17,9 @@ from holdfast.plan.cost.workload import (
 _KERNELS_OF_BLOCK = 12
 """Launches of a block's forward besides products: norms, rotary, attention, activation, sums."""
 
+_PEAK_OF = {"fp16": "bf16", "float64": "fp32"}
+"""Precisions that tables of devices have no peak of, and the one that comes nearest."""
+
 
 def workload_of(config: RunConfig) -> Workload:
     """Return what a step of this run computes. A vocabulary that is not planned yet counts as 0."""
@@ -33,7 +36,7 @@ def workload_of(config: RunConfig) -> Workload:
         tuple(layers),
         config.data.sequence_length,
         config.train.batch_size,
-        "bf16" if is_mixed and precision != "fp8" else precision,
+        _PEAK_OF.get(precision, precision),
         item,
         state,
         model.vocab_size,

@@ -171,6 +171,7 @@ class PassTimes:
     weights: float
     again: float = 0.0
     communication: Mapping[str, float] | None = None
+    update: float | None = None
 
     @property
     def backward(self) -> float:
