@@ -10,7 +10,7 @@ that of its schedule's own table with the stages' durations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.layout import Replica
@@ -19,6 +19,7 @@ from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, in_flight, pipeline_time
+from holdfast.plan.cost.sharded_passes import with_collectives
 from holdfast.plan.cost.stage_memory import (
     ASSUMED_OVERHEAD,
     Held,
@@ -109,7 +110,8 @@ class Evaluator:
     def _group(self, choice: Choice, group: ReplicaChoice) -> GroupCost:
         number = choice.number_of_replicas
         links = [
-            group_links(self.problem.cluster, group, index, number) for index in range(group.pp)
+            group_links(self.problem.cluster, group, index, number, choice.ep)
+            for index in range(group.pp)
         ]
         layers = [self._held(choice, group, index) for index in range(group.pp)]
         stages = self._stage_times(choice, group, links)
@@ -185,7 +187,7 @@ class Evaluator:
         key = (kind, part, pool, links, choice.zero, group.dp_shard)
         if key not in self._times:
             device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
-            times = self.problem.times or ShapeTimes(workload.precision, workload.item)
+            times = self.problem.times or ShapeTimes.of_workload(workload)
             self._times[key] = self._with_gathers(
                 times.of(layer, part, device, links), choice, group, layer, links
             )
@@ -203,19 +205,11 @@ class Evaluator:
         than the computing is added to it."""
         if choice.zero < 3 or group.dp_shard == 1:
             return times
+        state = self.problem.workload.state
         own = layer_parameters(layer, group.tp, choice.ep)
-        gathers = gather_s(links.shards, own * self.problem.workload.state.weights, group.dp_shard)
-        reduced = own * self.problem.workload.state.gradients
-        scatters = scatter_s(links.shards, reduced, group.dp_shard)
-        forward = max(0.0, gathers - times.forward)
-        backward = max(0.0, gathers + scatters - times.backward)
-        sent = {**(times.communication or {}), "shards": forward + backward}
-        return replace(
-            times,
-            forward=times.forward + forward,
-            inputs=times.inputs + backward,
-            communication=sent,
-        )
+        gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
+        scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
+        return with_collectives(times, gathers, gathers + scatters)
 
     def _tail(
         self,
@@ -242,8 +236,7 @@ class Evaluator:
         update = self._measured_update(choice, group, index, links)
         if update is None:
             reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
-            touched = own * (2 * state.optimizer + state.gradients + state.weights)
-            update = touched / reached
+            update = own * state.touched / reached
         return {
             "gradients": max(0.0, sums - hidden),
             "parameters": gathers,

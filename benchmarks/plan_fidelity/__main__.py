@@ -1,0 +1,136 @@
+"""Predictions of the planner against public measurements, with constants of other models' rows.
+
+    python -m benchmarks.plan_fidelity [--rows FILE] [--data FOLDER] [--only fsdp hybrid]
+
+Every prediction is that of the product's own cost model (`holdfast.plan.cost.evaluate`). Four
+constants of a device and precision are fitted: shares of its peaks in products, attention and
+memory, and a time of a product (`fit.py`). For each model they are fitted on the rows of all other
+models. `--rows` predicts the rows of another file with the columns of either kind, in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.plan_fidelity import fsdp
+from benchmarks.plan_fidelity.case import Case, predicted, with_efficiency
+from benchmarks.plan_fidelity.fit import Fitted, fit, fitted_without, like
+from benchmarks.plan_fidelity.floors import PUBLISHED
+from benchmarks.plan_fidelity.report import Prediction, constants, lines
+from benchmarks.plan_fidelity.rows import Row, missing_columns, read_rows
+from holdfast.errors import DataError, UserError
+from holdfast.plan.hardware.devices import DeviceType, load_devices
+
+DATA = Path("/work/shared/data")
+Reader = Callable[[Sequence[Row], Mapping[str, DeviceType]], list[Case]]
+KINDS: Mapping[str, tuple[str, tuple[str, ...], Reader]] = {
+    "fsdp": ("measured/llm_foundry.csv", fsdp.NEEDED, fsdp.cases_of),
+}
+LEAST = 3
+"""Rows of other models that a fit needs; with fewer, the constants of a like device are used."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_fidelity", description=__doc__)
+    parser.add_argument("--rows", type=Path, help="predict the rows of this file")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the public rows")
+    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--worst", type=int, default=10, help="rows to show")
+    options = parser.parse_args(arguments)
+    try:
+        _report(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _report(options: argparse.Namespace) -> None:
+    devices = load_devices()
+    if options.rows:
+        rows = read_rows(options.rows)
+        kind = _kind(rows, options.rows)
+        asked = KINDS[kind][2](rows, devices)
+        _print(kind, asked, _known(kind, options.data, devices), devices, options.worst)
+        return
+    for kind in options.only:
+        cases = _known(kind, options.data, devices)
+        if not cases:
+            path = options.data / KINDS[kind][0]
+            raise DataError("is not there", where=str(path), remedy="give its folder with --data")
+        _print(kind, cases, cases, devices, options.worst)
+    print("published, each on rows of its own:", *PUBLISHED, sep="\n  ")
+
+
+def _known(kind: str, data: Path, devices: Mapping[str, DeviceType]) -> list[Case]:
+    """The public rows of a kind; none where they are not."""
+    path = data / KINDS[kind][0]
+    return KINDS[kind][2](read_rows(path), devices) if path.is_file() else []
+
+
+def _kind(rows: Sequence[Row], path: Path) -> str:
+    """The kind of rows by their columns. Raises DataError if they are of neither."""
+    missing = {kind: missing_columns(rows, needed) for kind, (_, needed, _) in KINDS.items()}
+    kind = min(missing, key=lambda each: len(missing[each]))
+    if missing[kind]:
+        raise DataError(
+            f"the header has no column {', '.join(map(repr, missing[kind]))}",
+            where=f"{path}:1",
+            remedy="give rows with the columns of llm_foundry.csv or megatron_bridge.csv",
+        )
+    return kind
+
+
+def _print(
+    kind: str,
+    asked: Sequence[Case],
+    known: Sequence[Case],
+    devices: Mapping[str, DeviceType],
+    worst: int,
+) -> None:
+    pool = list(asked) if asked is known else [*known, *asked]
+    predictions = predict(asked, pool, devices)
+    print("\n".join(lines(kind, predictions, devices, worst)))
+    groups = {case.group: [each for each in pool if each.group == case.group] for case in asked}
+    fits = {group: Fitted(fit(own, devices), len(own)) for group, own in groups.items()}
+    print("\n".join(constants(fits)), end="\n\n")
+
+
+def predict(
+    asked: Sequence[Case], pool: Sequence[Case], devices: Mapping[str, DeviceType]
+) -> list[Prediction]:
+    """Predict each row with constants from rows of other models."""
+    sources: dict[tuple[str, tuple[str, str]], Fitted] = {}
+    found = []
+    for case in asked:
+        key = (case.model, case.group)
+        if key not in sources:
+            sources[key] = _constants_for(case, pool, devices)
+        source = sources[key]
+        device = with_efficiency(devices[case.device], case.precision, source.constants)
+        value = predicted(case, {**devices, case.device: device})
+        found.append(Prediction(case, value, source))
+    return found
+
+
+def _constants_for(case: Case, pool: Sequence[Case], devices: Mapping[str, DeviceType]) -> Fitted:
+    own = fitted_without(case.model, case.group, pool, devices)
+    if own is not None and own.rows >= LEAST:
+        return own
+    others = [each for each in pool if each.model != case.model and each.group != case.group]
+    groups = sorted({each.group for each in others})
+    nearest = like(case.group, groups, devices)
+    if nearest is None:
+        stored = devices[case.device].reached(case.precision)
+        return own or Fitted(stored, 0, "the product's table")
+    found = fitted_without(case.model, nearest, pool, devices)
+    assert found is not None
+    return replace(found, like=" ".join(nearest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
