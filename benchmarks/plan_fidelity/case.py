@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
@@ -36,6 +37,13 @@ class Case:
     def group(self) -> tuple[str, str]:
         """Rows of a group share constants."""
         return self.device, self.precision
+
+    @cached_property
+    def configuration(self) -> tuple[object, ...]:
+        """Equal for rows that the planner cannot tell apart, like those of several releases."""
+        work = self.workload
+        size = (work.name, work.sequence, work.batch, work.precision)
+        return self.device, *size, self.choice, work.state, work.kinds[1]
 
     @property
     def step_s(self) -> float:

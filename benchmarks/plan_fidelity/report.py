@@ -88,7 +88,7 @@ def constants(groups: Mapping[tuple[str, str], Fitted]) -> Iterator[str]:
 def _notes(predictions: Sequence[Prediction]) -> Iterator[str]:
     notes = [note for each in predictions for note in each.case.guesses]
     notes += [
-        f"{' '.join(each.case.group)}: too few rows of other models; constants of {each.source.like}"
+        f"{' '.join(each.case.group)}: few rows of other models; constants of {each.source.like}"
         for each in predictions
         if each.source.like
     ]

@@ -7,7 +7,7 @@ narrower space.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.plan.cost.workload import Attention, ExpertGroup, Layer, Product
 
@@ -43,7 +43,8 @@ class Scan:
 @dataclass(frozen=True)
 class FeedForward:
     """inner: width of the dense layer or of one expert. shared: inner width of the part next to
-    experts that computes every token. latent: width in which experts compute; 0: the model's."""
+    experts that computes every token. latent: width in which experts compute; 0: the model's.
+    is_fused: as of `ExpertGroup`; the exchange sorts a token's copies then."""
 
     inner: int
     is_gated: bool = True
@@ -51,6 +52,7 @@ class FeedForward:
     top_k: int = 0
     shared: int = 0
     latent: int = 0
+    is_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,21 @@ def block(
     mixer: Heads | Scan | None,
     feed: FeedForward | None,
     has_biases: bool = False,
+    is_joined: bool = False,
 ) -> Layer:
-    """Return a block; hybrid models have blocks with only one of the two parts."""
+    """Return a block; hybrid models have blocks with only one of the two parts.
+
+    is_joined: products with the same input are one product, as in Megatron.
+    """
     mixing = _mixer(dim, mixer)
     feeding = _feed(dim, feed) if feed else _Part()
     parts = (mixing, feeding)
     number = (mixer is not None) + (feed is not None)
     products = mixing.products + feeding.products
+    experts = feeding.experts
+    if is_joined:
+        products = _joined(products)
+        experts = experts and replace(experts, products=_joined(experts.products))
     biases = sum(p.outputs for p in products) + number * dim if has_biases else 0
     # of each part: the norm reads and writes, the sum reads twice and writes
     return Layer(
@@ -85,7 +95,7 @@ def block(
         dim,
         products,
         mixing.attention,
-        feeding.experts,
+        experts,
         whole_parameters=number * dim + biases + sum(p.whole_parameters for p in parts),
         whole_moved=5 * number * dim + sum(p.whole_moved for p in parts),
         cut_moved=sum(p.cut_moved for p in parts),
@@ -94,6 +104,18 @@ def block(
         whole_kept=2 * number * dim,
         cut_kept=sum(p.cut_kept for p in parts),
     )
+
+
+def _joined(products: tuple[Product, ...]) -> tuple[Product, ...]:
+    """Join neighbours that read the same input."""
+    found = list[Product]()
+    for each in products:
+        last = found[-1] if found else None
+        if last is not None and each.cut == "columns" == last.cut and each.inputs == last.inputs:
+            found[-1] = replace(last, outputs=last.outputs + each.outputs)
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 def embedding(dim: int, rows: int, positions: int = 0) -> Layer:
@@ -181,8 +203,9 @@ def _scan(dim: int, kind: Scan) -> _Part:
         (Product(dim, 2 * inner + states + kind.heads, "columns"), Product(inner, dim, "rows")),
         Attention(kind.heads, kind.groups, kind.size, SCAN_CHUNK // 2 + kind.state, False),
         whole_parameters=4 * (inner + states) + 3 * kind.heads + inner,
-        # the convolution, the scan (in fp32), the gate and its norm
-        cut_moved=2 * (inner + states) + 6 * inner + 5 * inner,
+        # the convolution and its copies, five kernels of the scan with states in fp32, the norm;
+        # the backward repeats the scan, which is a third more of what all passes move
+        cut_moved=4 / 3 * (4 * (inner + states) + 9 * inner) + 3 * inner,
         kernels=10,
         cut_kept=4 * inner + states,
     )
@@ -202,13 +225,19 @@ def _feed(dim: int, kind: FeedForward) -> _Part:
     products += [Product(dim, space), Product(space, dim)] if kind.latent else []
     products += _feed_products(dim, kind.shared, kind.is_gated) if kind.shared else ()
     computed = kind.top_k * kind.inner + kind.shared
+    own = kind.shared if kind.is_fused else computed
     # a token's copies are sorted, and summed again: each is read and written
     return _Part(
         tuple(products),
         None,
-        ExpertGroup(kind.experts, kind.top_k, _feed_products(space, kind.inner, kind.is_gated)),
-        whole_moved=4 * kind.top_k * space,
-        cut_moved=width * computed,
+        ExpertGroup(
+            kind.experts,
+            kind.top_k,
+            _feed_products(space, kind.inner, kind.is_gated),
+            kind.is_fused,
+        ),
+        whole_moved=(2 if kind.is_fused else 4) * kind.top_k * space,
+        cut_moved=width * own,
         kernels=16,
         whole_kept=kind.top_k * space,
         cut_kept=(width + 1) * computed,

@@ -5,6 +5,8 @@ Rings (Patarasuk and Yuan, 2009), with the latency of each of their messages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from holdfast.plan.hardware.link import Link
 
 
@@ -23,6 +25,31 @@ def scatter_s(link: Link, size: float, ranks: int) -> float:
     return gather_s(link, size, ranks)
 
 
-def all_to_all_s(link: Link, size: float, ranks: int) -> float:
-    """Each rank sends an equal part of its `size` bytes to each other rank."""
-    return (ranks - 1) * link.message_s(size / ranks) if ranks > 1 else 0.0
+@dataclass(frozen=True)
+class Exchange:
+    """Links of the all-to-all of ranks that share experts; `near` of them are in one node.
+
+    Each token goes once to each node that has experts of it, by the sender's own network card, and
+    from there to ranks inside (DeepEP; Zhao et al., 2025). Both happen at once.
+    """
+
+    ranks: int
+    near: int
+    inside: Link
+    outside: Link
+
+    def seconds(self, size: float, top_k: int) -> float:
+        """Seconds to send `size` bytes of tokens, each to `top_k` experts chosen evenly."""
+        if self.ranks == 1:
+            return 0.0
+        nodes = self.ranks / self.near
+        within = size * _met(top_k, self.ranks) * (self.near - 1) / self.near
+        across = size * _met(top_k, nodes) * (nodes - 1) / nodes
+        inside = (self.near - 1) * self.inside.latency_s + within / self.inside.bandwidth
+        outside = (nodes - 1) * self.outside.latency_s + across / self.outside.bandwidth
+        return max(inside, outside)
+
+
+def _met(top_k: int, places: float) -> float:
+    """Places that a token goes to: several of its experts may be in one."""
+    return places * (1 - (1 - 1 / places) ** top_k) if places > 1 else 1.0

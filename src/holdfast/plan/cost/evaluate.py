@@ -23,6 +23,7 @@ from holdfast.plan.cost.sharded_passes import with_collectives
 from holdfast.plan.cost.stage_memory import (
     Held,
     StageMemory,
+    expert_parameters,
     layer_parameters,
     rank_parameters,
     stage_memory,
@@ -220,18 +221,24 @@ class Evaluator:
         """Seconds of a step after its passes: sums of gradients that no backward hides, and the
         update."""
         state = self.problem.workload.state
-        own = rank_parameters(layers, group.tp, choice.ep)
         shards, number = group.dp_shard, choice.number_of_replicas
+        experts, copies = expert_parameters(layers, group.tp, choice.ep), 1
+        if experts:
+            copies = max(1, shards * group.cp // choice.ep)
+        dense = rank_parameters(layers, group.tp, choice.ep) - experts
+        own = dense / shards + experts / copies
         hidden = stages[index].backward if index < len(stages) else 0.0
-        sums = allreduce_s(links.replicas, own * state.gradients / shards, number)
+        sums, gathers = allreduce_s(links.replicas, own * state.gradients, number), 0.0
         if choice.zero < 3:
-            sums += scatter_s(links.shards, own * state.gradients, shards)
-        gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
+            sums += scatter_s(links.shards, dense * state.gradients, shards)
+            sums += scatter_s(links.copies, experts * state.gradients, copies)
+            gathers = gather_s(links.shards, dense * state.weights, shards)
+            gathers += gather_s(links.copies, experts * state.weights, copies)
         device = device_named(
             self.problem.cluster.pool(group.pool_at(index)).device, self.problem.devices
         )
         reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
-        touched = own / shards * state.touched
+        touched = own * state.touched
         return {
             "gradients": max(0.0, sums - hidden),
             "parameters": gathers,

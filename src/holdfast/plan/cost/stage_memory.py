@@ -42,6 +42,13 @@ def rank_parameters(layers: Held, tp: int, ep: int) -> float:
     return sum(number * layer_parameters(layer, tp, ep) for layer, number in layers)
 
 
+def expert_parameters(layers: Held, tp: int, ep: int) -> float:
+    """Parameters of experts of a rank, which ranks with the same experts share."""
+    return sum(
+        number * layer.experts.parameters / tp / ep for layer, number in layers if layer.experts
+    )
+
+
 def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
     """Of one layer, on a rank."""
     experts = layer.experts.parameters / tp / ep if layer.experts else 0

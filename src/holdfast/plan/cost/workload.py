@@ -49,11 +49,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Experts of one layer. products: those of one expert. A token is computed by `top_k`."""
+    """Experts of one layer. products: those of one expert. A token is computed by `top_k`. is_fused:
+    the kernels of products compute the activation and round operands too."""
 
     count: int
     top_k: int
     products: tuple[Product, ...]
+    is_fused: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of a token that experts get."""
+        return self.products[0].inputs
 
     @property
     def parameters(self) -> int:
