@@ -34,7 +34,9 @@ class Architecture:
     note: str = ""
 
     def with_fused_experts(self) -> Architecture:
-        """The shape with activations inside the products of gated experts."""
+        """The shape with activations inside the products of gated experts without biases."""
+        if self.has_biases:
+            return self
         blocks = tuple(
             (number, mixer, replace(feed, is_fused=True) if feed and feed.is_gated else feed)
             for number, mixer, feed in self.blocks
@@ -120,7 +122,8 @@ def _hybrid(
 def _oss(depth: int, experts: int) -> Architecture:
     feed = FeedForward(2880, experts=experts, top_k=4)
     near, far = Heads(64, 8, 64, window=128), Heads(64, 8, 64)
-    return Architecture(2880, 201088, ((1, near, feed), (1, far, feed)) * (depth // 2))
+    blocks = ((1, near, feed), (1, far, feed)) * (depth // 2)
+    return Architecture(2880, 201088, blocks, has_biases=True)
 
 
 _MPT = {
@@ -219,17 +222,19 @@ def of_parameters(number: float, vocabulary: int, positions: int) -> Architectur
 
 
 def with_experts(active: float, total: float) -> Architecture:
-    """Return a model with 128 experts in each block, of which 8 compute a token."""
+    """Return a model of which 8 experts of a block compute a token; total 0: 128 experts."""
     dense = of_parameters(active, 128256, 0)
-    heads = Heads(dense.dim // 128, 8, 128)
-    attention = dense.dim * (2 * dense.dim + 2 * 8 * 128)
-    inner = max(128, round((total / dense.depth - attention) / (3 * 128 * dense.dim)))
-    blocks = ((dense.depth, heads, FeedForward(inner, experts=128, top_k=8)),)
+    dim, depth = dense.dim, dense.depth
+    attention = dim * (2 * dim + 2 * 8 * 128)
+    inner = max(64, round((active - 128256 * dim) / depth - attention) // (3 * 8 * dim))
+    size = 3 * dim * inner
+    count = max(8, round(((total - 2 * 128256 * dim) / depth - attention) / size)) if total else 128
+    feed = FeedForward(inner, experts=count, top_k=8)
     note = (
-        f"{total / 1e9:.3g} B parameters of which {active / 1e9:.3g} B compute taken for "
-        f"{dense.depth} blocks of width {dense.dim} with 128 experts of width {inner}"
+        f"{active / 1e9:.3g} B parameters that compute a token taken for {depth} blocks of width "
+        f"{dim} with {count} experts of width {inner}"
     )
-    return Architecture(dense.dim, 128256, blocks, note=note)
+    return Architecture(dim, 128256, ((depth, Heads(dim // 128, 8, 128), feed),), note=note)
 
 
 def _size(shape: tuple[int, int, int]) -> float:

@@ -128,7 +128,7 @@ def _shape(row: Row, model: str, flops: float, has_experts: bool, sequence: int)
             remedy="name it with its size, like Own-8B or Own-30B-A3B, or state 'tflops_gpu'",
         )
     if has_experts or (sizes and sizes[2]):
-        return with_experts(active, total or 8 * active)
+        return with_experts(active, total)
     return of_parameters(active, 128256, 0)
 
 

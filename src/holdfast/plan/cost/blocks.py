@@ -88,7 +88,10 @@ def block(
     if is_joined:
         products = _joined(products)
         experts = experts and replace(experts, products=_joined(experts.products))
-    biases = sum(p.outputs for p in products) + number * dim if has_biases else 0
+    biases, added = 0, 0.0
+    if has_biases:
+        biases = sum(p.outputs for p in products) + number * dim
+        added = _bias_moves(experts)
     # of each part: the norm reads and writes, the sum reads twice and writes
     return Layer(
         "block",
@@ -98,12 +101,19 @@ def block(
         experts,
         whole_parameters=number * dim + biases + sum(p.whole_parameters for p in parts),
         whole_moved=5 * number * dim + sum(p.whole_moved for p in parts),
-        cut_moved=sum(p.cut_moved for p in parts),
+        cut_moved=added + sum(p.cut_moved for p in parts),
         kernels=sum(p.kernels for p in parts),
         reductions=number,
         whole_kept=2 * number * dim,
         cut_kept=sum(p.cut_kept for p in parts),
     )
+
+
+def _bias_moves(experts: ExpertGroup | None) -> float:
+    """Elements moved for a token to add biases: grouped products have no place for them."""
+    if experts is None:
+        return 0.0
+    return 2.0 * experts.top_k * sum(product.outputs for product in experts.products)
 
 
 def _joined(products: tuple[Product, ...]) -> tuple[Product, ...]:
@@ -190,7 +200,7 @@ def _low_rank(dim: int, kind: Heads) -> _Part:
         Attention(kind.count, kind.count, (key + value) // 2),
         whole_parameters=kind.query_rank + kind.kv_rank,
         whole_moved=2 * (kind.query_rank + kind.kv_rank),
-        cut_moved=6 * queries,
+        cut_moved=3 * queries,
         kernels=10,
         cut_kept=2 * queries + 2 * kind.count * value,
     )

@@ -108,7 +108,11 @@ class ShapeTimes:
             return 0.0
         own = layer.experts.count / part.ep
         tokens = part.tokens * layer.experts.top_k / own
-        return own * sum(one.product_s(tokens, p, part.tp) for p in layer.experts.products)
+        products = layer.experts.products
+        seconds = own * sum(one.product_s(tokens, product, part.tp) for product in products)
+        # one grouped kernel computes all experts of a rank
+        once = (own - 1) * len(products) * one.ramp_s if layer.experts.is_fused else 0.0
+        return seconds - max(0.0, once)
 
     def _sent_s(self, layer: Layer, part: Part, links: GroupLinks) -> dict[str, float]:
         size = part.tokens * layer.width * self.item

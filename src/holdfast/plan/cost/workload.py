@@ -50,7 +50,7 @@ class Attention:
 @dataclass(frozen=True)
 class ExpertGroup:
     """Experts of one layer. products: those of one expert. A token is computed by `top_k`. is_fused:
-    the kernels of products compute the activation and round operands too."""
+    one kernel computes a product of all experts, with the activation and the rounding."""
 
     count: int
     top_k: int
