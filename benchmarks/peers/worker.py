@@ -15,6 +15,7 @@ from importlib import import_module
 
 NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast": ("ours", {}),
+    "holdfast-zero1": ("ours", {"shards": 2, "zero": 1}),
     "holdfast-zero2": ("ours", {"shards": 2, "zero": 2}),
     "holdfast-zero2-step": ("ours", {"shards": 2, "zero": 2, "zero2_reduce": "step"}),
     "holdfast-zero3": ("ours", {"shards": 2}),

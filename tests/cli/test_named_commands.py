@@ -44,6 +44,7 @@ OTHER_KEYS = (
     "model.dropout",
     "model.0.weight",
     "cluster.key",
+    "cluster.yaml",
 )
 """Files, a key of tokenizer.json, a parameter's name, and a word for any key."""
 

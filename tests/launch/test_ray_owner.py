@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.cli.launch import _running_job
+from holdfast.config.launch import LaunchConfig
 from holdfast.errors import ConfigError
-from holdfast.launch.owners.owner import NodeState, OwnedJob
+from holdfast.launch.owners.owner import NodeState, OwnedJob, OwnerAwayError
 from holdfast.launch.ray import owner as ray_owner
 from holdfast.launch.ray.job import RayAnswer
-from holdfast.launch.ray.plan import JobStatus, NodeStatus
+from holdfast.launch.ray.plan import JobStatus, NodeStatus, RaySpec
+from holdfast.launch.ray.spec_watch import (
+    RAY_LIMIT_VARIABLE,
+    READ_INTERVAL_S,
+    SpecWatch,
+    head_limit_s,
+    leave_after_s,
+)
 from tests.support.commands import apart, here, write_run_file
 from tests.support.ranks import ROOT
 
@@ -54,9 +65,55 @@ def job_at(address: str) -> OwnedJob:
     return OwnedJob("ray", "tiny-1", 2, {"address": address, "logs": "/nowhere"})
 
 
-def test_no_cluster_at_the_address_is_one_sentence(refusing: str) -> None:
-    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127\.0\.0\.2"):
+def test_a_head_that_is_away_is_one_sentence(refusing: str) -> None:
+    with pytest.raises(OwnerAwayError, match=r"Ray's head at 127\.0\.0\.2:\d+, which knows"):
         ray_owner.RayOwner().status(job_at(refusing))
+
+
+def test_a_run_whose_ray_is_away_resumes_on_another_one(
+    refusing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_at(refusing).write(tmp_path)
+    launch = {"on": "ray", "ray": {"address": refusing}}
+    with pytest.raises(OwnerAwayError):
+        _running_job(tmp_path, LaunchConfig(**launch), fresh=False)
+    launch["ray"] = {"address": "head.example:6379"}
+    assert _running_job(tmp_path, LaunchConfig(**launch), fresh=False) is None
+    assert "the run resumes elsewhere" in capsys.readouterr().err
+    with pytest.raises(OwnerAwayError):
+        _running_job(tmp_path, LaunchConfig(**launch), fresh=True)
+
+
+class Board:
+    """A board whose head answers while `spec` is set."""
+
+    job, spec = "tiny-1", None
+
+    def read_spec(self) -> RaySpec:
+        if self.spec is None:
+            raise ConnectionError
+        return self.spec
+
+
+def test_the_watch_of_a_spec_knows_how_long_the_head_is_away() -> None:
+    board: Any = Board()
+    board.spec = RaySpec("tiny-1", (("node-0",),), {"CPU": 1.0}, (), "")
+    watch = SpecWatch(board)
+    assert watch.newest() is board.spec
+    spec, board.spec = board.spec, None
+    while watch.silent_s < 2 * READ_INTERVAL_S:
+        time.sleep(0.01)
+    board.spec = spec
+    watch.wait_answer()
+    assert watch.newest() is spec
+
+
+def test_an_agent_saves_before_ray_ends_its_node() -> None:
+    assert head_limit_s({}) == 60.0
+    assert [leave_after_s(s) for s in (head_limit_s({RAY_LIMIT_VARIABLE: "600"}), 24.0)] == [
+        580,
+        16,
+    ]
 
 
 def test_a_server_that_is_no_ray_does_not_hang_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,68 +4,48 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from holdfast.launch.clusters.cluster import ClusterState
-from holdfast.launch.clusters.lifecycle import take_down
 from holdfast.launch.clusters.processes import all_of
 from holdfast.launch.clusters.states import ClusterStates
-from tests.support.commands import Outcome, apart
+from tests.support.commands import apart
+from tests.support.disposable_clusters import (
+    DEADLINE_S,
+    check_nothing_left,
+    clusters_ended,
+    down,
+    read,
+    up,
+)
 from tests.support.ray_cluster import needs_ray
 from tests.support.slurm_cluster import INSTALL, is_installed
 
 pytestmark = pytest.mark.slow
 needs_slurm = pytest.mark.skipif(not is_installed(), reason=INSTALL)
+NODES = 5
 USABLE_S = 90.0
-DEADLINE_S = 120.0
 
 
 @pytest.fixture(autouse=True)
-def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterStates]:
+def _states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    found = ClusterStates()
-    yield found
-    for name in found.names():
-        if state := found.read(name):
-            take_down(found, state)
-
-
-def up(kind: str) -> Outcome:
-    done = apart("cluster", "up", "try", "--kind", kind, "--nodes", "5", deadline=DEADLINE_S)
-    assert done.code == 0, done.err
-    return done
-
-
-def read(states: ClusterStates) -> ClusterState:
-    state = states.read("try")
-    assert state is not None
-    return state
-
-
-def kill(state: ClusterState, name: str) -> None:
-    process = psutil.Process(int(state.processes[name].partition("@")[0]))
-    process.kill()
-
-
-def down(state: ClusterState) -> None:
-    done = apart("cluster", "down", "try", deadline=DEADLINE_S)
-    assert done.code == 0, done.err
-    assert all_of(state) == set()
-    assert not state.folder.exists()
+    with clusters_ended():
+        yield
 
 
 @needs_slurm
-def test_five_nodes_of_slurm(states: ClusterStates) -> None:
+def test_five_nodes_of_slurm() -> None:
     begun = time.monotonic()
-    up("slurm")
+    up("slurm", NODES)
     assert time.monotonic() - begun < USABLE_S
-    state = read(states)
+    state = read()
     environ = os.environ | {"SLURM_CONF": str(state.folder / "slurm.conf")}
     command = ["srun", "-N", "5", "printenv", "SLURMD_NODENAME"]
     done = subprocess.run(
@@ -82,12 +62,32 @@ def test_five_nodes_of_slurm(states: ClusterStates) -> None:
 
 
 @needs_ray
-def test_five_nodes_of_ray(states: ClusterStates) -> None:
+def test_five_nodes_of_ray() -> None:
     begun = time.monotonic()
-    printed = up("ray").out
-    assert time.monotonic() - begun < USABLE_S
-    state = read(states)
+    printed = up("ray", NODES).out
+    usable = time.monotonic() - begun
+    assert usable < USABLE_S
+    state = read()
     assert printed == f"export RAY_ADDRESS=127.0.0.2:{state.ports['head']}\n"
     (row,) = json.loads(apart("cluster", "list", "--json").out)
     assert row["daemons alive"] == "6 of 6"
+    begun = time.monotonic()
     down(state)
+    print(f"\nfive nodes of Ray: usable {usable:.1f} s, down {time.monotonic() - begun:.1f} s")
+
+
+@needs_ray
+def test_an_interrupted_start_leaves_nothing() -> None:
+    command = ("cluster", "up", "try", "--kind", "ray", "--nodes", str(NODES), "--cpus", "1")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli.main", *command], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    while (state := ClusterStates().read("try")) is None or "n2" not in state.processes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=DEADLINE_S)
+    assert child.returncode == 128 + signal.SIGINT, said
+    assert "Traceback" not in said
+    check_nothing_left(state)

@@ -272,7 +272,7 @@ def test_the_newest_decision_of_each_tier_is_the_one_in_force() -> None:
     history = build_history(run.records)
     assert [(d.tier, d.seconds) for d in history.cadence] == [(0, 5.0), (1, 0.0), (2, 40.0)]
     text = "\n".join(n.text for n in history.notices)
-    assert "notice (SIGTERM): a, b will be gone in 30 s, and the run is to leave" in text
+    assert "notice (SIGTERM): a, b will be taken away in 30 s, and the run is to leave" in text
     assert "emergency save: 1 MB into tier 2" in text
     assert [d["tier"] for d in summary(history)["cadence"]] == [0, 1, 2]
     page = render_page(history, {})

@@ -119,8 +119,13 @@ class SlurmCluster:
                 process.kill()
 
     def lose_controller(self) -> None:
-        """Kill slurmctld, once it has saved all jobs that there are: an unsaved one is lost."""
+        """Kill slurmctld, once it has saved all jobs that there are: an unsaved one is lost.
+
+        It saves jobs some seconds after one of them has changed.
+        """
         begun = time.time()
+        job = self.run("squeue", "-h", "-r", "-o", "%A").split()[0]
+        self.run("scontrol", "update", f"JobId={job}", "Comment=saved")
         self.wait_until(lambda: self._last_save() > begun, "Slurm saves its jobs")
         self.kill_daemon("slurmctld")
 

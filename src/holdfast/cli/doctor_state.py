@@ -34,7 +34,8 @@ from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import Run
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
-from holdfast.report.history import History, build_history, notice_text
+from holdfast.report.history import History, build_history
+from holdfast.report.notices import notice_text
 from holdfast.wire.journal import JournalContents, read_contents
 from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.store.run_store import RunStore

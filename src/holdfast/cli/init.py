@@ -35,7 +35,7 @@ train:
   batch_size: 16           # samples of a step, over all workers together
   microbatch_size: 2       # the unit of work that is dealt to workers
 
-layout: {{workers: 2}}       # free to change between two starts of the same run
+layout: auto               # see it with: holdfast plan {name}
 checkpoint: {{every_steps: 50}}
 """
 

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import Fresh
+from holdfast.cli.options import Fresh, Yes
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.load import LoadedConfig, load_config
@@ -22,6 +22,7 @@ from holdfast.plan.placing.layouts import max_workers
 from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
+    from holdfast.config.launch import LaunchConfig
     from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
@@ -44,6 +45,7 @@ def launch(
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
     ] = False,
     fresh: Fresh = False,
+    yes: Yes = False,
     json: Annotated[bool, typer.Option("--json", help="print the job as JSON")] = False,
 ) -> int:
     """Begin or resume a run on machines of an owner: a scheduler, a cluster, a host file.
@@ -74,10 +76,11 @@ def launch(
         print(owner.describe(launch_request(loaded, folder)), end="")
         return 0
     with early_signals_answered():
-        running = _running_job(folder, loaded.config.launch.on, fresh=fresh)
+        running = _running_job(folder, loaded.config.launch, fresh=fresh)
         running_workers = _stored_workers(folder)
+        watch = HolderWatch(folder, say)
         begun = begin_run(
-            loaded, detect_hardware(), folder, HolderWatch(folder, say), fresh=fresh, several=True
+            loaded, detect_hardware(), folder, watch, fresh=fresh, several=True, yes=yes
         )
         if begun.last_step is not None:
             return 0
@@ -86,11 +89,15 @@ def launch(
         _make_secret(folder)
         job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
+    _say_job(job, folder, json=json)
+    return 0
+
+
+def _say_job(job: OwnedJob, folder: Path, *, json: bool) -> None:
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
-        return 0
-    _say_what_follows(folder)
-    return 0
+    else:
+        _say_what_follows(folder)
 
 
 def _say_what_follows(folder: Path) -> None:
@@ -186,20 +193,32 @@ def _make_secret(folder: Path) -> None:
     open_secret(folder, say=say)
 
 
-def _running_job(folder: Path, owner: str, *, fresh: bool) -> OwnedJob | None:
+def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
     from holdfast.launch.owners.choose import open_owner
-    from holdfast.launch.owners.owner import JOB_FILE, OwnedJob
+    from holdfast.launch.owners.owner import JOB_FILE, OwnedJob, OwnerAwayError
 
     if not (folder / JOB_FILE).exists():
         return None
     job = OwnedJob.read(folder)
-    if not any(each.is_live for each in open_owner(job.owner).status(job)):
+    try:
+        if not any(each.is_live for each in open_owner(job.owner).status(job)):
+            return None
+    except OwnerAwayError as error:
+        if fresh or not _is_elsewhere(job, wanted):
+            raise
+        say(f"{error.message}; the run resumes elsewhere")
         return None
-    if job.released or job.owner != owner or fresh:
+    if job.released or job.owner != wanted.on or fresh:
         raise RunFolderError(
             f"{job.owner} still has nodes of this run (job {job.job})",
             where=str(folder),
             remedy=f"end them first with: holdfast down {place_word(folder)}",
         )
     return job
+
+
+def _is_elsewhere(job: OwnedJob, wanted: LaunchConfig) -> bool:
+    """Whether the run file names other machines than those of the job."""
+    address = wanted.ray.address or os.environ.get("RAY_ADDRESS", "")
+    return wanted.on != job.owner or address not in ("", job.details.get("address"))

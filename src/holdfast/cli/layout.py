@@ -186,8 +186,10 @@ def _request_of_run_file(
     from holdfast.config.task import refuse_file_of_task
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset_location import dataset_exists, open_dataset
+    from holdfast.launch.run.auto_layout import with_auto_layout
     from holdfast.launch.run.microbatch_size import with_microbatch_size
     from holdfast.launch.run.runs import run_folder_of
+    from holdfast.plan.machine.hardware import detect_hardware
     from holdfast.plan.placing.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 
@@ -195,13 +197,15 @@ def _request_of_run_file(
         overrides = [*overrides, f"layout.schedule={name}"]
     loaded = load_config(path, overrides)
     refuse_file_of_task(loaded.config.task, "holdfast layout schedule")
-    if loaded.config.layout.workers == 0:
-        least = loaded.config.layout.least_workers
-        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
     if dataset_exists(loaded.config.data.folder, loaded.config.data):
         dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
         loaded = with_vocabulary(loaded, dataset)
-    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
+    folder = run_folder_of(loaded.config)
+    loaded, _ = with_auto_layout(loaded, detect_hardware(), folder)
+    if loaded.config.layout.workers == 0:
+        least = loaded.config.layout.least_workers
+        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
+    loaded = with_microbatch_size(loaded, folder)
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

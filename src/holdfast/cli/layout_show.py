@@ -19,9 +19,11 @@ from holdfast.config.run import RunConfig
 from holdfast.config.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
+from holdfast.launch.run.auto_layout import with_auto_layout
 from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.layout import Topology, place_replicas
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.memory.memory_use import contents_by_rank
@@ -86,10 +88,6 @@ def _read_request(
         overrides.append(f"layout.workers={workers}")
     loaded, notes = load_config(run_file, overrides), list[str]()
     refuse_file_of_task(loaded.config.task, "holdfast layout")
-    if loaded.config.layout.workers == 0:
-        least = loaded.config.layout.least_workers
-        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
-        notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
     if dataset_exists(loaded.config.data.folder, loaded.config.data):
         dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
         loaded = with_vocabulary(loaded, dataset)
@@ -98,7 +96,14 @@ def _read_request(
             "the vocabulary is the dataset's, which is not prepared: embedding and head count as "
             "nothing here; add model.vocab_size=N to see them"
         )
-    loaded = with_microbatch_size(loaded, run_folder_of(loaded.config))
+    folder = run_folder_of(loaded.config)
+    loaded, plan = with_auto_layout(loaded, detect_hardware(), folder)
+    notes += plan.about
+    if loaded.config.layout.workers == 0:
+        least = loaded.config.layout.least_workers
+        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
+        notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
+    loaded = with_microbatch_size(loaded, folder)
     return loaded, [*notes, *describe_microbatch(loaded)]
 
 

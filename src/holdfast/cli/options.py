@@ -10,6 +10,9 @@ import typer
 from holdfast.cli.dispatch import expand_argument
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over; the old folder is moved aside")]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="do not ask, whatever the run costs (plan.ask_above_usd)")
+]
 JournalJson = Annotated[
     bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
 ]

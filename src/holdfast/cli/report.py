@@ -97,6 +97,8 @@ def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -
     )
     more = "; the run trains: --follow writes it again" if story.state == "running" else ""
     say(f"wrote {path}{more}")
+    if story.plan is not None:
+        say(story.plan.sentence())
 
 
 def follow_run(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.cli.confirm import confirm_cost
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.options import Fresh, JournalJson
+from holdfast.cli.options import Fresh, JournalJson, Yes
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
@@ -30,6 +31,7 @@ from holdfast.launch.node.devices import (
 )
 from holdfast.launch.node.node_place import with_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.run.auto_layout import AutoLayout, with_auto_layout
 from holdfast.launch.run.bucket_run import (
     begin_again_word,
     place_word,
@@ -77,6 +79,7 @@ def train(
     run_file: Annotated[Path, typer.Argument(help="the run file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
     fresh: Fresh = False,
+    yes: Yes = False,
     json: JournalJson = False,
 ) -> int:
     """Start or resume the run described by a run file.
@@ -90,11 +93,16 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
-    return start_run(run_file, overrides or [], fresh=fresh, json=json)
+    return start_run(run_file, overrides or [], fresh=fresh, json=json, yes=yes)
 
 
 def start_run(
-    run_file: Path | None, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
+    run_file: Path | None,
+    overrides: Sequence[str],
+    *,
+    fresh: bool = False,
+    json: bool = False,
+    yes: bool = False,
 ) -> int:
     """As the command `train`; return its exit code. run_file: None for the defaults and the
     overrides. Of the processes of a launcher, one of each node trains. Raises UserError."""
@@ -107,7 +115,7 @@ def start_run(
         loaded = with_place(plan_for_machine(loaded, machine))
         folder = run_folder_of(loaded.config)
         with crash_log_in(folder):
-            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json)
+            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json, yes=yes)
 
     with early_signals_answered():
         return as_one_node(start)
@@ -121,6 +129,7 @@ def _train_in_folder(
     *,
     fresh: bool,
     json: bool,
+    yes: bool,
 ) -> int:
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
@@ -130,7 +139,7 @@ def _train_in_folder(
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     watch = HolderWatch(folder, say)
     refuse_missing_trackers(loaded)
-    begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several)
+    begun = begin_run(loaded, machine, folder, watch, fresh=fresh, several=several, yes=yes)
     if begun.last_step is not None:
         if json:
             print_line({"finished": True, "step": begun.last_step, "folder": str(folder)})
@@ -173,11 +182,12 @@ def begin_run(
     *,
     fresh: bool,
     several: bool,
+    yes: bool = False,
 ) -> BegunRun:
     """Prepare the data of a run and write its description, or check those that are there.
 
     watch: what is known of the folder's holder. several: the run has several nodes, and one of
-    them may be at work already. Raises UserError."""
+    them may be at work already. yes: whatever it costs. Raises UserError."""
     probe_run_store(folder)
     refuse_old_base(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
@@ -188,7 +198,7 @@ def begin_run(
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
-    loaded, data = prepare_run_data(loaded, folder, fresh=fresh, wait=several)
+    loaded, data = prepare_run_data(loaded, machine, folder, fresh=fresh, several=several)
     version = data.version
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
@@ -208,6 +218,10 @@ def begin_run(
     if several:
         refuse_unlike_node(folder, loaded, watch)
     begins = read_resolved(folder) is None
+    for line in data.plan.about:
+        say(line)
+    if begins and not yes:
+        confirm_cost(loaded, data.plan.usd)
     about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {where_of_run(folder.resolve())}", *about]
@@ -225,38 +239,45 @@ class RunData:
     version: str
     location: str
     use: tuple[str, ...]
+    plan: AutoLayout
 
 
 def prepare_run_data(
-    loaded: LoadedConfig, run_folder: Path, *, fresh: bool, wait: bool
+    loaded: LoadedConfig, machine: HardwareInfo, run_folder: Path, *, fresh: bool, several: bool
 ) -> tuple[LoadedConfig, RunData]:
-    """Return the configuration with what follows from the data and the task, and the data.
+    """Return the configuration with what follows from the data, the task and the plan, and the
+    data.
 
-    wait: for another process that prepares the dataset. Raises UserError."""
+    several: the run has several nodes. Another one may prepare the dataset. Raises UserError."""
+    known = None if fresh else run_folder
     task = loaded.config.task
     if task.name:
         loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
         if task.has_own_data:
-            return loaded, RunData(task.data, task.folder, ())
+            loaded, plan = with_auto_layout(loaded, machine, known, several=several)
+            return loaded, RunData(task.data, task.folder, (), plan)
     from holdfast.data.coverage import describe_use
 
     if not task.name:
         loaded = with_named_parts(loaded)
-    dataset = prepare_and_check_dataset(loaded, wait=wait)
+    dataset = prepare_and_check_dataset(loaded, wait=several)
     if not task.name:
-        loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+        loaded = with_vocabulary(loaded, dataset, known)
     if loaded.config.lora.rank and not task.name:
         from holdfast.cli.checkpoint_import import refuse_other_tokenizer
 
-        loaded = with_lora(loaded, None if fresh else run_folder)
+        loaded = with_lora(loaded, known)
         refuse_other_tokenizer(Path(loaded.config.lora.base), dataset)
-    loaded = with_microbatch_size(loaded, None if fresh else run_folder)
+    loaded, plan = with_auto_layout(loaded, machine, known, several=several)
+    loaded = with_microbatch_size(loaded, known)
+    if not several:
+        refuse_unfit_machine(loaded, machine)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    return loaded, RunData(version, dataset.location, tuple(use))
+    return loaded, RunData(version, dataset.location, tuple(use), plan)
 
 
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:

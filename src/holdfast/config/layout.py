@@ -59,6 +59,16 @@ class ComponentDegrees(Section):
 class LayoutConfig(DegreesConfig):
     """Replicas of pp x dp_shard x cp x tp workers, as many as the number of workers allows."""
 
+    mode: Literal["given", "auto"] = Field(
+        "given",
+        description="auto, or `layout: auto` for short: the planner chooses workers, degrees, "
+        "schedule, virtual_stages, zero and train.recompute. Those that are given are its limits",
+    )
+    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = Field(
+        (),
+        description="with mode auto: degrees that no change of nodes changes (planned: those that "
+        "the run file gives)",
+    )
     workers: int = Field(
         0,
         ge=0,

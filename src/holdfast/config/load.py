@@ -156,13 +156,13 @@ def resolve_config(
         for path, line in tree.lines.items()
         if path
     }
-    _expand_short_task(tree.value, given)
+    _expand_short_forms(tree.value, given)
     for override in overrides:
         key = _override(tree.value, override)
         for stale in [k for k in given if k == key or k.startswith(key + ".")]:
             del given[stale]
         given[key] = Origin("command line", override)
-        _expand_short_task(tree.value, given)
+        _expand_short_forms(tree.value, given)
 
     def base_of(key: str) -> str:
         origin = origins.get(key) or given.get(key) or Origin("default")
@@ -192,11 +192,13 @@ def resolve_config(
     return loaded.with_planned({"data.folder": place}, "the run's bucket") if place else loaded
 
 
-def _expand_short_task(data: dict[str, Any], given: dict[str, Origin]) -> None:
-    """Write `task: NAME` as `task: {name: NAME}`."""
-    if isinstance(data.get("task"), str):
-        data["task"] = {"name": data["task"]}
-        given["task.name"] = given.pop("task")
+def _expand_short_forms(data: dict[str, Any], given: dict[str, Origin]) -> None:
+    """Write `task: NAME` as `task: {name: NAME}`, and `layout: auto` as `layout: {mode: auto}`."""
+    for section, key in (("task", "name"), ("layout", "mode")):
+        word = data.get(section)
+        if isinstance(word, str) and (section == "task" or word == "auto"):
+            data[section] = {key: word}
+            given[f"{section}.{key}"] = given.pop(section)
 
 
 def _override(data: dict[str, Any], override: str) -> str:

@@ -30,6 +30,7 @@ FREE_PATHS = (
     "cluster.notices_account",
     "cluster.faults",
     "launch.ssh.hosts_file",
+    "plan.cluster",
     "task.folder",
     "lora.base",
     "lora.adapter",
@@ -43,6 +44,7 @@ OPTIONAL = (
     "cluster.notices_at",
     "cluster.faults",
     "launch.ssh.hosts_file",
+    "plan.cluster",
     "task.folder",
     "lora.base",
     "lora.adapter",
@@ -141,6 +143,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
             value = getattr(value, part)
         if key == "cluster.notices_at" and config.cluster.notices != "file":
             continue  # the address of a service
+        if key == "plan.cluster" and config.plan.is_short_cluster:
+            continue
         if value or key not in OPTIONAL:
             yield key, value
     if config.data.tokenizer.path is not None:

@@ -23,6 +23,7 @@ from holdfast.config.logging import LoggingConfig
 from holdfast.config.lora import LoraConfig
 from holdfast.config.memory import DEVICE
 from holdfast.config.model import ModelConfig
+from holdfast.config.plan import PlanConfig
 from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run_place import is_bucket, local_run_folder
 from holdfast.config.task import SCRIPT_TASK, TaskConfig
@@ -63,6 +64,7 @@ class RunConfig(Section):
     lora: Never[LoraConfig] = LoraConfig()
     train: TrainConfig = TrainConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
+    plan: InPlace[PlanConfig] = PlanConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     launch: InPlace[LaunchConfig] = LaunchConfig()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
+from holdfast.events import Event
+from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import Term
@@ -31,7 +33,8 @@ class RunContext:
     resume_command: the command that resumes the run. single_node_term: the term of a run of this
     node only. generation_floor: searches for the content of a lost run folder and returns a
     generation. The run's next generations must be newer than that one. The first coordinator of the
-    run calls it. trackers: run next to the agent that leads."""
+    run calls it. trackers: run next to the agent that leads. predict: the plan of a generation, for
+    the journal."""
 
     config: RunConfig
     store: RunStore
@@ -45,6 +48,7 @@ class RunContext:
     single_node_term: Term | None = None
     generation_floor: Callable[[], int] = lambda: 0
     trackers: tuple[TrackerProgram, ...] = ()
+    predict: Callable[[Topology], Event | None] = lambda topology: None
 
     @property
     def node_suffix(self) -> str:

@@ -34,9 +34,10 @@ from holdfast.launch.node.addresses import NodeAddress, plan_addresses, uses_tls
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.node.trackers import tracker_programs
+from holdfast.launch.run.auto_layout import predictor_of
 from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.planner import planner_of
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
-from holdfast.plan.placing.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
@@ -73,9 +74,7 @@ def train_locally(
         raise RunFolderError(
             "the number of workers and the device have not been planned", where="layout.workers"
         )
-    # A node of several may get fewer workers than it has places for.
-    workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
-    refuse_low_limits(config, workers, raise_open_files())
+    refuse_low_limits(config, _workers_here(config), raise_open_files())
     node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
@@ -97,14 +96,20 @@ def train_locally(
         resume or resume_command(loaded),
         generation_floor=start.restore_and_find_floor,
         trackers=tracker_programs(config, folder),
+        predict=predictor_of(config),
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics}
     views |= {"say": say, "say_last": say_last}
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
-            return NodeAgent(joining, control, plan_layout, **views).run()
+            return NodeAgent(joining, control, planner_of(config), **views).run()
     return _train_alone(joining, start, watch or HolderWatch(folder, say), views)
+
+
+def _workers_here(config: RunConfig) -> int:
+    """Most workers of this node. A node of several may get fewer than it has places for."""
+    return (config.cluster.places or 1) if config.cluster.node else config.layout.workers
 
 
 def _listening_line(node: str, address: NodeAddress) -> str:

@@ -15,22 +15,12 @@ from holdfast.core.data.data_ledger import uncovered_ranges
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.expert_load import ExpertsRouted
 from holdfast.events import (
-    Blamed,
     CheckpointCaptured,
     CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointRejected,
     CheckpointRemoved,
-    CheckpointSkipped,
-    EmergencyPlanned,
     Evaluated,
-    Event,
     GenerationStarted,
     MemoryUsed,
-    NonFinite,
-    NoticeReceived,
-    NoticesUnheard,
-    PeerFailed,
     Record,
     RunBranched,
     RunFailed,
@@ -38,15 +28,13 @@ from holdfast.events import (
     RunStarted,
     RunStopped,
     SaveInterval,
-    SettingIgnored,
-    SourceRejected,
     StepDone,
-    StopRequested,
-    UploadFailed,
 )
 from holdfast.report.experts import ExpertLoad, RankLoads
 from holdfast.report.incidents import Incident, IncidentBook
+from holdfast.report.notices import notice_text
 from holdfast.report.ordering import order_records
+from holdfast.report.planned import PlanBook, PlanComparison
 from holdfast.report.timeledger import TimeLedger
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import RunStore
@@ -183,6 +171,7 @@ class History:
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
     dropped_choices: int = 0  # of these, for lack of capacity
     expert_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
+    plan: PlanComparison | None = None  # and what was measured, of the newest generation
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -300,12 +289,14 @@ class _HistoryBuilder:
     branch: RunBranched | None = None
     memory: list[MemoryPoint] = field(default_factory=list)
     experts: ExpertLoad = field(default_factory=ExpertLoad)
+    plan: PlanBook = field(default_factory=PlanBook)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
         self.ledger.observe(record)
         elapsed = self.ledger.wall
         self.book.observe(record, elapsed)
+        self.plan.observe(record)
         event = record.event
         if isinstance(event, RunStarted):
             self.started = event
@@ -453,45 +444,5 @@ class _HistoryBuilder:
             experts=self.experts.by_block,
             dropped_choices=self.experts.dropped,
             expert_copies=self.experts.with_copies,
+            plan=self.plan.comparison(),
         )
-
-
-def notice_text(event: Event) -> str:
-    """Return what a person should know about this event, or an empty string."""
-    if isinstance(event, CheckpointFailed):
-        return f"the checkpoint of step {event.step} failed: {event.reason}"
-    if isinstance(event, CheckpointSkipped):
-        return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
-    if isinstance(event, CheckpointRejected):
-        return f"checkpoint {event.key} was not trusted: {event.reason}"
-    if isinstance(event, SourceRejected):
-        who = f"rank {event.rank}" if event.rank >= 0 else "the search for a restore point"
-        return f"{who} took from another source what the {event.source} had not: {event.reason}"
-    if isinstance(event, PeerFailed):
-        return f"{event.peer} keeps no copy of step {event.step}: {event.reason}"
-    if isinstance(event, UploadFailed):
-        return f"the checkpoint of step {event.step} is not in the bucket yet: {event.reason}"
-    if isinstance(event, NonFinite):
-        return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
-    if isinstance(event, Blamed):
-        return event.why
-    if isinstance(event, SaveInterval):
-        return event.reason
-    if isinstance(event, NoticeReceived):
-        leave = ", and the run is to leave" if event.leave else ""
-        nodes = ", ".join(event.nodes)
-        return f"notice ({event.source}): {nodes} will be gone in {event.seconds:g} s{leave}"
-    if isinstance(event, NoticesUnheard):
-        return f"notices could not be read: {event.reason}"
-    if isinstance(event, EmergencyPlanned):
-        return f"emergency save: {event.reason}"
-    if isinstance(event, SettingIgnored):
-        return f"{event.key} is not honoured here: {event.reason}"
-    if isinstance(event, RunBranched):
-        changes = f" with {', '.join(event.changed)}" if event.changed else ""
-        return f"continues {event.parent} after step {event.step}{changes} ({event.folder})"
-    if isinstance(event, StopRequested):
-        return f"asked to stop ({event.reason})"
-    if isinstance(event, RunFailed):
-        return f"the run failed: {event.reason}"
-    return ""

@@ -30,6 +30,7 @@ from holdfast.report.formatting import (
 )
 from holdfast.report.history import History
 from holdfast.report.mfu import utilisations
+from holdfast.report.plan_table import plan_table
 from holdfast.report.small_charts import small_charts
 
 _STATES = {
@@ -263,6 +264,13 @@ def _goodput_note(history: History) -> str:
 
 def _records(history: History) -> list[str]:
     out = []
+    if history.plan is not None:
+        note = (
+            f"Generation {history.plan.generation}: medians of "
+            f"{format_plural(history.plan.steps, 'step')} of rank 0. Speeds of devices: "
+            f"{history.plan.source}."
+        )
+        out.append(_card("Planned and measured", note, plan_table(history.plan)))
     if history.breaks:
         out.append(
             _card(

@@ -32,8 +32,9 @@ from holdfast.report.formatting import (
     format_plural,
     format_validation,
 )
-from holdfast.report.history import notice_text, unit_of
+from holdfast.report.history import unit_of
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
+from holdfast.report.notices import notice_text
 from holdfast.report.timeledger import TimeLedger
 
 _MAX_CAUSE_CHARS = 200

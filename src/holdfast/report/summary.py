@@ -60,7 +60,7 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
-    out |= _experts(history)
+    out |= _experts(history) | _plan(history)
     if history.memory:
         out["memory"] = _newest_memory(history)
     if history.holes:
@@ -70,6 +70,11 @@ def summary(
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
         out["validations"] = [asdict(e) for e in history.evaluations]
     return out
+
+
+def _plan(history: History) -> dict[str, Any]:
+    """The plan and what was measured; nothing of a run without a plan."""
+    return {} if history.plan is None else {"plan": history.plan.to_json()}
 
 
 def _experts(history: History) -> dict[str, Any]:

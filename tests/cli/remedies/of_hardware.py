@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from re import Match
 
+import pytest
+
+from holdfast.cli import calibrate
 from holdfast.core.transports import NodeLinks
 from holdfast.plan.hardware.calibration import read_calibration
 from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
@@ -13,6 +16,7 @@ from holdfast.plan.hardware.this_machine import describe_machine
 from holdfast.plan.machine.accelerators import Accelerator
 from holdfast.plan.machine.hardware import HardwareInfo
 from tests.cli.remedies.lab import Case, Lab, case
+from tests.cli.test_calibrate import fake_rank
 from tests.plan.hardware.test_calibration import measured_by_hand
 from tests.plan.hardware.test_cluster_file import changed
 
@@ -71,6 +75,17 @@ def look_here(lab: Lab) -> None:
 
 def calibrate_it(lab: Lab, found: Match[str]) -> None:
     lab.settings["calibration"] = measured_by_hand("Some Accelerator")
+
+
+def begin_failing(lab: Lab) -> None:
+    fake_rank(lab.folder, after="sys.exit('no such device')")
+
+
+def measure(lab: Lab) -> None:
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(lab.folder))
+        changed.setattr(calibrate, "RANK_MODULE", "fake_rank")
+        calibrate.calibrate(seconds=5, write=lab.folder / "here.json", json=True)
 
 
 PLACE = "plan/hardware/cluster_file.py:"
@@ -147,18 +162,18 @@ CASES: list[Case] = [
         edit("burst: 2", "burst: 2\n    {}"),
     ),
     case(
-        f"{PLACE} pools.….power_w is …, but … takes … idle and … at most",
+        "plan/hardware/devices.py: the limit of … is …, and … has … to …",
         spoil("power_w: 250", "power_w: 350"),
         read_file,
-        r"use (\d+) or less, or remove it",
+        r"use (\d+) or less, or remove the limit",
         edit("350", "{}"),
     ),
     case(
-        f"{PLACE} pools.….memory_gib is …, but … has …",
-        spoil("memory_gib: 15", "memory_gib: 32"),
-        read_file,
-        r"use (\d+) or less, or remove it",
-        edit("32", "{}"),
+        "plan/hardware/devices.py: … is no limit of a device",
+        begin(cluster="2x8xH100@5kW"),
+        read_short,
+        r"write for example (\S+), or @70GiB",
+        lambda lab, found: lab.settings.update(cluster=f"2x8x{found[1]}"),
     ),
     case(
         f"{PLACE} pools.….across_racks is a link between racks, but there is one rack",
@@ -229,5 +244,12 @@ CASES: list[Case] = [
         lambda lab: read_calibration(lab.folder / FILE),
         r"remove the file, or measure again with: holdfast calibrate",
         lambda lab, found: (lab.folder / FILE).unlink(),
+    ),
+    case(
+        "cli/calibrate.py: measuring on … ended early (…)",
+        begin_failing,
+        measure,
+        r"see what this machine lacks with: holdfast doctor",
+        lambda lab, found: fake_rank(lab.folder),
     ),
 ]

@@ -27,6 +27,7 @@ from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.format.flat_names import SCHEMES
 from holdfast.core.format.manifest import Commit
 from holdfast.data.dataset import Dataset
+from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 from tests.cli.remedies.of_datasets import begin_chat, prepare_chat, read_row, template
@@ -183,7 +184,9 @@ def attempt_of_task(lab: Lab) -> None:
             return
         file, *overrides = lab.settings["line"][1:]
         loaded = load_config(Path(file), overrides)
-        train.prepare_run_data(loaded, lab.folder / "new", fresh=False, wait=False)
+        train.prepare_run_data(
+            loaded, detect_hardware(), lab.folder / "new", fresh=False, several=False
+        )
 
 
 def type_line(lab: Lab, found: Match[str]) -> None:

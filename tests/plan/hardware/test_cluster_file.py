@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from pydantic import BaseModel
 
 from holdfast.errors import UserError
-from holdfast.plan.hardware.cluster import Cluster
+from holdfast.plan.hardware.cluster import ACROSS_ZONES, Cluster
 from holdfast.plan.hardware.cluster_file import load_cluster, parse_cluster, read_cluster
 from holdfast.plan.hardware.cluster_sections import (
     BetweenSection,
@@ -60,14 +61,25 @@ def test_a_file_says_what_there_is() -> None:
     assert (one.name, one.size, one.device, one.is_spot) == ("a", 32, "A100-80", False)
     assert one.inside == LINKS["nvlink3"].link
     assert one.outside == LINKS["ib-hdr"].link  # what is usual for the device
-    assert (other.device, other.is_spot, other.losses_per_day) == ("V100-16", True, 2.4)
+    assert (other.device, other.is_spot, other.losses_per_day) == ("V100-16@250W,15GiB", True, 2.4)
     assert other.outside.bandwidth == LINKS["ethernet-100"].link.bandwidth / 4
     limited = other.device_type(load_devices())
     assert (limited.power_w, limited.usable_bytes) == (250, 15 * GIB)
+    assert limited.peak("bf16") == pytest.approx(125e12 * (250 / 300) ** (1 / 3))
     between = cluster.link_between(other, one)
     assert between == cluster.link_between(one, other)
     assert (between.latency_s, between.bandwidth) == (400e-6, 20e9 / 8 / 8)
     assert cluster.usd_per_gb == {("east", "west"): 0.02}
+    assert cluster.zones_without_link() == []
+    alone = parse_cluster(GOOD.split("between")[0], "c.yaml")
+    assert alone.zones_without_link() == [("east", "west")]
+    assert alone.link_between(*alone.pools) == ACROSS_ZONES
+
+
+def test_racks_whose_nodes_share_nvlink() -> None:
+    text = PAGE.read_text("utf-8").split("NVLink, too:\n\n")[1].split("\n\n")[0]
+    (rack,) = parse_cluster(dedent(text), "c.yaml").pools
+    assert (rack.size, rack.outside, rack.across_racks) == (144, rack.inside, LINKS["ib-ndr"].link)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -84,6 +96,7 @@ def test_the_examples_are_right(name: str) -> None:
     [
         ("16x8xH100-80", [("H100-80", 16, 8, False, 0.0)]),
         ("8xH100", [("H100-80", 1, 8, False, 0.0)]),
+        ("2x8xH100@500W,70GiB", [("H100-80@500W,70GiB", 2, 8, False, 0.0)]),
         ("4x8xA100-80+2x4xV100-16", [("A100-80", 4, 8, False, 0.0), ("V100-16", 2, 4, False, 0.0)]),
         ("16xaws/us-east-2/p5.48xlarge:spot", [("H100-80", 16, 8, True, 21.47)]),
         ("3xaws/us-east-2/p5.48xlarge", [("H100-80", 3, 8, False, 55.04)]),
@@ -162,11 +175,11 @@ MISTAKES = {
     ),
     "power above the board's": (
         changed("power_w: 250", "power_w: 350"),
-        r"c.yaml:16: pools.b.power_w is 350, but V100-16 takes 40 idle and 300 at most; use 300",
+        r"c.yaml:16: the limit of power is 350, and V100-16 has 40 to 300; use",
     ),
     "memory that is not there": (
         changed("memory_gib: 15", "memory_gib: 32"),
-        r"c.yaml:17: pools.b.memory_gib is 32, but V100-16 has 16; use 16 or less",
+        r"c.yaml:16: the limit of memory is 32, and V100-16@?.* has 0 to 16; use",
     ),
     "burst of more nodes than there are": (
         changed("burst: 2", "burst: 3"),
@@ -218,6 +231,10 @@ def test_several_mistakes_come_at_once() -> None:
     ("text", "sentence"),
     [
         ("16x8xH100-8O", "--cluster: there is no device 'H100-8O'; use H100-80"),
+        (
+            "2x8xH100@5kW",
+            "--cluster: '5kW' is no limit of a device; write for example H100-80@700W",
+        ),
         ("0x8xT4", "--cluster: nodes is 0, but must be at least 1; use 1"),
         ("1xT4+1xT4", "--cluster: two pools have the name T4; add up their nodes"),
         ("2xp5.48xlarge", "--cluster: several regions have the machine .*; use aws/us-east-1/p5.*"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from holdfast.core.flops import dense_peak
 from holdfast.errors import DataError
 from holdfast.plan.catalogue import load_catalogue
 from holdfast.plan.hardware.devices import (
+    ASSUMED,
     DEVICES_FILE,
     EFFICIENCY_FILE,
     GIB,
@@ -60,6 +62,7 @@ def test_every_row_is_complete_and_possible() -> None:
     for row in read_rows(DEVICES_FILE):
         assert None not in row, row["name"]
         assert set(row["assumed"].split()) <= row.keys(), row["name"]
+        assert not row["like"] or row["like"] in DEVICES, row["name"]
     for row in read_rows(LINKS_FILE):
         assert None not in row, row["name"]
         assert set(row["assumed"].split()) <= row.keys(), row["name"]
@@ -71,6 +74,18 @@ def test_every_row_is_complete_and_possible() -> None:
         assert row["device"] in DEVICES
         assert row["precision"] in PRECISIONS
         assert row["source"]
+
+
+def test_shares_hold_for_devices_that_are_alike(tmp_path: Path) -> None:
+    head = "device,precision,compute,memory,ramp_s,launch_s,source"
+    rows = ("A100-80,bf16,0.6,0.7,1e-6,2e-6,here", "A100-40,fp32,0.5,0.7,1e-6,2e-6,here")
+    file = tmp_path / "efficiency.csv"
+    file.write_text("\n".join((head, *rows)))
+    devices = load_devices(efficiency=file)
+    assert devices["A100-40"].reached("bf16").compute == 0.6
+    assert devices["A100-40"].reached("fp32").compute == 0.5
+    assert devices["A100-80"].reached("fp32") == ASSUMED
+    assert devices["T4"].reached("bf16") == ASSUMED
 
 
 def test_all_tables_of_peaks_agree() -> None:

@@ -48,7 +48,8 @@ from holdfast.errors import (
     RunFolderError,
     UserError,
 )
-from holdfast.events import CheckpointRejected, RunStarted, WorkerPaced
+from holdfast.events import CheckpointRejected, Event, GenerationStarted, RunStarted, WorkerPaced
+from holdfast.layout import Topology
 from holdfast.plan.placing.interface import Planner
 from holdfast.policy.detection.stragglers import Pace, PaceChange
 from holdfast.policy.membership import transitions
@@ -72,6 +73,23 @@ LAST_LEDGER_REPAIR_TIMEOUT_S = 30.0
 ALL_NODES_LEAVING_REASON = "all nodes were told to go"
 BAD_STEP_REASONS = ("non_finite", "loss_jump")
 """Reasons that `policy.detection.bad_steps` limits, not the restart budget."""
+
+
+def _emit_with_plan(
+    log: EventLog, predict: Callable[[Topology], Event | None], say: Say, event: Event
+) -> None:
+    """Emit an event. After the start of a generation, emit what its plan predicts."""
+    log.emit("agent", event)
+    if not isinstance(event, GenerationStarted):
+        return
+    try:
+        predicted = predict(Topology.from_json(event.topology))
+    except (UserError, ArithmeticError, LookupError, ValueError) as error:
+        # A run does not end because its plan has a mistake.
+        say(f"this generation has no prediction: {error!r}")
+        return
+    if predicted is not None:
+        log.emit("agent", replace(predicted, step=event.step))
 
 
 class LossCounter:
@@ -203,7 +221,7 @@ class RunController:
                 self._layout_planner,
                 self._mover,
                 self._hooks.rendezvous_address,
-                lambda event: self._event_log.emit("agent", event),
+                partial(_emit_with_plan, self._event_log, it.predict, self._say),
                 self._on_generation_created,
                 partial(_newest_durable_step, it.store),
                 alone,

@@ -13,7 +13,7 @@ from importlib import import_module
 
 from holdfast.elastic.notices.ray_probe import use_token
 from holdfast.errors import UserError
-from holdfast.launch.clusters.cluster import ClusterState, Daemon, is_port_open
+from holdfast.launch.clusters.cluster import ClusterState, Daemon, free_ports, is_port_open
 
 HEAD_HOST = "127.0.0.2"
 FIRST_NODE = 10
@@ -28,16 +28,19 @@ _SETTINGS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
     "RAY_health_check_initial_delay_ms": "0",
+    "RAY_gcs_storage": "rocksdb",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
+"""The tables of the head are on the disk, so raylets and actors outlive it, for an hour at most.
+By Ray's own default they end a minute after the head, and with them the run."""
 
 
 class RayKind:
     """Implements `DisposableCluster`."""
 
     head = "head"
-    nodes_outlive_head = False
-    starting_nodes = 1
-    """On two cores, nodes that started together have exceeded Ray's own limit of 30 s."""
+    nodes_outlive_head = True
+    starting_nodes = max(2, (os.cpu_count() or 1) // 2)
     who_may_use = (
         "any account of this machine can use this cluster, unless you have a token of Ray "
         "(ray get-auth-token)"
@@ -53,25 +56,26 @@ class RayKind:
         use_token()  # for the daemons, too, which inherit it
 
     def write_config(self, state: ClusterState) -> None:
-        """Ray takes all of it from its command line."""
+        """Ray takes all of it from its command line. A head that was lost has left a note, and
+        Ray would take the raylets for that head."""
+        if not is_port_open(HEAD_HOST, state.ports[self.head]):
+            (state.folder / self.head / "ray_current_cluster").unlink(missing_ok=True)
 
     def daemons(self, state: ClusterState) -> list[Daemon]:
         host, address = HEAD_HOST, self._address(state)
         head = _daemon(
+            state,
             self.head,
             *("--head", f"--port={state.ports[self.head]}", f"--node-ip-address={host}"),
-            *(
-                "--num-cpus=0",
-                "--node-name=head",
-                "--include-dashboard=false",
-                f"--temp-dir={state.folder}/ray",
-            ),
+            *("--num-cpus=0", "--include-dashboard=false", "--no-monitor"),
+            f"--ray-client-server-port={free_ports(['client'])['client']}",
         )
         nodes = [
             _daemon(
+                state,
                 node,
                 *(f"--address={address}", f"--node-ip-address=127.0.0.{FIRST_NODE + number}"),
-                *(f"--num-cpus={state.cpus}", f"--node-name={node}"),
+                f"--num-cpus={state.cpus}",
             )
             for number, node in enumerate(state.node_names)
         ]
@@ -98,14 +102,19 @@ class RayKind:
         return f"{HEAD_HOST}:{state.ports[self.head]}"
 
 
-def _daemon(name: str, *options: str) -> Daemon:
+def _daemon(state: ClusterState, name: str, *options: str) -> Daemon:
     command = [sys.executable, "-c", _START, "start", "--block", *options]
     command += [
+        f"--node-name={name}",
+        # Raylets that share a folder and start together may take the same names of sockets.
+        f"--temp-dir={state.folder}/{name}",
         f"--object-store-memory={_STORE_BYTES}",
         "--disable-usage-stats",
+        "--include-log-monitor=false",
         "--dashboard-agent-listen-port=0",
         "--min-worker-port=0",
         "--max-worker-port=0",
     ]
-    environ = {key: value for key, value in _SETTINGS.items() if key not in os.environ}
+    settings = _SETTINGS | {"RAY_gcs_storage_path": f"{state.folder}/gcs"}
+    environ = {key: value for key, value in settings.items() if key not in os.environ}
     return Daemon(name, tuple(command), environ)

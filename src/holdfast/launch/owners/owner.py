@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import RunFolderError
+from holdfast.errors import ConfigError, RunFolderError
 from holdfast.wire.store.publish import replace_file
 
 if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
 
 JOB_FILE = "launch.json"
+
+
+class OwnerAwayError(ConfigError):
+    """What knows the nodes of a job does not answer. The nodes may still be at work."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.errors import ConfigError
+from holdfast.launch.owners.owner import OwnerAwayError
 
 ADDRESS_KEY = "launch.ray.address"
 
@@ -29,6 +30,14 @@ def _of_connection(kind: str, detail: str, address: str) -> ConfigError | None:
                 f"no Ray cluster answers at {address} ({detail})",
                 where=ADDRESS_KEY,
                 remedy="use the address that ray start --head prints",
+            )
+        case "away":
+            return OwnerAwayError(
+                f"Ray's head at {address}, which knows the nodes of this run, does not answer "
+                f"({detail})",
+                where="--on ray",
+                remedy="start that head again, or resume the run on another Ray cluster: "
+                "holdfast launch RUN --on ray launch.ray.address=HOST:PORT",
             )
         case "no_head":
             return ConfigError(

@@ -23,6 +23,7 @@ from holdfast.elastic.notices.ray import NODE as RAY_NODE_VARIABLE
 from holdfast.launch.node.node_place import PLACE_VARIABLE
 from holdfast.launch.ray.board import RayBoard
 from holdfast.launch.ray.plan import NodeReport, RaySpec
+from holdfast.launch.ray.spec_watch import SpecWatch, head_limit_s, leave_after_s
 from holdfast.policy.placement import FAILURE_DOMAINS
 from holdfast.wire.child_command import module_command
 from holdfast.wire.lifeline import open_lifeline
@@ -50,6 +51,9 @@ class NodeActor:
         self._context: Any = import_module("ray").get_runtime_context()
         self._host = str(import_module("ray.util").get_node_ip_address())
         self._asked_at = 0.0  # when the agent was asked to leave
+        self._head_limit_s = head_limit_s()
+        self._is_left_alone = False  # the agent was asked to leave since Ray's head is away
+        self._watch = SpecWatch(self._board)
         threading.Thread(target=self._run, name="agent", daemon=True).start()
 
     def _run(self) -> None:
@@ -61,6 +65,10 @@ class NodeActor:
             except OSError as error:  # no room for a log, or for a process
                 self._report(0, 1, str(error))
                 return
+            if self._is_left_alone and not self._asked_at:
+                self._watch.wait_answer()
+                self._is_left_alone = False
+                continue
             if code >= 0 or self._asked_at:
                 break
             is_short = time.monotonic() - started < LONG_LIFE_S
@@ -71,8 +79,8 @@ class NodeActor:
 
     def _run_agent(self) -> int:
         """Start the agent and wait for it; return its exit code, below 0 for a signal."""
-        spec = self._spec()
-        with self._log_file(spec).open("ab") as out:
+        spec = self._watch.newest()
+        with self._log_file(spec).open("ab", buffering=0) as out:
             agent = subprocess.Popen(
                 module_command(
                     "holdfast.cli.tied_agent", str(self._lifeline), *spec.command(self._node)
@@ -84,18 +92,24 @@ class NodeActor:
                 pass_fds=(self._lifeline,),
                 env=self._environment(),
             )
-        self._report(agent.pid)
-        while agent.poll() is None:
-            with suppress(Exception):  # Ray's head is away: nothing is asked of us meanwhile
-                spec = self._board.read_spec() or spec
-            if not self._asked_at and (spec.stop or self._node not in spec.nodes):
-                agent.send_signal(signal.SIGTERM)
-                self._asked_at = time.monotonic()
-            elif self._asked_at and time.monotonic() > self._asked_at + LEAVE_TIMEOUT_S:
-                agent.kill()
-            with suppress(subprocess.TimeoutExpired):
-                agent.wait(POLL_INTERVAL_S)
+            self._report(agent.pid)
+            while agent.poll() is None:
+                spec = self._watch.newest()
+                if not self._asked_at and (spec.stop or self._node not in spec.nodes):
+                    agent.send_signal(signal.SIGTERM)
+                    self._asked_at = time.monotonic()
+                elif self._asked_at and time.monotonic() > self._asked_at + LEAVE_TIMEOUT_S:
+                    agent.kill()
+                elif not self._asked_at and not self._is_left_alone and self._has_no_head():
+                    self._is_left_alone = True
+                    out.write(_alone_text(self._watch.silent_s, self._head_limit_s))
+                    agent.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    agent.wait(POLL_INTERVAL_S)
         return agent.returncode
+
+    def _has_no_head(self) -> bool:
+        return self._watch.silent_s > leave_after_s(self._head_limit_s)
 
     def _environment(self) -> dict[str, str]:
         """The notices of the agent need to know Ray's head and our machine."""
@@ -118,13 +132,6 @@ class NodeActor:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / name
 
-    def _spec(self) -> RaySpec:
-        while True:
-            with suppress(Exception):
-                if (spec := self._board.read_spec()) is not None:
-                    return spec
-            time.sleep(POLL_INTERVAL_S)
-
     def _report(self, process: int, code: int | None = None, detail: str = "") -> None:
         machine = str(self._context.get_node_id())
         report = NodeReport(self._group, machine, self._host, process, code, detail)
@@ -134,6 +141,14 @@ class NodeActor:
             except Exception as error:
                 print(f"Ray's head takes no report: {error}", file=sys.stderr, flush=True)
                 time.sleep(POLL_INTERVAL_S)
+
+
+def _alone_text(silent_s: float, limit_s: float) -> bytes:
+    return (
+        f"Ray's head has not answered for {silent_s:.0f} s. Ray ends this node after "
+        f"{limit_s:g} s, so the agent saves and leaves; it starts again if the head returns. If it "
+        "does not, the same 'holdfast launch' on another Ray cluster resumes the run\n"
+    ).encode()
 
 
 def place_of(labels: Mapping[str, str]) -> str:

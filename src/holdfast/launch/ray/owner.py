@@ -124,5 +124,6 @@ def _ask(order: RayOrder) -> RayAnswer:
         raise explain("ended", last, order.address)
     answer = RayAnswer(**json.loads(out))
     if answer.error:
-        raise explain(answer.error, answer.detail, order.address)
+        is_away = answer.error == "unreachable" and order.verb != "submit"
+        raise explain("away" if is_away else answer.error, answer.detail, order.address)
     return answer

@@ -24,7 +24,7 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
     config = loaded.config
     if config.train.microbatch_size:
         return loaded
-    if known := _known_size(run_folder):
+    if known := known_microbatch_size(run_folder):
         return loaded.with_planned({KEY: known}, "that of the run")
     if not has_estimate(config):
         raise ConfigError(
@@ -60,7 +60,7 @@ def describe_microbatch(loaded: LoadedConfig) -> list[str]:
     return [f"{KEY} is {loaded.config.train.microbatch_size}: {origin.place}"]
 
 
-def _known_size(run_folder: Path | None) -> int:
+def known_microbatch_size(run_folder: Path | None) -> int:
     """Of a run that was begun there; 0 if there is none."""
     stored = read_resolved(run_folder) if run_folder is not None else None
     size = (stored or {}).get("config", {}).get("train", {}).get("microbatch_size")

@@ -66,7 +66,7 @@ def _unanswered(why: str) -> UserError:
     return RunFolderError(
         f"Slurm's controller does not answer ({why})",
         where="--on slurm",
-        remedy="see with 'sinfo' whether it works, and try again",
+        remedy="jobs that run continue; see with 'sinfo' whether it works, and try again",
     )
 
 

@@ -89,12 +89,17 @@ class JobView:
     restarts: int
 
 
+AWAY = "Unable to contact"
+"""What Slurm's commands say when their controller does not answer."""
+
+
 class Slurm:
     """Slurm's commands, for one job. A command that fails returns None: its controller may be away
     for a while, and agents do not need it."""
 
     def __init__(self, job: str) -> None:
         self.job = job
+        self._is_away = False
         keep = ("SLURM_CONF", "SLURM_CONF_SERVER")
         # Variables of the job would be taken for options; they say what the job was at its start.
         self._environment = {
@@ -119,10 +124,25 @@ class Slurm:
             return None
         if done.returncode != 0 and command[0] == "scancel":
             return None
+        said = done.stderr.decode("utf-8", "replace").strip()
+        if done.returncode != 0 and AWAY in said:
+            self._note_away(said)
+            return None
+        self._note_back()
         if done.returncode != 0:
-            log(f"{' '.join(command)}: {done.stderr.decode('utf-8', 'replace').strip()}")
+            log(f"{' '.join(command)}: {said}")
             return None
         return done.stdout.decode("utf-8", "replace")
+
+    def _note_away(self, said: str) -> None:
+        if not self._is_away:
+            log(f"{said}; agents continue, and no node is replaced until it answers")
+        self._is_away = True
+
+    def _note_back(self) -> None:
+        if self._is_away:
+            log("Slurm's controller answers again")
+        self._is_away = False
 
     def start_step(
         self, node: str, log_file: Path, command: Sequence[str], name: str = STEP_NAME

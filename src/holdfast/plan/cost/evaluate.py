@@ -21,7 +21,9 @@ from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, in_flight, pipeline_time
 from holdfast.plan.cost.sharded_passes import with_collectives
 from holdfast.plan.cost.stage_memory import (
+    ASSUMED_OVERHEAD,
     Held,
+    MemoryOverhead,
     StageMemory,
     expert_parameters,
     layer_parameters,
@@ -37,14 +39,17 @@ from holdfast.plan.hardware.devices import DeviceType, device_named
 class Problem:
     """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
     may use. waits_for_sends: ranks compute nothing while they send to another stage or receive.
-    slow: by index on pp, how many times as long a rank's computing takes."""
+    hides_gradients: sums of gradients travel while a stage's last backward computes. slow: by
+    index on pp, how many times as long a rank's computing takes."""
 
     workload: Workload
     cluster: Cluster
     devices: Mapping[str, DeviceType]
     times: LayerTimes | None = None
     memory_share: float = 0.95
+    overhead: MemoryOverhead = ASSUMED_OVERHEAD
     waits_for_sends: bool = False
+    hides_gradients: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -112,17 +117,13 @@ class Evaluator:
         layers = [self._held(choice, group, index) for index in range(group.pp)]
         stages = self._stage_times(choice, group, links)
         pipeline = pipeline_time(
-            choice.schedule,
-            group.pp,
-            choice.virtual,
-            group.microbatches,
-            stages,
-            [self.problem.slow.get(index, 1.0) for index in range(group.pp)],
-            self.problem.waits_for_sends,
+            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
         )
         kept = in_flight(choice.schedule, group.pp, choice.virtual, group.microbatches)
         memory = tuple(
-            stage_memory(self.problem.workload, choice, group, i, layers[i], kept[i])
+            stage_memory(
+                self.problem.workload, choice, group, i, layers[i], kept[i], self.problem.overhead
+            )
             for i in range(group.pp)
         )
         tails = [self._tail(choice, group, i, layers[i], links[i], stages) for i in range(group.pp)]
@@ -165,7 +166,9 @@ class Evaluator:
             ]
             cut = group.tp if choice.sequence_parallel else 1
             size = tokens * workload.layers[0].width * workload.item / cut
-            found.append(StageTimes.of(times, links[index].pp.message_s(size)))
+            send = links[index].pp.message_s(size)
+            stage = StageTimes.of(times, send, self.problem.waits_for_sends)
+            found.append(stage.slowed(self.problem.slow.get(index, 1.0)))
         return found
 
     def _layer(
@@ -227,7 +230,7 @@ class Evaluator:
             copies = max(1, shards * group.cp // choice.ep)
         dense = rank_parameters(layers, group.tp, choice.ep) - experts
         own = dense / shards + experts / copies
-        hidden = stages[index].backward if index < len(stages) else 0.0
+        hidden = stages[index].backward if self.problem.hides_gradients else 0.0
         sums, gathers = allreduce_s(links.replicas, own * state.gradients, number), 0.0
         if choice.zero < 3:
             sums += scatter_s(links.shards, dense * state.gradients, shards)
@@ -237,13 +240,29 @@ class Evaluator:
         device = device_named(
             self.problem.cluster.pool(group.pool_at(index)).device, self.problem.devices
         )
-        reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
-        touched = own * state.touched
+        update = self._measured_update(choice, group, index, links)
+        if update is None:
+            reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
+            update = own * state.updated * shards / reached
         return {
             "gradients": max(0.0, sums - hidden),
             "parameters": gathers,
-            "update": touched / reached,
+            "update": update / shards,
         }
+
+    def _measured_update(
+        self, choice: Choice, group: ReplicaChoice, index: int, links: GroupLinks
+    ) -> float | None:
+        """Seconds of the update of all layers at `index` on pp, if a profile has them."""
+        kinds, total = self.problem.workload.kinds, 0.0
+        if self.problem.times is None:
+            return None
+        for layer, number in self._held(choice, group, index):
+            update = self._layer(choice, group, index, kinds.index(layer), links).update
+            if update is None:
+                return None
+            total += number * update
+        return total
 
 
 def _chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:

@@ -18,7 +18,8 @@ from holdfast.plan.cost.workload import PassTimes
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one stage and microbatch, in seconds. send: of its output to the next stage."""
+    """Of one stage and microbatch, in seconds. send: of its output to the next stage. waits: ranks
+    compute nothing while they send or receive."""
 
     forward: float
     inputs: float
@@ -26,6 +27,7 @@ class StageTimes:
     again: float
     send: float
     communication: Mapping[str, float]
+    waits: bool = False
 
     @property
     def backward(self) -> float:
@@ -38,10 +40,10 @@ class StageTimes:
         own = self.forward, self.inputs, self.weights, self.again
         forward, inputs, weights, again = (factor * seconds for seconds in own)
         communication = {axis: factor * each for axis, each in self.communication.items()}
-        return StageTimes(forward, inputs, weights, again, self.send, communication)
+        return StageTimes(forward, inputs, weights, again, self.send, communication, self.waits)
 
     @staticmethod
-    def of(layers: Sequence[tuple[PassTimes, int]], send: float) -> StageTimes:
+    def of(layers: Sequence[tuple[PassTimes, int]], send: float, waits: bool = False) -> StageTimes:
         """The stage that holds so many of each of these layers."""
         sent: dict[str, float] = {}
         for layer, number in layers:
@@ -54,6 +56,7 @@ class StageTimes:
             sum(n * layer.again for layer, n in layers),
             send,
             sent,
+            waits,
         )
 
 
@@ -66,31 +69,16 @@ class PipelineTime:
 
 
 def pipeline_time(
-    schedule: str,
-    pp: int,
-    virtual: int,
-    microbatches: int,
-    stages: Sequence[StageTimes],
-    slow: Sequence[float] = (),
-    waits_for_sends: bool = False,
+    schedule: str, pp: int, virtual: int, microbatches: int, stages: Sequence[StageTimes]
 ) -> PipelineTime:
-    """Time a pipeline.
-
-    Args:
-        stages: in their order, pp x virtual of them.
-        slow: by rank, how many times as long its computing takes; empty: once.
-        waits_for_sends: ranks compute nothing while they send or receive.
-    """
+    """stages: in their order, pp x virtual of them."""
     if pp == 1:
-        one = stages[0].slowed(slow[0] if slow else 1.0)
+        one = stages[0]
         seconds = microbatches * (one.forward + one.backward)
         return PipelineTime(seconds, _parts([one], microbatches, seconds))
+    seconds = makespan(Pipeline(schedule, pp, microbatches, virtual), _times(stages))
     rank_of = stage_ranks(schedule, pp, len(stages) // pp)
-    if slow:
-        stages = [stage.slowed(slow[rank]) for stage, rank in zip(stages, rank_of, strict=True)]
-    pipeline = Pipeline(schedule, pp, microbatches, virtual)
-    seconds = makespan(pipeline, _times(stages, waits_for_sends))
-    waits = _waits(stages, rank_of) if waits_for_sends else [0.0] * len(stages)
+    waits = _waits(stages, rank_of)
     by_rank = [
         [
             (stage, wait)
@@ -111,7 +99,7 @@ def stage_ranks(schedule: str, pp: int, virtual: int) -> tuple[int, ...]:
     return v_stages(pp) if SCHEDULE_KINDS[schedule].is_folded else loop_stages(pp, virtual)
 
 
-def _times(stages: Sequence[StageTimes], is_blocking: bool) -> Times:
+def _times(stages: Sequence[StageTimes]) -> Times:
     works, sends = dict[tuple[int, ActionKind], float](), [0.0]
     for number, stage in enumerate(stages):
         works[number, ActionKind.FORWARD] = stage.forward
@@ -119,14 +107,14 @@ def _times(stages: Sequence[StageTimes], is_blocking: bool) -> Times:
         works[number, ActionKind.BACKWARD_INPUT] = stage.again + stage.inputs
         works[number, ActionKind.BACKWARD_WEIGHT] = stage.weights
         sends += [stage.send, stage.send]
-    return Times(works, sends, is_blocking)
+    return Times(works, sends, any(stage.waits for stage in stages))
 
 
 def _waits(stages: Sequence[StageTimes], rank_of: Sequence[int]) -> list[float]:
-    """Seconds that each stage's rank sends and receives for one microbatch."""
+    """Seconds of one microbatch in which each stage's rank computes nothing for a transfer."""
     waits = [0.0] * len(stages)
     for number in range(len(stages) - 1):
-        if rank_of[number] != rank_of[number + 1]:
+        if stages[number].waits and rank_of[number] != rank_of[number + 1]:
             waits[number] += 2 * stages[number].send
             waits[number + 1] += 2 * stages[number].send
     return waits

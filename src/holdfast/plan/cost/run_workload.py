@@ -8,6 +8,9 @@ from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE
 from holdfast.plan.cost.blocks import FeedForward, Heads, block, embedding, head
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 
+_PEAK_OF = {"fp16": "bf16", "float64": "fp32"}
+"""Precisions that tables of devices have no peak of, and the one that comes nearest."""
+
 
 def workload_of(config: RunConfig) -> Workload:
     """Return what a step of this run computes. A vocabulary that is not planned yet counts as 0."""
@@ -24,7 +27,7 @@ def workload_of(config: RunConfig) -> Workload:
         tuple(layers),
         config.data.sequence_length,
         config.train.batch_size,
-        "bf16" if is_mixed and precision != "fp8" else precision,
+        _PEAK_OF.get(precision, precision),
         item,
         state,
         model.vocab_size,

@@ -17,6 +17,18 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
+class MemoryOverhead:
+    """What a device holds that is no tensor. fragmentation: share of what is not state. context:
+    bytes of the driver, of kernels and of communicators."""
+
+    fragmentation: float = FRAGMENTATION
+    context: float = 0.0
+
+
+ASSUMED_OVERHEAD = MemoryOverhead()
+
+
+@dataclass(frozen=True)
 class StageMemory:
     """Bytes of the fullest rank of a stage."""
 
@@ -26,11 +38,13 @@ class StageMemory:
     activations: float
     logits: float
     buffers: float
+    overhead: MemoryOverhead = ASSUMED_OVERHEAD
 
     @property
     def peak(self) -> float:
         passing = self.activations + self.logits + self.buffers
-        return self.weights + self.gradients + self.optimizer + passing * (1 + FRAGMENTATION)
+        state = self.weights + self.gradients + self.optimizer
+        return self.overhead.context + state + passing * (1 + self.overhead.fragmentation)
 
 
 Held = Sequence[tuple[Layer, int]]
@@ -62,6 +76,7 @@ def stage_memory(
     index: int,
     layers: Held,
     in_flight: float,
+    overhead: MemoryOverhead = ASSUMED_OVERHEAD,
 ) -> StageMemory:
     """layers: all that the ranks at `index` on pp hold. in_flight: microbatches whose activations
     they keep at once; those of a chunk count as a share."""
@@ -84,6 +99,7 @@ def stage_memory(
         in_flight * kept * tokens * workload.item,
         logits,
         gathered + sent,
+        overhead,
     )
 
 

@@ -109,13 +109,18 @@ class Layer:
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of each parameter: weights as they are computed with, gradients as they are summed, and
-    the optimizer's own (fp32 weights and moments). touched: read and written by an update; the
-    default is that of a fused kernel."""
+    the optimizer's own (fp32 weights and moments). touched: read and written by an update; 0: as
+    by a fused kernel."""
 
     weights: float = 2.0
     gradients: float = 4.0
     optimizer: float = 12.0
-    touched: float = 30.0
+    touched: float = 0.0
+
+    @property
+    def updated(self) -> float:
+        """Bytes that an update reads and writes."""
+        return self.touched or 2 * self.optimizer + self.gradients + self.weights
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,7 @@ class PassTimes:
     weights: float
     again: float = 0.0
     communication: Mapping[str, float] | None = None
+    update: float | None = None
 
     @property
     def backward(self) -> float:

@@ -27,7 +27,10 @@ VERSION = 1
 class Calibration:
     """device: a name of `devices.csv`, or what the driver reports. flops: peaks by precision: of
     the table if it has the device, otherwise the best measured rates. bandwidth: likewise. inside:
-    the link between two devices of this machine, None if there is one device alone."""
+    what collectives of two devices of this machine see, None if there is one device alone.
+    messages: the same of single messages. host: copies between a device and the host's memory.
+    cache_bytes, cache_bandwidth: see `DeviceType`. call_s: of an operation that is in no training
+    step, which pays no backward's bookkeeping."""
 
     date: str
     node: str
@@ -37,7 +40,11 @@ class Calibration:
     bandwidth: float
     efficiency: Mapping[str, Efficiency]
     inside: Link | None = None
+    messages: Link | None = None
     host: Link | None = None
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 0.0
+    call_s: float = 0.0
     samples: tuple[Mapping[str, Any], ...] = field(default=())
 
     @property
@@ -57,6 +64,8 @@ class Calibration:
             bandwidth=self.bandwidth,
             efficiency={**device.efficiency, **self.efficiency},
             measured=self.date,
+            cache_bytes=self.cache_bytes,
+            cache_bandwidth=self.cache_bandwidth,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,8 +78,17 @@ class Calibration:
             "flops": dict(self.flops),
             "bandwidth": self.bandwidth,
             "efficiency": {name: vars(each) for name, each in self.efficiency.items()},
-            "inside": vars(self.inside) if self.inside else None,
-            "host": vars(self.host) if self.host else None,
+            "cache_bytes": self.cache_bytes,
+            "cache_bandwidth": self.cache_bandwidth,
+            "call_s": self.call_s,
+            **{
+                name: vars(link) if link else None
+                for name, link in (
+                    ("inside", self.inside),
+                    ("messages", self.messages),
+                    ("host", self.host),
+                )
+            },
             "samples": [dict(each) for each in self.samples],
         }
 
@@ -79,6 +97,9 @@ class Calibration:
         """Raises KeyError, TypeError or ValueError for what is none."""
         if data["version"] != VERSION:
             raise ValueError(f"version {data['version']}")
+        inside, messages, host = (
+            Link(**data[name]) if data[name] else None for name in ("inside", "messages", "host")
+        )
         return cls(
             str(data["date"]),
             str(data["node"]),
@@ -87,8 +108,12 @@ class Calibration:
             {name: float(rate) for name, rate in data["flops"].items()},
             float(data["bandwidth"]),
             {name: Efficiency(**each) for name, each in data["efficiency"].items()},
-            Link(**data["inside"]) if data["inside"] else None,
-            Link(**data["host"]) if data["host"] else None,
+            inside,
+            messages,
+            host,
+            float(data["cache_bytes"]),
+            float(data["cache_bandwidth"]),
+            float(data.get("call_s", 0.0)),
             tuple(data["samples"]),
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import combinations
 
 from holdfast.plan.hardware.devices import DeviceType, device_named
 from holdfast.plan.hardware.link import Link
@@ -17,12 +18,11 @@ ACROSS_ZONES = Link(500e-6, 2.5e9 / 8)
 class NodePool:
     """Like nodes in one place.
 
-    devices: of one node. device: a name of `devices.csv`. inside: between two devices of a node.
-    outside: of one device to a device of another node, while all devices of the node send.
+    devices: of one node. device: a name that `device_named` reads. inside: between two devices of a
+    node. outside: of one device to a device of another node, while all devices of the node send.
     nodes_per_rack: 0 where racks are not known. usd_per_hour: of one node. losses_per_day: of one
     node; several may go at once, see `burst`: the nodes that an interruption takes on average.
-    nodes_per_power_domain: 0 where they are not known. power_w, memory_bytes: limits of one device
-    below its type's, 0 for none. priced: date of the price.
+    nodes_per_power_domain: 0 where they are not known. priced: date of the price.
     """
 
     name: str
@@ -40,8 +40,6 @@ class NodePool:
     burst: float = 1.0
     grams_co2_per_kwh: float = 0.0
     nodes_per_power_domain: int = 0
-    power_w: float = 0.0
-    memory_bytes: float = 0.0
     priced: str = ""
 
     @property
@@ -50,13 +48,8 @@ class NodePool:
         return self.nodes * self.devices
 
     def device_type(self, devices: Mapping[str, DeviceType]) -> DeviceType:
-        """Its devices, with the pool's limits of power and memory."""
-        found = device_named(self.device, devices)
-        return replace(
-            found,
-            power_w=self.power_w or found.power_w,
-            usable_bytes=self.memory_bytes or found.usable_bytes,
-        )
+        """Its devices, with their limits of power and memory."""
+        return device_named(self.device, devices)
 
 
 @dataclass(frozen=True)
@@ -75,6 +68,15 @@ class Cluster:
 
     def pool(self, name: str) -> NodePool:
         return next(pool for pool in self.pools if pool.name == name)
+
+    def zones_without_link(self) -> list[tuple[str, str]]:
+        """Pairs of zones for which `ACROSS_ZONES` is assumed."""
+        zones = sorted({pool.zone for pool in self.pools})
+        return [
+            pair
+            for pair in combinations(zones, 2)
+            if pair not in self.between and pair[::-1] not in self.between
+        ]
 
     def link_between(self, one: NodePool, other: NodePool) -> Link:
         """Of one device to a device of another pool."""

@@ -29,7 +29,7 @@ from holdfast.plan.hardware.cluster_sections import (
     LinkSection,
     PoolSection,
 )
-from holdfast.plan.hardware.devices import GIB, DeviceType, device_named, load_devices
+from holdfast.plan.hardware.devices import DeviceType, device_named, limits_text, load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.hardware.links import WIDE, LinkType, link_named, load_links
 from holdfast.plan.hardware.refusals import Where, place_in, refuse_all
@@ -39,7 +39,7 @@ HERE = "here"
 MACHINES_FILE = Path(__file__).with_name("machines.csv")
 _GBIT = 1e9 / 8
 _SHORT = re.compile(
-    r"(?P<nodes>\d+)x(?:(?P<devices>\d+)x)?(?P<name>[A-Za-z][\w./-]*?)(?P<spot>:spot)?"
+    r"(?P<nodes>\d+)x(?:(?P<devices>\d+)x)?(?P<name>[A-Za-z][\w./@,-]*?)(?P<spot>:spot)?"
 )
 _SECTIONS_OF_LINKS = ("inside", "outside", "across_racks")
 
@@ -59,15 +59,16 @@ class Tables:
     )
 
 
-def read_cluster(text: str, tables: Tables | None = None) -> Cluster:
-    """A cluster by its file, its short form, or `here`. Raises ConfigError or DataError."""
+def read_cluster(text: str, tables: Tables | None = None, where: str = "--cluster") -> Cluster:
+    """A cluster by its file, its short form, or `here`. where: the place of a short form, for
+    messages. Raises ConfigError or DataError."""
     if text == HERE:
         from holdfast.plan.hardware.this_machine import this_machine
 
         return this_machine()
     parts = [_SHORT.fullmatch(part) for part in text.split("+")]
     if not Path(text).exists() and all(parts):
-        return _short_cluster([part for part in parts if part], tables or Tables())
+        return _short_cluster([part for part in parts if part], tables or Tables(), where)
     return load_cluster(Path(text), tables)
 
 
@@ -158,7 +159,10 @@ def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePo
             remedy="write 'device: A100-80' and 'devices: 8', or name a machine",
         )
     device = device_named(device_name, tables.devices, where((*path, "device")))
-    _check_limits(name, given, device, where)
+    limits = limits_text(given.power_w or 0.0, given.memory_gib or 0.0)
+    key = "power_w" if given.power_w else "memory_gib"
+    device = device_named(device.name + limits, tables.devices, where((*path, key)))
+    _check_numbers(name, given, where)
     inside = given.inside or LinkSection(type=device.scale_up_link or device.host_link)
     outside = given.outside or _usual_network(device, machine, tables)
     across = given.across_racks
@@ -179,8 +183,6 @@ def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePo
         given.burst,
         given.grams_co2_per_kwh,
         given.nodes_per_power_domain,
-        given.power_w or 0.0,
-        (given.memory_gib or 0.0) * GIB,
         given.priced or (machine.date.isoformat() if machine else ""),
     )
 
@@ -199,23 +201,9 @@ def _losses(name: str, given: PoolSection, machine: MachineType | None, where: s
     return 24 * machine.losses_per_hour
 
 
-def _check_limits(name: str, given: PoolSection, device: DeviceType, where: Where) -> None:
-    """Refuse numbers that contradict each other, or the device."""
+def _check_numbers(name: str, given: PoolSection, where: Where) -> None:
+    """Refuse numbers that contradict each other."""
     path = ("pools", name)
-    if given.power_w is not None and not device.idle_w < given.power_w <= device.power_w:
-        raise ConfigError(
-            f"pools.{name}.power_w is {given.power_w:g}, but {device.name} takes "
-            f"{device.idle_w:g} idle and {device.power_w:g} at most",
-            where=where((*path, "power_w")),
-            remedy=f"use {device.power_w:g} or less, or remove it",
-        )
-    if given.memory_gib is not None and given.memory_gib * GIB > device.memory_bytes:
-        raise ConfigError(
-            f"pools.{name}.memory_gib is {given.memory_gib:g}, but {device.name} has "
-            f"{device.memory_bytes / GIB:g}",
-            where=where((*path, "memory_gib")),
-            remedy=f"use {device.memory_bytes / GIB:g} or less, or remove it",
-        )
     if given.across_racks is not None and not 0 < given.nodes_per_rack < given.nodes:
         raise ConfigError(
             f"pools.{name}.across_racks is a link between racks, but there is one rack",
@@ -277,8 +265,7 @@ def _machine(name: str, where: str, tables: Tables) -> MachineType:
     raise missing_name("machine", name, known, where)
 
 
-def _short_cluster(parts: list[re.Match[str]], tables: Tables) -> Cluster:
-    where = "--cluster"
+def _short_cluster(parts: list[re.Match[str]], tables: Tables, where: str) -> Cluster:
     pools: dict[str, PoolSection] = {}
     for part in parts:
         given: dict[str, Any] = {"nodes": int(part["nodes"])}

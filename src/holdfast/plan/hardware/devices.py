@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import DataError
@@ -53,7 +53,9 @@ class DeviceType:
 
     usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link,
     network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
-    columns without a source. measured: date if `holdfast calibrate` measured it.
+    columns without a source. measured: date if `holdfast calibrate` measured it. cache_bytes: what
+    a kernel may move for its data to be in a cache, with cache_bandwidth in place of bandwidth; 0:
+    not known.
     """
 
     name: str
@@ -73,6 +75,12 @@ class DeviceType:
     assumed: tuple[str, ...] = ()
     source: str = ""
     measured: str = ""
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 0.0
+
+    def bandwidth_at(self, size: float) -> float:
+        """Bytes a second of a kernel that moves `size` bytes."""
+        return self.cache_bandwidth if size <= self.cache_bytes else self.bandwidth
 
     def peak(self, precision: str) -> float:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""
@@ -92,20 +100,75 @@ class DeviceType:
 def load_devices(
     path: Path = DEVICES_FILE, efficiency: Path = EFFICIENCY_FILE
 ) -> dict[str, DeviceType]:
-    """Devices of the table by name, with the shares that were fitted for them."""
+    """Devices of the table by name, with the shares that were fitted for them, or for the device
+    that they are like."""
     shares: dict[str, dict[str, Efficiency]] = {}
     for row in read_rows(efficiency):
         names = ("compute", "memory", "ramp_s", "launch_s", "attention")
         numbers = (float(row.get(each) or 0) for each in names)
         shares.setdefault(row["device"], {})[row["precision"]] = Efficiency(*numbers)
-    found = [_device(row, shares.get(row["name"], {})) for row in read_rows(path)]
+    found = [
+        _device(row, shares.get(row["like"], {}) | shares.get(row["name"], {}))
+        for row in read_rows(path)
+    ]
     return {device.name: device for device in found}
 
 
 def device_named(
     name: str, devices: Mapping[str, DeviceType], where: str = "cluster"
 ) -> DeviceType:
-    """The device of this name or alias. Raises DataError with the nearest name."""
+    """The device of this name or alias, with the limits that follow an @ ("A100-80@300W,70GiB").
+
+    Raises DataError, with the nearest name, for what is not there.
+    """
+    name, at, limits = name.partition("@")
+    found = _device_of_table(name, devices, where)
+    return _limited(found, limits, where) if at else found
+
+
+def limits_text(power_w: float, memory_gib: float) -> str:
+    """What `device_named` reads after a name; 0: no limit."""
+    given = [f"{power_w:g}W"] * (power_w > 0) + [f"{memory_gib:g}GiB"] * (memory_gib > 0)
+    return "@" + ",".join(given) if given else ""
+
+
+def _limited(device: DeviceType, limits: str, where: str) -> DeviceType:
+    """Less power slows a device by the cube root: what a chip takes grows with its clock's cube."""
+    for limit in limits.split(","):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(W|GiB)", limit)
+        if found is None:
+            raise DataError(
+                f"{limit!r} is no limit of a device",
+                where=where,
+                remedy=f"write for example {device.name}@{device.power_w:g}W, or @70GiB",
+            )
+        value = float(found[1])
+        if found[2] == "W":
+            _check_limit("power", value, device.idle_w, device.power_w, device.name, where)
+            slower = (value / device.power_w) ** (1 / 3)
+            flops = {each: peak * slower for each, peak in device.flops.items()}
+            device = replace(device, power_w=value, flops=flops)
+        else:
+            most = device.memory_bytes / GIB
+            _check_limit("memory", value, 0.0, most, device.name, where)
+            size = value * GIB
+            usable = min(size, device.usable_bytes)
+            device = replace(device, memory_bytes=size, usable_bytes=usable)
+    return replace(device, name=f"{device.name}@{limits}")
+
+
+def _check_limit(
+    what: str, value: float, least: float, most: float, device: str, where: str
+) -> None:
+    if not least < value <= most:
+        raise DataError(
+            f"the limit of {what} is {value:g}, and {device} has {least:g} to {most:g}",
+            where=where,
+            remedy=f"use {most:g} or less, or remove the limit",
+        )
+
+
+def _device_of_table(name: str, devices: Mapping[str, DeviceType], where: str) -> DeviceType:
     if name in devices:
         return devices[name]
     for device in devices.values():

@@ -140,7 +140,7 @@ class SearchedPlanner:
         costs: TopologyCost,
     ) -> Iterator[RunConfig]:
         """The run file with each mesh, the present ones first. Then the same without the workers
-        that fill no replica."""
+        that fill no replica, and with one replica alone."""
         own = config.layout
         meshes: list[MeshShape] = [(own.pp, own.dp_shard, own.cp, own.tp)]
         if present is not None:
@@ -152,9 +152,10 @@ class SearchedPlanner:
         rest = [mesh for mesh in best if mesh not in first]
         yield from (_with_mesh(config, mesh) for mesh in rest)
         for mesh in (*first, *rest):
-            filled = workers // prod(mesh) * prod(mesh)
-            if 0 < filled < workers:
-                yield _with_mesh(config, mesh, filled)
+            each = prod(mesh)
+            for used in sorted({workers // each * each, each}):
+                if 0 < used < workers:
+                    yield _with_mesh(config, mesh, used)
 
     def _best_meshes(
         self, config: RunConfig, nodes: Sequence[NodePlaces], costs: TopologyCost

@@ -63,7 +63,13 @@ class TopologyCost:
     def __init__(self, config: RunConfig, fleet: Fleet, nodes: Sequence[NodePlaces]):
         self._config, self._fleet = config, fleet
         self._nodes = {node.name: node for node in nodes}
-        self.problem = Problem(workload_of(config), fleet.cluster(nodes), fleet.devices_of(nodes))
+        workload = workload_of(config)
+        self.problem = Problem(
+            workload,
+            fleet.cluster(nodes),
+            fleet.devices_of(nodes),
+            memory_share=config.plan.memory_share,
+        )
         self._evaluator = Evaluator(self.problem)
 
     def cost(self, topology: Topology) -> StepCost:

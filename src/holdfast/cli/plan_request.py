@@ -1,0 +1,70 @@
+"""What `holdfast plan` is asked: a run, machines, and the plan that was made for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.cli.train import with_device, with_vocabulary
+from holdfast.config.load import LoadedConfig, load_config
+from holdfast.errors import LayoutError
+from holdfast.plan.auto.machines import Machines, machines_of
+from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched
+from holdfast.plan.cost.evaluate import Problem
+from holdfast.plan.explain.figures import Figures, figures_of, model_flops
+from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
+from holdfast.plan.search.search import Found
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """loaded: the run with the chosen layout left open. notes: for the reader, before the plan."""
+
+    loaded: LoadedConfig
+    machines: Machines
+    plan: RunPlan
+    notes: tuple[str, ...]
+
+    @property
+    def problem(self) -> Problem:
+        return self.plan.problem
+
+    def figures(self, found: Found) -> Figures:
+        return figures_of(self.problem, found.choice, found.cost, model_flops(self.loaded.config))
+
+
+def read_plan_request(
+    run_file: Path, overrides: list[str], cluster: str, hardware: HardwareInfo | None = None
+) -> PlanRequest:
+    """Load a run file and plan its run. Raises UserError."""
+    hardware = hardware or detect_hardware()
+    loaded, notes = load_for_plan(run_file, overrides)
+    elsewhere = cluster or loaded.config.plan.cluster
+    if not elsewhere or elsewhere == "here":
+        loaded = with_device(loaded, hardware)
+    machines = machines_of(loaded.config, hardware, cluster)
+    return PlanRequest(loaded, machines, plan_run(loaded, machines), tuple(notes))
+
+
+def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, list[str]]:
+    """The run file with its dataset's vocabulary if that is known, and notes about it."""
+    from holdfast.data.dataset_location import dataset_exists, open_dataset
+
+    loaded, notes = load_config(run_file, overrides), list[str]()
+    if (key := why_not_searched(loaded.config)) != "":
+        raise LayoutError(
+            f"{key} is beyond the planner, which knows the built-in decoder in synchronous layouts",
+            where=str(run_file),
+            remedy=f"remove {key.partition(' ')[0]}, or see the layout with: holdfast layout show",
+        )
+    if dataset_exists(loaded.config.data.folder, loaded.config.data):
+        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
+        loaded = with_vocabulary(loaded, dataset)
+    elif loaded.config.model.vocab_size == 0:
+        size = loaded.config.data.tokenizer.vocab_size
+        loaded = loaded.with_planned({"model.vocab_size": size}, "data.tokenizer.vocab_size")
+        notes.append(
+            f"the dataset is not prepared: its vocabulary is taken for {size:,}, as "
+            "data.tokenizer.vocab_size says"
+        )
+    return loaded, notes

@@ -1,0 +1,117 @@
+"""A plan for people, in the manner of a cloud launcher, and the same as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.cli.output import print_table
+from holdfast.cli.plan_request import PlanRequest
+from holdfast.plan.auto.choices import values_of
+from holdfast.plan.explain.figures import Figures, words_of_layout, words_of_way
+from holdfast.plan.explain.warnings import warnings_of
+from holdfast.plan.search.search import Found
+from holdfast.report.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_si,
+)
+
+_HEAD = (
+    "layout", "schedule", "zero", "recompute", "microbatch", "step", "tokens/s", "MFU", "memory",
+    "$/hour", "$/1e9 tokens", "kWh/1e9 tokens", "",
+)  # fmt: skip
+_UNKNOWN = "?"
+
+
+def print_plan(request: PlanRequest) -> None:
+    """Print the table, the parts of a step, the memory of each stage, and warnings."""
+    print(_title(request))
+    found = [request.plan.best, *request.plan.result.runners_up]
+    print_table([_row(request, each, each is found[0]) for each in found], _HEAD)
+    print(_parts(found[0]))
+    print(_memory(request.figures(found[0])))
+    for sentence in warnings_of(request.problem, request.machines, found[0]):
+        print(f"note: {sentence}")
+
+
+def _title(request: PlanRequest) -> str:
+    workload, tried = request.problem.workload, request.plan.result.tried
+    pools = " + ".join(
+        f"{pool.nodes} x {pool.devices} {pool.device}" for pool in request.machines.cluster.pools
+    )
+    layouts = "layout" if tried == 1 else "layouts"
+    return (
+        f"{request.loaded.config.name}: {format_si(workload.parameters)} parameters, "
+        f"{format_count(workload.step_tokens)} tokens a step, {workload.precision}, on "
+        f"{request.machines.name}: {pools}; best by {request.loaded.config.plan.objective} of "
+        f"{format_count(tried)} {layouts}"
+    )
+
+
+def _row(request: PlanRequest, found: Found, is_chosen: bool) -> list[str]:
+    figures = request.figures(found)
+    is_priced = figures.usd_per_hour > 0
+    return [
+        words_of_layout(found.choice),
+        *words_of_way(found.choice),
+        str(found.choice.microbatch),
+        format_duration(figures.step_s),
+        format_si(figures.tokens_per_second),
+        format_percent(figures.mfu) if figures.mfu else _UNKNOWN,
+        format_bytes(figures.peak_bytes),
+        f"{figures.usd_per_hour:,.2f}" if is_priced else _UNKNOWN,
+        f"{figures.usd_per_tokens:,.2f}" if is_priced else _UNKNOWN,
+        format_si(figures.kwh_per_tokens) if figures.kwh_per_hour else _UNKNOWN,
+        "<- chosen" if is_chosen else "",
+    ]
+
+
+def _parts(found: Found) -> str:
+    """The parts of a step's seconds, the largest first."""
+    step = found.cost.step_s
+    parts = sorted(found.cost.parts.items(), key=lambda item: -item[1])
+    words = [
+        f"{name} {format_duration(seconds)} ({seconds / step:.0%})"
+        for name, seconds in parts
+        if seconds >= step / 1000
+    ]
+    return f"a step of {format_duration(step)}: " + ", ".join(words)
+
+
+def _memory(figures: Figures) -> str:
+    kinds = [", ".join(map(format_bytes, replica)) for replica in dict.fromkeys(figures.memory)]
+    return f"memory of {format_bytes(figures.room)} on a device, by stage: " + "; ".join(kinds)
+
+
+def plan_as_json(request: PlanRequest) -> dict[str, Any]:
+    """The plan's figures, the best layout first."""
+    found = (request.plan.best, *request.plan.result.runners_up)
+    return {
+        "run": request.loaded.config.name,
+        "machines": request.machines.name,
+        "pools": [
+            {"name": pool.name, "nodes": pool.nodes, "devices": pool.devices, "device": pool.device}
+            for pool in request.machines.cluster.pools
+        ],
+        "objective": request.loaded.config.plan.objective,
+        "parameters": request.problem.workload.parameters,
+        "step_tokens": request.problem.workload.step_tokens,
+        "tried": request.plan.result.tried,
+        "layouts": [_layout_as_json(request, each) for each in found],
+        "notes": [
+            *request.notes, *warnings_of(request.problem, request.machines, request.plan.best)
+        ],
+    }  # fmt: skip
+
+
+def _layout_as_json(request: PlanRequest, found: Found) -> dict[str, Any]:
+    return {
+        "values": values_of(found.choice),
+        "score": found.score,
+        "parts": dict(found.cost.parts),
+        "memory_parts": [[asdict(s) for s in group.memory] for group in found.cost.groups],
+        **request.figures(found).to_json(),
+    }

@@ -1,0 +1,19 @@
+"""What a plan says of a generation before it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from holdfast.events import Event
+
+
+@dataclass(frozen=True)
+class StepPredicted(Event):
+    """A generation's plan, written when the generation starts."""
+
+    kind: ClassVar[str] = "step_predicted"
+    seconds: float  # of a step
+    parts: dict[str, float]  # seconds by what they go to; they add up to `seconds`
+    bytes: int  # on the fullest device
+    source: str  # of the devices' speeds: "assumed", or "measured 2026-11-26"

@@ -1,0 +1,135 @@
+"""`layout: auto`: the planner chooses the layout of a run, within what the run file gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.events import Event
+from holdfast.launch.run.microbatch_size import KEY, known_microbatch_size
+from holdfast.layout import AXES, Topology
+from holdfast.plan.auto.choices import given_choice
+from holdfast.plan.auto.machines import Machines, machines_of
+from holdfast.plan.auto.prediction import Predictor, has_prediction
+from holdfast.plan.auto.search_run import (
+    RunPlan,
+    is_given,
+    plan_run,
+    why_not_searched,
+    with_plan,
+)
+from holdfast.plan.cost.evaluate import Evaluator, Problem
+from holdfast.plan.cost.run_workload import workload_of
+from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
+from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
+from holdfast.plan.search.search import Found
+from holdfast.report.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_plural,
+    format_si,
+)
+
+
+@dataclass(frozen=True)
+class AutoLayout:
+    """What a plan says at the start of a run. about: lines; none if the run file gives the layout.
+    usd: price of the run's steps; 0 if it is unknown."""
+
+    about: tuple[str, ...] = ()
+    usd: float = 0.0
+
+
+def with_auto_layout(
+    loaded: LoadedConfig,
+    hardware: HardwareInfo,
+    run_folder: Path | None = None,
+    *,
+    several: bool = False,
+) -> tuple[LoadedConfig, AutoLayout]:
+    """Choose the layout of a run that leaves it open. several: the run has several nodes.
+
+    The vocabulary and the device must be known. The same input gives the same layout. A microbatch
+    that the run in `run_folder` has is kept. Raises UserError if no layout fits."""
+    if loaded.config.layout.mode != "auto":
+        return loaded, _price_of_given(loaded.config, hardware)
+    if not is_given(loaded, "layout.fixed"):
+        fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
+        loaded = loaded.with_planned({"layout.fixed": fixed}, "what the run file gives")
+    if reason := _why_no_plan(loaded, several):
+        workers = format_plural(loaded.config.layout.workers, "worker")
+        line = f"layout.mode auto: {reason}; the simple planner gives it {workers}"
+        return loaded, AutoLayout((line,))
+    if not loaded.config.train.microbatch_size and (size := known_microbatch_size(run_folder)):
+        loaded = loaded.with_planned({KEY: size}, "that of the run")
+    number = loaded.config.layout.workers if several else 0
+    plan = plan_run(loaded, machines_of(loaded.config, hardware), workers=number)
+    reason = f"{plan.machines.name}: the best of {format_plural(plan.result.tried, 'layout')}"
+    loaded, found = with_plan(loaded, plan, reason)
+    figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
+    usd = figures.usd_of(loaded.config.train.steps)
+    return loaded, AutoLayout(tuple(_describe(loaded.config, plan, found, figures)), usd)
+
+
+def _why_no_plan(loaded: LoadedConfig, several: bool) -> str:
+    """The reason why the simple planner keeps the layout of a run; "" if the search chooses it."""
+    config = loaded.config
+    if several and not config.plan.cluster:
+        return "a run on several nodes needs plan.cluster, which names the machines"
+    if key := why_not_searched(config):
+        return f"the search does not know {key}"
+    return ""
+
+
+def _price_of_given(config: RunConfig, hardware: HardwareInfo) -> AutoLayout:
+    """What the layout of the run file costs on the machines of `plan.cluster`, if it names any."""
+    if not config.plan.cluster or not has_prediction(config) or not config.train.microbatch_size:
+        return AutoLayout()
+    machines = machines_of(config, hardware).with_workers(config.layout.workers)
+    problem = Problem(workload_of(config), machines.cluster, machines.devices)
+    choice = given_choice(config, machines.cluster.pools[0].name)
+    cost = Evaluator(problem).cost(choice)
+    figures = figures_of(problem, choice, cost, model_flops(config))
+    return AutoLayout(tuple(_figures_in_words(config, figures)), figures.usd_of(config.train.steps))
+
+
+def _describe(config: RunConfig, plan: RunPlan, found: Found, figures: Figures) -> list[str]:
+    """The short form of a plan."""
+    choice = (
+        f"layout: {words_of_layout(found.choice)}, the best by {config.plan.objective} of "
+        f"{format_plural(plan.result.tried, 'layout')} on {plan.machines.name}"
+    )
+    return [choice, *_figures_in_words(config, figures)]
+
+
+def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
+    rate = format_si(figures.tokens_per_second)
+    lines = [
+        f"planned: {format_duration(figures.step_s)} a step, {rate} tokens/s, "
+        f"{format_bytes(figures.peak_bytes)} of {format_bytes(figures.room)} on a device",
+    ]
+    if usd := figures.usd_of(config.train.steps):
+        lines.append(
+            f"cost: ${usd:,.2f} for {format_count(config.train.steps)} steps, at "
+            f"${figures.usd_per_hour:,.2f} an hour"
+        )
+    return lines
+
+
+def predictor_of(config: RunConfig) -> Callable[[Topology], Event | None]:
+    """Return what predicts the steps of this run's generations, on machines like this one or on
+    those of `plan.cluster`. It returns None for a run that no model covers."""
+    if not has_prediction(config):
+        return lambda topology: None
+    machines: list[Machines] = []
+
+    def predict(topology: Topology) -> Event:
+        if not machines:  # looked for once, and by the leading agent alone
+            machines.append(machines_of(config, detect_hardware()))
+        return Predictor(config, machines[0])(topology)
+
+    return predict

@@ -1,0 +1,102 @@
+"""The machines that a run's layout is planned for: those of `plan.cluster`, or this one."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from holdfast.config.run import RunConfig
+from holdfast.core.transports import NodeLinks
+from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
+from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.cluster_file import HERE, read_cluster
+from holdfast.plan.hardware.devices import DeviceType, device_named, load_devices
+from holdfast.plan.hardware.this_machine import CPU, describe_machine
+from holdfast.plan.machine.hardware import HardwareInfo
+from holdfast.plan.machine.links import detect_links
+
+MOST_CPU_WORKERS = 8
+"""Workers that are tried on a CPU: each is a process with a torch of its own."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The cluster that a run may use. name: of its file, or of this machine. cores: of this machine
+    if its CPU trains, which workers share; otherwise 0."""
+
+    cluster: Cluster
+    devices: Mapping[str, DeviceType]
+    name: str
+    cores: int = 0
+
+    def worker_counts(self, given: int, *degrees: int) -> tuple[int, ...]:
+        """Numbers of workers to plan for. given: by the run file; 0: free, like each of degrees."""
+        if given:
+            return (given,)
+        if not self.cores:
+            return (self.cluster.size,)
+        least = prod(degree or 1 for degree in degrees)
+        most = 1 if platform.system() == "Darwin" else min(self.cores, MOST_CPU_WORKERS) // least
+        powers = {2**n for n in range(most.bit_length())} or {1}
+        return tuple(least * number for number in sorted(powers))
+
+    def with_workers(self, workers: int) -> Machines:
+        """The part of the machines that so many workers use. On a CPU they share its cores."""
+        if self.cores:
+            device = _core_share(device_named(CPU, self.devices), self.cores / workers)
+            pool = replace(self.cluster.pools[0], devices=workers)
+            devices = {**self.devices, CPU: device}
+            return replace(self, cluster=Cluster((pool,)), devices=devices)
+        pools = tuple(_first_devices(self.cluster.pools, workers))
+        return replace(self, cluster=replace(self.cluster, pools=pools))
+
+
+def machines_of(config: RunConfig, hardware: HardwareInfo, cluster: str = "") -> Machines:
+    """Read the cluster file, or describe this machine. cluster: in place of `plan.cluster`.
+
+    Raises ConfigError or DataError for what the file has wrong, and for unknown devices."""
+    text = cluster or config.plan.cluster
+    if text and text != HERE:
+        return Machines(read_cluster(text), load_devices(), text)
+    return here(config, hardware, detect_links(), _calibration(hardware))
+
+
+def here(
+    config: RunConfig, hardware: HardwareInfo, links: NodeLinks, calibration: Calibration | None
+) -> Machines:
+    """This machine with the devices of the kind that the run's `device` names. Pure."""
+    used = tuple(a for a in hardware.accelerators if config.device in ("auto", a.kind))
+    found = describe_machine(replace(hardware, accelerators=used), links, calibration)
+    cores = 0 if used else hardware.cores
+    return Machines(found.cluster, found.devices, f"this machine ({hardware.node})", cores)
+
+
+def _calibration(hardware: HardwareInfo) -> Calibration | None:
+    return read_calibration(calibration_path(hardware.node))
+
+
+def _core_share(core: DeviceType, cores: float) -> DeviceType:
+    """The device of a worker that has so many cores."""
+    return replace(
+        core,
+        flops={precision: peak * cores for precision, peak in core.flops.items()},
+        bandwidth=core.bandwidth * cores,
+        memory_bytes=core.memory_bytes * cores,
+        usable_bytes=core.usable_bytes * cores,
+        power_w=core.power_w * cores,
+        idle_w=core.idle_w * cores,
+    )
+
+
+def _first_devices(pools: tuple[NodePool, ...], workers: int) -> Iterator[NodePool]:
+    """Pools, filled in their order, until all workers have a device."""
+    for pool in pools:
+        if workers <= 0:
+            return
+        if workers < pool.devices:
+            yield replace(pool, nodes=1, devices=workers)
+        else:
+            yield replace(pool, nodes=min(pool.nodes, workers // pool.devices))
+        workers -= min(workers, pool.size)

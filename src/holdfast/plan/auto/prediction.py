@@ -1,0 +1,41 @@
+"""Predicts the steps of a generation, for the run's journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from holdfast.config.run import RunConfig
+from holdfast.core.prediction import StepPredicted
+from holdfast.layout import Topology
+from holdfast.plan.auto.machines import Machines
+from holdfast.plan.hardware.devices import device_named
+from holdfast.plan.placing.interface import NodePlaces
+from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
+
+
+def has_prediction(config: RunConfig) -> bool:
+    """Return True if the cost model covers what the run computes."""
+    layout = config.layout
+    return config.trains_decoder and layout.quantized == "none" and not layout.is_asynchronous
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts topologies of one run. machines: what its nodes are made of."""
+
+    config: RunConfig
+    machines: Machines
+
+    def __call__(self, topology: Topology) -> StepPredicted:
+        """Raises UserError for devices that are unknown."""
+        counts = Counter(topology.nodes)
+        machines = self.machines
+        if machines.cores:
+            machines = machines.with_workers(max(counts.values()))
+        pool = machines.cluster.pools[0]
+        nodes = [NodePlaces(name, count) for name, count in counts.items()]
+        cost = TopologyCost(self.config, Fleet(machines.devices, pool), nodes).cost(topology)
+        measured = device_named(pool.device, machines.devices).measured
+        source = f"measured {measured}" if measured else "assumed"
+        return StepPredicted(cost.step_s, dict(cost.parts), round(cost.peak_bytes), source)

@@ -1,0 +1,205 @@
+"""The search for the layout of a run: its limits are what the run file gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from holdfast.config.degrees import find_impossible_degrees
+from holdfast.config.layout import DegreesConfig
+from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.errors import ConfigError, LayoutError, UserError
+from holdfast.plan.auto.choices import values_of
+from holdfast.plan.auto.machines import Machines
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.cost.run_workload import workload_of
+from holdfast.plan.placing.layouts import layouts_of
+from holdfast.plan.search.search import (
+    Found,
+    Limits,
+    Objective,
+    SearchResult,
+    search,
+    step_seconds,
+)
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
+"""Schedules that are tried: none of them changes the curve."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What was chosen for a run, out of what. machines: those that its workers use."""
+
+    problem: Problem
+    machines: Machines
+    result: SearchResult
+    limits: Limits
+
+    @property
+    def best(self) -> Found:
+        return self.result.best
+
+
+def is_given(loaded: LoadedConfig, key: str) -> bool:
+    """Return True if the run file or the command line gives this key."""
+    return loaded.origins[key].kind in ("file", "command line")
+
+
+def why_not_searched(config: RunConfig) -> str:
+    """The key that keeps a run from the search, with its value; "" if it can be searched."""
+    if config.task.name:
+        return f"task.name {config.task.name}"
+    if config.lora.rank:
+        return f"lora.rank {config.lora.rank}"
+    if config.layout.replicas:
+        return "layout.replicas"
+    if config.layout.stages:
+        return "layout.stages"
+    if config.layout.is_asynchronous:
+        return f"layout.schedule {config.layout.schedule}"
+    if config.layout.quantized != "none":
+        return f"layout.quantized {config.layout.quantized}"
+    return ""
+
+
+def limits_of(loaded: LoadedConfig) -> Limits:
+    """What the run file fixes: keys of `layout`, recompute and microbatch that it gives."""
+    config = loaded.config
+    layout, train = config.layout, config.train
+
+    def fixed(key: str) -> int:
+        value: int = getattr(layout, key)
+        return value if is_given(loaded, f"layout.{key}") else 0
+
+    given_words = is_given(loaded, "train.recompute")
+    return Limits(
+        pp=fixed("pp"),
+        dp_shard=fixed("dp_shard"),
+        cp=fixed("cp"),
+        tp=fixed("tp"),
+        ep=fixed("ep"),
+        microbatch=train.microbatch_size,
+        zero=(layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3),
+        schedules=(layout.schedule,) if is_given(loaded, "layout.schedule") else SCHEDULES,
+        recompute=(train.recompute_words[0],) if given_words else ("none", "selective", "full"),
+    )
+
+
+def plan_run(
+    loaded: LoadedConfig,
+    machines: Machines,
+    objective: Objective = step_seconds,
+    workers: int = 0,
+) -> RunPlan:
+    """Choose the layout of a run on these machines. workers: their number, if it is not free.
+    Raises LayoutError if no layout works there."""
+    config, limits = loaded.config, limits_of(loaded)
+    given = config.layout.workers if is_given(loaded, "layout.workers") else workers
+    workload = workload_of(_with_vocabulary(config))
+    plans, refused = list[RunPlan](), list[UserError]()
+    degrees = limits.pp, limits.dp_shard, limits.cp, limits.tp
+    for number in machines.worker_counts(given, *degrees):
+        part = machines.with_workers(number)
+        if part.cluster.size != number:
+            raise LayoutError(
+                f"layout.workers is {number}, and {machines.name} has "
+                f"{machines.cluster.size} devices",
+                where=loaded.where("layout.workers"),
+                remedy=f"use {part.cluster.size}",
+            )
+        problem = Problem(
+            workload, part.cluster, part.devices, memory_share=config.plan.memory_share
+        )
+        try:
+            result = search(problem, limits, _within_rules(config, objective))
+            plans.append(RunPlan(problem, part, _without_refused(result), limits))
+        except LayoutError as error:
+            refused.append(error)
+    if not plans:
+        raise refused[0]
+    return min(plans, key=lambda plan: plan.best.score)
+
+
+def _with_vocabulary(config: RunConfig) -> RunConfig:
+    """The run with the vocabulary that its tokenizer is asked for, if its own is not known yet."""
+    if config.model.vocab_size:
+        return config
+    size = config.data.tokenizer.vocab_size
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+
+
+def _within_rules(config: RunConfig, objective: Objective) -> Objective:
+    """The objective, with an infinite score for layouts that rules of the run file refuse."""
+
+    def score(choice: Choice, cost: StepCost) -> float:
+        return inf if refusal_of(config, choice) else objective(choice, cost)
+
+    return score
+
+
+def refusal_of(config: RunConfig, choice: Choice) -> str:
+    """The sentence of the rule that refuses a layout; "" if none does."""
+    sized = with_choice(config, choice)
+    return (
+        find_impossible_degrees(
+            sized.layout, sized.model, sized.train, sized.data.sequence_length, None
+        )
+        or ""
+    )
+
+
+def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
+    """The run with another layout. Nothing is checked."""
+    values = values_of(choice)
+    layout = {k[7:]: v for k, v in values.items() if k.startswith("layout.")}
+    train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
+    if "replicas" in layout:
+        layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
+    return config.model_copy(
+        update={
+            "layout": config.layout.model_copy(update=layout),
+            "train": config.train.model_copy(update=train),
+        }
+    )
+
+
+def _without_refused(result: SearchResult) -> SearchResult:
+    """Raises LayoutError if rules of the run file refuse all layouts that were found."""
+    left = [each for each in (result.best, *result.runners_up) if each.score < inf]
+    if not left:
+        raise LayoutError(
+            "no layout of these machines follows the rules of the run file",
+            where="layout",
+            remedy="use layout.workers=1, or remove limits of layout",
+        )
+    return replace(result, best=left[0], runners_up=tuple(left[1:]))
+
+
+def with_plan(loaded: LoadedConfig, plan: RunPlan, reason: str) -> tuple[LoadedConfig, Found]:
+    """The configuration with the best layout that all rules of a run allow, and that layout."""
+    refused: list[UserError] = []
+    for found in (plan.best, *plan.result.runners_up):
+        try:
+            planned = loaded.with_planned(free_values(loaded, found.choice), reason)
+            layouts_of(planned.config)
+            return planned, found
+        except (ConfigError, LayoutError) as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def free_values(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
+    """Keys that the run file leaves open, with the values of a layout."""
+    chosen = values_of(choice)
+    values = {key: value for key, value in chosen.items() if not is_given(loaded, key)}
+    if loaded.config.train.microbatch_size:
+        values.pop("train.microbatch_size", None)
+    else:
+        values["train.microbatch_size"] = choice.microbatch
+    if not any(group.dp_shard > 1 for group in choice.replicas):
+        values.pop("layout.zero", None)
+    return values

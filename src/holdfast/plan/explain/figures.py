@@ -1,0 +1,145 @@
+"""The figures of one layout: speed, utilisation, memory, money and energy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.core.flops import flops_per_token
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.hardware.cluster import Cluster
+
+HOUR_S = 3600.0
+TOKENS = 1e9
+"""Tokens that money and energy are stated for."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one layout.
+
+    step_s: seconds of a step. mfu: model FLOPs (attention halved) over the devices' dense peak; 0
+    if no peak is known. memory: bytes of the fullest rank of each index on pp, of the replicas in
+    their order. room: bytes that a device has for them, the least of all. usd_per_hour: of all
+    nodes used, 0 if a price is unknown. kwh_per_hour: at the devices' limits of power.
+    """
+
+    step_s: float
+    tokens_per_second: float
+    mfu: float
+    devices: int
+    nodes: int
+    memory: tuple[tuple[float, ...], ...]
+    room: float
+    usd_per_hour: float
+    kwh_per_hour: float
+    grams_co2_per_hour: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(peak for replica in self.memory for peak in replica)
+
+    @property
+    def hours_per_tokens(self) -> float:
+        """Hours for 1e9 tokens."""
+        return TOKENS / self.tokens_per_second / HOUR_S
+
+    @property
+    def usd_per_tokens(self) -> float:
+        """US dollars for 1e9 tokens; 0 if a price is unknown."""
+        return self.usd_per_hour * self.hours_per_tokens
+
+    @property
+    def kwh_per_tokens(self) -> float:
+        return self.kwh_per_hour * self.hours_per_tokens
+
+    def usd_of(self, steps: int) -> float:
+        """US dollars for so many steps."""
+        return self.usd_per_hour * self.step_s * steps / HOUR_S
+
+    def to_json(self) -> dict[str, Any]:
+        """The same, with what follows from it. What is unknown is None."""
+        known = self.usd_per_hour > 0
+        return asdict(self) | {
+            "mfu": self.mfu or None,
+            "peak_bytes": self.peak_bytes,
+            "usd_per_hour": self.usd_per_hour if known else None,
+            "usd_per_1e9_tokens": self.usd_per_tokens if known else None,
+            "kwh_per_1e9_tokens": self.kwh_per_tokens,
+            "grams_co2_per_hour": self.grams_co2_per_hour or None,
+        }
+
+
+def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token: float) -> Figures:
+    """flops_per_token: model FLOPs, forward and backward."""
+    workload, devices = problem.workload, problem.devices
+    used = devices_by_pool(problem.cluster, choice)
+    peak = usd = watts = grams = room = 0.0
+    nodes, is_priced = 0, True
+    for pool in (each for each in problem.cluster.pools if used.get(each.name)):
+        device, count = pool.device_type(devices), used[pool.name]
+        number = ceil(count / pool.devices)
+        nodes += number
+        peak += count * device.flops.get(workload.precision, 0.0)
+        usd += number * pool.usd_per_hour
+        is_priced = is_priced and pool.usd_per_hour > 0
+        watts += count * device.power_w
+        grams += count * device.power_w / 1000 * pool.grams_co2_per_kwh
+        bytes_here = (device.usable_bytes or device.memory_bytes) * problem.memory_share
+        room = min(room, bytes_here) if room else bytes_here
+    tokens = workload.step_tokens / cost.step_s
+    return Figures(
+        cost.step_s,
+        tokens,
+        tokens * flops_per_token / peak if peak else 0.0,
+        choice.devices,
+        nodes,
+        tuple(tuple(stage.peak for stage in group.memory) for group in cost.groups),
+        room,
+        usd if is_priced else 0.0,
+        watts / 1000,
+        grams,
+    )
+
+
+def model_flops(config: RunConfig) -> float:
+    """FLOPs of a token, with causal attention halved."""
+    return flops_per_token(config.model, config.data.sequence_length, "causal")
+
+
+def devices_by_pool(cluster: Cluster, choice: Choice) -> dict[str, int]:
+    """Devices that a layout uses of each pool."""
+    found: dict[str, int] = {}
+    for group in choice.replicas:
+        stage = group.size // group.pp * group.count
+        for index in range(group.pp):
+            name = group.pool_at(index)
+            found[name] = found.get(name, 0) + stage
+    return found
+
+
+def words_of_degrees(group: ReplicaChoice) -> str:
+    """`8 x pp 4, tp 2`: replicas, and degrees above 1; `2 replicas` of one device each."""
+    names = zip(("pp", "dp_shard", "cp", "tp"), group.mesh_shape, strict=True)
+    degrees = ", ".join(f"{axis} {n}" for axis, n in names if n > 1)
+    if not degrees:
+        return f"{group.count} replica{'s' if group.count > 1 else ''}"
+    return f"{group.count} x {degrees}"
+
+
+def words_of_layout(choice: Choice) -> str:
+    """All kinds of replicas, and experts."""
+    words = " + ".join(words_of_degrees(group) for group in choice.replicas)
+    return f"{words}, ep {choice.ep}" if choice.ep > 1 else words
+
+
+def words_of_way(choice: Choice) -> tuple[str, str, str]:
+    """Schedule, ZeRO stage and recompute, in words; "-" where there is none to choose."""
+    is_cut = any(group.pp > 1 for group in choice.replicas)
+    is_sharded = any(group.dp_shard > 1 for group in choice.replicas)
+    schedule = choice.schedule + (f" x{choice.virtual}" if choice.virtual > 1 else "")
+    words = dict.fromkeys(word for group in choice.replicas for word in group.recompute)
+    return schedule if is_cut else "-", str(choice.zero) if is_sharded else "-", "/".join(words)

@@ -1,0 +1,255 @@
+"""Constants of a device and of a link from measured times, by least squares. Pure.
+
+Every sum is over relative errors, so that a small operation counts as much as a large one:
+
+    products    t = ramp + max(FLOPs / rate, bytes / bandwidth)      ramp and rate by precision
+    kernels     t = call + bytes / bandwidth (of a cache, if the data is in one)
+    messages    t = steps x (latency + ramp x root(latency x m / W) + m / W)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
+
+from holdfast.plan.hardware.calibration import Calibration
+from holdfast.plan.hardware.devices import DeviceType, Efficiency
+from holdfast.plan.hardware.link import Link
+
+MOST_RAMP = 2.0
+"""Largest weight of a link's root term: one more buffer in its chain."""
+LINK_KINDS = ("allreduce", "message", "host")
+"""Of samples, as `Calibration` has their links: gloo's all-reduce costs more than its messages."""
+CACHE_GAIN = 2.0
+"""How much faster than the memory a kernel has to move bytes to count as one of a cache."""
+BEYOND_CACHES = 2**20
+"""Bytes of a kernel from which on the memory, not a cache, bounds it."""
+_ROUNDS = 5
+"""Rounds that decide which products the memory bounds."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured operation.
+
+    kind: product, kernel (element-wise), copy, message or allreduce. host: to or from the host's
+        memory. call: a kernel of one element. launch: the same in a training step.
+    size: bytes that move, or the message's; 0: none. flops: 0: none.
+    precision: "" if it has no part in it.
+    """
+
+    kind: str
+    seconds: float
+    size: float = 0.0
+    flops: float = 0.0
+    precision: str = ""
+    ranks: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Messages one after the other."""
+        return 2 * (self.ranks - 1) if self.kind == "allreduce" else 1
+
+    @property
+    def message_size(self) -> float:
+        return self.size / self.ranks if self.kind == "allreduce" else self.size
+
+
+@dataclass(frozen=True)
+class FittedSample:
+    """A measured time and what the fitted constants say."""
+
+    sample: Sample
+    fitted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, signed: above 0 if the fit is too slow."""
+        return self.fitted_s / self.sample.seconds - 1
+
+
+def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """x >= 0 with the least sum of (row . x - 1)^2. A column whose x would be negative is left out.
+
+    Each row is one measurement's terms, divided by its time.
+    """
+    kept = list(range(len(rows[0])))
+    while True:
+        found = _solve(
+            [[sum(row[i] * row[j] for row in rows) for j in kept] for i in kept],
+            [sum(row[i] for row in rows) for i in kept],
+        )
+        worst = min(range(len(kept)), key=lambda at: found[at])
+        if found[worst] >= 0 or len(kept) == 1:
+            values = dict(zip(kept, found, strict=True))
+            return [max(0.0, values.get(i, 0.0)) for i in range(len(rows[0]))]
+        del kept[worst]
+
+
+def fit_link(samples: Sequence[Sample]) -> Link | None:
+    """The link of these messages and all-reduces, None without any."""
+    if not samples:
+        return None
+
+    def terms(ramp: bool) -> list[list[float]]:
+        rows = []
+        for each in samples:
+            share, size = each.steps / each.seconds, each.message_size
+            rows.append([share, share * size] + ([share * sqrt(size)] if ramp else []))
+        return rows
+
+    latency, per_byte, root = least_squares(terms(ramp=True))
+    ramp = root / sqrt(latency * per_byte) if latency and per_byte else 0.0
+    if not latency or not per_byte or ramp > MOST_RAMP:
+        latency, per_byte = least_squares(terms(ramp=False))
+        ramp = 0.0
+    smallest = min(each.seconds / each.steps for each in samples)
+    return Link(latency or smallest, 1 / per_byte if per_byte else 1e15, ramp)
+
+
+def fit_calibration(
+    samples: Sequence[Sample],
+    known: DeviceType | None,
+    date: str,
+    node: str,
+    device: str,
+    torch: str,
+) -> Calibration:
+    """All constants. known: the table's device, None if it has none whose peaks hold here."""
+    launch, call = (
+        median([each.seconds for each in samples if each.kind == kind])
+        for kind in ("launch", "call")
+    )
+    moved = [each for each in samples if each.kind == "kernel"]
+    large = [each for each in moved if each.size >= BEYOND_CACHES] or moved
+    per_byte = _slope(large, call)
+    best = max(each.size / each.seconds for each in large)
+    bandwidth = known.bandwidth if known else max(best, 1 / per_byte)
+    memory = 1 / per_byte / bandwidth
+    flops, efficiency = {}, {}
+    for precision in dict.fromkeys(each.precision for each in samples if each.kind == "product"):
+        products = [e for e in samples if e.kind == "product" and e.precision == precision]
+        ramp, rate = _fit_products(products, per_byte)
+        highest = max(rate, *(each.flops / each.seconds for each in products))
+        peak = known.flops.get(precision, highest) if known else highest
+        flops[precision] = peak
+        efficiency[precision] = Efficiency(rate / peak, memory, ramp, launch)
+    inside, messages, host = (
+        fit_link([each for each in samples if each.kind == kind]) for kind in LINK_KINDS
+    )
+    cache_bytes, cache_bandwidth = _fit_cache(moved, bandwidth, memory, call)
+    return Calibration(
+        date,
+        node,
+        device,
+        torch,
+        flops,
+        bandwidth,
+        efficiency,
+        inside,
+        messages,
+        host,
+        cache_bytes,
+        cache_bandwidth,
+        call,
+        tuple(vars(each) for each in samples),
+    )
+
+
+def compare(samples: Sequence[Sample], fitted: Calibration) -> list[FittedSample]:
+    """Each measured time next to what the constants say. Copies and launches are inputs."""
+    found = []
+    for each in samples:
+        seconds = _fitted_s(each, fitted)
+        if seconds is not None:
+            found.append(FittedSample(each, seconds))
+    return found
+
+
+def _fitted_s(sample: Sample, fitted: Calibration) -> float | None:
+    if sample.kind == "product":
+        reached = fitted.efficiency[sample.precision]
+        computing = sample.flops / (fitted.flops[sample.precision] * reached.compute)
+        moving = sample.size / (fitted.bandwidth * reached.memory)
+        return reached.ramp_s + max(computing, moving)
+    if sample.kind == "kernel":
+        reached = next(iter(fitted.efficiency.values()))
+        in_cache = sample.size <= fitted.cache_bytes
+        bandwidth = fitted.cache_bandwidth if in_cache else fitted.bandwidth
+        return fitted.call_s + sample.size / (bandwidth * reached.memory)
+    links = dict(zip(LINK_KINDS, (fitted.inside, fitted.messages, fitted.host), strict=True))
+    link = links.get(sample.kind)
+    return sample.steps * link.message_s(sample.message_size) if link else None
+
+
+def mean_error(found: Sequence[FittedSample]) -> float:
+    """Mean of the absolute relative errors."""
+    return sum(abs(each.error) for each in found) / len(found)
+
+
+def _fit_products(products: Sequence[Sample], per_byte: float) -> tuple[float, float]:
+    """(ramp, FLOP/s). Which products the memory bounds follows from the last round's constants."""
+    bound: set[int] = set()
+    ramp, per_flop = 0.0, 0.0
+    for _ in range(_ROUNDS):
+        rows = [
+            [1 / each.seconds, each.flops / each.seconds]
+            for at, each in enumerate(products)
+            if at not in bound
+        ]
+        ramp, per_flop = least_squares(rows)
+        now = {
+            at for at, each in enumerate(products) if each.size * per_byte > each.flops * per_flop
+        }
+        if now == bound or len(products) - len(now) < 3:
+            break
+        bound = now
+    if not per_flop:  # all times alike: too small to see a rate
+        per_flop = min(each.seconds / each.flops for each in products)
+    return ramp, 1 / per_flop
+
+
+def _fit_cache(
+    kernels: Sequence[Sample], bandwidth: float, memory: float, call: float
+) -> tuple[float, float]:
+    """(cache_bytes, cache_bandwidth): up to the largest kernel that is much faster than memory."""
+    fast = [e for e in kernels if e.size / e.seconds > CACHE_GAIN * bandwidth * memory]
+    if not fast:
+        return 0.0, 0.0
+    most = max(each.size for each in fast)
+    inside = [each for each in kernels if each.size <= most]
+    return most, max(1 / _slope(inside, call), bandwidth * memory) / memory
+
+
+def _slope(found: Sequence[Sample], fixed: float) -> float:
+    """Seconds a byte of t = fixed + slope x size."""
+    rows = [(each.size / each.seconds, 1 - fixed / each.seconds) for each in found]
+    slope = sum(row * rest for row, rest in rows) / sum(row * row for row, _ in rows)
+    return slope if slope > 0 else min(each.seconds / each.size for each in found)
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small symmetric system; columns are scaled first, for they differ by many powers."""
+    size = len(right)
+    scale = [sqrt(matrix[i][i]) or 1.0 for i in range(size)]
+    rows = [
+        [matrix[i][j] / scale[i] / scale[j] for j in range(size)] + [right[i] / scale[i]]
+        for i in range(size)
+    ]
+    for at in range(size):
+        pivot = max(range(at, size), key=lambda row: abs(rows[row][at]))
+        rows[at], rows[pivot] = rows[pivot], rows[at]
+        if abs(rows[at][at]) < 1e-12:  # the column depends on earlier ones: leave it at 0
+            rows[at] = [1.0 if j == at else 0.0 for j in range(size)] + [0.0]
+        for row in range(size):
+            if row != at:
+                factor = rows[row][at] / rows[at][at]
+                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[at], strict=True)]
+    return [rows[i][size] / rows[i][i] / scale[i] for i in range(size)]
+
+
+def samples_from_json(found: Sequence[Mapping[str, object]]) -> list[Sample]:
+    """Samples of a calibration's file."""
+    return [Sample(**each) for each in found]  # type: ignore[arg-type]

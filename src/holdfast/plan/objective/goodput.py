@@ -1,0 +1,316 @@
+"""Expected goodput of a layout under a cluster's failure rates: throughput times availability.
+
+The state of a run is how many nodes of each pool are absent. Each state has a chance
+(`absent_nodes.py`), a layout and its throughput. The layout is complete replicas of the same shape,
+or another shape on the rest if that is faster. Losses and returns of nodes pause the run. A pause
+that another loss interrupts begins again: it takes (e^(vR) - 1)/v seconds (Daly, 2006). What a loss
+needs says which tier must hold the state. `policy/saving/interval.py` chooses the intervals of the
+tiers for these rates, as the runtime does, and says what they lose. So
+
+    goodput = sum over states (chance x tokens/s) / (1 + pauses + saves and lost work)
+
+with the pauses, saves and lost work in seconds for each second of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import expm1, inf, prod
+
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
+from holdfast.plan.hardware.cluster import NodePool
+from holdfast.plan.hardware.devices import DeviceType, device_named
+from holdfast.plan.objective.absent_nodes import absent_chances, absent_share, losses_per_second
+from holdfast.plan.objective.losses import (
+    CONTINUES,
+    FROM_MEMORY,
+    FROM_STORE,
+    Loss,
+    domain_losses,
+    node_losses,
+)
+from holdfast.plan.objective.occupancy import nodes_used, replicas_left, reshaped, with_replicas
+from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.policy.saving.interval import (
+    IntervalBounds,
+    IntervalDecision,
+    TierCost,
+    decide_tiers,
+    lost_time_share,
+)
+from holdfast.policy.saving.tiers import DISK, PEERS
+
+MAX_STATES = 400
+"""States of a cluster that are costed, the likely ones. The rest counts as the last of them."""
+MAX_INTERVAL_S = 86_400.0
+"""Longest interval between saves of a plan."""
+
+
+@dataclass(frozen=True)
+class ExpectedGoodput:
+    """tokens_per_s: what is expected. full: with all nodes and no failure. The rest are shares of
+    time. fewer: throughput that absent nodes take. pauses: by what the run needs. saves, lost_work:
+    of the tiers. interruptions_per_day: those that hit a rank. intervals_s: between saves, by tier.
+    """
+
+    tokens_per_s: float
+    full: float
+    fewer: float
+    pauses: Mapping[str, float]
+    saves: float
+    lost_work: float
+    interruptions_per_day: float
+    intervals_s: Mapping[int, float]
+    present: Mapping[str, float]
+
+    @property
+    def availability(self) -> float:
+        """Expected throughput, of that without failures."""
+        return self.tokens_per_s / self.full
+
+
+@dataclass(frozen=True)
+class _State:
+    """nodes: present, by pool. counts: complete replicas of each kind of `layout`."""
+
+    chance: float
+    nodes: Mapping[str, int]
+    layout: Choice | None
+    tokens_per_s: float
+
+
+_NEEDS = {CONTINUES: "continues", FROM_MEMORY: "from_memory", FROM_STORE: "from_store"}
+
+
+@dataclass
+class GoodputModel:
+    """Computes expected goodput for one problem. It remembers costs of layouts."""
+
+    problem: Problem
+    costs: RecoveryCosts = field(default_factory=RecoveryCosts)
+    evaluator: Evaluator = field(init=False)
+    _layouts: dict[object, tuple[Choice | None, float]] = field(default_factory=dict)
+    _found: dict[Choice, StepCost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.problem)
+
+    def expected(self, choice: Choice, cost: StepCost) -> ExpectedGoodput:
+        full = self.problem.workload.step_tokens / cost.step_s
+        states = self._states(choice, cost)
+        rate = sum(state.chance * state.tokens_per_s for state in states)
+        pauses, needs, hits = self._pauses(choice, states)
+        pauses["domains"] = self._without_domains(choice, cost, states[0])
+        saves, lost, intervals = self._saving(choice, cost, needs)
+        useful = 1 / (1 + sum(pauses.values()) + saves + lost)
+        return ExpectedGoodput(
+            rate * useful,
+            full,
+            1 - rate / full,
+            pauses,
+            saves,
+            lost,
+            86_400 * hits,
+            intervals,
+            self.present_of(choice),
+        )
+
+    def at_most(self, choice: Choice, step_s: float, fastest: float = 0.0) -> float:
+        """Tokens a second that this layout can hardly exceed; costs no other layout. fastest: of
+        all layouts known; no layout on fewer nodes is taken to be faster."""
+        full = self.problem.workload.step_tokens / step_s
+        complete = 1.0
+        for name, used in nodes_used(self.problem.cluster, choice).items():
+            pool = self.problem.cluster.pool(name)
+            complete *= sum(self._chances(pool)[: pool.nodes - used + 1])
+        return complete * full + (1 - complete) * max(full, fastest)
+
+    def present_of(self, choice: Choice) -> dict[str, float]:
+        """Share of its time in which a node of each pool of a layout is there."""
+        used = nodes_used(self.problem.cluster, choice)
+        return {name: 1 - self._absent(self.problem.cluster.pool(name)) for name in used}
+
+    # --- states ---------------------------------------------------------------------------------
+    def _absent(self, pool: NodePool) -> float:
+        return absent_share(losses_per_second(pool), self.costs.return_s(pool.is_spot))
+
+    def _chances(self, pool: NodePool) -> list[float]:
+        return absent_chances(
+            pool.nodes, losses_per_second(pool), self.costs.return_s(pool.is_spot), pool.burst
+        )
+
+    def _states(self, choice: Choice, cost: StepCost) -> list[_State]:
+        used = nodes_used(self.problem.cluster, choice)
+        pools = [pool for pool in self.problem.cluster.pools if pool.name in used]
+        likely = sorted(
+            (
+                (prod(chance for _, chance in found), tuple(k for k, _ in found))
+                for found in product(*(list(enumerate(self._chances(pool))) for pool in pools))
+            ),
+            reverse=True,
+        )[:MAX_STATES]
+        total = sum(chance for chance, _ in likely)
+        states = []
+        for chance, absent in likely:
+            nodes = {p.name: p.nodes - k for p, k in zip(pools, absent, strict=True)}
+            layout, rate = self.layout_on(choice, cost, nodes)
+            states.append(_State(chance / total, nodes, layout, rate))
+        return states
+
+    def layout_on(
+        self, choice: Choice, cost: StepCost, nodes: Mapping[str, int]
+    ) -> tuple[Choice | None, float]:
+        """(layout, tokens a second) on so many nodes of each pool: the same replicas, fewer of
+        them, or other shapes. (None, 0.0) if nothing fits: the run waits."""
+        counts = replicas_left(self.problem.cluster, choice, nodes)
+        same = with_replicas(choice, counts)
+        tokens = self.problem.workload.step_tokens
+        if same is choice:
+            return choice, tokens / cost.step_s
+        key = (choice, tuple(sorted(nodes.items())))
+        if key not in self._layouts:
+            offers = [same] if same is not None else []
+            offers += reshaped(self.problem.cluster, choice, nodes)
+            best: tuple[Choice | None, float] = None, 0.0
+            for offer in offers:
+                found = self._cost(offer)
+                if found.fits and tokens / found.step_s > best[1]:
+                    best = offer, tokens / found.step_s
+            self._layouts[key] = best
+        return self._layouts[key]
+
+    def _cost(self, choice: Choice) -> StepCost:
+        if choice not in self._found:
+            self._found[choice] = self.evaluator.cost(choice)
+        return self._found[choice]
+
+    # --- pauses ---------------------------------------------------------------------------------
+    def _pauses(
+        self, choice: Choice, states: list[_State]
+    ) -> tuple[dict[str, float], dict[int, float], float]:
+        """(seconds of pause for each second by need, needs a second, hits a second)."""
+        pauses = dict.fromkeys((*_NEEDS.values(), "returns"), 0.0)
+        needs, hits = dict.fromkeys(_NEEDS, 0.0), 0.0
+        for state in states:
+            if state.layout is None:
+                continue
+            found = list(self.losses(state.layout, state.nodes))
+            broken = sum(loss.rate * sum(loss.needs) for loss in found)
+            hits += state.chance * broken
+            for loss in found:
+                for need, chance in enumerate(loss.needs):
+                    rate = state.chance * loss.rate * chance
+                    pauses[_NEEDS[need]] += rate * self._again(broken, self.pause_s(choice, need))
+                    needs[need] += rate
+            pauses["returns"] += state.chance * self._returns(state) * self.pause_s(choice, -1)
+        return pauses, needs, hits
+
+    def _without_domains(self, choice: Choice, cost: StepCost, state: _State) -> float:
+        """Seconds of throughput that lost racks and zones take, for each second: from the most
+        likely state, until they return."""
+        cluster, lost = self.problem.cluster, 0.0
+        counts = tuple(group.count for group in choice.replicas)
+        for loss in domain_losses(cluster, choice, counts):
+            zone = cluster.pool(loss.pool).zone
+            left = {
+                name: 0
+                if loss.domain == "zone" and cluster.pool(name).zone == zone
+                else number - loss.nodes * (loss.domain == "rack" and name == loss.pool)
+                for name, number in state.nodes.items()
+            }
+            left = {name: max(0, number) for name, number in left.items()}
+            rate = self.layout_on(choice, cost, left)[1]
+            share = 1 - rate / state.tokens_per_s if state.tokens_per_s else 0.0
+            lost += loss.rate * self.costs.domain_return_s * share
+        return lost
+
+    def losses(self, layout: Choice, nodes: Mapping[str, int]) -> Iterator[Loss]:
+        """Losses that hit a layout on so many nodes."""
+        cluster = self.problem.cluster
+        counts = tuple(group.count for group in layout.replicas)
+        for name, present in nodes.items():
+            yield from node_losses(cluster.pool(name), cluster, layout, counts, present)
+        yield from domain_losses(cluster, layout, counts)
+
+    def _returns(self, state: _State) -> float:
+        """Nodes that return, a second."""
+        pools = (self.problem.cluster.pool(name) for name in state.nodes)
+        return sum(
+            (pool.nodes - state.nodes[pool.name]) / self.costs.return_s(pool.is_spot)
+            for pool in pools
+        )
+
+    @staticmethod
+    def _again(rate: float, seconds: float) -> float:
+        """Seconds of a pause that begins again at each loss."""
+        return expm1(min(rate * seconds, 50.0)) / rate if rate > 0 else seconds
+
+    def pause_s(self, choice: Choice, need: int) -> float:
+        """Seconds in which nothing is trained: by need of a loss, or -1 for the return of nodes."""
+        costs, pools = self.costs, nodes_used(self.problem.cluster, choice)
+        devices = [self._device(name) for name in pools]
+        groups = 0.0 if all(d.name == "cpu" for d in devices) else costs.communicator_s
+        state = self._state_bytes()
+        if need == CONTINUES:
+            return costs.detection_s + costs.rung_s[0] + groups
+        if need == -1:
+            return costs.rung_s[5] + groups
+        slowest = min(
+            self.problem.cluster.pool(name).devices
+            * self.problem.cluster.pool(name).outside.bandwidth
+            for name in pools
+        )
+        nodes = sum(pools.values())
+        if need == FROM_MEMORY:
+            return costs.detection_s + costs.rung_s[4] + groups + state / nodes / slowest
+        read = choice.number_of_replicas * state / nodes / costs.store_bandwidth
+        return costs.detection_s + costs.rung_s[6] + groups + read
+
+    def _device(self, pool: str) -> DeviceType:
+        return device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
+
+    def _state_bytes(self) -> float:
+        workload = self.problem.workload
+        return workload.parameters * workload.state.optimizer
+
+    # --- saves ----------------------------------------------------------------------------------
+    def _saving(
+        self, choice: Choice, cost: StepCost, needs: Mapping[int, float]
+    ) -> tuple[float, float, dict[int, float]]:
+        """(share of saves, share of lost work, seconds between saves by tier)."""
+        pools = nodes_used(self.problem.cluster, choice)
+        nodes = sum(pools.values())
+        each = self._state_bytes() / nodes
+        slowest = min(
+            self.problem.cluster.pool(name).devices
+            * self.problem.cluster.pool(name).outside.bandwidth
+            for name in pools
+        )
+        costs = [TierCost(PEERS, self.costs.save_pause_s + self.costs.sent_share * each / slowest)]
+        stored = each / self.costs.store_bandwidth
+        costs.append(TierCost(DISK, self.costs.save_pause_s, stored))
+        rates = {PEERS: needs[FROM_MEMORY], DISK: needs[FROM_STORE]}
+        bounds = IntervalBounds(cost.step_s, max(MAX_INTERVAL_S, cost.step_s))
+        decisions = decide_tiers(costs, rates, bounds)
+        return _lost(costs, rates, decisions)
+
+
+def _lost(
+    costs: list[TierCost], rates: Mapping[int, float], decisions: tuple[IntervalDecision, ...]
+) -> tuple[float, float, dict[int, float]]:
+    saves, lost, carried = 0.0, 0.0, 0.0
+    intervals = {}
+    for cost, made in zip(costs, decisions, strict=True):
+        carried += rates[cost.tier]
+        if made.seconds == inf:
+            continue
+        intervals[cost.tier] = made.seconds
+        saves += cost.cost_s / made.seconds
+        if carried:
+            both = lost_time_share(made.seconds, cost.cost_s, carried)
+            lost += max(0.0, both - cost.cost_s / made.seconds)
+        carried = 0.0
+    return saves, lost, intervals

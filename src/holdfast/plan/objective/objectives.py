@@ -1,0 +1,214 @@
+"""The objectives of a plan by name (`plan.objective`). The search makes each as small as it can.
+
+time                 seconds of a step
+tokens_per_usd       dollars of 1e9 tokens, no failure counted
+tokens_per_kwh       kWh of 1e9 tokens, of the devices
+tokens_per_kg_co2    kg of CO2 of 1e9 tokens, of the devices
+goodput              expected seconds of a step, with failures
+goodput_per_usd      dollars of 1e9 tokens, with failures
+finish_by            dollars of the run, if it is expected to be done in time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.errors import ConfigError
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.objective.energy import (
+    JOULES_PER_KWH,
+    co2_kg_per_step,
+    idle_watts,
+    kwh_per_step,
+)
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.money import (
+    refuse_without_carbon,
+    refuse_without_price,
+    usd_per_hour,
+)
+from holdfast.plan.objective.recovery_costs import RecoveryCosts
+
+OBJECTIVES = (
+    "time",
+    "tokens_per_usd",
+    "tokens_per_kwh",
+    "tokens_per_kg_co2",
+    "goodput",
+    "goodput_per_usd",
+    "finish_by",
+)
+TOKENS = 1e9
+"""Prices and energy are of so many tokens."""
+LATE = 1e15
+"""Added to the score of a layout that is late. Of late layouts the earliest is the best."""
+
+
+class Score(Protocol):
+    """A score of layouts. The search drops layouts by the least score that they can have."""
+
+    def __call__(self, choice: Choice, cost: StepCost, /) -> float: ...
+
+    def least(self, choice: Choice, step_s: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """steps: of the run. hours: until it must be done."""
+
+    steps: int
+    hours: float
+
+
+def objective_named(
+    name: str,
+    problem: Problem,
+    *,
+    costs: RecoveryCosts | None = None,
+    deadline: Deadline | None = None,
+) -> Score:
+    """Raises ConfigError for an unknown name, or for what the cluster does not say."""
+    cluster = problem.cluster
+    if name not in OBJECTIVES:
+        raise ConfigError(
+            f"there is no objective {name!r}",
+            where="plan.objective",
+            remedy=f"use one of {', '.join(OBJECTIVES)}",
+        )
+    if name in ("tokens_per_usd", "goodput_per_usd", "finish_by"):
+        refuse_without_price(cluster, name)
+    if name == "tokens_per_kg_co2":
+        refuse_without_carbon(cluster, name)
+    if name == "finish_by" and deadline is None:
+        raise ConfigError(
+            "the objective finish_by needs a date",
+            where="plan.finish_by",
+            remedy="give the hours in which the run must be done",
+        )
+    if name in ("goodput", "goodput_per_usd", "finish_by"):
+        model = GoodputModel(problem, costs or RecoveryCosts())
+        if name == "finish_by" and deadline is not None:
+            return FinishBy(model, deadline)
+        return Goodput(model, is_per_usd=name == "goodput_per_usd")
+    return Simple(name, problem)
+
+
+@dataclass(frozen=True)
+class Simple:
+    """Scores layouts by time, money, energy or carbon, without failures."""
+
+    name: str
+    problem: Problem
+
+    def __call__(self, choice: Choice, cost: StepCost) -> float:
+        tokens = self.problem.workload.step_tokens / TOKENS
+        if self.name == "tokens_per_kwh":
+            return kwh_per_step(self.problem, choice, cost) / tokens
+        if self.name == "tokens_per_kg_co2":
+            return co2_kg_per_step(self.problem, choice, cost) / tokens
+        return self.least(choice, cost.step_s)
+
+    def least(self, choice: Choice, step_s: float) -> float:
+        """The least score of these replicas if a step takes at least so long. Devices take at least
+        their idle power."""
+        problem = self.problem
+        tokens = problem.workload.step_tokens / TOKENS
+        if self.name == "time":
+            return step_s
+        if self.name == "tokens_per_usd":
+            return usd_per_hour(problem.cluster, choice) * step_s / 3600 / tokens
+        watts = idle_watts(problem, choice)
+        if self.name == "tokens_per_kwh":
+            return sum(watts.values()) * step_s / JOULES_PER_KWH / tokens
+        grams = sum(w * problem.cluster.pool(name).grams_co2_per_kwh for name, w in watts.items())
+        return grams / 1e3 * step_s / JOULES_PER_KWH / tokens
+
+
+@dataclass
+class Goodput:
+    """Scores layouts by expected goodput. A layout whose bound is no better than the best score
+    seen gets that bound as its score. Its layouts on fewer nodes are then not costed."""
+
+    model: GoodputModel
+    is_per_usd: bool = False
+    _best: float = field(default=float("inf"))
+    _fastest: float = 0.0
+
+    def __call__(self, choice: Choice, cost: StepCost) -> float:
+        if not cost.fits:
+            return float("inf")
+        tokens = self.model.problem.workload.step_tokens
+        self._fastest = max(self._fastest, tokens / cost.step_s)
+        bound = self.least(choice, cost.step_s)
+        if bound >= self._best:
+            return bound
+        found = self.exact(choice, cost)
+        self._best = min(self._best, found)
+        return found
+
+    def least(self, choice: Choice, step_s: float) -> float:
+        """The least score of these replicas if a step takes at least so long."""
+        fastest = max(self._fastest, self.model.problem.workload.step_tokens / step_s)
+        return self._score(choice, self.model.at_most(choice, step_s, fastest))
+
+    def exact(self, choice: Choice, cost: StepCost) -> float:
+        """The score, with all states costed."""
+        expected = self.model.expected(choice, cost)
+        return self._score(choice, expected.tokens_per_s)
+
+    def _score(self, choice: Choice, tokens_per_s: float) -> float:
+        if tokens_per_s <= 0:
+            return float("inf")
+        problem = self.model.problem
+        if not self.is_per_usd:
+            return problem.workload.step_tokens / tokens_per_s
+        present = self.model.present_of(choice)
+        usd = usd_per_hour(problem.cluster, choice, present)
+        return usd / 3600 / tokens_per_s * TOKENS
+
+
+@dataclass
+class FinishBy:
+    """Dollars of a run that is expected to be done in time, with failures. A late one has `LATE`
+    added to its seconds, so the search returns the earliest if none is in time."""
+
+    model: GoodputModel
+    deadline: Deadline
+
+    def __call__(self, choice: Choice, cost: StepCost) -> float:
+        if not cost.fits:
+            return float("inf")
+        seconds, usd = self.forecast(choice, cost)
+        return usd if seconds <= self.deadline.hours * 3600 else LATE + seconds
+
+    def least(self, choice: Choice, step_s: float) -> float:
+        """The least score of these replicas if a step takes at least so long, and nothing fails."""
+        seconds = self.deadline.steps * step_s
+        if seconds > self.deadline.hours * 3600:
+            return LATE + seconds
+        present = self.model.present_of(choice)
+        return seconds / 3600 * usd_per_hour(self.model.problem.cluster, choice, present)
+
+    def forecast(self, choice: Choice, cost: StepCost) -> tuple[float, float]:
+        """(seconds, dollars) of the run, expected."""
+        problem = self.model.problem
+        expected = self.model.expected(choice, cost)
+        if expected.tokens_per_s <= 0:
+            return float("inf"), float("inf")
+        seconds = self.deadline.steps * problem.workload.step_tokens / expected.tokens_per_s
+        return seconds, seconds / 3600 * usd_per_hour(problem.cluster, choice, expected.present)
+
+    def says(self, choice: Choice, cost: StepCost) -> str:
+        """One sentence: in time and for how much, or how late the earliest is."""
+        seconds, usd = self.forecast(choice, cost)
+        hours = seconds / 3600
+        if hours <= self.deadline.hours:
+            return (
+                f"done after {hours:.1f} h, expected, of {self.deadline.hours:g}, for ${usd:,.0f}"
+            )
+        return (
+            f"no layout is done in {self.deadline.hours:g} h: the earliest takes {hours:.1f} h, "
+            f"expected, and ${usd:,.0f}"
+        )

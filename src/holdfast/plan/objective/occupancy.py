@@ -1,0 +1,129 @@
+"""The nodes that a layout occupies, and what is left of it when nodes are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import ceil
+
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.hardware.cluster import Cluster
+
+RECOMPUTE_WORDS = ("none", "selective", "full")
+"""Values of `train.recompute`, from the most memory to the least."""
+MAX_RESHAPED = 4
+"""Other shapes that are costed for the nodes that are left. They are the largest that divide."""
+
+
+def devices_by_pool(group: ReplicaChoice) -> dict[str, int]:
+    """Devices of one replica in each pool."""
+    stage = group.dp_shard * group.cp * group.tp
+    found: dict[str, int] = {}
+    for index in range(group.pp):
+        name = group.pool_at(index)
+        found[name] = found.get(name, 0) + stage
+    return found
+
+
+def nodes_used(cluster: Cluster, choice: Choice) -> dict[str, int]:
+    """Nodes in each pool that have a rank. A node with one rank counts."""
+    devices: dict[str, int] = {}
+    for group in choice.replicas:
+        for name, number in devices_by_pool(group).items():
+            devices[name] = devices.get(name, 0) + group.count * number
+    return {name: ceil(number / cluster.pool(name).devices) for name, number in devices.items()}
+
+
+def replicas_left(cluster: Cluster, choice: Choice, nodes: Mapping[str, int]) -> tuple[int, ...]:
+    """Complete replicas of each kind that fit on so many nodes of each pool. Nodes of broken
+    replicas are put together, as the runtime does at a step boundary."""
+    free = {name: number * cluster.pool(name).devices for name, number in nodes.items()}
+    found = []
+    for group in choice.replicas:
+        needs = devices_by_pool(group)
+        fit = min(free.get(name, 0) // number for name, number in needs.items())
+        number = max(0, min(group.count, fit))
+        for name, each in needs.items():
+            free[name] = free.get(name, 0) - number * each
+        found.append(number)
+    return tuple(found)
+
+
+def with_replicas(choice: Choice, counts: tuple[int, ...]) -> Choice | None:
+    """The layout with fewer replicas of each kind, which share all microbatches of the step."""
+    if counts == tuple(group.count for group in choice.replicas):
+        return choice
+    left = [
+        replace(group, count=count)
+        for group, count in zip(choice.replicas, counts, strict=True)
+        if count
+    ]
+    if not left:
+        return None
+    return replace(choice, replicas=tuple(dealt(left, choice.microbatches)))
+
+
+def dealt(groups: list[ReplicaChoice], microbatches: int) -> list[ReplicaChoice]:
+    """Share a step's microbatches out in proportion to those that the groups have now. What does
+    not divide makes some replicas of a group do one more."""
+    now = sum(group.count * group.microbatches for group in groups)
+    found, rest = [], microbatches
+    for group in groups:
+        each = microbatches * group.microbatches // now
+        found.append(replace(group, microbatches=each))
+        rest -= group.count * each
+    out = []
+    for group in found:
+        more = min(rest, group.count)
+        rest -= more
+        if more:
+            out.append(replace(group, count=more, microbatches=group.microbatches + 1))
+        if group.count > more:
+            out.append(replace(group, count=group.count - more))
+    return out
+
+
+def reshaped(cluster: Cluster, choice: Choice, nodes: Mapping[str, int]) -> Iterator[Choice]:
+    """Equal replicas of other shapes on the nodes that are left of one pool: shorter pipelines, and
+    fewer shards. The largest come first."""
+    for name in sorted(nodes):
+        groups = [g for g in choice.replicas if g.pools == (name,)]
+        if not groups or not nodes[name]:
+            continue
+        devices = nodes[name] * cluster.pool(name).devices
+        found = sorted(
+            _shapes(groups[0], choice, devices), key=lambda each: (-each.devices, -each.size)
+        )
+        for group in found[:MAX_RESHAPED]:
+            yield replace(choice, replicas=tuple(dealt([group], choice.microbatches)))
+
+
+def _shapes(group: ReplicaChoice, choice: Choice, devices: int) -> Iterator[ReplicaChoice]:
+    blocks = sum(group.stages)
+    shards = [d for d in range(1, group.dp_shard + 1) if choice.microbatch % d == 0]
+    for pp in range(1, group.pp + 1):
+        for dp_shard in shards:
+            size = pp * dp_shard * group.cp * group.tp
+            count = min(devices // size, choice.microbatches // pp)
+            is_same = (pp, dp_shard) == (group.pp, group.dp_shard)
+            divides = (dp_shard * group.cp) % choice.ep == 0
+            if count < 1 or is_same or not divides:
+                continue
+            if pp > 1:
+                each, more = divmod(blocks, pp * choice.virtual)
+                stages = tuple(
+                    each + (index >= pp * choice.virtual - more)
+                    for index in range(pp * choice.virtual)
+                )
+            else:
+                stages = ()
+            word = (max(group.recompute, key=RECOMPUTE_WORDS.index),)
+            yield replace(
+                group,
+                count=count,
+                pp=pp,
+                dp_shard=dp_shard,
+                stages=stages,
+                microbatches=max(1, choice.microbatches // count),
+                recompute=word,
+            )

@@ -1,0 +1,140 @@
+"""How a run scales: the best layout on 8, 16, ... devices, and where more devices stop to pay.
+
+The batch is the run's, so more devices share the same work (strong scaling). `kept` is the same
+curve for a run that keeps the degrees of its smallest size and only adds replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.errors import LayoutError
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.objective.energy import COMPUTING, WAITING
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.money import usd_per_hour
+from holdfast.plan.objective.objectives import TOKENS
+from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.plan.search.search import Found, Limits, search
+
+SIZES = tuple(2**power for power in range(3, 15))
+"""Devices: 8 to 16,384."""
+KNEE_GAIN = 1.5
+"""A doubling of devices pays if throughput grows by at least this factor: half of what is added."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size. exposed: share of a step in which a device waits for communication; bubble: for
+    other stages. available: expected throughput with failures, of that without. usd: of 1e9
+    tokens; None: the pool has no price."""
+
+    devices: int
+    choice: Choice
+    step_s: float
+    tokens_per_s: float
+    exposed: float
+    bubble: float
+    available: float
+    usd: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """points: sizes on which a layout fits, rising. missing: why the rest has none."""
+
+    points: tuple[Point, ...]
+    missing: dict[int, str]
+
+    def efficiency(self, point: Point) -> float:
+        """Tokens a second of a device, of those at the smallest size."""
+        first = self.points[0]
+        return point.tokens_per_s / point.devices / (first.tokens_per_s / first.devices)
+
+    @property
+    def knee(self) -> Point | None:
+        """The last size up to which each doubling pays; None: no size has a layout."""
+        found: Point | None = None
+        for point in self.points:
+            if found is not None and point.tokens_per_s < _needed(found, point):
+                return found
+            found = point
+        return found
+
+
+def _needed(before: Point, after: Point) -> float:
+    """Throughput at which the devices that were added pay."""
+    added = after.devices / before.devices - 1
+    return before.tokens_per_s * (1 + (KNEE_GAIN - 1) * added)
+
+
+def scale_curve(
+    problem: Problem,
+    limits: Limits,
+    sizes: Sequence[int] = SIZES,
+    costs: RecoveryCosts | None = None,
+    on_size: Callable[[int], None] = lambda devices: None,
+) -> Curve:
+    """Search the best layout by time on each size, made of nodes of the cluster's first pool."""
+    points, missing = [], {}
+    for devices in sizes:
+        on_size(devices)
+        part = _with_devices(problem, devices)
+        if part is None:
+            missing[devices] = "no complete nodes"
+            continue
+        try:
+            best = search(part, limits).best
+        except LayoutError as error:
+            missing[devices] = error.message
+            continue
+        points.append(_point(part, best, devices, costs or RecoveryCosts()))
+    return Curve(tuple(points), missing)
+
+
+def kept_curve(problem: Problem, limits: Limits, curve: Curve) -> Curve:
+    """The curve with the degrees of the smallest size, and more replicas."""
+    if not curve.points:
+        return curve
+    group = curve.points[0].choice.replicas[0]
+    same = replace(limits, pp=group.pp, dp_shard=group.dp_shard, cp=group.cp, tp=group.tp)
+    return scale_curve(problem, same, [point.devices for point in curve.points])
+
+
+def _with_devices(problem: Problem, devices: int) -> Problem | None:
+    pool = problem.cluster.pools[0]
+    if devices < pool.devices:
+        smaller = replace(pool, nodes=1, devices=devices)
+    elif devices % pool.devices:
+        return None
+    else:
+        smaller = replace(pool, nodes=devices // pool.devices)
+    return replace(problem, cluster=Cluster((_whole_racks(smaller),)))
+
+
+def _whole_racks(pool: NodePool) -> NodePool:
+    """Fewer nodes than a rack have are in one rack."""
+    return replace(pool, burst=min(pool.burst, pool.nodes))
+
+
+def _point(problem: Problem, best: Found, devices: int, costs: RecoveryCosts) -> Point:
+    rate = problem.workload.step_tokens / best.cost.step_s
+    expected = GoodputModel(problem, costs).expected(best.choice, best.cost)
+    hourly = usd_per_hour(problem.cluster, best.choice)
+    return Point(
+        devices,
+        best.choice,
+        best.cost.step_s,
+        rate,
+        _share(best.cost, lambda part: part not in (*COMPUTING, *WAITING)),
+        _share(best.cost, lambda part: part in WAITING),
+        expected.availability,
+        hourly / 3600 / rate * TOKENS if hourly else None,
+    )
+
+
+def _share(cost: StepCost, counts: Callable[[str], bool]) -> float:
+    return sum(s for part, s in cost.parts.items() if counts(part)) / cost.step_s

@@ -1,0 +1,64 @@
+"""Sentences about events that a person should know of."""
+
+from __future__ import annotations
+
+from holdfast.events import (
+    Blamed,
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSkipped,
+    EmergencyPlanned,
+    Event,
+    NonFinite,
+    NoticeReceived,
+    NoticesUnheard,
+    PeerFailed,
+    RunBranched,
+    RunFailed,
+    SaveInterval,
+    SettingIgnored,
+    SourceRejected,
+    StopRequested,
+    UploadFailed,
+)
+
+
+def notice_text(event: Event) -> str:
+    """Return what a person should know about this event, or an empty string."""
+    if isinstance(event, CheckpointFailed):
+        return f"the checkpoint of step {event.step} failed: {event.reason}"
+    if isinstance(event, CheckpointSkipped):
+        return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
+    if isinstance(event, CheckpointRejected):
+        return f"checkpoint {event.key} was not trusted: {event.reason}"
+    if isinstance(event, SourceRejected):
+        who = f"rank {event.rank}" if event.rank >= 0 else "the search for a restore point"
+        return f"{who} took from another source what the {event.source} had not: {event.reason}"
+    if isinstance(event, PeerFailed):
+        return f"{event.peer} keeps no copy of step {event.step}: {event.reason}"
+    if isinstance(event, UploadFailed):
+        return f"the checkpoint of step {event.step} is not in the bucket yet: {event.reason}"
+    if isinstance(event, NonFinite):
+        return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
+    if isinstance(event, Blamed):
+        return event.why
+    if isinstance(event, SaveInterval):
+        return event.reason
+    if isinstance(event, NoticeReceived):
+        leave = ", and the run is to leave" if event.leave else ""
+        nodes = ", ".join(event.nodes)
+        return f"notice ({event.source}): {nodes} will be taken away in {event.seconds:g} s{leave}"
+    if isinstance(event, NoticesUnheard):
+        return f"notices could not be read: {event.reason}"
+    if isinstance(event, EmergencyPlanned):
+        return f"emergency save: {event.reason}"
+    if isinstance(event, SettingIgnored):
+        return f"{event.key} is not honoured here: {event.reason}"
+    if isinstance(event, RunBranched):
+        changes = f" with {', '.join(event.changed)}" if event.changed else ""
+        return f"continues {event.parent} after step {event.step}{changes} ({event.folder})"
+    if isinstance(event, StopRequested):
+        return f"asked to stop ({event.reason})"
+    if isinstance(event, RunFailed):
+        return f"the run failed: {event.reason}"
+    return ""

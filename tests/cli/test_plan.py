@@ -1,0 +1,157 @@
+"""`holdfast plan`: a table for people, numbers for programs, a sentence for the impossible."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.plan.hardware.calibration import calibration_path, write_calibration
+from holdfast.plan.machine.hardware import detect_hardware
+from tests.cli.conftest import Trained
+from tests.plan.hardware.test_calibration import measured_by_hand
+from tests.support.commands import apart, here, write_run_file
+
+Capture = pytest.CaptureFixture[str]
+SMALL = (
+    "model.layers=3",
+    "model.dim=64",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.vocab_size=512",
+    "train.batch_size=16",
+    "layout=auto",
+)
+HUGE = (*SMALL, "model.layers=96", "model.dim=16384", "model.ffn_dim=49152", "model.heads=128")
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_run_file(tmp_path)
+
+
+def test_the_table_marks_the_chosen_layout_and_adds_up(run_file: Path, capsys: Capture) -> None:
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", "2x4xA100-80").out
+    assert "2 x 4 A100-80" in out
+    rows = [line for line in out.splitlines() if line.endswith("<- chosen")]
+    assert len(rows) == 1
+    assert "a step of" in out
+    assert "by stage:" in out
+    assert "run 'holdfast calibrate'" in out  # the constants are assumed
+
+
+def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path, capsys: Capture) -> None:
+    asked = (run_file, *SMALL, "--cluster", "4xaws/us-east-1/p4d.24xlarge", "--json")
+    value = json.loads(here(capsys, "plan", *asked).out)
+    best = value["layouts"][0]
+    assert best["values"]["layout.workers"] == best["devices"] == 32
+    assert sum(best["parts"].values()) == pytest.approx(best["step_s"])
+    assert best["usd_per_hour"] > 0
+    assert best["score"] <= min(layout["score"] for layout in value["layouts"])
+    again = json.loads(here(capsys, "plan", *asked).out)
+    assert again == value
+
+
+def test_the_sources_of_the_numbers_are_said(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_calibration(measured_by_hand("cpu"), calibration_path(detect_hardware().node))
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", "here").out
+    assert "note: the numbers of cpu were measured here on 2026-11-26" in out
+    assert "is assumed" not in out
+    zones = tmp_path / "zones.yaml"
+    pool = "{nodes: 1, devices: 4, device: A100-80, zone: %s}"
+    zones.write_text(f"pools:\n  a: {pool % 'east'}\n  b: {pool % 'west'}\n")
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", zones).out
+    assert "no link is given between the zones east and west: 0.31 GB/s of a device" in out
+
+
+def test_limits_of_the_run_file_hold(run_file: Path, capsys: Capture) -> None:
+    asked = (run_file, *SMALL, "layout.tp=2", "--cluster", "8xA100-80", "--json")
+    layouts = json.loads(here(capsys, "plan", *asked).out)["layouts"]
+    assert {layout["values"]["layout.tp"] for layout in layouts} == {2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((*HUGE, "--cluster", "8xA100-80"), ("no layout", "fits", "use")),
+        ((*SMALL, "--cluster", "8xA100-8O"), ("no device 'A100-8O'", "use A100-80")),
+        ((*SMALL, "layout.tp=3"), ("does not divide model.heads 4", "use 2 or 4")),
+        ((*SMALL, "layout.tp=2", "layout.workers=3"), ("not a multiple", "use 2 or 4")),
+        ((*SMALL, "--objective", "speed"), ("plan.objective is 'speed'", "use time")),
+        ((*SMALL, "--cluster", "none.yaml"), ("cannot be read", "16x8xH100-80")),
+        ((*SMALL, "layout.stages=[1,2]", "layout.pp=2"), ("layout.stages", "layout show")),
+    ],
+)
+def test_impossible_demands_get_one_sentence(
+    asked: tuple[str, ...], words: tuple[str, ...], run_file: Path, capsys: Capture
+) -> None:
+    here(capsys, "plan", run_file, *asked).refuses(*words)
+
+
+def test_the_planner_imports_no_torch(run_file: Path) -> None:
+    asked = ["plan", str(run_file), *SMALL, "--cluster", "8xA100-80", "--json"]
+    code = (
+        "import sys\n"
+        "from holdfast.cli.main import main\n"
+        f"assert main({asked!r}) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_layout_show_and_schedule_take_the_chosen_layout(run_file: Path, capsys: Capture) -> None:
+    shown = here(capsys, "layout", "show", run_file, *SMALL, "plan.cluster=8xA100-80", "--json")
+    assert shown.code == 0, shown.err
+    assert "layout: " in shown.err
+    layout = json.loads(shown.out)["layout"]
+    assert (layout["mode"], layout["workers"]) == ("auto", 8)
+    drawn = here(capsys, "layout", "schedule", run_file, *SMALL, "layout.pp=2")
+    assert "on 2 ranks" in drawn.out
+
+
+def test_a_free_layout_trains_and_the_report_shows_plan_and_measurement(
+    run_file: Path, capsys: Capture
+) -> None:
+    done = apart("train", run_file, "layout=auto", "layout.tp=2", folder=run_file.parent)
+    assert done.code == 0, done.err
+    assert "layout: 1 x tp 2, the best by time of" in done.err
+    resolved = json.loads((run_file.parent / "run" / "resolved.json").read_text())
+    assert (resolved["config"]["layout"]["mode"], resolved["config"]["layout"]["workers"]) == (
+        "auto",
+        2,
+    )
+    assert resolved["origins"]["layout.workers"]["kind"] == "planned"
+    plan = json.loads(here(capsys, "report", run_file.parent / "run", "--json").out)["plan"]
+    assert plan["predicted_s"] > 0
+    assert plan["measured_s"] > 0
+    assert plan["predicted_bytes"] > 0
+    assert "tp" in plan["within"]
+    again = here(capsys, "train", run_file, "layout=auto", "layout.tp=2")
+    assert again.code == 0  # the same layout: the run is finished
+    assert "this run is finished" in again.err
+
+
+def test_a_run_with_a_given_layout_has_a_prediction_too(trained: Trained, capsys: Capture) -> None:
+    assert "planned " in here(capsys, "report", trained.folder, "--output", "page.html").err
+
+
+def test_a_dear_run_is_not_begun_without_a_terminal_to_ask(
+    run_file: Path, trained: Trained, capsys: Capture
+) -> None:
+    asked = (
+        f"data.folder={trained.root / 'dataset'}",
+        "train.steps=10000000",
+        "train.batch_size=8",
+    )
+    asked += ("plan.cluster=2xaws/us-east-1/p4d.24xlarge", "plan.ask_above_usd=1")
+    refused = here(capsys, "train", run_file, *asked)
+    refused.refuses_last("this run costs $", "plan.ask_above_usd is 1", "pass --yes")
+    assert "planned: " in refused.err
+    assert not (run_file.parent / "run" / "run.yaml").exists()

@@ -1,0 +1,61 @@
+"""A disposable cluster named `try` of a real Slurm or Ray, by the real commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from holdfast.launch.clusters.cluster import ClusterState
+from holdfast.launch.clusters.lifecycle import take_down
+from holdfast.launch.clusters.processes import all_of
+from holdfast.launch.clusters.states import ClusterStates
+from tests.support.commands import Outcome, apart
+
+DEADLINE_S = 150.0
+
+
+def up(kind: str, nodes: int, name: str = "try") -> Outcome:
+    options = ("--kind", kind, "--nodes", str(nodes), "--cpus", "1")
+    done = apart("cluster", "up", name, *options, deadline=DEADLINE_S)
+    assert done.code == 0, done.err
+    return done
+
+
+def read(name: str = "try") -> ClusterState:
+    state = ClusterStates().read(name)
+    assert state is not None
+    return state
+
+
+def lose_head(state: ClusterState) -> None:
+    """The head's machine loses its power."""
+    head = psutil.Process(int(state.processes["head"].partition("@")[0]))
+    for each in [*head.children(recursive=True), head]:
+        with suppress(psutil.Error):
+            each.kill()
+
+
+def down(state: ClusterState) -> None:
+    done = apart("cluster", "down", state.name, deadline=DEADLINE_S)
+    assert done.code == 0, done.err
+    check_nothing_left(state)
+
+
+def check_nothing_left(state: ClusterState) -> None:
+    assert all_of(state) == set()
+    assert not state.folder.exists()
+    assert ClusterStates().read(state.name) is None
+
+
+@contextmanager
+def clusters_ended() -> Iterator[None]:
+    """End what a test leaves."""
+    states = ClusterStates()
+    try:
+        yield
+    finally:
+        for name in states.names():
+            if state := states.read(name):
+                take_down(states, state)
