@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.plan_fidelity import fsdp, hybrid, megatron
+from benchmarks.plan_fidelity import fsdp, hybrid, megatron, networks, torchtitan
 from benchmarks.plan_fidelity.case import Case, predicted, with_efficiency
 from benchmarks.plan_fidelity.fit import Constants
 from benchmarks.plan_fidelity.floors import PUBLISHED
@@ -30,7 +30,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...], Reader]] = {
     "fsdp": ("measured/llm_foundry.csv", fsdp.NEEDED, fsdp.cases_of),
     "hybrid": ("measured/megatron_bridge.csv", hybrid.NEEDED, hybrid.cases_of),
 }
-SETS = (*KINDS, "megatron")
+SETS = (*KINDS, "megatron", "torchtitan", "networks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +67,11 @@ def _report(options: argparse.Namespace) -> None:
         _print("megatron", eight, eight, devices, len(eight))
         later = megatron.cases_of(megatron.NLG, devices)
         _print("MT-NLG (no bar)", later, eight, devices, len(later))
+    if "torchtitan" in options.only:
+        cases = torchtitan.cases_of(devices)
+        _print("torchtitan (no bar)", cases, cases, devices, len(cases))
+    if "networks" in options.only:
+        print("\n".join(networks.lines(options.data)), end="\n\n")
     print("published, each on rows of its own:", *PUBLISHED, sep="\n  ")
 
 

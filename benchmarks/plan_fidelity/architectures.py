@@ -22,7 +22,8 @@ Mixer = Heads | Scan | None
 @dataclass(frozen=True)
 class Architecture:
     """blocks: (number, mixer, feed-forward), in order. learns_positions: a table of a row for each
-    position of the sequence. heads: more than one predict further tokens; they share a table. note: said of a shape that was derived."""
+    position of the sequence. heads: of tokens that each position predicts; they share a table.
+    note: said of a shape that was derived."""
 
     dim: int
     vocabulary: int

@@ -1,18 +1,33 @@
 """Seconds of collectives on one kind of link; sizes in bytes of the complete tensor.
 
-Rings (Patarasuk and Yuan, 2009), with the latency of each of their messages.
+Rings (Patarasuk and Yuan, 2009) send the least, and have the latency of each of their messages.
+Two binary trees (Sanders et al., 2009) send a little more in logarithmically many messages. A sum
+takes the way that is faster, as NCCL does. Gathers and scatters are rings. The third way, first
+inside nodes, is a layout's own: dp_shard inside and replicas between.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from holdfast.plan.hardware.link import Link
 
 
 def allreduce_s(link: Link, size: float, ranks: int) -> float:
-    """All ranks end with the sum."""
-    return link.allreduce_s(size, ranks) if ranks > 1 else 0.0
+    """All ranks end with the sum, by the faster of two ways."""
+    return min(link.allreduce_s(size, ranks), tree_s(link, size, ranks)) if ranks > 1 else 0.0
+
+
+def tree_s(link: Link, size: float, ranks: int) -> float:
+    """All ranks end with the sum: up two trees that each have half of the tensor, and down."""
+    return 2 * ceil(log2(ranks)) * link.latency_s + 2 * size / link.bandwidth
+
+
+def within_and_between_s(inside: Link, outside: Link, size: float, near: int, nodes: int) -> float:
+    """All ranks end with the sum: parts are summed in each node, then between nodes, and gathered
+    in each node."""
+    return 2 * gather_s(inside, size, near) + allreduce_s(outside, size / near, nodes)
 
 
 def gather_s(link: Link, size: float, ranks: int) -> float:

@@ -67,7 +67,7 @@ def ring_link(pool: NodePool, ranks: int, distance: int) -> Link:
 
 
 def exchange_links(pool: NodePool, ranks: int, distance: int) -> Exchange:
-    """Return the links of an all-to-all of so many ranks, each at a distance from the one before."""
+    """Return the links of an all-to-all of so many ranks at a distance from each other."""
     farthest = _farthest(pool, ranks * distance)
     near = ranks if farthest == pool.inside else _in_a_node(pool, ranks, distance)
     return Exchange(ranks, near, pool.inside, farthest)

@@ -49,8 +49,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Experts of one layer. products: those of one expert. A token is computed by `top_k`. is_fused:
-    one kernel computes a product of all experts, with the activation and the rounding."""
+    """Experts of one layer. products: those of one expert. A token is computed by `top_k`.
+    is_fused: one kernel computes a product of all experts, the activation and the rounding."""
 
     count: int
     top_k: int
