@@ -219,7 +219,7 @@ def of_parameters(number: float, vocabulary: int, positions: int) -> Architectur
     heads = max(1, round(dim / 128))
     shape = _gpt(heads * 128, depth, heads, vocabulary)
     note = f"{number / 1e9:.3g} B parameters taken for {depth} blocks of width {heads * 128}"
-    return Architecture(shape.dim, vocabulary, shape.blocks, True, True, positions > 0, note)
+    return replace(shape, learns_positions=positions > 0, note=note)
 
 
 def with_experts(active: float, total: float) -> Architecture:

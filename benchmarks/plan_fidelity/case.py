@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from holdfast.errors import DataError, UserError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.cost.workload import Workload
@@ -52,8 +53,12 @@ class Case:
 
 
 def cost_of(case: Case, devices: Mapping[str, DeviceType]) -> StepCost:
-    """Return the cost that the planner states for the row's layout."""
-    return Evaluator(Problem(case.workload, case.cluster, devices)).cost(case.choice)
+    """Return the cost that the planner states for the row's layout. Raises DataError, with the
+    row's place, for a layout that the planner refuses."""
+    try:
+        return Evaluator(Problem(case.workload, case.cluster, devices)).cost(case.choice)
+    except UserError as error:
+        raise DataError(error.message, where=case.place, remedy=error.remedy) from None
 
 
 def predicted(case: Case, devices: Mapping[str, DeviceType]) -> float:

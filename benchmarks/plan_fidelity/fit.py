@@ -31,6 +31,9 @@ PULL = 0.05
 DRAWN = 0.15
 """The same weight of the constants of all devices together."""
 
+ANOTHER_PRECISION = 0.3
+"""Distance of neighbouring precisions, next to logarithms of ratios of peaks and bandwidths."""
+
 LEAST = 3
 """Rows of other models that a fit of their own needs."""
 
@@ -105,17 +108,17 @@ Group = tuple[str, str]
 
 
 def like(group: Group, known: Sequence[Group], devices: Mapping[str, DeviceType]) -> Group | None:
-    """Return the group of the device that is most alike: the same precision first, then near in
-    peak and bandwidth."""
+    """Return the group that is most alike: near in peak and bandwidth of the device, and near in
+    precision."""
     device, precision = devices[group[0]], group[1]
 
-    def distance(other: Group) -> tuple[int, float]:
+    def distance(other: Group) -> float:
         one = devices[other[0]]
         shared = precision if precision in one.flops else "bf16"
         peaks = abs(math.log(one.flops.get(shared, 1.0) / device.flops.get(shared, 1.0)))
         memories = abs(math.log(one.bandwidth / device.bandwidth))
         steps = abs(PRECISIONS.index(other[1]) - PRECISIONS.index(precision))
-        return steps, peaks + memories
+        return peaks + memories + ANOTHER_PRECISION * steps
 
     return min((each for each in known if each != group), key=distance, default=None)
 

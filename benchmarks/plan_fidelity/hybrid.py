@@ -27,6 +27,12 @@ PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 def cases_of(rows: Sequence[Row], devices: Mapping[str, DeviceType]) -> list[Case]:
     """Raises DataError for a row that cannot be used, or if all rows are of fine-tuning."""
     used = [row for row in rows if "phase" not in row.cells or row.text("phase")]
+    if not used:
+        raise DataError(
+            "all rows are of fine-tuning (an empty 'phase')",
+            where=rows[0].place,
+            remedy="give rows of pre-training",
+        )
     return [_case(row, devices) for row in used]
 
 

@@ -20,8 +20,8 @@ DOMAIN = 64
 powers of two."""
 
 SAME_MEMORY = 0.12
-"""Difference in memory within which a name with its memory means a device of the table: makers and
-clouds state 180 and 192 GB for one."""
+"""Difference in memory within which a name with a size means a device of the table. Of one device
+makers and clouds state 180 and 192 GB."""
 
 NETWORK = (
     ("GB300", "ib-xdr"),

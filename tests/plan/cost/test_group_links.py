@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.plan.cost.group_links import exchange_links, ring_link
-from holdfast.plan.hardware.cluster import NodePool
+from holdfast.plan.cost.choice import ReplicaChoice
+from holdfast.plan.cost.collectives import allreduce_s, tree_s
+from holdfast.plan.cost.group_links import exchange_links, group_links, ring_link
+from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.link import Link
 
 GB = 1e9
@@ -31,6 +33,25 @@ def test_a_strided_group_is_7_to_28_times_dearer_than_neighbours() -> None:
     for ranks, distance in ((8, 2), (4, 4), (2, 8)):
         times = ring_link(TWO_NODES, ranks, distance).allreduce_s(size, ranks)
         assert 6 < times / near.allreduce_s(size, ranks) < 29
+
+
+def test_gradients_of_experts_travel_between_their_copies() -> None:
+    pool = NodePool("a", 8, 8, "B300", Link(0, 400 * GB), Link(0, 50 * GB))
+    group = ReplicaChoice(1, 1, 64, 1, 1, (4,), ("a",), 1)
+
+    links = group_links(Cluster((pool,)), group, 0, 1, ep=8)
+
+    # 8 ranks with the same experts, one in each node, by one card; all 64 by eight cards
+    assert links.copies.bandwidth == 50 * GB
+    assert links.shards.bandwidth == 400 * GB
+
+
+def test_a_small_sum_of_many_ranks_goes_by_trees() -> None:
+    link = Link(10e-6, 25 * GB)
+
+    assert allreduce_s(link, 2**20, 1024) == tree_s(link, 2**20, 1024)
+    assert allreduce_s(link, 2**34, 8) == link.allreduce_s(2**34, 8)
+    assert allreduce_s(link, 2**20, 1) == 0
 
 
 def test_a_ring_across_nodes_is_no_faster_than_the_links_inside() -> None:

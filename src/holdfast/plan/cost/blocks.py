@@ -213,8 +213,8 @@ def _scan(dim: int, kind: Scan) -> _Part:
         (Product(dim, 2 * inner + states + kind.heads, "columns"), Product(inner, dim, "rows")),
         Attention(kind.heads, kind.groups, kind.size, SCAN_CHUNK // 2 + kind.state, False),
         whole_parameters=4 * (inner + states) + 3 * kind.heads + inner,
-        # the convolution and its copies, five kernels of the scan with states in fp32, the norm;
-        # the backward repeats the scan, which is a third more of what all passes move
+        # The convolution and its copies, five kernels of the scan with states in fp32, the norm.
+        # The backward repeats the scan: a third more of what all passes move.
         cut_moved=4 / 3 * (4 * (inner + states) + 9 * inner) + 3 * inner,
         kernels=10,
         cut_kept=4 * inner + states,

@@ -44,8 +44,8 @@ def scatter_s(link: Link, size: float, ranks: int) -> float:
 class Exchange:
     """Links of the all-to-all of ranks that share experts; `near` of them are in one node.
 
-    Each token goes once to each node that has experts of it, by the sender's own network card, and
-    from there to ranks inside (DeepEP; Zhao et al., 2025). Both happen at once.
+    By the sender's own network card each token goes once to each node that has experts of it. From
+    there it goes to ranks inside (DeepEP; Zhao et al., 2025). Both happen at once.
     """
 
     ranks: int

@@ -24,8 +24,8 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, as a multiple of its forward's."""
 
 SCORE_MOVES = 6.5
-"""Elements moved for each score where kernels are not fused: a product writes it, the softmax and
-the dropout read and write it (with a mask of a byte), a product reads it."""
+"""Elements moved for each score where kernels are not fused. A product writes it. The softmax and
+the dropout read and write it, with a mask of a byte. A product reads it."""
 
 ROUNDED_MOVES = 2.0
 """Elements moved to round one of an operand: read in 16 bits, written twice, along each side."""
