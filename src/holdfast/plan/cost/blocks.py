@@ -15,6 +15,10 @@ SCAN_CHUNK = 128
 """Tokens of a chunk of Mamba-2's scan: inside, it computes like attention."""
 
 
+_FEED_KEPT = {True: 4, False: 2}
+"""Inner units that a feed-forward keeps, for each of its width: with a gate, and without."""
+
+
 @dataclass(frozen=True)
 class Heads:
     """Attention. query_rank, kv_rank: widths of low-rank projections; 0: none. turned: elements of
@@ -56,6 +60,18 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class KeptByRuntime:
+    """How much a runtime keeps for the backward pass. norms: elements for each one of a norm's
+    input. holds_inputs: a product's input is held complete on each rank of tp. Otherwise sequence
+    parallelism cuts it, and the backward pass gathers it again (Korthikanti et al., 2022). masks:
+    elements for each one that attention or feed-forward gives; 0.5 for a byte of dropout."""
+
+    norms: float = 1.0
+    holds_inputs: bool = False
+    masks: float = 0.0
+
+
+@dataclass(frozen=True)
 class _Part:
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
@@ -64,8 +80,8 @@ class _Part:
     whole_moved: float = 0.0
     cut_moved: float = 0.0
     kernels: int = 0
-    whole_kept: float = 0.0
     cut_kept: float = 0.0
+    held_kept: float = 0.0
 
 
 def block(
@@ -74,6 +90,7 @@ def block(
     feed: FeedForward | None,
     has_biases: bool = False,
     is_joined: bool = False,
+    kept: KeptByRuntime = KeptByRuntime(),
 ) -> Layer:
     """Return a block; hybrid models have blocks with only one of the two parts.
 
@@ -104,8 +121,9 @@ def block(
         cut_moved=added + sum(p.cut_moved for p in parts),
         kernels=sum(p.kernels for p in parts),
         reductions=number,
-        whole_kept=2 * number * dim,
+        whole_kept=number * dim * (kept.norms + kept.masks + (not kept.holds_inputs)),
         cut_kept=sum(p.cut_kept for p in parts),
+        held_kept=number * dim * kept.holds_inputs + sum(p.held_kept for p in parts),
     )
 
 
@@ -141,7 +159,7 @@ def embedding(dim: int, rows: int, positions: int = 0) -> Layer:
     )
 
 
-def head(dim: int, rows: int) -> Layer:
+def head(dim: int, rows: int, kept: KeptByRuntime = KeptByRuntime()) -> Layer:
     """Return the last norm, the logits, and the loss in fp32: of a logit it reads and writes 4, 4,
     and 2 bytes."""
     return Layer(
@@ -153,7 +171,8 @@ def head(dim: int, rows: int) -> Layer:
         cut_moved=5 * rows,
         kernels=4,
         reductions=1,
-        whole_kept=2 * dim,
+        whole_kept=dim * (kept.norms + (not kept.holds_inputs)),
+        held_kept=dim * kept.holds_inputs,
     )
 
 
@@ -177,7 +196,7 @@ def _attention(dim: int, kind: Heads) -> _Part:
         Attention(kind.count, kind.kv, kind.size, kind.window, is_fused=kind.is_fused),
         cut_moved=2 * (queries + keys),
         kernels=6,
-        cut_kept=2 * queries + 2 * keys,
+        cut_kept=2 * (queries + keys + kind.count),  # and the scores' sums, in fp32
     )
 
 
@@ -228,7 +247,7 @@ def _feed(dim: int, kind: FeedForward) -> _Part:
             _feed_products(dim, kind.inner, kind.is_gated),
             cut_moved=width * kind.inner,
             kernels=4,
-            cut_kept=(width + 1) * kind.inner,
+            cut_kept=_FEED_KEPT[kind.is_gated] * kind.inner,
         )
     space = kind.latent or dim
     products = [Product(dim, kind.experts)]
@@ -249,8 +268,8 @@ def _feed(dim: int, kind: FeedForward) -> _Part:
         whole_moved=(2 if kind.is_fused else 4) * kind.top_k * space,
         cut_moved=width * own,
         kernels=16,
-        whole_kept=kind.top_k * space,
-        cut_kept=(width + 1) * computed,
+        cut_kept=_FEED_KEPT[kind.is_gated] * computed,
+        held_kept=2 * kind.top_k * space + 2 * kind.experts,
     )
 
 

@@ -132,6 +132,15 @@ def in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[
     return tuple(number / stages for number in program.in_flight)
 
 
+def late_passes(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
+    """Of those, the most that are between the two halves of their backward."""
+    if pp == 1 or not SCHEDULE_KINDS[schedule].splits_backward:
+        return (0.0,) * pp
+    program = compiled(schedule, pp, min(microbatches, 4 * pp), virtual)
+    stages = len(program.rank_of) // pp
+    return tuple(number / stages for number in program.late)
+
+
 def _parts(
     stages: Sequence[StageTimes], microbatches: int, seconds: float, waits: float = 0.0
 ) -> dict[str, float]:

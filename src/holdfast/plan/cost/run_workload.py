@@ -5,8 +5,17 @@ from __future__ import annotations
 from holdfast.config.model import ModelConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE
-from holdfast.plan.cost.blocks import FeedForward, Heads, block, embedding, head
+from holdfast.plan.cost.blocks import (
+    FeedForward,
+    Heads,
+    KeptByRuntime,
+    block,
+    embedding,
+    head,
+)
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
+from holdfast.plan.memory.activations import device_kind
+from holdfast.plan.memory.pass_memory import CHUNK_ELEMENTS
 
 _PEAK_OF = {"fp16": "bf16", "float64": "fp32"}
 """Precisions that tables of devices have no peak of, and the one that comes nearest."""
@@ -15,12 +24,15 @@ _PEAK_OF = {"fp16": "bf16", "float64": "fp32"}
 def workload_of(config: RunConfig) -> Workload:
     """Return what a step of this run computes. A vocabulary that is not planned yet counts as 0."""
     model, precision = config.model, config.train.precision
-    layers = [embedding(model.dim, model.vocab_rows)]
-    layers += [_block(model, number) for number in range(model.layers)]
-    layers.append(head(model.dim, model.vocab_rows))
     is_mixed = precision in MIXED
     state_item = ITEM_BYTES[STATE_DTYPE[precision]]
     item = 2 if is_mixed else state_item
+    device = device_kind(config)
+    # a CPU's norm keeps two wide copies, a fused one its input
+    kept = KeptByRuntime(2 * max(4, item) / item if device == "cpu" else 1.0, holds_inputs=True)
+    layers = [embedding(model.dim, model.vocab_rows)]
+    layers += [_block(model, number, kept) for number in range(model.layers)]
+    layers.append(head(model.dim, model.vocab_rows, kept))
     state = StateBytes(item, state_item, (3 if is_mixed else 2) * state_item)
     return Workload(
         model.preset or "own",
@@ -32,14 +44,16 @@ def workload_of(config: RunConfig) -> Workload:
         state,
         model.vocab_size,
         model.tied_embeddings,
+        CHUNK_ELEMENTS[device],
+        config.layout.reduction == "tree",
     )
 
 
-def _block(model: ModelConfig, number: int) -> Layer:
+def _block(model: ModelConfig, number: int, kept: KeptByRuntime) -> Layer:
     window = model.window if number in model.windowed else 0
     feed = FeedForward(model.ffn_dim)
     if model.has_experts(number) and model.experts is not None:
         kind, inner = model.experts, model.inner_dim
         feed = FeedForward(inner, experts=kind.count, top_k=kind.top_k, shared=inner * kind.shared)
     heads = Heads(model.heads, model.kv_heads, model.head_size, window=window)
-    return block(model.dim, heads, feed)
+    return block(model.dim, heads, feed, kept=kept)

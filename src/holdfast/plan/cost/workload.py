@@ -77,7 +77,8 @@ class Layer:
     elements of a token that the forward's kernels without a product read and write. `whole_moved`:
     in kernels that tp does not cut (sequence parallelism does); `cut_moved`: in those that it cuts.
     kernels: their launches. reductions: sums over the tp group of `width` elements a token, in the
-    forward pass. kept: elements of a token that the backward pass needs, split in the same way.
+    forward pass. kept: elements of a token that the backward pass needs, split in the same way;
+    held_kept: those that each rank of tp has.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class Layer:
     reductions: int = 0
     whole_kept: float = 0.0
     cut_kept: float = 0.0
+    held_kept: float = 0.0
 
     @cached_property
     def cut_parameters(self) -> int:
@@ -122,12 +124,19 @@ class StateBytes:
         """Bytes that an update reads and writes."""
         return self.touched or 2 * self.optimizer + self.gradients + self.weights
 
+    @property
+    def has_masters(self) -> bool:
+        """The optimizer has weights of its own, of which those that it computes with are a copy."""
+        return self.weights < self.gradients
+
 
 @dataclass(frozen=True)
 class Workload:
     """layers: in order, the embedding first and the head last. sequence: tokens of a sample.
     batch: samples of a step. item: bytes of an element between kernels. vocabulary: for the
-    logits. is_tied: the head is the embedding's table. repeats_all: full recomputation repeats
+    logits. is_tied: the head is the embedding's table. logits_at_once: elements of a chunk of them;
+    0: there are no chunks. sums_in_tree: gradients of microbatches are summed in the order of a
+    binary tree, which needs partial sums. repeats_all: full recomputation repeats
     the complete forward pass, as Megatron does; torch leaves out each layer's last product."""
 
     name: str
@@ -139,6 +148,8 @@ class Workload:
     state: StateBytes = StateBytes()
     vocabulary: int = 0
     is_tied: bool = False
+    logits_at_once: int = 0
+    sums_in_tree: bool = False
     repeats_all: bool = False
 
     @property
