@@ -89,8 +89,8 @@ def block(
     mixer: Heads | Scan | None,
     feed: FeedForward | None,
     has_biases: bool = False,
-    is_joined: bool = False,
     kept: KeptByRuntime = KeptByRuntime(),
+    is_joined: bool = False,
 ) -> Layer:
     """Return a block; hybrid models have blocks with only one of the two parts.
 
