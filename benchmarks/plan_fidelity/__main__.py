@@ -1,6 +1,6 @@
 """Predictions of the planner against public measurements, with constants of other models' rows.
 
-    python -m benchmarks.plan_fidelity [--rows FILE] [--data FOLDER] [--only fsdp hybrid]
+    python -m benchmarks.plan_fidelity [--rows FILE] [--data FOLDER] [--only SET...]
 
 Every prediction is that of the product's own cost model (`holdfast.plan.cost.evaluate`). Four
 constants of a device and precision are fitted: shares of its peaks in products, attention and
@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.plan_fidelity import fsdp
+from benchmarks.plan_fidelity import fsdp, hybrid, megatron, networks, torchtitan
 from benchmarks.plan_fidelity.case import Case, predicted, with_efficiency
-from benchmarks.plan_fidelity.fit import Fitted, fit, fitted_without, like
+from benchmarks.plan_fidelity.fit import Constants
 from benchmarks.plan_fidelity.floors import PUBLISHED
 from benchmarks.plan_fidelity.report import Prediction, constants, lines
 from benchmarks.plan_fidelity.rows import Row, missing_columns, read_rows
@@ -29,16 +28,16 @@ DATA = Path("/work/shared/data")
 Reader = Callable[[Sequence[Row], Mapping[str, DeviceType]], list[Case]]
 KINDS: Mapping[str, tuple[str, tuple[str, ...], Reader]] = {
     "fsdp": ("measured/llm_foundry.csv", fsdp.NEEDED, fsdp.cases_of),
+    "hybrid": ("measured/megatron_bridge.csv", hybrid.NEEDED, hybrid.cases_of),
 }
-LEAST = 3
-"""Rows of other models that a fit needs; with fewer, the constants of a like device are used."""
+SETS = (*KINDS, "megatron", "torchtitan", "networks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_fidelity", description=__doc__)
     parser.add_argument("--rows", type=Path, help="predict the rows of this file")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the public rows")
-    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--only", nargs="*", choices=SETS, default=SETS, help="sets of rows")
     parser.add_argument("--worst", type=int, default=10, help="rows to show")
     options = parser.parse_args(arguments)
     try:
@@ -57,12 +56,22 @@ def _report(options: argparse.Namespace) -> None:
         asked = KINDS[kind][2](rows, devices)
         _print(kind, asked, _known(kind, options.data, devices), devices, options.worst)
         return
-    for kind in options.only:
+    for kind in (each for each in KINDS if each in options.only):
         cases = _known(kind, options.data, devices)
         if not cases:
             path = options.data / KINDS[kind][0]
             raise DataError("is not there", where=str(path), remedy="give its folder with --data")
         _print(kind, cases, cases, devices, options.worst)
+    if "megatron" in options.only:
+        eight = megatron.cases_of(megatron.EIGHT, devices)
+        _print("megatron", eight, eight, devices, len(eight))
+        later = megatron.cases_of(megatron.NLG, devices)
+        _print("MT-NLG (no bar)", later, eight, devices, len(later))
+    if "torchtitan" in options.only:
+        cases = torchtitan.cases_of(devices)
+        _print("torchtitan (no bar)", cases, cases, devices, len(cases))
+    if "networks" in options.only:
+        print("\n".join(networks.lines(options.data)), end="\n\n")
     print("published, each on rows of its own:", *PUBLISHED, sep="\n  ")
 
 
@@ -93,43 +102,30 @@ def _print(
     worst: int,
 ) -> None:
     pool = list(asked) if asked is known else [*known, *asked]
-    predictions = predict(asked, pool, devices)
+    predictions = predict(asked, pool, devices, kind == "hybrid")
     print("\n".join(lines(kind, predictions, devices, worst)))
-    groups = {case.group: [each for each in pool if each.group == case.group] for case in asked}
-    fits = {group: Fitted(fit(own, devices), len(own)) for group, own in groups.items()}
+    every = Constants(pool, devices, kind == "hybrid")
+    fits = {group: every.of(group) for group in sorted({case.group for case in asked})}
     print("\n".join(constants(fits)), end="\n\n")
 
 
 def predict(
-    asked: Sequence[Case], pool: Sequence[Case], devices: Mapping[str, DeviceType]
+    asked: Sequence[Case],
+    pool: Sequence[Case],
+    devices: Mapping[str, DeviceType],
+    are_alike: bool,
 ) -> list[Prediction]:
     """Predict each row with constants from rows of other models."""
-    sources: dict[tuple[str, tuple[str, str]], Fitted] = {}
-    found = []
-    for case in asked:
-        key = (case.model, case.group)
-        if key not in sources:
-            sources[key] = _constants_for(case, pool, devices)
-        source = sources[key]
-        device = with_efficiency(devices[case.device], case.precision, source.constants)
-        value = predicted(case, {**devices, case.device: device})
-        found.append(Prediction(case, value, source))
-    return found
-
-
-def _constants_for(case: Case, pool: Sequence[Case], devices: Mapping[str, DeviceType]) -> Fitted:
-    own = fitted_without(case.model, case.group, pool, devices)
-    if own is not None and own.rows >= LEAST:
-        return own
-    others = [each for each in pool if each.model != case.model and each.group != case.group]
-    groups = sorted({each.group for each in others})
-    nearest = like(case.group, groups, devices)
-    if nearest is None:
-        stored = devices[case.device].reached(case.precision)
-        return own or Fitted(stored, 0, "the product's table")
-    found = fitted_without(case.model, nearest, pool, devices)
-    assert found is not None
-    return replace(found, like=" ".join(nearest))
+    found = dict[int, Prediction]()
+    for model in dict.fromkeys(case.model for case in asked):
+        others = [each for each in pool if each.model != model]
+        constants = Constants(others, devices, are_alike)
+        for case in (each for each in asked if each.model == model):
+            source = constants.of(case.group)
+            device = with_efficiency(devices[case.device], case.precision, source.constants)
+            value = predicted(case, {**devices, case.device: device})
+            found[id(case)] = Prediction(case, value, source)
+    return [found[id(case)] for case in asked]
 
 
 if __name__ == "__main__":

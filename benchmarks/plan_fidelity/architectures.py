@@ -9,7 +9,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from holdfast.plan.cost.blocks import FeedForward, Heads, Scan, block, embedding, head
@@ -21,7 +22,8 @@ Mixer = Heads | Scan | None
 @dataclass(frozen=True)
 class Architecture:
     """blocks: (number, mixer, feed-forward), in order. learns_positions: a table of a row for each
-    position of the sequence. note: said of a shape that was derived."""
+    position of the sequence. heads: of tokens that each position predicts; they share a table.
+    note: said of a shape that was derived."""
 
     dim: int
     vocabulary: int
@@ -29,7 +31,18 @@ class Architecture:
     is_tied: bool = False
     has_biases: bool = False
     learns_positions: bool = False
+    heads: int = 1
     note: str = ""
+
+    def with_fused_experts(self) -> Architecture:
+        """The shape with activations inside the products of gated experts without biases."""
+        if self.has_biases:
+            return self
+        blocks = tuple(
+            (number, mixer, replace(feed, is_fused=True) if feed and feed.is_gated else feed)
+            for number, mixer, feed in self.blocks
+        )
+        return replace(self, blocks=blocks)
 
     def layers(self, sequence: int) -> tuple[Layer, ...]:
         """The layers as the planner takes them."""
@@ -38,12 +51,27 @@ class Architecture:
     def _layers(self, sequence: int) -> Iterator[Layer]:
         yield embedding(self.dim, self.vocabulary, sequence if self.learns_positions else 0)
         for number, mixer, feed in self.blocks:
-            yield from (block(self.dim, mixer, feed, self.has_biases),) * number
-        yield head(self.dim, self.vocabulary)
+            yield from (block(self.dim, mixer, feed, self.has_biases, is_joined=True),) * number
+        yield head(self.dim, self.heads * self.vocabulary)
+
+    def flops(self, sequence: int) -> float:
+        """FLOPs of a token's forward pass, without the embedding, with the causal half alone."""
+        return sum(map(partial(forward_flops, sequence=sequence), self.layers(sequence)))
 
     @property
     def depth(self) -> int:
         return sum(number for number, _, _ in self.blocks)
+
+
+def forward_flops(layer: Layer, sequence: int) -> float:
+    """FLOPs of a token's forward pass in one layer."""
+    flops = 2.0 * sum(product.parameters for product in layer.products)
+    if layer.experts:
+        flops += 2 * layer.experts.parameters * layer.experts.top_k / layer.experts.count
+    if layer.attention:
+        kind = layer.attention
+        flops += 4 * kind.heads * kind.head_dim * kind.keys(sequence)
+    return flops
 
 
 def _gpt(dim: int, depth: int, heads: int, vocabulary: int) -> Architecture:
@@ -65,26 +93,38 @@ def _experts(
 
 
 def _deepseek(
-    dim: int, dense: int, depth: int, heads: int, experts: int, words: int
+    dense: int, depth: int, heads: int, experts: int, words: int, predicted: int
 ) -> Architecture:
+    dim = 7168
     mixer = Heads(heads, heads, 128, query_rank=1536, kv_rank=512, turned=64)
     first = (dense, mixer, FeedForward(18432))
     rest = (depth - dense, mixer, FeedForward(2048, experts=experts, top_k=8, shared=2048))
-    return Architecture(dim, words, (first, rest))
+    return Architecture(dim, words, (first, rest), heads=predicted)
 
 
 def _hybrid(
-    dim: int, numbers: tuple[int, int, int], scan: Scan, heads: Heads, feed: FeedForward
+    dim: int,
+    numbers: tuple[int, int, int],
+    scan: Scan,
+    heads: Heads,
+    feed: FeedForward,
+    predicted: int = 1,
 ) -> Architecture:
+    """predicted: tokens; each but the first has a block of attention and of experts of its own."""
     scans, attentions, feeds = numbers
-    blocks = ((scans, scan, None), (attentions, heads, None), (feeds, None, feed))
-    return Architecture(dim, 131072, blocks)
+    blocks = (
+        (scans, scan, None),
+        (attentions + predicted - 1, heads, None),
+        (feeds + predicted - 1, None, feed),
+    )
+    return Architecture(dim, 131072, blocks, heads=predicted)
 
 
 def _oss(depth: int, experts: int) -> Architecture:
     feed = FeedForward(2880, experts=experts, top_k=4)
     near, far = Heads(64, 8, 64, window=128), Heads(64, 8, 64)
-    return Architecture(2880, 201088, ((1, near, feed), (1, far, feed)) * (depth // 2))
+    blocks = ((1, near, feed), (1, far, feed)) * (depth // 2)
+    return Architecture(2880, 201088, blocks, has_biases=True)
 
 
 _MPT = {
@@ -132,8 +172,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "gptoss20b": _oss(24, 32),
         "gptoss120b": _oss(36, 128),
-        "deepseekv3": _deepseek(7168, 3, 61, 128, 256, 129280),
-        "kimik2": _deepseek(7168, 1, 61, 64, 384, 163840),
+        "deepseekv3": _deepseek(3, 62, 128, 256, 129280, 2),
+        "kimik2": _deepseek(1, 61, 64, 384, 163840, 1),
         "nemotron3nano": _hybrid(
             2688,
             (23, 6, 23),
@@ -147,6 +187,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Scan(128, 64, 8, 128),
             Heads(32, 2, 128),
             FeedForward(2688, False, 512, 22, 5376, 1024),
+            3,
         ),
         "nemotron3ultra": _hybrid(
             8192,
@@ -154,6 +195,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Scan(256, 64, 8, 128),
             Heads(64, 2, 128),
             FeedForward(5120, False, 512, 22, 10240, 2048),
+            3,
         ),
     }
 )
@@ -162,8 +204,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 def named(model: str) -> Architecture | None:
     """Return the shape of a model by its name, however a publisher writes it; None: not known."""
     words = re.sub(r"[^a-z0-9]", "", re.sub(r"3\.[0-9]", "3", model.lower()))
-    words = re.sub(r"a[0-9]+b$", "", words)
-    return ARCHITECTURES.get(words) or ARCHITECTURES.get(words.removesuffix("instruct"))
+    tries = (words, re.sub(r"a[0-9]+b$", "", words))
+    return next((ARCHITECTURES[each] for each in tries if each in ARCHITECTURES), None)
 
 
 def of_parameters(number: float, vocabulary: int, positions: int) -> Architecture:
@@ -177,7 +219,23 @@ def of_parameters(number: float, vocabulary: int, positions: int) -> Architectur
     heads = max(1, round(dim / 128))
     shape = _gpt(heads * 128, depth, heads, vocabulary)
     note = f"{number / 1e9:.3g} B parameters taken for {depth} blocks of width {heads * 128}"
-    return Architecture(shape.dim, vocabulary, shape.blocks, True, True, positions > 0, note)
+    return replace(shape, learns_positions=positions > 0, note=note)
+
+
+def with_experts(active: float, total: float) -> Architecture:
+    """Return a model of which 8 experts of a block compute a token; total 0: 128 experts."""
+    dense = of_parameters(active, 128256, 0)
+    dim, depth = dense.dim, dense.depth
+    attention = dim * (2 * dim + 2 * 8 * 128)
+    inner = max(64, round((active - 128256 * dim) / depth - attention) // (3 * 8 * dim))
+    size = 3 * dim * inner
+    count = max(8, round(((total - 2 * 128256 * dim) / depth - attention) / size)) if total else 128
+    feed = FeedForward(inner, experts=count, top_k=8)
+    note = (
+        f"{active / 1e9:.3g} B parameters that compute a token taken for {depth} blocks of width "
+        f"{dim} with {count} experts of width {inner}"
+    )
+    return Architecture(dim, 128256, ((depth, Heads(dim // 128, 8, 128), feed),), note=note)
 
 
 def _size(shape: tuple[int, int, int]) -> float:

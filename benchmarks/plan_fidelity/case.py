@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from holdfast.errors import DataError, UserError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.cost.workload import Workload
@@ -37,6 +39,13 @@ class Case:
         """Rows of a group share constants."""
         return self.device, self.precision
 
+    @cached_property
+    def configuration(self) -> tuple[object, ...]:
+        """Equal for rows that the planner cannot tell apart, like those of several releases."""
+        work = self.workload
+        size = (work.name, work.sequence, work.batch, work.precision)
+        return self.device, *size, self.choice, work.state, work.kinds[1]
+
     @property
     def step_s(self) -> float:
         """Measured seconds of a step."""
@@ -44,8 +53,12 @@ class Case:
 
 
 def cost_of(case: Case, devices: Mapping[str, DeviceType]) -> StepCost:
-    """Return the cost that the planner states for the row's layout."""
-    return Evaluator(Problem(case.workload, case.cluster, devices)).cost(case.choice)
+    """Return the cost that the planner states for the row's layout. Raises DataError, with the
+    row's place, for a layout that the planner refuses."""
+    try:
+        return Evaluator(Problem(case.workload, case.cluster, devices)).cost(case.choice)
+    except UserError as error:
+        raise DataError(error.message, where=case.place, remedy=error.remedy) from None
 
 
 def predicted(case: Case, devices: Mapping[str, DeviceType]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from benchmarks.plan_fidelity.architectures import forward_flops
 from benchmarks.plan_fidelity.case import Case
 from holdfast.plan.hardware.devices import DeviceType
 
@@ -45,14 +46,7 @@ def textbook(cases: Sequence[Case], devices: Mapping[str, DeviceType]) -> list[f
 
 def _textbook(case: Case, device: DeviceType) -> float:
     workload, group = case.workload, case.choice.replicas[0]
-    forward = 0.0
-    for layer in workload.layers:
-        forward += 2 * sum(product.parameters for product in layer.products)
-        if layer.experts:
-            forward += 2 * layer.experts.parameters * layer.experts.top_k / layer.experts.count
-        if layer.attention:
-            kind = layer.attention
-            forward += 4 * kind.heads * kind.head_dim * kind.keys(workload.sequence)
+    forward = sum(forward_flops(layer, workload.sequence) for layer in workload.layers)
     times = 4 if group.recompute_at(0) == "full" else 3
     bubble = (group.pp - 1) / case.choice.virtual / group.microbatches
     return 0.5 * device.peak(case.precision) / (times * forward) / (1 + bubble)

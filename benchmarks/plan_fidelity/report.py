@@ -28,7 +28,9 @@ class Prediction:
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's: the correlation of ranks; equal values share their mean rank."""
-    return statistics.correlation(_ranks(one), _ranks(other)) if len(set(one)) > 1 else 1.0
+    if min(len(set(one)), len(set(other))) < 2:
+        return 1.0
+    return statistics.correlation(_ranks(one), _ranks(other))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.errors import DataError
 from holdfast.plan.hardware.cluster import NodePool
-from holdfast.plan.hardware.devices import DeviceType, device_named
+from holdfast.plan.hardware.devices import GIB, DeviceType, device_named
 from holdfast.plan.hardware.links import load_links
 
 NOT_STATED = {"", "n/a", "na", "none", "nan"}
@@ -18,6 +18,10 @@ NOT_STATED = {"", "n/a", "na", "none", "nan"}
 DOMAIN = 64
 """Devices of a rack of GB200 or GB300 that a job uses as one node: 64 of 72, as its degrees are
 powers of two."""
+
+SAME_MEMORY = 0.12
+"""Difference in memory within which a name with a size means a device of the table. Of one device
+makers and clouds state 180 and 192 GB."""
 
 NETWORK = (
     ("GB300", "ib-xdr"),
@@ -115,12 +119,19 @@ def device_of(row: Row, name: str, devices: Mapping[str, DeviceType]) -> DeviceT
     """The device of a name as publishers write it: a100_80gb, DGX-H100."""
     plain = re.sub(r"^(DGX|HGX)[-_ ]", "", name.strip(), flags=re.I).upper().replace(" ", "-")
     sized = re.fullmatch(r"([A-Z0-9-]+?)[-_](?:SXM[0-9]*[-_])?([0-9]+)GB", plain)
-    tries = [f"{sized[1]}-{sized[2]}", sized[1]] if sized else [plain.replace("_", "-")]
-    known = {alias: each for each in devices.values() for alias in (each.name, *each.aliases)}
-    for each in tries:
-        if each in known:
-            return known[each]
-    return device_named(tries[-1], devices, where=row.place)
+    name = sized[1] if sized else plain.replace("_", "-")
+    memory = float(sized[2]) if sized else 0.0
+    found = [
+        device
+        for device in devices.values()
+        if (
+            name in (device.name, *device.aliases) or (sized and device.name.startswith(name + "-"))
+        )
+        and (not memory or abs(device.memory_bytes / GIB / memory - 1) < SAME_MEMORY)
+    ]
+    if found:
+        return found[0]
+    return device_named(f"{name}-{sized[2]}" if sized else name, devices, where=row.place)
 
 
 def pool_of(device: DeviceType, number: int) -> NodePool:

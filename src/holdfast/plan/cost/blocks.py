@@ -7,7 +7,7 @@ narrower space.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.plan.cost.workload import Attention, ExpertGroup, Layer, Product
 
@@ -47,7 +47,8 @@ class Scan:
 @dataclass(frozen=True)
 class FeedForward:
     """inner: width of the dense layer or of one expert. shared: inner width of the part next to
-    experts that computes every token. latent: width in which experts compute; 0: the model's."""
+    experts that computes every token. latent: width in which experts compute; 0: the model's.
+    is_fused: as of `ExpertGroup`; the exchange sorts a token's copies then."""
 
     inner: int
     is_gated: bool = True
@@ -55,6 +56,7 @@ class FeedForward:
     top_k: int = 0
     shared: int = 0
     latent: int = 0
+    is_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,30 +90,60 @@ def block(
     feed: FeedForward | None,
     has_biases: bool = False,
     kept: KeptByRuntime = KeptByRuntime(),
+    is_joined: bool = False,
 ) -> Layer:
-    """Return a block; hybrid models have blocks with only one of the two parts."""
+    """Return a block; hybrid models have blocks with only one of the two parts.
+
+    is_joined: products with the same input are one product, as in Megatron.
+    """
     mixing = _mixer(dim, mixer)
     feeding = _feed(dim, feed) if feed else _Part()
     parts = (mixing, feeding)
     number = (mixer is not None) + (feed is not None)
     products = mixing.products + feeding.products
-    biases = sum(p.outputs for p in products) + number * dim if has_biases else 0
+    experts = feeding.experts
+    if is_joined:
+        products = _joined(products)
+        experts = experts and replace(experts, products=_joined(experts.products))
+    biases, added = 0, 0.0
+    if has_biases:
+        biases = sum(p.outputs for p in products) + number * dim
+        added = _bias_moves(experts)
     # of each part: the norm reads and writes, the sum reads twice and writes
     return Layer(
         "block",
         dim,
         products,
         mixing.attention,
-        feeding.experts,
+        experts,
         whole_parameters=number * dim + biases + sum(p.whole_parameters for p in parts),
         whole_moved=5 * number * dim + sum(p.whole_moved for p in parts),
-        cut_moved=sum(p.cut_moved for p in parts),
+        cut_moved=added + sum(p.cut_moved for p in parts),
         kernels=sum(p.kernels for p in parts),
         reductions=number,
         whole_kept=number * dim * (kept.norms + kept.masks + (not kept.holds_inputs)),
         cut_kept=sum(p.cut_kept for p in parts),
         held_kept=number * dim * kept.holds_inputs + sum(p.held_kept for p in parts),
     )
+
+
+def _bias_moves(experts: ExpertGroup | None) -> float:
+    """Elements moved for a token to add biases: grouped products have no place for them."""
+    if experts is None:
+        return 0.0
+    return 2.0 * experts.top_k * sum(product.outputs for product in experts.products)
+
+
+def _joined(products: tuple[Product, ...]) -> tuple[Product, ...]:
+    """Join neighbours that read the same input."""
+    found = list[Product]()
+    for each in products:
+        last = found[-1] if found else None
+        if last is not None and each.cut == "columns" == last.cut and each.inputs == last.inputs:
+            found[-1] = replace(last, outputs=last.outputs + each.outputs)
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 def embedding(dim: int, rows: int, positions: int = 0) -> Layer:
@@ -187,7 +219,7 @@ def _low_rank(dim: int, kind: Heads) -> _Part:
         Attention(kind.count, kind.count, (key + value) // 2),
         whole_parameters=kind.query_rank + kind.kv_rank,
         whole_moved=2 * (kind.query_rank + kind.kv_rank),
-        cut_moved=6 * queries,
+        cut_moved=3 * queries,
         kernels=10,
         cut_kept=2 * queries + 2 * kind.count * value,
     )
@@ -200,8 +232,9 @@ def _scan(dim: int, kind: Scan) -> _Part:
         (Product(dim, 2 * inner + states + kind.heads, "columns"), Product(inner, dim, "rows")),
         Attention(kind.heads, kind.groups, kind.size, SCAN_CHUNK // 2 + kind.state, False),
         whole_parameters=4 * (inner + states) + 3 * kind.heads + inner,
-        # the convolution, the scan (in fp32), the gate and its norm
-        cut_moved=2 * (inner + states) + 6 * inner + 5 * inner,
+        # The convolution and its copies, five kernels of the scan with states in fp32, the norm.
+        # The backward repeats the scan: a third more of what all passes move.
+        cut_moved=4 / 3 * (4 * (inner + states) + 9 * inner) + 3 * inner,
         kernels=10,
         cut_kept=4 * inner + states,
     )
@@ -221,13 +254,19 @@ def _feed(dim: int, kind: FeedForward) -> _Part:
     products += [Product(dim, space), Product(space, dim)] if kind.latent else []
     products += _feed_products(dim, kind.shared, kind.is_gated) if kind.shared else ()
     computed = kind.top_k * kind.inner + kind.shared
+    own = kind.shared if kind.is_fused else computed
     # a token's copies are sorted, and summed again: each is read and written
     return _Part(
         tuple(products),
         None,
-        ExpertGroup(kind.experts, kind.top_k, _feed_products(space, kind.inner, kind.is_gated)),
-        whole_moved=4 * kind.top_k * space,
-        cut_moved=width * computed,
+        ExpertGroup(
+            kind.experts,
+            kind.top_k,
+            _feed_products(space, kind.inner, kind.is_gated),
+            kind.is_fused,
+        ),
+        whole_moved=(2 if kind.is_fused else 4) * kind.top_k * space,
+        cut_moved=width * own,
         kernels=16,
         cut_kept=_FEED_KEPT[kind.is_gated] * computed,
         held_kept=2 * kind.top_k * space + 2 * kind.experts,

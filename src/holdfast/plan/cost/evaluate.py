@@ -15,7 +15,7 @@ from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
+from holdfast.plan.cost.collectives import gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
@@ -27,9 +27,9 @@ from holdfast.plan.cost.stage_memory import (
     MemoryOverhead,
     StageMemory,
     layer_parameters,
-    rank_parameters,
     stage_memory,
 )
+from holdfast.plan.cost.step_tail import step_tail
 from holdfast.plan.cost.workload import Layer, PassTimes, Workload
 from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.hardware.devices import DeviceType, device_named
@@ -306,33 +306,20 @@ class Evaluator:
     def _tail_of(
         self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts, hidden: float
     ) -> dict[str, float]:
-        """Seconds of a step after its passes: sums of gradients that no backward hides, and the
-        update."""
-        state, links = self.problem.workload.state, place.links
-        layers = _layers(self.problem.workload, counts)
-        own = rank_parameters(layers, group.tp, choice.ep)
-        shards, number = group.dp_shard, choice.number_of_replicas
-        bucket = self.problem.bucket_bytes / state.gradients
-        first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
-
-        def sums_s(parameters: float) -> float:
-            pieces = max(1, round(parameters / bucket)) if bucket else 1
-            size = parameters * state.gradients / pieces
-            scatter = scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
-            return pieces * (allreduce_s(links.replicas, size / shards, number) + scatter)
-
-        last = 0.0 if hidden == inf else sums_s(max(first, min(own, bucket)))
-        gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
-        device = device_named(self.problem.cluster.pool(place.pool).device, self.problem.devices)
-        reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
-        update = self._measured_update(choice, group, place, counts)
-        if update is None:
-            update = own * state.touched / reached
-        return {
-            "gradients": max(last, sums_s(own) - hidden),
-            "parameters": gathers,
-            "update": update / shards,
-        }
+        """Seconds of a step after its passes."""
+        problem = self.problem
+        device = device_named(problem.cluster.pool(place.pool).device, problem.devices)
+        return step_tail(
+            problem.workload.state,
+            choice,
+            group,
+            place.links,
+            _layers(problem.workload, counts),
+            hidden=hidden,
+            bucket_bytes=problem.bucket_bytes,
+            touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
+            update=self._measured_update(choice, group, place, counts),
+        )
 
     def _measured_update(
         self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from holdfast.plan.cost.choice import ReplicaChoice
+from holdfast.plan.cost.collectives import Exchange
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.link import Link
 
@@ -24,14 +25,15 @@ from holdfast.plan.hardware.link import Link
 class GroupLinks:
     """Of one replica's stage: the link of each axis, and of gradients between replicas. pp: to the
     next stage. shards: of dp_shard and cp together, which share parameters. experts: of the
-    all-to-all of ep."""
+    all-to-all of ep. copies: of ranks with the same experts."""
 
     tp: Link
     cp: Link
     shards: Link
     pp: Link
     replicas: Link
-    experts: Link
+    experts: Exchange
+    copies: Link
 
 
 def group_links(
@@ -50,7 +52,8 @@ def group_links(
         shards=ring_link(pool, group.dp_shard * group.cp, group.tp),
         pp=to_next,
         replicas=_between_replicas(cluster, pool, group, number_of_replicas),
-        experts=exchange_link(pool, ep, group.tp),
+        experts=exchange_links(pool, ep, group.tp),
+        copies=ring_link(pool, max(1, group.dp_shard * group.cp // ep), group.tp * ep),
     )
 
 
@@ -63,17 +66,11 @@ def ring_link(pool: NodePool, ranks: int, distance: int) -> Link:
     return Link(farthest.latency_s, min(together, max(pool.inside.bandwidth, farthest.bandwidth)))
 
 
-def exchange_link(pool: NodePool, ranks: int, distance: int) -> Link:
-    """Return the link of an all-to-all: what goes to ranks of other nodes leaves by the sender's
-    own network card."""
+def exchange_links(pool: NodePool, ranks: int, distance: int) -> Exchange:
+    """Return the links of an all-to-all of so many ranks at a distance from each other."""
     farthest = _farthest(pool, ranks * distance)
-    if ranks == 1 or farthest == pool.inside:
-        return farthest
-    near = _in_a_node(pool, ranks, distance) - 1
-    far = ranks - 1 - near
-    seconds = near / pool.inside.bandwidth + far / farthest.bandwidth
-    latency = near * pool.inside.latency_s + far * farthest.latency_s
-    return Link(latency / (ranks - 1), (ranks - 1) / seconds)
+    near = ranks if farthest == pool.inside else _in_a_node(pool, ranks, distance)
+    return Exchange(ranks, near, pool.inside, farthest)
 
 
 def _in_a_node(pool: NodePool, ranks: int, distance: int) -> int:

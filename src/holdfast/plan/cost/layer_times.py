@@ -6,7 +6,8 @@ of its input and of its weights cost as much each. Attention is a fused kernel w
 own. Its scores never leave the chip, and its backward computes 2.5 times as much (Dao, 2023). All
 other kernels move bytes.
 
-Products in fp8 and fp4 read smaller operands. Everything else stays in bf16.
+Products in fp8 and fp4 read smaller operands, which a kernel rounds before. Everything else stays
+in bf16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.plan.cost.collectives import all_to_all_s, gather_s
+from holdfast.plan.cost.collectives import gather_s
 from holdfast.plan.cost.group_links import GroupLinks
 from holdfast.plan.cost.workload import Layer, PassTimes, Product, Workload
 from holdfast.plan.hardware.devices import DeviceType, Efficiency
@@ -23,8 +24,11 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, as a multiple of its forward's."""
 
 SCORE_MOVES = 6.5
-"""Elements moved for each score where kernels are not fused. A product writes it, the softmax and
-the dropout read and write it (with a mask of a byte), a product reads it."""
+"""Elements moved for each score where kernels are not fused. A product writes it. The softmax and
+the dropout read and write it, with a mask of a byte. A product reads it."""
+
+ROUNDED_MOVES = 2.0
+"""Elements moved to round one of an operand: read in 16 bits, written twice, along each side."""
 
 NARROW = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of an operand of a product in precisions that nothing but products uses."""
@@ -70,6 +74,8 @@ class ShapeTimes:
         cut = part.tp if part.sequence_parallel else 1
         moved = layer.whole_moved / cut + layer.cut_moved / part.tp
         other = one.moved_s(part.tokens * moved, layer.kernels)
+        rounding = one.rounding_s(layer, part)
+        other += rounding
         sent = self._sent_s(layer, part, links)
         forward = products + attention + other + sum(sent.values())
         # the backward does not need the output of the last product, so torch does not repeat it
@@ -102,7 +108,11 @@ class ShapeTimes:
             return 0.0
         own = layer.experts.count / part.ep
         tokens = part.tokens * layer.experts.top_k / own
-        return own * sum(one.product_s(tokens, p, part.tp) for p in layer.experts.products)
+        products = layer.experts.products
+        seconds = own * sum(one.product_s(tokens, product, part.tp) for product in products)
+        # one grouped kernel computes all experts of a rank
+        once = (own - 1) * len(products) * one.ramp_s if layer.experts.is_fused else 0.0
+        return seconds - max(0.0, once)
 
     def _sent_s(self, layer: Layer, part: Part, links: GroupLinks) -> dict[str, float]:
         size = part.tokens * layer.width * self.item
@@ -115,8 +125,8 @@ class ShapeTimes:
             keys = 2 * kind.kv_heads * kind.head_dim / part.tp * self.item * part.tokens * part.cp
             sent["cp"] = gather_s(links.cp, keys, part.cp)
         if part.ep > 1 and layer.experts is not None:
-            copies = size * layer.experts.top_k
-            sent["ep"] = 2 * all_to_all_s(links.experts, copies, part.ep)
+            size = part.tokens * layer.experts.width * self.item
+            sent["ep"] = 2 * links.experts.seconds(size, layer.experts.top_k)
         return sent
 
 
@@ -155,6 +165,15 @@ class _Device:
         read = self.operand * (tokens * inputs + product.parameters / cut)
         size = read + self.item * tokens * outputs
         return self.ramp_s + max(flops / self.products, size / self.bytes)
+
+    def rounding_s(self, layer: Layer, part: Part) -> float:
+        """Seconds to round what products of narrow precisions read."""
+        if self.operand == self.item:
+            return 0.0
+        inputs = float(sum(each.inputs for each in layer.products))
+        if layer.experts and not layer.experts.is_fused:
+            inputs += layer.experts.top_k * sum(each.inputs for each in layer.experts.products)
+        return self.moved_s(ROUNDED_MOVES * inputs * part.tokens / part.tp, 0)
 
     def moved_s(self, elements: float, kernels: int) -> float:
         return kernels * self.launch_s + self.item * elements / self.bytes

@@ -49,11 +49,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Experts of one layer. products: those of one expert. A token is computed by `top_k`."""
+    """Experts of one layer. products: those of one expert. A token is computed by `top_k`.
+    is_fused: one kernel computes a product of all experts, the activation and the rounding."""
 
     count: int
     top_k: int
     products: tuple[Product, ...]
+    is_fused: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of a token that experts get."""
+        return self.products[0].inputs
 
     @property
     def parameters(self) -> int:
@@ -104,13 +111,18 @@ class Layer:
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of each parameter: weights as they are computed with, gradients as they are summed, and
-    the optimizer's own (fp32 weights and moments). touched: read and written by an update; the
-    default is that of a fused kernel."""
+    the optimizer's own (fp32 weights and moments). touched: read and written by an update; 0: as
+    by a fused kernel."""
 
     weights: float = 2.0
     gradients: float = 4.0
     optimizer: float = 12.0
-    touched: float = 30.0
+    touched: float = 0.0
+
+    @property
+    def updated(self) -> float:
+        """Bytes that an update reads and writes."""
+        return self.touched or 2 * self.optimizer + self.gradients + self.weights
 
     @property
     def has_masters(self) -> bool:
