@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
-from holdfast.config.degrees import find_impossible_degrees
-from holdfast.config.layout import DegreesConfig
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
+from holdfast.plan.auto.objective import objective_of, refusal_of
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import workload_of
@@ -19,10 +19,8 @@ from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.search.search import (
     Found,
     Limits,
-    Objective,
     SearchResult,
     search,
-    step_seconds,
 )
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
@@ -91,11 +89,11 @@ def limits_of(loaded: LoadedConfig) -> Limits:
 def plan_run(
     loaded: LoadedConfig,
     machines: Machines,
-    objective: Objective = step_seconds,
     workers: int = 0,
+    now: datetime | None = None,
 ) -> RunPlan:
     """Choose the layout of a run on these machines. workers: their number, if it is not free.
-    Raises LayoutError if no layout works there."""
+    now: for an objective with a date. Raises LayoutError if no layout works there."""
     config, limits = loaded.config, limits_of(loaded)
     given = config.layout.workers if is_given(loaded, "layout.workers") else workers
     workload = workload_of(_with_vocabulary(config))
@@ -117,7 +115,7 @@ def plan_run(
             result = search(
                 problem,
                 replace(limits, devices=number if given or machines.cores else 0),
-                objective,
+                objective_of(loaded, problem, now),
                 allows=lambda choice: not refusal_of(config, choice),
             )
             plans.append(RunPlan(problem, part, result, limits))
@@ -134,32 +132,6 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
         return config
     size = config.data.tokenizer.vocab_size
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
-
-
-def refusal_of(config: RunConfig, choice: Choice) -> str:
-    """The sentence of the rule that refuses a layout; "" if none does."""
-    sized = with_choice(config, choice)
-    return (
-        find_impossible_degrees(
-            sized.layout, sized.model, sized.train, sized.data.sequence_length, None
-        )
-        or ""
-    )
-
-
-def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
-    """The run with another layout. Nothing is checked."""
-    values = values_of(choice)
-    layout = {k[7:]: v for k, v in values.items() if k.startswith("layout.")}
-    train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
-    if "replicas" in layout:
-        layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
-    return config.model_copy(
-        update={
-            "layout": config.layout.model_copy(update=layout),
-            "train": config.train.model_copy(update=train),
-        }
-    )
 
 
 def with_plan(loaded: LoadedConfig, plan: RunPlan, reason: str) -> tuple[LoadedConfig, Found]:

@@ -38,9 +38,10 @@ from holdfast.plan.hardware.devices import DeviceType, device_named
 @dataclass(frozen=True)
 class Problem:
     """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
-    may use. waits_for_sends: ranks compute nothing while they send to another stage or receive.
-    hides_gradients: sums of gradients travel while a stage's last backward computes. slow: by
-    index on pp, how many times as long a rank's computing takes."""
+    may use. bucket_bytes: gradients that are summed in one message; 0: all of a stage.
+    waits_for_sends: ranks compute nothing while they send to another stage or receive.
+    hides_gradients: sums of gradients travel while a stage's last backward computes; never those of
+    the last bucket. slow: by index on pp, how many times as long a rank's computing takes."""
 
     workload: Workload
     cluster: Cluster
@@ -49,6 +50,7 @@ class Problem:
     memory_share: float = 0.95
     overhead: MemoryOverhead = ASSUMED_OVERHEAD
     waits_for_sends: bool = False
+    bucket_bytes: float = 0.0
     hides_gradients: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
 
@@ -307,11 +309,19 @@ class Evaluator:
         """Seconds of a step after its passes: sums of gradients that no backward hides, and the
         update."""
         state, links = self.problem.workload.state, place.links
-        own = rank_parameters(_layers(self.problem.workload, counts), group.tp, choice.ep)
+        layers = _layers(self.problem.workload, counts)
+        own = rank_parameters(layers, group.tp, choice.ep)
         shards, number = group.dp_shard, choice.number_of_replicas
-        sums = allreduce_s(links.replicas, own * state.gradients / shards, number)
-        if choice.zero < 3:
-            sums += scatter_s(links.shards, own * state.gradients, shards)
+        bucket = self.problem.bucket_bytes / state.gradients
+        first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
+
+        def sums_s(parameters: float) -> float:
+            pieces = max(1, round(parameters / bucket)) if bucket else 1
+            size = parameters * state.gradients / pieces
+            scatter = scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
+            return pieces * (allreduce_s(links.replicas, size / shards, number) + scatter)
+
+        last = 0.0 if hidden == inf else sums_s(max(first, min(own, bucket)))
         gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
         device = device_named(self.problem.cluster.pool(place.pool).device, self.problem.devices)
         reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
@@ -319,7 +329,7 @@ class Evaluator:
         if update is None:
             update = own * state.touched / reached
         return {
-            "gradients": max(0.0, sums - hidden),
+            "gradients": max(last, sums_s(own) - hidden),
             "parameters": gathers,
             "update": update / shards,
         }
@@ -411,3 +421,9 @@ def _index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
     if SCHEDULE_KINDS[choice.schedule].is_folded and chunk >= group.pp:
         return 2 * group.pp - 1 - chunk
     return chunk % group.pp
+
+
+def times_of_stages(problem: Problem, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
+    """Seconds of each pipeline stage of a kind of replica, for one microbatch."""
+    evaluator = Evaluator(problem)
+    return evaluator._stage_times(choice, group, evaluator._of_places(choice, group))
