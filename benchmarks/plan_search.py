@@ -252,7 +252,7 @@ def baselines() -> bool:
 
 
 def wide() -> bool:
-    """A known layout beside the best found, and tp = 8 inside a node and over eight nodes."""
+    """A known layout and the best found, and tp = 8 inside a node and over eight nodes."""
     problem = Problem(MODELS["175B"], Cluster(large(128)), load_devices())
     group = ReplicaChoice(1, 16, 8, 1, 8, even_split(96, 16), ("a",), 192, ("selective",))
     known, found = Choice((group,), 8), search(problem)
