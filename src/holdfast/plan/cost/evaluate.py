@@ -318,22 +318,8 @@ class Evaluator:
             hidden=hidden,
             bucket_bytes=problem.bucket_bytes,
             touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
-            update=self._measured_update(choice, group, place, counts),
+            update=_measured_update(self, choice, group, place, counts),
         )
-
-    def _measured_update(
-        self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts
-    ) -> float | None:
-        """Seconds of the update of these layers, if a profile has them."""
-        total = 0.0
-        if self.problem.times is None:
-            return None
-        for kind, number in counts:
-            update = self._layer(choice, group, group.recompute_at(0), kind, place).update
-            if update is None:
-                return None
-            total += number * update
-        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,6 +354,21 @@ def _with_gathers(
     gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
     scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
     return with_collectives(times, gathers, gathers + scatters)
+
+
+def _measured_update(
+    evaluator: Evaluator, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts
+) -> float | None:
+    """Seconds of the update of these layers, if a profile has them."""
+    total = 0.0
+    if evaluator.problem.times is None:
+        return None
+    for kind, number in counts:
+        update = evaluator._layer(choice, group, group.recompute_at(0), kind, place).update
+        if update is None:
+            return None
+        total += number * update
+    return total
 
 
 def _layers(workload: Workload, counts: Counts) -> Held:
