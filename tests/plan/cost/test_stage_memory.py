@@ -183,3 +183,12 @@ def test_copies_of_gradients_of_many_replicas() -> None:
     """Shares of so many microbatches that each is a subtree: one piece, and its partial sums."""
     assert gradient_copies(4096, 1024, 1) == GradientCopies(2.0, 1 - 1 / 1024)
     assert gradient_copies(1, 1000, 1).sums == 1
+
+
+def test_one_evaluator_tells_numbers_of_replicas_apart() -> None:
+    workload = replace(gpt(96, 12288, 96, is_fused=True), sums_in_tree=True)
+    problem = Problem(workload, A100, load_devices())
+    both = Evaluator(problem)
+    for replicas in (8, 96):
+        choice = choice_of(16, (6,) * 16, replicas)
+        assert both.cost(choice).peak_bytes == Evaluator(problem).cost(choice).peak_bytes

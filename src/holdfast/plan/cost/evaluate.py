@@ -186,6 +186,7 @@ class Evaluator:
             group.mesh_shape,
             group.recompute_at(index),
             min(group.microbatches, 4 * group.pp),
+            choice.number_of_replicas,
             index,
             in_flight,
             held,
