@@ -21,7 +21,14 @@ def test_the_best_layout_with_failures_is_another_one_and_wins_in_a_replay() -> 
         found = (
             search(
                 problem,
-                Limits(cp=1, tp=1, zero=(3,), recompute=("none", "full"), microbatch=microbatch),
+                Limits(
+                    cp=1,
+                    tp=1,
+                    zero=(3,),
+                    schedules=("1f1b",),
+                    recompute=("none", "full"),
+                    microbatch=microbatch,
+                ),
                 objective_named(name, problem),
             ).best
             for microbatch in MICROBATCHES
