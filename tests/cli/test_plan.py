@@ -190,7 +190,9 @@ def test_a_comparison_stands_part_by_part(run_file: Path, capsys: Capture) -> No
         capsys, "plan", run_file, *SMALL, "layout.tp=2", "--cluster", "4xA100-80", "--json"
     )
     assert value["layout.tp=2"] == {
-        key: each for key, each in json.loads(alone.out).items() if key != "neighbours"
+        key: each
+        for key, each in json.loads(alone.out).items()
+        if key not in ("neighbours", "next_plans")
     }
 
 
@@ -222,7 +224,12 @@ def test_losses_that_cannot_be_read_name_one_that_can(
 
 def test_failures_of_the_machines_are_counted(run_file: Path, capsys: Capture) -> None:
     asked = (run_file, *SMALL, "--cluster", "4xaws/us-east-1/p4d.24xlarge:spot")
-    assert "availability" in here(capsys, "plan", *asked).out
+    out = here(capsys, "plan", *asked).out
+    assert "availability" in out
+    assert "next plans:" in out
+    plans = json.loads(here(capsys, "plan", *asked, "--json").out)["next_plans"]
+    assert {each["loss"] for each in plans} >= {"node", "half of the spot pool"}
+    assert all(each["share"] <= 1 for each in plans)
     found = here(capsys, "plan", *asked, "--objective", "goodput_per_usd", "--json")
     assert json.loads(found.out)["objective"] == "goodput_per_usd"
     late = here(capsys, "plan", *asked, "--objective", "finish_by", "plan.finish_by=2020-01-01")

@@ -13,9 +13,11 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.plan_more import (
     loss_as_json,
     neighbours_as_json,
+    next_plans_as_json,
     print_comparison,
     print_loss,
     print_neighbours,
+    print_next_plans,
     print_timeline,
     write_timeline,
 )
@@ -83,6 +85,7 @@ def plan(
         print_plan(request)
         print_timeline(request)
         print_neighbours(request)
+        print_next_plans(request)
         if what_if is not None:
             print_loss(request, what_if)
     if svg is not None:
@@ -90,7 +93,10 @@ def plan(
 
 
 def _more_as_json(request: PlanRequest, what_if: str | None) -> dict[str, Any]:
-    more: dict[str, Any] = {"neighbours": neighbours_as_json(request)}
+    more: dict[str, Any] = {
+        "neighbours": neighbours_as_json(request),
+        "next_plans": next_plans_as_json(request),
+    }
     return more if what_if is None else more | {"what_if": loss_as_json(request, what_if)}
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import isinf
 from pathlib import Path
 from typing import Any
 
 from holdfast.cli.output import print_table, say
 from holdfast.cli.plan_request import PlanRequest
+from holdfast.config.run import RunConfig
 from holdfast.core.schedule.draw import draw_svg, draw_text
 from holdfast.errors import LayoutError, UserError
+from holdfast.plan.auto.objective import refusal_of
 from holdfast.plan.auto.search_run import RunPlan, plan_run
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.explain.figures import words_of_layout
 from holdfast.plan.explain.neighbours import neighbours_of
 from holdfast.plan.explain.timeline import timeline_of
 from holdfast.plan.explain.what_if import after_loss
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.next_plans import NextPlan, next_plans
+from holdfast.plan.search.search import search
 from holdfast.report.formatting import (
     format_bytes,
     format_duration,
@@ -149,3 +157,55 @@ def loss_as_json(request: PlanRequest, text: str) -> dict[str, Any]:
         "step_s": after,
         "share": request.plan.best.cost.step_s / after,
     }
+
+
+def next_plans_of(request: PlanRequest) -> tuple[NextPlan, ...]:
+    """The layouts to move to after likely losses; none on one node."""
+    if sum(pool.nodes for pool in request.problem.cluster.pools) < 2:
+        return ()
+    best, config = request.plan.best, request.loaded.config
+
+    def search_rest(problem: Problem) -> Choice | None:
+        try:
+            allows = partial(_is_allowed, config)
+            return search(problem, request.plan.limits, allows=allows).best.choice
+        except LayoutError:
+            return None
+
+    return next_plans(GoodputModel(request.problem), best.choice, best.cost, search_rest).plans
+
+
+def _is_allowed(config: RunConfig, choice: Choice) -> bool:
+    return not refusal_of(config, choice)
+
+
+def print_next_plans(request: PlanRequest) -> None:
+    """Print what follows a loss: layout, throughput, bytes that move, pause."""
+    rows = [
+        [
+            f"  {each.loss}",
+            "none fits" if each.layout is None else words_of_layout(each.layout),
+            f"{each.share:.0%}",
+            format_bytes(each.moved_bytes),
+            format_duration(each.pause_s),
+        ]
+        for each in next_plans_of(request)
+    ]
+    if rows:
+        print("next plans:")
+        print_table(rows, ["  if", "layout", "throughput", "moved", "pause"])
+
+
+def next_plans_as_json(request: PlanRequest) -> list[dict[str, Any]]:
+    return [
+        {
+            "loss": each.loss,
+            "lost": dict(each.lost),
+            "layout": None if each.layout is None else words_of_layout(each.layout),
+            "rung": each.rung,
+            "moved_bytes": each.moved_bytes,
+            "pause_s": each.pause_s,
+            "share": each.share,
+        }
+        for each in next_plans_of(request)
+    ]

@@ -90,8 +90,7 @@ class StepCost:
 
 @dataclass
 class Evaluator:
-    """Computes costs of layouts for one problem, and remembers the parts that layouts share: the
-    times of layers and of stages, links, and memory."""
+    """Computes costs of layouts for one problem, and remembers the parts that layouts share."""
 
     problem: Problem
     _times: dict[object, PassTimes] = field(default_factory=dict)
@@ -109,14 +108,6 @@ class Evaluator:
     def least(self, choice: Choice) -> StepCost:
         """Return a cost without a timeline: the memory is exact, and no step is faster."""
         return self._cost(choice, least_pipeline_time)
-
-    def short_of(self, choice: Choice) -> float:
-        """Return the bytes that the fullest device lacks; 0 where all fit."""
-        lacks = 0.0
-        for group in choice.replicas:
-            for index, stage in enumerate(self.memory(choice, group)):
-                lacks = max(lacks, stage.peak - self.room(group.pool_at(index)))
-        return lacks
 
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
@@ -194,6 +185,7 @@ class Evaluator:
             choice.host,
             group.mesh_shape,
             group.recompute_at(index),
+            min(group.microbatches, 4 * group.pp),
             index,
             in_flight,
             held,
