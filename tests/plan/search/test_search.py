@@ -11,9 +11,10 @@ from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.pipeline_stages import best_split
 from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.compiled_schedule import compiled
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
-from holdfast.plan.cost.pipeline_time import StageTimes, in_flight, pipeline_time
+from holdfast.plan.cost.pipeline_time import StageTimes, in_flight, late_passes, pipeline_time
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
@@ -55,6 +56,9 @@ def test_no_timeline_is_shorter_than_its_bound(schedule: str) -> None:
         least = least_pipeline_time(*asked, stages).seconds
         assert least <= pipeline_time(*asked, stages).seconds * (1 + 1e-9)
         assert kept_microbatches(*asked) == in_flight(*asked)
+        if kind.splits_backward:
+            program = compiled(schedule, pp, microbatches, virtual)
+            assert late_passes(*asked) == tuple(number / virtual for number in program.late)
 
 
 def test_the_slowest_stage_is_as_fast_as_dynamic_programming_finds() -> None:

@@ -38,9 +38,10 @@ from holdfast.plan.hardware.devices import DeviceType, device_named
 @dataclass(frozen=True)
 class Problem:
     """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
-    may use. waits_for_sends: ranks compute nothing while they send to another stage or receive.
-    hides_gradients: sums of gradients travel while a stage's last backward computes. slow: by
-    index on pp, how many times as long a rank's computing takes."""
+    may use. bucket_bytes: gradients that are summed in one message; 0: all of a stage.
+    waits_for_sends: ranks compute nothing while they send to another stage or receive.
+    hides_gradients: sums of gradients travel while a stage's last backward computes; never those of
+    the last bucket. slow: by index on pp, how many times as long a rank's computing takes."""
 
     workload: Workload
     cluster: Cluster
@@ -49,6 +50,7 @@ class Problem:
     memory_share: float = 0.95
     overhead: MemoryOverhead = ASSUMED_OVERHEAD
     waits_for_sends: bool = False
+    bucket_bytes: float = 0.0
     hides_gradients: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
 
@@ -88,8 +90,7 @@ class StepCost:
 
 @dataclass
 class Evaluator:
-    """Computes costs of layouts for one problem, and remembers the parts that layouts share: the
-    times of layers and of stages, links, and memory."""
+    """Computes costs of layouts for one problem, and remembers the parts that layouts share."""
 
     problem: Problem
     _times: dict[object, PassTimes] = field(default_factory=dict)
@@ -107,14 +108,6 @@ class Evaluator:
     def least(self, choice: Choice) -> StepCost:
         """Return a cost without a timeline: the memory is exact, and no step is faster."""
         return self._cost(choice, least_pipeline_time)
-
-    def short_of(self, choice: Choice) -> float:
-        """Return the bytes that the fullest device lacks; 0 where all fit."""
-        lacks = 0.0
-        for group in choice.replicas:
-            for index, stage in enumerate(self.memory(choice, group)):
-                lacks = max(lacks, stage.peak - self.room(group.pool_at(index)))
-        return lacks
 
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
@@ -192,6 +185,7 @@ class Evaluator:
             choice.host,
             group.mesh_shape,
             group.recompute_at(index),
+            min(group.microbatches, 4 * group.pp),
             index,
             in_flight,
             held,
@@ -315,11 +309,19 @@ class Evaluator:
         """Seconds of a step after its passes: sums of gradients that no backward hides, and the
         update."""
         state, links = self.problem.workload.state, place.links
-        own = rank_parameters(_layers(self.problem.workload, counts), group.tp, choice.ep)
+        layers = _layers(self.problem.workload, counts)
+        own = rank_parameters(layers, group.tp, choice.ep)
         shards, number = group.dp_shard, choice.number_of_replicas
-        sums = allreduce_s(links.replicas, own * state.gradients / shards, number)
-        if choice.zero < 3:
-            sums += scatter_s(links.shards, own * state.gradients, shards)
+        bucket = self.problem.bucket_bytes / state.gradients
+        first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
+
+        def sums_s(parameters: float) -> float:
+            pieces = max(1, round(parameters / bucket)) if bucket else 1
+            size = parameters * state.gradients / pieces
+            scatter = scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
+            return pieces * (allreduce_s(links.replicas, size / shards, number) + scatter)
+
+        last = 0.0 if hidden == inf else sums_s(max(first, min(own, bucket)))
         gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
         device = device_named(self.problem.cluster.pool(place.pool).device, self.problem.devices)
         reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
@@ -327,7 +329,7 @@ class Evaluator:
         if update is None:
             update = own * state.touched / reached
         return {
-            "gradients": max(0.0, sums - hidden),
+            "gradients": max(last, sums_s(own) - hidden),
             "parameters": gathers,
             "update": update / shards,
         }

@@ -53,8 +53,11 @@ _MOST_CHAINED = 4
 """Pools up to which a pipeline may go through two of them."""
 _COMPLETE = 16
 """Devices up to which a search continues until it has the best of all layouts."""
-_EFFORT = 400
+_EFFORT = 250
 """Groups of a large problem that are opened without a better layout."""
+_SMALL_GAP = 0.15
+_PATIENCE = 8
+"""Times as many groups are opened while the gap is not small."""
 _DESPERATE = 10
 """Times as many groups a short search opens if nothing fits so far."""
 _SHORT = 40
@@ -111,7 +114,7 @@ class Search:
         self._pushed = 0
 
     def run(self, first: Choice | None) -> SearchResult:
-        if first is not None and not self.evaluator.short_of(first) and self._is_wanted(first):
+        if first is not None and self._is_wanted(first) and self.evaluator.least(first).fits:
             self._execute(first)
         best = self.find()
         if best is None:
@@ -129,12 +132,12 @@ class Search:
             for cut in cuts(self.problem, self.limits, site):
                 seconds = self._bounds.least_of_cut(cut)
                 self._push(self._scores.of_pools(seconds, site.pools), seconds, cut)
-        self._search()
+        self._search(_PATIENCE)
         rest, self._groups = self._groups, []
         for seconds, family in self._fleets.families():
             names = tuple(pool.name for pool in family.pools)
             self._push(self._scores.of_pools(seconds, names), seconds, family)
-        self._search()
+        self._search(1)
         self._groups += rest[:1]
         return self.best
 
@@ -148,7 +151,7 @@ class Search:
     def _is_wanted(self, choice: Choice) -> bool:
         return self.limits.devices in (0, choice.devices) and self.allows(choice)
 
-    def _search(self) -> None:
+    def _search(self, patience: float) -> None:
         """Open groups, the most promising first. Layouts are executed when they are the most
         promising, or after some groups: a good layout makes the heaps shorter."""
         idle, since = 0.0, 0.0
@@ -160,7 +163,7 @@ class Search:
                 continue
             if self.is_short and (self.best or idle >= _DESPERATE * self._effort):
                 break
-            if idle >= self._effort and self.best:
+            if self.best and idle >= self._effort * (1 if self._gap() < _SMALL_GAP else patience):
                 break
             node = heappop(self._groups)[3]
             work = node.work if isinstance(node, Family) else 1.0
