@@ -46,6 +46,7 @@ def workload_of(config: RunConfig) -> Workload:
         model.tied_embeddings,
         CHUNK_ELEMENTS[device],
         config.layout.reduction == "tree",
+        device != "cpu",
     )
 
 

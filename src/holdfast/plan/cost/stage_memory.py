@@ -16,7 +16,8 @@ moments, each with what the current pass keeps:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -104,6 +105,8 @@ def stage_memory(
     """layers: all that the ranks at `index` on pp hold. in_flight: microbatches whose activations
     they keep at once; those of a chunk count as a share."""
     stage = _Stage(workload, choice, group, index, layers)
+    if not workload.loses_pieces:
+        overhead = replace(overhead, fragmentation=0.0)
     state, own, cut, copies = workload.state, stage.parameters, stage.shared, stage.copies
     zero = choice.zero if group.dp_shard > 1 else 1
     weights = own * state.weights
@@ -146,6 +149,16 @@ def kept_elements(workload: Workload, layer: Layer, tp: int, is_cut: bool, word:
     )
 
 
+def late_elements(layer: Layer, tp: int) -> float:
+    """Elements of a token between the two halves of a split backward. They are the inputs of
+    products, of which some have one in common, and the gradients of their outputs."""
+    if layer.kind != "block":
+        return float(layer.width)
+    columns = sum(p.outputs / tp for p in layer.products if p.cut == "columns")
+    rows = sum(p.outputs + p.inputs / tp for p in layer.products if p.cut == "rows")
+    return columns + rows + 2 * layer.width
+
+
 @dataclass(frozen=True)
 class _Moment:
     """Bytes on top of the state."""
@@ -169,12 +182,12 @@ class _Stage:
     index: int
     layers: Held
 
-    @property
+    @cached_property
     def parameters(self) -> float:
         is_tied = self.workload.is_tied
         return rank_parameters(self.layers, self.group.tp, self.choice.ep, is_tied)
 
-    @property
+    @cached_property
     def shared(self) -> float:
         """A rank's part of them, where ranks share them."""
         group, ep = self.group, self.choice.ep
@@ -191,13 +204,13 @@ class _Stage:
         replicas = self.choice.number_of_replicas
         return gradient_copies(self.choice.microbatches, replicas, ranks)
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Of a rank's microbatch."""
         group = self.group
         return self.choice.microbatch * self.workload.sequence / group.dp_shard / group.cp
 
-    @property
+    @cached_property
     def stream(self) -> float:
         """Bytes of what passes between layers."""
         cut = self.group.tp if self.choice.sequence_parallel else 1
@@ -209,20 +222,21 @@ class _Stage:
         if self.group.pp == 1:
             return 0.0
         before = self.index > 0 or len(self.group.stages) > self.group.pp
-        return self.stream * (2 * before + (not self.has("head")))
+        return self.stream * (2 * before + (not self.has_head))
 
-    def has(self, kind: str) -> bool:
-        return any(layer.kind == kind for layer, _ in self.layers)
+    @cached_property
+    def has_head(self) -> bool:
+        return self.layers[-1][0].kind == "head"
 
     def moments(self, in_flight: float) -> Iterator[_Moment]:
         """The moments at which most is in use."""
         gathered, word = self._gathered(1), self.group.recompute_at(self.index)
-        kept = self._kept(word) + (0.0 if self.has("head") else self.stream)
+        kept = self._kept(word) + (0.0 if self.has_head else self.stream)
         block = self._block
         again = self._of(block, "none") - self._of(block, word)
         inside = self.stream + 2 * self._inner + self._gathered(2)
         yield _Moment(in_flight * kept + max(0.0, again), 0.0, inside)
-        if self.has("head"):
+        if self.has_head:
             ends = 2 * self.tokens * self.layers[0][0].width * self.workload.item
             yield _Moment(in_flight * kept, self._logits(), ends + gathered)
         if self._reduces:
@@ -232,9 +246,14 @@ class _Stage:
             yield _Moment((in_flight - 1) * kept, 0.0, root)
         if self.group.pp > 1 and SCHEDULE_KINDS[self.choice.schedule].splits_backward:
             late = min(in_flight, max(1.0 / self._chunks, self._late_passes))
-            everything = max(kept, self._kept("none"))
             gradients = self.workload.item * self.parameters / self._chunks
-            yield _Moment((in_flight - late) * kept + late * everything, 0.0, gradients)
+            yield _Moment((in_flight - late) * kept + late * self._late, 0.0, gradients)
+
+    @property
+    def _late(self) -> float:
+        """Bytes that the first half of a split backward leaves of a microbatch."""
+        elements = sum(n * late_elements(layer, self.group.tp) for layer, n in self.layers)
+        return elements * self.tokens * self.workload.item
 
     @property
     def _late_passes(self) -> float:
@@ -242,11 +261,11 @@ class _Stage:
         found = late_passes(choice.schedule, group.pp, choice.virtual, group.microbatches)
         return found[self.index]
 
-    @property
+    @cached_property
     def _chunks(self) -> int:
         return len(self.group.stages) // self.group.pp if self.group.stages else 1
 
-    @property
+    @cached_property
     def _block(self) -> Layer:
         """The largest kind of block; of a stage without one, its largest layer."""
         every = [layer for layer, _ in self.layers]
@@ -256,7 +275,7 @@ class _Stage:
     def _size(self, layer: Layer) -> float:
         return layer_parameters(layer, self.group.tp, self.choice.ep)
 
-    @property
+    @cached_property
     def _unit(self) -> float:
         return self._size(self._block)
 
@@ -279,7 +298,7 @@ class _Stage:
     def _reduces(self) -> bool:
         return self.choice.zero >= 2 and self.group.dp_shard > 1
 
-    @property
+    @cached_property
     def _root(self) -> float:
         """Parameters outside of the blocks."""
         blocks = sum(n * self._size(layer) for layer, n in self.layers if layer.kind == "block")

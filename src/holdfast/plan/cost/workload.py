@@ -124,8 +124,9 @@ class Workload:
     batch: samples of a step. item: bytes of an element between kernels. vocabulary: for the
     logits. is_tied: the head is the embedding's table. logits_at_once: elements of a chunk of them;
     0: there are no chunks. sums_in_tree: gradients of microbatches are summed in the order of a
-    binary tree, which needs partial sums. repeats_all: full recomputation repeats
-    the complete forward pass, as Megatron does; torch leaves out each layer's last product."""
+    binary tree, which needs partial sums. loses_pieces: free memory lies in pieces, as on an
+    accelerator. repeats_all: full recomputation repeats the complete forward pass, as Megatron
+    does; torch leaves out each layer's last product."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -138,6 +139,7 @@ class Workload:
     is_tied: bool = False
     logits_at_once: int = 0
     sums_in_tree: bool = False
+    loses_pieces: bool = True
     repeats_all: bool = False
 
     @property
