@@ -12,7 +12,7 @@ from holdfast.core.sharding.reduction_tree import ReductionTree, deal, plan_accu
 from holdfast.plan.cost.blocks import FeedForward, Heads, KeptByRuntime, block, embedding, head
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
-from holdfast.plan.cost.gradient_copies import gradient_copies
+from holdfast.plan.cost.gradient_copies import GradientCopies, gradient_copies
 from holdfast.plan.cost.pipeline_time import in_flight
 from holdfast.plan.cost.stage_memory import kept_elements, rank_parameters
 from holdfast.plan.cost.workload import Workload
@@ -177,3 +177,9 @@ def test_copies_of_gradients_are_those_of_the_tree(microbatches: int, replicas: 
             slots.add((turn.piece, 0) if turn.depth == 0 else (0, turn.depth))
         most = max(most, len(slots))
     assert gradient_copies(microbatches, replicas, 1).sums == pytest.approx(most, abs=1)
+
+
+def test_copies_of_gradients_of_many_replicas() -> None:
+    """Shares of so many microbatches that each is a subtree: one piece, and its partial sums."""
+    assert gradient_copies(4096, 1024, 1) == GradientCopies(2.0, 1 - 1 / 1024)
+    assert gradient_copies(1, 1000, 1).sums == 1

@@ -35,4 +35,4 @@ def test_the_best_layout_with_failures_is_another_one_and_wins_in_a_replay() -> 
         replay(model, best.choice, best.cost, days=40).tokens_per_s
         for best in (by_time, by_goodput)
     )
-    assert other > one
+    assert other > 1.02 * one

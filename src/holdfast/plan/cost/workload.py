@@ -168,6 +168,22 @@ class Workload:
         return {k: b - a for k, (a, b) in enumerate(zip(before, after, strict=True)) if b > a}
 
     @cached_property
+    def _counts_of(self) -> dict[tuple[int, int, bool, bool], tuple[tuple[int, int], ...]]:
+        return {}
+
+    def counts_of(
+        self, start: int, stop: int, is_first: bool, is_last: bool
+    ) -> tuple[tuple[int, int], ...]:
+        """Kinds of a pipeline stage with blocks [start, stop), with their number. The first stage
+        has the embedding, the last one the head."""
+        key = (start, stop, is_first, is_last)
+        if key not in self._counts_of:
+            ends = [(0, 1)] if is_first else []
+            head = [(len(self.kinds) - 1, 1)] if is_last else []
+            self._counts_of[key] = (*ends, *self.counts(start, stop).items(), *head)
+        return self._counts_of[key]
+
+    @cached_property
     def parameters(self) -> int:
         return sum(layer.parameters for layer in self.layers) - self.is_tied * (
             self.layers[-1].cut_parameters

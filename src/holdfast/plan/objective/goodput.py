@@ -32,7 +32,14 @@ from holdfast.plan.objective.losses import (
     domain_losses,
     node_losses,
 )
-from holdfast.plan.objective.occupancy import nodes_used, replicas_left, reshaped, with_replicas
+from holdfast.plan.objective.occupancy import (
+    RECOMPUTE_WORDS,
+    nodes_used,
+    replicas_left,
+    reshaped,
+    with_recompute,
+    with_replicas,
+)
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.saving.interval import (
     IntervalBounds,
@@ -181,7 +188,7 @@ class GoodputModel:
                 offers += reshaped(self.problem.cluster, choice, nodes)
             best: tuple[Choice | None, float] = None, 0.0
             for offer in offers:
-                found = self._cost(offer)
+                offer, found = self._fitting(offer)
                 if found.fits and tokens / found.step_s > best[1]:
                     best = offer, tokens / found.step_s
             self._layouts[key] = best
@@ -193,6 +200,16 @@ class GoodputModel:
         most = max(group.microbatches for group in layout.replicas)
         dealt = layout.microbatches / (layout.number_of_replicas * most)
         return layout.devices / devices * dealt
+
+    def _fitting(self, offer: Choice) -> tuple[Choice, StepCost]:
+        """The layout, with as much recomputation as it needs to fit."""
+        found = self._cost(offer)
+        for word in RECOMPUTE_WORDS[1:]:
+            if found.fits:
+                break
+            offer = with_recompute(offer, word)
+            found = self._cost(offer)
+        return offer, found
 
     def _cost(self, choice: Choice) -> StepCost:
         if choice not in self._found:
@@ -222,7 +239,7 @@ class GoodputModel:
         return pauses, needs, hits
 
     def _without_domains(self, choice: Choice, cost: StepCost, state: _State) -> float:
-        """Seconds of throughput that lost racks and zones take, for each second: from the most
+        """Seconds of throughput that lost domains take, for each second: from the most
         likely state, until they return."""
         cluster, lost = self.problem.cluster, 0.0
         counts = tuple(group.count for group in choice.replicas)
@@ -231,7 +248,7 @@ class GoodputModel:
             left = {
                 name: 0
                 if loss.domain == "zone" and cluster.pool(name).zone == zone
-                else number - loss.nodes * (loss.domain == "rack" and name == loss.pool)
+                else number - loss.nodes * (loss.domain != "zone" and name == loss.pool)
                 for name, number in state.nodes.items()
             }
             left = {name: max(0, number) for name, number in left.items()}
