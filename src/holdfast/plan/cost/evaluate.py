@@ -311,17 +311,9 @@ class Evaluator:
         state, links = self.problem.workload.state, place.links
         layers = _layers(self.problem.workload, counts)
         own = rank_parameters(layers, group.tp, choice.ep)
-        shards, number = group.dp_shard, choice.number_of_replicas
-        bucket = self.problem.bucket_bytes / state.gradients
+        shards = group.dp_shard
         first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
-
-        def sums_s(parameters: float) -> float:
-            pieces = max(1, round(parameters / bucket)) if bucket else 1
-            size = parameters * state.gradients / pieces
-            scatter = scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
-            return pieces * (allreduce_s(links.replicas, size / shards, number) + scatter)
-
-        last = 0.0 if hidden == inf else sums_s(max(first, min(own, bucket)))
+        sums = _sums_left_s(self.problem, choice, group, links, (first, own), hidden)
         gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
         device = device_named(self.problem.cluster.pool(place.pool).device, self.problem.devices)
         reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
@@ -329,7 +321,7 @@ class Evaluator:
         if update is None:
             update = own * state.touched / reached
         return {
-            "gradients": max(last, sums_s(own) - hidden),
+            "gradients": sums,
             "parameters": gathers,
             "update": update / shards,
         }
@@ -347,6 +339,31 @@ class Evaluator:
                 return None
             total += number * update
         return total
+
+
+def _sums_left_s(
+    problem: Problem,
+    choice: Choice,
+    group: ReplicaChoice,
+    links: GroupLinks,
+    parameters: tuple[float, float],
+    hidden: float,
+) -> float:
+    """Seconds of sums of gradients after the passes. parameters: of the layer whose gradient comes
+    last, and of all. The last bucket is never hidden, but for a bound (`hidden` is inf)."""
+    first, own = parameters
+    gradients = problem.workload.state.gradients
+    bucket = problem.bucket_bytes / gradients
+
+    def sums_s(parameters: float) -> float:
+        pieces = max(1, round(parameters / bucket)) if bucket else 1
+        size = parameters * gradients / pieces
+        scatter = scatter_s(links.shards, size, group.dp_shard) if choice.zero < 3 else 0.0
+        added = allreduce_s(links.replicas, size / group.dp_shard, choice.number_of_replicas)
+        return pieces * (added + scatter)
+
+    last = 0.0 if hidden == inf else sums_s(max(first, min(own, bucket)))
+    return max(last, sums_s(own) - hidden)
 
 
 @dataclass(frozen=True, eq=False)
