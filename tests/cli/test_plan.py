@@ -15,6 +15,7 @@ from holdfast.plan.machine.hardware import detect_hardware
 from tests.cli.conftest import Trained
 from tests.plan.hardware.test_calibration import measured_by_hand
 from tests.support.commands import apart, here, write_run_file
+from tests.support.ranks import ROOT
 
 Capture = pytest.CaptureFixture[str]
 SMALL = (
@@ -79,9 +80,48 @@ def test_limits_of_the_run_file_hold(run_file: Path, capsys: Capture) -> None:
     assert {layout["values"]["layout.tp"] for layout in layouts} == {2}
 
 
+def test_given_ways_are_those_of_the_plan(run_file: Path, capsys: Capture) -> None:
+    given = {"layout.virtual_stages": 3, "layout.sequence_parallel": False}
+    words = ("layout.schedule=interleaved", "layout.pp=2", "layout.tp=2", "model.layers=12")
+    words += tuple(f"{key}={str(value).lower()}" for key, value in given.items())
+    asked = (run_file, *SMALL, *words, "--cluster", "4xA100-80", "--json")
+    layouts = json.loads(here(capsys, "plan", *asked).out)["layouts"]
+    for key, value in given.items():
+        assert {layout["values"][key] for layout in layouts} == {value}
+
+
+def test_no_layout_needs_more_than_a_device_has_to_give(capsys: Capture) -> None:
+    run = ROOT / "examples" / "spot-losses" / "run.yaml"
+    asked = ("plan", run, "--cluster", "8xH100-80", "layout.pp=4", "layout.schedule=interleaved")
+    for layout in json.loads(here(capsys, *asked, "--json").out)["layouts"]:
+        assert layout["peak_bytes"] <= layout["room"]
+
+
+def test_layouts_on_several_pools_name_them(run_file: Path, capsys: Capture) -> None:
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", "1xA100-80+1xH100-80").out
+    assert re.search(r"1 replica on [AH]100-80 .*<- chosen", out)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
+        ((*SMALL, "device=cuda"), ("device is cuda, and this machine has none", "--cluster")),
+        (
+            (
+                "--cluster",
+                "2xA100-80",
+                "--compare",
+                "layout.tp=1",
+                "layout.tp=2",
+                "--what-if",
+                "lost=1",
+            ),
+            ("about one", "a call of their own"),
+        ),
+        (
+            (*HUGE, "--cluster", "16x8xA100-80", "layout.workers=8"),
+            ("no layout fits", "on 8 devices", "use layout.workers="),
+        ),
         ((*HUGE, "--cluster", "8xA100-80"), ("no layout", "fits", "use")),
         ((*SMALL, "--cluster", "8xA100-8O"), ("no device 'A100-8O'", "use A100-80")),
         ((*SMALL, "layout.tp=3"), ("does not divide model.heads 4", "use 2 or 4")),
@@ -164,7 +204,7 @@ def test_timeline_neighbours_and_drawing(run_file: Path, tmp_path: Path, capsys:
     drawn = tmp_path / "step.svg"
     asked = (run_file, *SMALL, "layout.pp=3", "--cluster", "6xA100-80", "--svg", drawn)
     out = here(capsys, "plan", *asked).out
-    assert "one step of a replica, in milliseconds:" in out
+    assert "one step of a replica, its first 6 of 8 microbatches, in milliseconds:" in out
     assert "rank 2  " in out
     assert "why not:" in out
     assert re.search(r"  recompute full: [\d.]+% slower: recompute takes", out)
@@ -210,6 +250,9 @@ def test_a_loss_leaves_a_layout_or_says_that_none_fits(run_file: Path, capsys: C
     ("text", "words"),
     [
         ("3", ("this is not a loss", "write lost=3 (nodes)")),
+        ("lost=0", ("this is not a loss", "write lost=3 (nodes)")),
+        ("lost=1,1", ("this is not a loss", "write lost=3 (nodes)")),
+        ("lost=rack:A100-80", ("racks of the pool A100-80 are not known", "lost=node:A100-80")),
         ("lost=9", ("has 4 nodes", "use lost=4 or fewer")),
         ("lost=node:b", ("no pool 'b'", "use lost=node:A100-80")),
         ("lost=zone:x", ("in the zone 'x'", "use lost=1")),
@@ -219,7 +262,9 @@ def test_losses_that_cannot_be_read_name_one_that_can(
     text: str, words: tuple[str, ...], run_file: Path, capsys: Capture
 ) -> None:
     asked = (run_file, *SMALL, "--cluster", "4x2xA100-80", "--what-if", text)
-    here(capsys, "plan", *asked).refuses_last(*words)
+    done = here(capsys, "plan", *asked)
+    done.refuses_last(*words)
+    assert done.out == ""  # before the plan is printed
 
 
 def test_failures_of_the_machines_are_counted(run_file: Path, capsys: Capture) -> None:

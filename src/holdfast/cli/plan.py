@@ -23,7 +23,8 @@ from holdfast.cli.plan_more import (
 )
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.cli.plan_table import plan_as_json, print_plan
-from holdfast.plan.explain.what_if import FORMS
+from holdfast.errors import ConfigError
+from holdfast.plan.explain.what_if import FORMS, after_loss
 
 _NEXT_KEY = re.compile(r",(?=[\w.]+=)")
 """The comma between two overrides, and not that of a list."""
@@ -74,22 +75,38 @@ def plan(
     """
     asked = [*(overrides or []), *([f"plan.objective={objective}"] if objective else [])]
     if compare is not None:
+        _refuse_beside_comparison(svg, what_if)
         _compare(run_file, asked, cluster or "", compare, json=json)
         return
     request = read_plan_request(run_file, asked, cluster or "")
+    if what_if is not None:  # a loss that cannot be is refused before the plan is printed
+        after_loss(request.plan.problem.cluster, what_if)
     for note in request.notes:
         say(note)
     if json:
         print_json(plan_as_json(request) | _more_as_json(request, what_if))
     else:
-        print_plan(request)
-        print_timeline(request)
-        print_neighbours(request)
-        print_next_plans(request)
-        if what_if is not None:
-            print_loss(request, what_if)
+        _print_all(request, what_if)
     if svg is not None:
         write_timeline(request, svg)
+
+
+def _print_all(request: PlanRequest, what_if: str | None) -> None:
+    print_plan(request)
+    print_timeline(request)
+    print_neighbours(request)
+    print_next_plans(request)
+    if what_if is not None:
+        print_loss(request, what_if)
+
+
+def _refuse_beside_comparison(svg: Path | None, what_if: str | None) -> None:
+    if svg is not None or what_if is not None:
+        raise ConfigError(
+            "--compare shows two plans, and --svg and --what-if are about one",
+            where="--compare",
+            remedy="use them in a call of their own",
+        )
 
 
 def _more_as_json(request: PlanRequest, what_if: str | None) -> dict[str, Any]:

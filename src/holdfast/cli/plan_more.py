@@ -19,7 +19,7 @@ from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.explain.figures import words_of_layout
 from holdfast.plan.explain.neighbours import neighbours_of
-from holdfast.plan.explain.timeline import timeline_of
+from holdfast.plan.explain.timeline import drawn_microbatches, timeline_of
 from holdfast.plan.explain.what_if import after_loss
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.next_plans import NextPlan, next_plans
@@ -35,6 +35,8 @@ from holdfast.report.formatting import (
 _MOST_RANKS = 8
 """Ranks of a pipeline that are drawn as text: of more, labels do not fit."""
 _MOST_NEIGHBOURS = 12
+_SAME = 0.0005
+"""Share of a step below which two plans are as fast."""
 
 
 def print_timeline(request: PlanRequest) -> None:
@@ -46,13 +48,20 @@ def print_timeline(request: PlanRequest) -> None:
     if not 1 < pp <= _MOST_RANKS:
         return
     schedule, timeline = timeline_of(request.problem, choice)
-    print("one step of a replica, in milliseconds:")
+    group = choice.replicas[0]
+    drawn = drawn_microbatches(group)
+    some = f", its first {drawn} of {group.microbatches} microbatches"
+    print(f"one step of a replica{some if drawn < group.microbatches else ''}, in milliseconds:")
     print(draw_text(schedule, timeline, 100))
 
 
 def write_timeline(request: PlanRequest, path: Path) -> None:
     """Write the timeline as SVG."""
-    drawing = draw_svg(*timeline_of(request.problem, request.plan.best.choice))
+    write_drawing(path, draw_svg(*timeline_of(request.problem, request.plan.best.choice)))
+
+
+def write_drawing(path: Path, drawing: str) -> None:
+    """Write an SVG, and say so. Raises UserError."""
     try:
         path.write_text(drawing, "utf-8")
     except OSError as error:
@@ -67,7 +76,7 @@ def write_timeline(request: PlanRequest, path: Path) -> None:
 def print_neighbours(request: PlanRequest) -> None:
     """Print why each neighbour of the chosen layout lost."""
     found = neighbours_of(
-        request.loaded.config, request.problem, request.plan.limits, request.plan.best
+        request.loaded.config, request.problem, request.plan.limits, request.plan.result
     )
     if found:
         print("why not:")
@@ -77,7 +86,7 @@ def print_neighbours(request: PlanRequest) -> None:
 
 def neighbours_as_json(request: PlanRequest) -> list[dict[str, Any]]:
     found = neighbours_of(
-        request.loaded.config, request.problem, request.plan.limits, request.plan.best
+        request.loaded.config, request.problem, request.plan.limits, request.plan.result
     )
     return [
         {
@@ -96,7 +105,10 @@ def print_comparison(requests: list[tuple[str, PlanRequest]]) -> None:
     figures = [request.figures(request.plan.best) for _, request in requests]
     names = dict.fromkeys(name for each in found for name in each.cost.parts)
     rows = [
-        ["layout", *(words_of_layout(each.choice) for each in found)],
+        [
+            "layout",
+            *(words_of_layout(r.plan.best.choice, r.problem.cluster) for _, r in requests),
+        ],
         ["step", *(format_duration(each.cost.step_s) for each in found)],
         *(
             [f"  {name}", *(format_duration(each.cost.parts.get(name, 0.0)) for each in found)]
@@ -113,7 +125,10 @@ def print_comparison(requests: list[tuple[str, PlanRequest]]) -> None:
     one, other = figures[0].tokens_per_second, figures[-1].tokens_per_second
     faster, slower = (0, -1) if one >= other else (-1, 0)
     share = max(one, other) / min(one, other) - 1
-    print(f"{requests[faster][0]} is {share:.1%} faster than {requests[slower][0]}")
+    if share < _SAME:
+        print("both are as fast")
+    else:
+        print(f"{requests[faster][0]} is {share:.1%} faster than {requests[slower][0]}")
 
 
 def plan_after_loss(request: PlanRequest, text: str) -> tuple[str, RunPlan | None]:
@@ -139,7 +154,7 @@ def print_loss(request: PlanRequest, text: str) -> None:
         return
     before, after = request.plan.best.cost.step_s, plan.best.cost.step_s
     print(
-        f"without {words}: {words_of_layout(plan.best.choice)} on "
+        f"without {words}: {words_of_layout(plan.best.choice, plan.problem.cluster)} on "
         f"{format_plural(plan.best.choice.devices, 'device')}, {format_duration(after)} a step, "
         f"{before / after:.1%} of the throughput"
     )
@@ -152,7 +167,7 @@ def loss_as_json(request: PlanRequest, text: str) -> dict[str, Any]:
     after = plan.best.cost.step_s
     return {
         "lost": words,
-        "layout": words_of_layout(plan.best.choice),
+        "layout": words_of_layout(plan.best.choice, plan.problem.cluster),
         "devices": plan.best.choice.devices,
         "step_s": after,
         "share": request.plan.best.cost.step_s / after,
@@ -179,12 +194,18 @@ def _is_allowed(config: RunConfig, choice: Choice) -> bool:
     return not refusal_of(config, choice)
 
 
+def _layout_of(request: PlanRequest, plan: NextPlan) -> str | None:
+    if plan.layout is None:
+        return None
+    return words_of_layout(plan.layout, request.problem.cluster)
+
+
 def print_next_plans(request: PlanRequest) -> None:
     """Print what follows a loss: layout, throughput, bytes that move, pause."""
     rows = [
         [
             f"  {each.loss}",
-            "none fits" if each.layout is None else words_of_layout(each.layout),
+            _layout_of(request, each) or "none fits",
             f"{each.share:.0%}",
             format_bytes(each.moved_bytes),
             format_duration(each.pause_s),
@@ -201,7 +222,7 @@ def next_plans_as_json(request: PlanRequest) -> list[dict[str, Any]]:
         {
             "loss": each.loss,
             "lost": dict(each.lost),
-            "layout": None if each.layout is None else words_of_layout(each.layout),
+            "layout": _layout_of(request, each),
             "rung": each.rung,
             "moved_bytes": each.moved_bytes,
             "pause_s": each.pause_s,

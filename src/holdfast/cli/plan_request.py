@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.cli.train import with_device, with_vocabulary
 from holdfast.config.load import LoadedConfig, load_config
-from holdfast.errors import LayoutError
+from holdfast.errors import ConfigError, LayoutError
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched
 from holdfast.plan.cost.evaluate import Problem
@@ -42,8 +42,19 @@ def read_plan_request(
     elsewhere = cluster or loaded.config.plan.cluster
     if not elsewhere or elsewhere == "here":
         loaded = with_device(loaded, hardware)
+        _refuse_absent_device(loaded, hardware)
     machines = machines_of(loaded.config, hardware, cluster)
     return PlanRequest(loaded, machines, plan_run(loaded, machines), tuple(notes))
+
+
+def _refuse_absent_device(loaded: LoadedConfig, hardware: HardwareInfo) -> None:
+    device = loaded.config.device
+    if device != "cpu" and all(each.kind != device for each in hardware.accelerators):
+        raise ConfigError(
+            f"device is {device}, and this machine has none",
+            where=loaded.where("device"),
+            remedy="name the machines, for example --cluster 8xH100-80, or use device=cpu",
+        )
 
 
 def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, list[str]]:

@@ -38,7 +38,9 @@ def print_plan(request: PlanRequest) -> None:
     print(_memory(request.figures(found[0])))
     if failures := _failures(request, found[0]):
         print(failures)
-    for sentence in warnings_of(request.problem, request.machines, found[0]):
+    for sentence in warnings_of(
+        request.problem, request.machines, found[0], request.plan.result.gap
+    ):
         print(f"note: {sentence}")
 
 
@@ -48,9 +50,12 @@ def _title(request: PlanRequest) -> str:
         f"{pool.nodes} x {pool.devices} {pool.device}" for pool in request.machines.cluster.pools
     )
     layouts = "layout" if tried == 1 else "layouts"
+    precision: str = request.loaded.config.train.precision
+    if precision != workload.precision:
+        precision += f" (timed as {workload.precision})"
     return (
         f"{request.loaded.config.name}: {format_si(workload.parameters)} parameters, "
-        f"{format_count(workload.step_tokens)} tokens a step, {workload.precision}, on "
+        f"{format_count(workload.step_tokens)} tokens a step, {precision}, on "
         f"{request.machines.name}: {pools}; best by {request.loaded.config.plan.objective} of "
         f"{format_count(tried)} {layouts}"
     )
@@ -60,7 +65,7 @@ def _row(request: PlanRequest, found: Found, is_chosen: bool) -> list[str]:
     figures = request.figures(found)
     is_priced = figures.usd_per_hour > 0
     return [
-        words_of_layout(found.choice),
+        words_of_layout(found.choice, request.problem.cluster),
         *words_of_way(found.choice),
         str(found.choice.microbatch),
         format_duration(figures.step_s),
@@ -125,7 +130,10 @@ def plan_as_json(request: PlanRequest) -> dict[str, Any]:
         "tried": request.plan.result.tried,
         "layouts": [_layout_as_json(request, each) for each in found],
         "notes": [
-            *request.notes, *warnings_of(request.problem, request.machines, request.plan.best)
+            *request.notes,
+            *warnings_of(
+                request.problem, request.machines, request.plan.best, request.plan.result.gap
+            ),
         ],
     }  # fmt: skip
 

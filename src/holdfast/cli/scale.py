@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,39 +42,38 @@ def scale(
 ) -> None:
     """Search the best layout on 8, 16, ... devices, and mark the knee.
 
-    The batch is the run's on every size. Efficiency is tokens/s of a device, of those at the
-    smallest size with a layout. Exposed is the share of a step in which a device waits for
-    communication. With failures is the expected throughput, of that without. The knee is the last
-    size up to which each doubling of devices makes throughput at least 1.5 times as large. It is
-    marked for the best layouts, and for the layout of the smallest size with more replicas.
+    Degrees that the run file gives are kept, and the batch is the run's on every size. Efficiency
+    is tokens/s of a device, of those at the smallest size with a layout. Exposed is the share of a
+    step in which a device waits for communication. With failures is the expected throughput, of
+    that without. The knee is the last size up to which each doubling of devices makes throughput at
+    least 1.5 times as large. It is marked for the best layouts, and for the layout of the smallest
+    size with more replicas.
 
     \b
     Example:
       holdfast scale run.yaml
       holdfast scale run.yaml --cluster 1x8xA100-80 --most 1024 --svg scale.svg
     """
-    from holdfast.config.load import load_config
+    from holdfast.cli.plan_request import load_for_plan
+    from holdfast.plan.auto.search_run import limits_of
     from holdfast.plan.cost.evaluate import Problem
     from holdfast.plan.cost.run_workload import workload_of
     from holdfast.plan.hardware.cluster_file import read_cluster
     from holdfast.plan.hardware.devices import load_devices
     from holdfast.plan.objective.money import pools_without_price
     from holdfast.plan.objective.scale_curve import kept_curve, scale_curve
-    from holdfast.plan.search.search import Limits
 
-    config = load_config(run_file, list(overrides or [])).config
+    loaded, notes = load_for_plan(run_file, list(overrides or []))
+    for note in notes:
+        say(note)
+    config, given = loaded.config, limits_of(loaded)
     named = cluster or config.plan.cluster or USUAL
     machines = read_cluster(named)
     problem = Problem(workload_of(config), machines, load_devices())
-    limits = Limits(cp=1, microbatch=config.train.microbatch_size)
+    limits = replace(given, cp=given.cp or 1)
     sizes = [devices for devices in SIZES if devices <= most]
     curve = scale_curve(problem, limits, sizes, on_size=lambda n: say(f"searching {n:,} devices"))
-    if not curve.points:
-        raise LayoutError(
-            f"no size has a layout: {list(curve.missing.values())[-1]}",
-            where=str(run_file),
-            remedy="use other machines with --cluster, or train.microbatch_size=1",
-        )
+    _refuse_empty(curve, run_file)
     kept = kept_curve(problem, limits, curve)
     if json:
         print_json(_as_json(curve, kept))
@@ -82,9 +81,23 @@ def scale(
         print(f"{config.name}: batch {config.train.batch_size}, nodes of {named}")
         _print_curve(curve, kept, pools_without_price(machines))
     if svg is not None:
-        from holdfast.report.scale_chart import scale_svg
+        _draw(svg, curve, kept, f"{config.name} on nodes of {named}")
 
-        svg.write_text(scale_svg(curve, kept, f"{config.name} on nodes of {named}"), "utf-8")
+
+def _refuse_empty(curve: Curve, run_file: Path) -> None:
+    if not curve.points:
+        raise LayoutError(
+            f"no size has a layout: {list(curve.missing.values())[-1]}",
+            where=str(run_file),
+            remedy="use other machines with --cluster, or train.microbatch_size=1",
+        )
+
+
+def _draw(path: Path, curve: Curve, kept: Curve, title: str) -> None:
+    from holdfast.cli.plan_more import write_drawing
+    from holdfast.report.scale_chart import scale_svg
+
+    write_drawing(path, scale_svg(curve, kept, title))
 
 
 def _print_curve(curve: Curve, kept: Curve, unpriced: tuple[str, ...]) -> None:

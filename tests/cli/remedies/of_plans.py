@@ -6,6 +6,7 @@ from collections.abc import Callable
 from re import Match
 
 from holdfast.cli.confirm import confirm_cost
+from holdfast.cli.plan import plan
 from holdfast.cli.plan_more import write_timeline
 from holdfast.cli.plan_request import read_plan_request
 from holdfast.config.load import load_config
@@ -61,7 +62,14 @@ def draw(lab: Lab) -> None:
     write_timeline(request, lab.folder / lab.settings.get("svg", "none/step.svg"))
 
 
+def compare(lab: Lab) -> None:
+    """Ask for a drawing, and until the remedy is followed for a comparison as well."""
+    both = None if lab.settings.get("alone") else ("layout.tp=1", "layout.tp=2")
+    plan(lab.folder / "run.yaml", [], "2xA100-80", None, both, None, lab.folder / "a.svg", False)
+
+
 AUTO = "layout=auto"
+LARGE = ("model.layers=96", "model.dim=1024", "model.heads=8", "model.ffn_dim=4096")
 CASES: list[Case] = [
     case(
         "plan/auto/search_run.py: layout.workers is …, and … has … devices",
@@ -69,6 +77,34 @@ CASES: list[Case] = [
         make_plan,
         r"use (\d+)",
         lambda lab, found: lab.settings["overrides"].append(f"layout.workers={found[1]}"),
+    ),
+    case(
+        "plan/auto/search_run.py: no layout fits … on … device…",
+        begin("8xV100-16", AUTO, *LARGE, "layout.workers=1"),
+        make_plan,
+        r"use (layout.workers=\d)",
+        add,
+    ),
+    case(
+        "cli/plan_request.py: device is …, and this machine has none",
+        begin("", AUTO, "device=cuda"),
+        make_plan,
+        r"name the machines, for example --cluster 8xH100-80, or use (device=cpu)",
+        add,
+    ),
+    case(
+        "cli/plan.py: --compare shows two plans, and --svg and --what-if are about one",
+        begin(""),
+        compare,
+        r"use them in a call of their own",
+        lambda lab, found: lab.settings.update(alone=True),
+    ),
+    case(
+        "plan/explain/what_if.py: the racks of the pool … are not known",
+        ask("lost=rack:A100-80"),
+        lose,
+        r"give it nodes_per_rack, or use (lost=node:A100-80)",
+        say_instead,
     ),
     case(
         "cli/confirm.py: (confirm_cost)",

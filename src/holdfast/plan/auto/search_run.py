@@ -25,6 +25,8 @@ from holdfast.plan.search.search import (
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 """Schedules that are tried: none of them changes the curve."""
+_SHORT = 40
+"""Groups of layouts that a search opens for a remedy."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def why_not_searched(config: RunConfig) -> str:
         return "layout.replicas"
     if config.layout.stages:
         return "layout.stages"
+    if len(config.train.recompute_words) > 1:
+        return "train.recompute of each stage"
     if config.layout.is_asynchronous:
         return f"layout.schedule {config.layout.schedule}"
     if config.layout.quantized != "none":
@@ -82,6 +86,8 @@ def limits_of(loaded: LoadedConfig) -> Limits:
         microbatch=train.microbatch_size,
         zero=(layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3),
         schedules=(layout.schedule,) if is_given(loaded, "layout.schedule") else SCHEDULES,
+        virtual=fixed("virtual_stages"),
+        sequence_parallel=layout.sequence_parallel,
         recompute=(train.recompute_words[0],) if given_words else ("none", "selective", "full"),
     )
 
@@ -120,10 +126,38 @@ def plan_run(
             )
             plans.append(RunPlan(problem, part, result, limits))
         except LayoutError as error:
-            refused.append(error)
+            refused.append(_more_workers(loaded, machines, number, limits) or error)
     if not plans:
         raise refused[0]
     return min(plans, key=lambda plan: plan.best.score)
+
+
+def _more_workers(
+    loaded: LoadedConfig, machines: Machines, given: int, limits: Limits
+) -> LayoutError | None:
+    """The error that names a number of workers that works, if the machines have more devices than
+    the run file takes."""
+    config = loaded.config
+    if machines.cores or given >= machines.cluster.size:
+        return None
+    workload, share = workload_of(_with_vocabulary(config)), config.plan.memory_share
+
+    def allows(choice: Choice) -> bool:
+        return not refusal_of(config, choice)
+
+    problem = Problem(workload, machines.cluster, machines.devices, memory_share=share)
+    try:
+        number = search(problem, replace(limits, effort=_SHORT), allows=allows).best.choice.devices
+        part = machines.with_workers(number)
+        problem = replace(problem, cluster=part.cluster)
+        search(problem, replace(limits, devices=number, effort=_SHORT), allows=allows)
+    except LayoutError:
+        return None
+    return LayoutError(
+        f"no layout fits {workload.name} on {given} device{'s' * (given > 1)}",
+        where=loaded.where("layout.workers"),
+        remedy=f"use layout.workers={number}",
+    )
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:

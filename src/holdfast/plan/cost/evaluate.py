@@ -112,7 +112,7 @@ class Evaluator:
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
         device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
-        return device.memory_bytes * self.problem.memory_share
+        return device.found_bytes * self.problem.memory_share
 
     def memory(self, choice: Choice, group: ReplicaChoice) -> tuple[StageMemory, ...]:
         """Return the bytes of the fullest rank at each index on pp."""

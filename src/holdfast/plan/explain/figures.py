@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -88,7 +88,7 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         is_priced = is_priced and pool.usd_per_hour > 0
         watts += count * device.power_w
         grams += count * device.power_w / 1000 * pool.grams_co2_per_kwh
-        bytes_here = (device.usable_bytes or device.memory_bytes) * problem.memory_share
+        bytes_here = device.found_bytes * problem.memory_share
         room = min(room, bytes_here) if room else bytes_here
     tokens = workload.step_tokens / cost.step_s
     return Figures(
@@ -130,10 +130,24 @@ def words_of_degrees(group: ReplicaChoice) -> str:
     return f"{group.count} x {degrees}"
 
 
-def words_of_layout(choice: Choice) -> str:
-    """All kinds of replicas, and experts."""
-    words = " + ".join(words_of_degrees(group) for group in choice.replicas)
+def words_of_layout(choice: Choice, cluster: Cluster | None = None) -> str:
+    """All kinds of replicas, and experts. cluster: for the pools of each, if it has several."""
+    counts: dict[ReplicaChoice, int] = {}
+    for (
+        group
+    ) in choice.replicas:  # those that differ in microbatches or recompute count as one kind
+        kind = replace(group, count=1, stages=(), microbatches=0, recompute=())
+        counts[kind] = counts.get(kind, 0) + group.count
+    has_pools = cluster is not None and len(cluster.pools) > 1
+    words = " + ".join(
+        words_of_degrees(replace(kind, count=count)) + (_place(kind) if has_pools else "")
+        for kind, count in counts.items()
+    )
     return f"{words}, ep {choice.ep}" if choice.ep > 1 else words
+
+
+def _place(group: ReplicaChoice) -> str:
+    return f" on {' and '.join(dict.fromkeys(group.pools))}"
 
 
 def words_of_way(choice: Choice) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ from holdfast.plan.auto.objective import refusal_of
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.explain.figures import words_of_layout
-from holdfast.plan.search.search import Found, Limits
+from holdfast.plan.search.search import Limits, SearchResult
 
 _AXES = ("count", "pp", "dp_shard", "cp", "tp")
 _SAME = 0.001
@@ -34,13 +34,19 @@ class Neighbour:
 
 
 def neighbours_of(
-    config: RunConfig, problem: Problem, limits: Limits, found: Found
+    config: RunConfig, problem: Problem, limits: Limits, result: SearchResult
 ) -> list[Neighbour]:
-    """The neighbours within the limits, the nearest to the chosen layout first.
+    """The neighbours within the limits, the nearest to the chosen layout first. Of degrees that the
+    search executed, its own layout.
 
     For replicas of one kind; layouts of several have none."""
     evaluator, out = Evaluator(problem), dict[Choice, Neighbour]()
-    for words, choice in _changed(problem, limits, found.choice):
+    found = result.best
+    executed = {_degrees(each.choice): each.choice for each in reversed(result.runners_up)}
+    for words, changed in _changed(problem, limits, found.choice):
+        choice = changed
+        if _degrees(changed) != _degrees(found.choice):
+            choice = executed.get(_degrees(changed), changed)
         if choice in out or choice == found.choice:
             continue
         if refusal := refusal_of(config, choice):
@@ -52,6 +58,10 @@ def neighbours_of(
         if not cost.fits:
             out[choice] = replace(out[choice], slower=float("inf"))
     return sorted(out.values(), key=lambda each: each.slower)
+
+
+def _degrees(choice: Choice) -> object:
+    return choice.microbatch, tuple((g.count, g.mesh_shape, g.pools) for g in choice.replicas)
 
 
 def _reason(cost: StepCost, best: StepCost, slower: float) -> str:

@@ -15,15 +15,15 @@ _SMALL_SHARE = 0.5
 """Of the time of a step that is spent on work that grows with the layout, not with the batch."""
 
 
-def warnings_of(problem: Problem, machines: Machines, found: Found) -> list[str]:
-    """One sentence for each thing that a reader of the plan must know."""
+def warnings_of(problem: Problem, machines: Machines, found: Found, gap: float = 0.0) -> list[str]:
+    """One sentence for each thing that a reader of the plan must know. gap: of the search."""
     return [
         *_assumed(problem),
         *_zones(problem),
         *_prices(problem),
         *_slow_links(problem, found),
         *_small(found),
-        *_idle(problem, found),
+        *_idle(problem, found, gap),
     ]
 
 
@@ -72,10 +72,11 @@ def _slow_links(problem: Problem, found: Found) -> Iterator[str]:
             )
 
 
-def _idle(problem: Problem, found: Found) -> Iterator[str]:
+def _idle(problem: Problem, found: Found, gap: float) -> Iterator[str]:
     used, there = found.choice.devices, problem.cluster.size
     if used < there:
-        yield f"{there - used} of {there} devices stay idle: no layout with them is better"
+        better = "that the search looked at is better" if gap else "is better"
+        yield f"{there - used} of {there} devices stay idle: no layout with them {better}"
 
 
 def _small(found: Found) -> Iterator[str]:

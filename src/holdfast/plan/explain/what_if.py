@@ -52,9 +52,17 @@ def _lost_nodes(cluster: Cluster, what: str, text: str) -> dict[str, int]:
         return found
     if kind in ("node", "rack"):
         pool = _pool(cluster, name, text) if colon else cluster.pools[0]
-        return {pool.name: 1 if kind == "node" else pool.nodes_per_rack or 1}
+        if kind == "rack" and not pool.nodes_per_rack:
+            raise ConfigError(
+                f"the racks of the pool {pool.name} are not known",
+                where=f"--what-if {text}",
+                remedy=f"give it nodes_per_rack, or use lost=node:{pool.name}",
+            )
+        return {pool.name: 1 if kind == "node" else min(pool.nodes_per_rack, pool.nodes)}
     numbers = [part.strip() for part in what.split(",")]
     if not all(part.isascii() and part.isdigit() for part in numbers):
+        raise _unreadable(text)
+    if len(numbers) > len(cluster.pools) or not any(map(int, numbers)):
         raise _unreadable(text)
     return {pool.name: int(part) for pool, part in zip(cluster.pools, numbers, strict=False)}
 

@@ -78,6 +78,11 @@ class DeviceType:
     cache_bytes: float = 0.0
     cache_bandwidth: float = 0.0
 
+    @property
+    def found_bytes(self) -> float:
+        """Memory that a process finds."""
+        return min(self.usable_bytes or self.memory_bytes, self.memory_bytes)
+
     def bandwidth_at(self, size: float) -> float:
         """Bytes a second of a kernel that moves `size` bytes."""
         return self.cache_bandwidth if size <= self.cache_bytes else self.bandwidth

@@ -131,7 +131,15 @@ class Fleets:
                 for virtual in virtual_stages(schedule, self.limits, blocks, longest) or [1]:
                     for zero in self.limits.zero:
                         for host in self.limits.host:
-                            one = Variant(microbatch, schedule, virtual, zero, experts, host)
+                            one = Variant(
+                                microbatch,
+                                schedule,
+                                virtual,
+                                zero,
+                                experts,
+                                host,
+                                self.limits.sequence_parallel,
+                            )
                             if one not in seen:
                                 seen.add(one)
                                 yield one

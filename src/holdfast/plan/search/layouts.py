@@ -43,6 +43,7 @@ class Variant:
     zero: int
     ep: int
     host: frozenset[str] = frozenset()
+    sequence_parallel: bool = True
 
 
 @dataclass
@@ -63,7 +64,8 @@ class Layouts:
         stages = [zero for zero in stages if zero == 1 or not is_piped]
         for zero in stages if is_cut else stages[:1]:
             for host in self.limits.host:
-                yield Variant(shapes[0].microbatch, schedule, virtual, zero, ep, host)
+                one = Variant(shapes[0].microbatch, schedule, virtual, zero, ep, host)
+                yield replace(one, sequence_parallel=self.limits.sequence_parallel)
 
     def groups(self, variant: Variant, shares: Shares, replicas: int) -> Iterator[ReplicaChoice]:
         """Every way to split and to recompute that fits; nothing if none does. replicas: of the
@@ -205,5 +207,6 @@ def choice_of(variant: Variant, groups: tuple[ReplicaChoice, ...]) -> Choice:
         variant.virtual,
         variant.zero,
         variant.ep,
-        host=variant.host,
+        variant.sequence_parallel,
+        variant.host,
     )

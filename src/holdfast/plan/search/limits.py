@@ -27,8 +27,9 @@ def step_seconds(_: Choice, cost: StepCost) -> float:
 class Limits:
     """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
     schedules, recompute, host: what may be chosen, the preferred ones first. virtual: stages of
-    each rank, under a schedule that leaves them free. replicas, devices: of a layout. effort:
-    groups of layouts that are opened without a better layout; 0: by the number of devices."""
+    each rank, under a schedule that leaves them free. sequence_parallel: with tp. replicas,
+    devices: of a layout. effort: groups of layouts that are opened without a better layout; 0: by
+    the number of devices."""
 
     pp: int = 0
     dp_shard: int = 0
@@ -40,6 +41,7 @@ class Limits:
     schedules: tuple[str, ...] = SYNCHRONOUS
     recompute: tuple[str, ...] = ("none", "selective", "full")
     virtual: int = 0
+    sequence_parallel: bool = True
     replicas: int = 0
     devices: int = 0
     host: tuple[frozenset[str], ...] = (frozenset(),)

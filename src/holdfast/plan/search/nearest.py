@@ -24,14 +24,18 @@ def nothing_fits_error(problem: Problem, limits: Limits, fits: Fits) -> LayoutEr
         choice = fits(problem, change)
         if choice is not None:
             return LayoutError(what, where="layout", remedy=remedy(choice))
-    free = replace(limits, tp=0, pp=0, cp=0, dp_shard=0, ep=0, replicas=0, devices=0)
-    nodes, pool = _more_nodes(problem, free, fits), problem.cluster.pools[0].name
-    if nodes:
-        return LayoutError(
-            f"no layout fits {_name(problem)}",
-            where="layout",
-            remedy=f"use {nodes} more node{'s' * (nodes > 1)} of {pool}",
-        )
+    kept = replace(limits, devices=0)
+    free = replace(kept, tp=0, pp=0, cp=0, dp_shard=0, ep=0, replicas=0)
+    for tried in dict.fromkeys((kept, free)):
+        if nodes := _more_nodes(problem, tried, fits):
+            removed = [*_fixed(limits)] if tried == free else []
+            without = f", without {' and '.join(removed)}" if removed else ""
+            pool = problem.cluster.pools[0].name
+            return LayoutError(
+                f"no layout fits {_name(problem)}",
+                where="layout",
+                remedy=f"use {nodes} more node{'s' * (nodes > 1)} of {pool}{without}",
+            )
     return LayoutError(
         f"no layout fits {_name(problem)}, nor {_MOST_TIMES} times as many nodes",
         where="layout",
@@ -76,6 +80,10 @@ def _changes(
             replace(limits, microbatch=0),
             lambda choice: f"use train.microbatch_size={choice.microbatch}",
         )
+
+
+def _fixed(limits: Limits) -> list[str]:
+    return [f"layout.{axis}" for axis in _DEGREES if getattr(limits, axis)]
 
 
 def _plain(limits: Limits) -> tuple[str, ...]:

@@ -212,5 +212,6 @@ def virtual_stages(schedule: str, limits: Limits, blocks: int, pp: int) -> list[
         return [kind.virtual] if kind.virtual * pp <= blocks else []
     if schedule == "gpipe":
         return [1]
-    most = min(MOST_VIRTUAL, blocks // pp)
-    return [n for n in range(2, most + 1) if limits.virtual in (0, n)]
+    if limits.virtual:
+        return [limits.virtual] if limits.virtual * pp <= blocks else []
+    return list(range(2, min(MOST_VIRTUAL, blocks // pp) + 1))
