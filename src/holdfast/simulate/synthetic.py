@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from holdfast.simulate.traces import NodeChange, Trace, renew_machines, trace_from_counts
+from holdfast.simulate.traces.counts import trace_from_counts
+from holdfast.simulate.traces.lives import renew_machines
+from holdfast.simulate.traces.node_changes import NodeChange, ReadOptions, Trace
 
 _DAY = 86400.0
 
@@ -53,7 +55,9 @@ def spot_pool(
         joined = sum(draw.random() < 0.06 for _ in range(wanted - count))
         count += (0 if lost else joined) - lost
         rows.append((minute * 60.0, count, minute + 1))
-    made = trace_from_counts(rows, f"synthetic spot pool, seed {seed}", "spot pool", "", seed=seed)
+    made = trace_from_counts(
+        rows, f"synthetic spot pool, seed {seed}", "spot pool", "", options=ReadOptions(seed=seed)
+    )
     return replace(made, seconds=rows[-1][0], step=60.0)
 
 
@@ -73,7 +77,11 @@ def gang_offers(
             count = wanted
         at += 300.0
     made = trace_from_counts(
-        rows, f"synthetic gang offers, seed {seed}", "gang offers", "", seed=seed
+        rows,
+        f"synthetic gang offers, seed {seed}",
+        "gang offers",
+        "",
+        options=ReadOptions(seed=seed),
     )
     return replace(made, seconds=at, step=300.0)
 

@@ -16,7 +16,8 @@ from holdfast.core.sharding.pipeline_stages import check_number_of_stages
 from holdfast.errors import ConfigError
 from holdfast.layout import Layout, Replica
 from holdfast.parallel.torch_compat import check_version
-from holdfast.simulate.traces import parse_outages, parse_ticks
+from holdfast.simulate.traces.counts import parse_ticks
+from holdfast.simulate.traces.outages import parse_outages
 from tests.cli.remedies.lab import Case, Lab, case, fixed, setting
 from tests.cli.remedies.of_others import (
     ONE,
