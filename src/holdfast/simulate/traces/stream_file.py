@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from math import inf
 from typing import Any
 
@@ -45,12 +45,6 @@ def parse_stream(text: str, source: str) -> EventStream:
     """Read, sort and check a stream. Events that were out of order are counted in the header, and
     exact duplicates are dropped. Raises DataError with file, line and remedy."""
     rows = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not rows:
-        raise DataError(
-            "the file is empty",
-            where=f"{source}:1",
-            remedy='write a header {"trace": name}, then one event a line',
-        )
     header = _header(_object(rows[0][1], f"{source}:{rows[0][0]}"), f"{source}:{rows[0][0]}")
     found: list[tuple[TraceEvent, str]] = []
     seen: set[str] = set()
@@ -72,8 +66,6 @@ def parse_stream(text: str, source: str) -> EventStream:
 
 
 def _counted(header: TraceHeader, disorder: int, dropped: int) -> TraceHeader:
-    from dataclasses import replace
-
     return replace(
         header,
         disorder=header.disorder + disorder,
