@@ -7,6 +7,7 @@ from collections.abc import Callable
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 from holdfast.simulate.traces.counts import parse_dated_counts, parse_ticks, parse_timed_counts
+from holdfast.simulate.traces.events import changes_of_stream
 from holdfast.simulate.traces.lives import parse_lifetimes
 from holdfast.simulate.traces.named import (
     LIST_VERBS,
@@ -19,6 +20,7 @@ from holdfast.simulate.traces.named import (
 from holdfast.simulate.traces.node_changes import ReadOptions, Trace
 from holdfast.simulate.traces.outages import parse_outages
 from holdfast.simulate.traces.rows import as_date, as_number, first_rows
+from holdfast.simulate.traces.stream_file import is_stream, parse_stream
 
 Reader = Callable[[str, str, ReadOptions], Trace]
 
@@ -35,6 +37,8 @@ def load_trace(
         seed: for what the file leaves open; that of `options`, if those are given.
         options: what the file does not say.
     """
+    if is_stream(text):
+        return changes_of_stream(parse_stream(text, source))
     reader = churn_reader(text)
     if reader is None:
         raise DataError(
