@@ -108,6 +108,98 @@ def show(
         print_stream(stream)
 
 
+@app.command()
+def fit(
+    files: Files,
+    victims: Rule = "random",
+    seed: Seed = 0,
+    tick: Tick = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
+    system: System = None,
+    json: Json = False,
+) -> None:
+    """Estimate the parameters with which a generator makes traces like this one.
+
+    \b
+    Example:
+      holdfast trace fit p3.jsonl
+    """
+    from dataclasses import asdict
+
+    from holdfast.cli.trace_make import print_fits
+    from holdfast.simulate.generators import fit_trace
+
+    options = ReadOptions(seed, victims, "any", tick, system=system, gpu=gpu)
+    fits = fit_trace(read_files(files, options, zone))
+    if json:
+        print_json([asdict(each) for each in fits])
+    else:
+        print_fits(fits)
+
+
+@app.command()
+def make(
+    kind: Annotated[
+        Literal["spot", "gang", "lives", "failures", "prices", "carbon"],
+        typer.Argument(help="the generator"),
+    ],
+    to: Annotated[Path, typer.Option("--to", help="the file to write")],
+    seed: Seed = 0,
+    days: Annotated[float | None, typer.Option(min=0.01, help="length")] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", help="a parameter of the generator: key=number")
+    ] = None,
+    notice: Annotated[float, typer.Option(min=0, help="seconds before each departure")] = 0.0,
+    json: Json = False,
+) -> None:
+    """Write a synthetic trace. The same seed gives the same trace.
+
+    \b
+    Example:
+      holdfast trace make spot --to spot.jsonl --days 2 --set nodes=16
+    """
+    from holdfast.cli.trace_make import parameters_of
+    from holdfast.simulate.generators import make_trace
+
+    stream = with_notices(make_trace(kind, seed, days, parameters_of(given or [])), notice)
+    write_stream(stream, to)
+    if json:
+        print_json(stream_as_json(stream))
+
+
+@app.command()
+def plot(
+    files: Files,
+    victims: Rule = "random",
+    seed: Seed = 0,
+    tick: Tick = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
+    nodes: Nodes = None,
+    days: Days = None,
+    system: System = None,
+    svg: Annotated[Path | None, typer.Option(help="write the first chart as SVG")] = None,
+    json: Json = False,
+) -> None:
+    """Draw nodes, prices and intensities over time.
+
+    \b
+    Example:
+      holdfast trace plot p3.jsonl --svg p3.svg
+    """
+    from holdfast.cli.trace_make import lines_of, print_lines, svg_of
+
+    options = ReadOptions(seed, victims, "any", tick, nodes, days, system, gpu=gpu)
+    stream = read_files(files, options, zone)
+    if json:
+        print_json([{"title": title, "points": points} for title, points in lines_of(stream)])
+    else:
+        print_lines(stream, most=4)
+    if svg is not None:
+        write_text(svg_of(stream), svg, "--svg")
+
+
 # --- what the commands share --------------------------------------------------------------------
 def read_files(files: list[Path], options: ReadOptions, zones: list[str] | None) -> EventStream:
     """One stream of all files."""
@@ -147,20 +239,25 @@ def write_stream(stream: EventStream, to: Path, files: list[Path] | None = None)
             where=f"command line, --to {to}",
             remedy="give another path",
         )
-    part = to.with_name(f".{to.name}.part")
-    try:
-        part.write_text("".join(f"{line}\n" for line in format_stream(stream)), "utf-8")
-        part.replace(to)
-    except OSError as error:
-        raise DataError(
-            f"the file cannot be written: {error.strerror}",
-            where=f"command line, --to {to}",
-            remedy="give a path in a folder that exists and that you can write to",
-        ) from None
+    write_text("".join(f"{line}\n" for line in format_stream(stream)), to, "--to")
     header = stream.header
     say(f"{to}: {len(stream.events):,} events of {header.rows:,} rows ({header.trace})")
     for sentence in remarks(stream):
         say(sentence)
+
+
+def write_text(content: str, to: Path, option: str) -> None:
+    """Write a file, complete or not at all."""
+    part = to.with_name(f".{to.name}.part")
+    try:
+        part.write_text(content, "utf-8")
+        part.replace(to)
+    except OSError as error:
+        raise DataError(
+            f"the file cannot be written: {error.strerror}",
+            where=f"command line, {option} {to}",
+            remedy="give a path in a folder that exists and that you can write to",
+        ) from None
 
 
 def remarks(stream: EventStream) -> list[str]:

@@ -8,6 +8,7 @@ say which statistic each generator reproduces. Pure: the same seed gives the sam
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.simulate.traces.counts import trace_from_counts
@@ -31,7 +32,13 @@ BATHTUB = (
 
 
 def spot_pool(
-    seed: int, *, days: float = 1.0, wanted: int = 32, between: float = 520.0, swing: float = 5.0
+    seed: int,
+    *,
+    days: float = 1.0,
+    wanted: int = 32,
+    between: float = 520.0,
+    swing: float = 5.0,
+    sizes: Sequence[int] = BURST_SIZE_WEIGHTS,
 ) -> Trace:
     """A pool of spot machines that loses them in bursts and gets them back one by one.
 
@@ -48,9 +55,7 @@ def spot_pool(
         factor = swing**0.5 if busy else swing**-0.5
         lost = 0
         if draw.random() < 60 / between * factor:
-            lost = min(
-                count, draw.choices(range(1, len(BURST_SIZE_WEIGHTS) + 1), BURST_SIZE_WEIGHTS)[0]
-            )
+            lost = min(count, draw.choices(range(1, len(sizes) + 1), sizes)[0])
         # On average as many join as leave: 2.1 a burst.
         joined = sum(draw.random() < 0.06 for _ in range(wanted - count))
         count += (0 if lost else joined) - lost

@@ -17,7 +17,9 @@ import pyarrow.parquet
 import pytest
 
 from holdfast.cli import trace as command
-from holdfast.simulate.traces.events import TraceEvent, check_events, in_order
+from holdfast.cli.trace_make import lines_of, parameters_of
+from holdfast.simulate.generators import fit_trace, make_trace
+from holdfast.simulate.traces.events import EventStream, TraceEvent, check_events, in_order
 from holdfast.simulate.traces.loading import load_trace
 from holdfast.simulate.traces.node_changes import DEFAULTS
 from holdfast.simulate.traces.reading import read_stream
@@ -36,9 +38,9 @@ def give(content: str | bytes, **options: Any) -> Callable[[Lab], None]:
     return lambda lab: lab.settings.update(data=data, options=options)
 
 
-def read(lab: Lab) -> None:
+def read(lab: Lab) -> EventStream:
     """Read the file as a command does, with the options that were given."""
-    read_stream(lab.settings["data"], "t", replace(DEFAULTS, **lab.settings["options"]))
+    return read_stream(lab.settings["data"], "t", replace(DEFAULTS, **lab.settings["options"]))
 
 
 def good(content: str | bytes, **options: Any) -> Callable[[Lab, Match[str]], None]:
@@ -256,6 +258,34 @@ CASES: list[Case] = [
         check,
         "sort the events with `holdfast trace convert FILE --to FILE`",
         lambda lab, found: lab.settings.update(events=in_order(lab.settings["events"])),
+    ),
+    case(
+        "simulate/generators.py: no generator makes traces of this kind",
+        give("src,dest,cost\na,b,0.02\n"),
+        lambda lab: fit_trace(read(lab)),
+        "give a trace in which nodes are lost, or prices or intensities change",
+        good("0,4\n60000,3\n120000,1\n"),
+    ),
+    case(
+        "simulate/generators.py: … cannot be made with …=…",
+        lambda lab: lab.settings.update(given={"machines": 3.0}),
+        lambda lab: make_trace("spot", 0, 0.1, lab.settings["given"]),
+        r"give 0 or more for one of: (\w+), .*",
+        lambda lab, found: lab.settings.update(given={found[1]: 3.0}),
+    ),
+    case(
+        "cli/trace_make.py: … is no parameter",
+        lambda lab: lab.settings.update(words=["nodes"]),
+        lambda lab: parameters_of(lab.settings["words"]),
+        "write key=number, such as --set (nodes=32)",
+        lambda lab, found: lab.settings.update(words=[found[1]]),
+    ),
+    case(
+        "cli/trace_make.py: nothing of this trace changes over time",
+        give("src,dest,cost\na,b,0.02\n"),
+        lambda lab: lines_of(read(lab)),
+        "give a trace of nodes, prices or intensities",
+        good("0,4\n60000,3\n"),
     ),
     case(
         "cli/trace.py: the file cannot be read: …",
