@@ -27,6 +27,10 @@ from holdfast.simulate.layout_replay import replay
 EXAMPLE = Path(__file__).parents[1] / "examples" / "spot-losses"
 
 
+LIMITS = Limits(cp=1, tp=1, schedules=("1f1b",))
+"""Of both searches. All schedules and degrees would take minutes by goodput."""
+
+
 def problem_of(run_file: Path, cluster: str) -> Problem:
     """The problem of a run file on a cluster."""
     workload = workload_of(load_config(run_file).config)
@@ -53,7 +57,7 @@ def main() -> None:
     problem = problem_of(given.run, given.cluster)
     model = GoodputModel(problem)
     for name in ("time", "goodput"):
-        best = search(problem, Limits(cp=1), objective_named(name, problem)).best
+        best = search(problem, LIMITS, objective_named(name, problem)).best
         expected = model.expected(best.choice, best.cost)
         found = [
             replay(model, best.choice, best.cost, given.days, seed).tokens_per_s

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.peers.ours import run_config
@@ -22,7 +23,8 @@ from benchmarks.turns import Loop, costs
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.run import RunConfig
 from holdfast.layout import Layout, Topology, place_layout
-from holdfast.plan.cost.evaluate import StepCost
+from holdfast.plan.cost.evaluate import Evaluator, StepCost
+from holdfast.plan.cost.layer_times import LayerTimes
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 
@@ -82,9 +84,11 @@ def placed(case: Case, work: Work) -> tuple[RunConfig, Topology]:
     return config, place_layout(layout, 1, (NODE, NODE))
 
 
-def predicted(case: Case, work: Work, fleet: Fleet) -> StepCost:
+def predicted(case: Case, work: Work, fleet: Fleet, times: LayerTimes | None = None) -> StepCost:
+    """times: of layers; None: from shapes and the constants of the calibration."""
     config, topology = placed(case, work)
-    return TopologyCost(config, fleet, [NodePlaces(NODE, 2)]).cost(topology)
+    costs = TopologyCost(config, fleet, [NodePlaces(NODE, 2)])
+    return Evaluator(replace(costs.problem, times=times)).cost(costs.choice(topology))
 
 
 def works(cases: Sequence[Case], shape: dict[str, object]) -> list[Work]:
@@ -101,7 +105,7 @@ def measured(
         try:
             for index, work in enumerate(works(cases, shape)):
                 folder = Path(text) / str(index)
-                loops.append(Loop(cases[index].loop, work, _python(), folder, 120.0))
+                loops.append(Loop(cases[index].loop, work, python_here(), folder, 120.0))
             for loop in loops:
                 loop.answers()
                 loop.block(1)
@@ -120,12 +124,16 @@ def lower_quartile(times: Sequence[float]) -> float:
     return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
 
 
-def save(path: Path, cases: Sequence[Case], taken: Sequence[Sequence[float]]) -> None:
+def save(
+    path: Path,
+    cases: Sequence[Case],
+    taken: Sequence[Sequence[float]],
+    profile: Mapping[str, float],
+) -> None:
     rows = {case.name: list(times) for case, times in zip(cases, taken, strict=True)}
-    path.write_text(json.dumps({"load": os.getloadavg(), "seconds": rows}, indent=1) + "\n")
+    kept = {"load": os.getloadavg(), "profile": dict(profile), "seconds": rows}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def _python() -> str:
-    import sys
-
+def python_here() -> str:
     return sys.executable

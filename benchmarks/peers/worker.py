@@ -31,6 +31,7 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
         f"holdfast-pp2-{name}": ("ours", {"pp": 2, "schedule": name})
         for name in ("interleaved", "zb-h1", "zbv", "dualpipev")
     },
+    "profile": ("profile", {}),
     "rebuild": ("rebuild", {}),
     "recover": ("recover", {}),
     "floor-dp2": ("floor", {}),

@@ -47,8 +47,8 @@ BANDWIDTHS = (20e9, 25e9, 30e9, 35e9, 40e9, 50e9)
 LAUNCH_SHARES = (1.0, 0.9, 0.8)
 REDUCE_LATENCIES = (0.0, 0.1e-3, 0.2e-3, 0.5e-3, 1e-3)
 REDUCE_BANDWIDTHS = tuple(each * 1e9 for each in range(6, 21, 2))
-CONTEXTS = tuple(each * 1e9 for each in (3.0, 3.5, 4.0, 4.5, 5.0, 5.5))
-FRAGMENTATIONS = (0.0, 0.05, 0.08, 0.1, 0.12, 0.15)
+CONTEXTS = tuple(each * 0.25e9 for each in range(12, 23))
+FRAGMENTATIONS = tuple(each / 100 for each in range(16))
 _INSIDE = Link(5e-6, 150e9)
 
 Passing = tuple[float, float, float]

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+START_OVER = "start over with --fresh (in a bucket: with another folder=)"
+"""The remedy if nothing of a run can be used. Objects of a bucket cannot be moved aside."""
+
 
 class HoldfastError(Exception):
     """Root of every error that Holdfast raises on purpose."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,9 @@ def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path, capsys: 
     asked = (run_file, *SMALL, "--cluster", "4xaws/us-east-1/p4d.24xlarge", "--json")
     value = json.loads(here(capsys, "plan", *asked).out)
     best = value["layouts"][0]
-    assert best["values"]["layout.workers"] == best["devices"] == 32
+    assert best["values"]["layout.workers"] == best["devices"] <= 32
+    idle = [note for note in value["notes"] if "stay idle" in note]
+    assert bool(idle) == (best["devices"] < 32)
     assert sum(best["parts"].values()) == pytest.approx(best["step_s"])
     assert best["usd_per_hour"] > 0
     assert best["score"] <= min(layout["score"] for layout in value["layouts"])
@@ -155,3 +158,79 @@ def test_a_dear_run_is_not_begun_without_a_terminal_to_ask(
     refused.refuses_last("this run costs $", "plan.ask_above_usd is 1", "pass --yes")
     assert "planned: " in refused.err
     assert not (run_file.parent / "run" / "run.yaml").exists()
+
+
+def test_timeline_neighbours_and_drawing(run_file: Path, tmp_path: Path, capsys: Capture) -> None:
+    drawn = tmp_path / "step.svg"
+    asked = (run_file, *SMALL, "layout.pp=3", "--cluster", "6xA100-80", "--svg", drawn)
+    out = here(capsys, "plan", *asked).out
+    assert "one step of a replica, in milliseconds:" in out
+    assert "rank 2  " in out
+    assert "why not:" in out
+    assert re.search(r"  recompute full: [\d.]+% slower: recompute takes", out)
+    assert drawn.read_text().startswith("<svg")
+    value = json.loads(here(capsys, "plan", *asked[:-2], "--json").out)
+    slower = [each["slower"] for each in value["neighbours"] if each["slower"] is not None]
+    assert slower == sorted(slower)
+    here(capsys, "plan", *asked[:-1], tmp_path / "none" / "step.svg").refuses_last(
+        "cannot be written", "name a file in a folder"
+    )
+
+
+def test_a_comparison_stands_part_by_part(run_file: Path, capsys: Capture) -> None:
+    both = ("--compare", "layout.tp=2", "layout.tp=1,layout.pp=2")
+    out = here(capsys, "plan", run_file, *SMALL, "--cluster", "4xA100-80", *both).out
+    assert "  bubble" in out
+    assert re.search(r"is [\d.]+% faster than layout", out)
+    value = json.loads(
+        here(capsys, "plan", run_file, *SMALL, "--cluster", "4xA100-80", *both, "--json").out
+    )
+    assert list(value) == list(both[1:])
+    alone = here(
+        capsys, "plan", run_file, *SMALL, "layout.tp=2", "--cluster", "4xA100-80", "--json"
+    )
+    assert value["layout.tp=2"] == {
+        key: each
+        for key, each in json.loads(alone.out).items()
+        if key not in ("neighbours", "next_plans")
+    }
+
+
+def test_a_loss_leaves_a_layout_or_says_that_none_fits(run_file: Path, capsys: Capture) -> None:
+    asked = (run_file, *SMALL, "--cluster", "4x2xA100-80", "--what-if")
+    out = here(capsys, "plan", *asked, "lost=2").out
+    assert "without 2 nodes of A100-80: " in out
+    assert "of the throughput" in out
+    assert "no layout fits" in here(capsys, "plan", *asked, "lost=4").out
+    value = json.loads(here(capsys, "plan", *asked, "lost=node:A100-80", "--json").out)
+    assert value["what_if"]["devices"] <= 6
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3", ("this is not a loss", "write lost=3 (nodes)")),
+        ("lost=9", ("has 4 nodes", "use lost=4 or fewer")),
+        ("lost=node:b", ("no pool 'b'", "use lost=node:A100-80")),
+        ("lost=zone:x", ("in the zone 'x'", "use lost=1")),
+    ],
+)
+def test_losses_that_cannot_be_read_name_one_that_can(
+    text: str, words: tuple[str, ...], run_file: Path, capsys: Capture
+) -> None:
+    asked = (run_file, *SMALL, "--cluster", "4x2xA100-80", "--what-if", text)
+    here(capsys, "plan", *asked).refuses_last(*words)
+
+
+def test_failures_of_the_machines_are_counted(run_file: Path, capsys: Capture) -> None:
+    asked = (run_file, *SMALL, "--cluster", "4xaws/us-east-1/p4d.24xlarge:spot")
+    out = here(capsys, "plan", *asked).out
+    assert "availability" in out
+    assert "next plans:" in out
+    plans = json.loads(here(capsys, "plan", *asked, "--json").out)["next_plans"]
+    assert {each["loss"] for each in plans} >= {"node", "half of the spot pool"}
+    assert all(each["share"] <= 1 for each in plans)
+    found = here(capsys, "plan", *asked, "--objective", "goodput_per_usd", "--json")
+    assert json.loads(found.out)["objective"] == "goodput_per_usd"
+    late = here(capsys, "plan", *asked, "--objective", "finish_by", "plan.finish_by=2020-01-01")
+    late.refuses("has passed", "use a later date")

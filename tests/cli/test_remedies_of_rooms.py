@@ -35,6 +35,7 @@ from tests.cli.remedies import (
     of_objectives,
     of_others_cases,
     of_own_loops,
+    of_plan_search,
     of_plans,
     of_pods,
     of_profiles,
@@ -59,6 +60,7 @@ from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
 from tests.cli.remedies.sites import site_names
 
 TABLES = (
+    of_plan_search,
     of_plans,
     of_checkpoints,
     of_slurm,

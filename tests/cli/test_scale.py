@@ -12,7 +12,7 @@ from holdfast.cli.main import main
 from tests.support.ranks import ROOT
 
 RUN = str(ROOT / "examples" / "spot-losses" / "run.yaml")
-PRICED = ["--cluster", "1xaws/us-east-1/p5.48xlarge", "--most", "1024"]
+PRICED = ["--cluster", "1xaws/us-east-1/p5.48xlarge", "--most", "256"]
 
 
 def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(
@@ -22,7 +22,7 @@ def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(
     assert main(["scale", RUN, *PRICED, "--json", "--svg", str(svg)]) == 0
     value = json.loads(capsys.readouterr().out)
     points = value["points"]
-    assert [point["devices"] for point in points] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert [point["devices"] for point in points] == [8, 16, 32, 64, 128, 256]
     assert points[0]["efficiency"] == 1
     for point in points:
         assert 0 <= point["exposed"] + point["bubble"] < 1
@@ -32,9 +32,9 @@ def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(
     assert kept <= knee
     at = {point["devices"]: point["tokens_per_s"] for point in points}
     assert all(at[2 * n] >= 1.5 * at[n] for n in at if n < knee)
-    assert knee == 1024 or at[2 * knee] < 1.5 * at[knee]
+    assert knee == 256 or at[2 * knee] < 1.5 * at[knee]
     texts = [each.text for each in ElementTree.parse(svg).iter() if each.tag.endswith("text")]
-    assert "knee" in texts
+    assert ("knee" in texts) == (knee != 256)  # larger sizes were not searched
     assert "exposed communication" in texts
 
 

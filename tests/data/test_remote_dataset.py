@@ -269,6 +269,30 @@ def test_an_address_that_does_not_answer_is_asked_again_and_then_named(
         assert len(proxy.log) > 1
 
 
+def test_a_long_wait_for_a_shard_is_said_once_and_so_is_its_end(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3.proxied() as proxy:
+        location = s3.location(proxy.address, retries=0, timeout=5)
+        make(_config(source, location, tmp_path / "first"))
+        dataset = open_dataset(location, _config(source, location, tmp_path / "second"))
+        assert dataset.cache is not None
+        said: list[tuple[str, bool]] = []
+
+        def on_wait(key: str, reason: str) -> None:
+            said.append((key, bool(reason)))
+
+        dataset.cache.on_wait = on_wait
+        proxy.rule = lambda request: Fault(503) if not said or len(proxy.log) < 5 else None
+        del proxy.log[:]
+        monkeypatch.setattr(node_cache, "SAY_AFTER_S", 0.0)
+        monkeypatch.setattr(node_cache, "MAX_PAUSE_S", 0.01)
+        key = dataset.files()[0].path
+        dataset.path(dataset.files()[0])
+        assert len(proxy.log) >= 5
+        assert said == [(key, True), (key, False)]
+
+
 # --- addresses ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("location", "words"),

@@ -93,11 +93,12 @@ def test_up_starts_what_has_ended(programs: Path) -> None:
     up()
     before = note()
     kill("slurmctld")
-    assert "has lost slurmctld" in up().err
+    kill("n1")
+    assert "has lost n1, slurmctld" in up().err
     after = note()
     assert after["ports"] == before["ports"]
     changed = {n for n, at in after["processes"].items() if before["processes"][n] != at}
-    assert changed == {"slurmctld"}
+    assert changed == {"n1", "slurmctld"}
 
 
 def test_a_cluster_of_before_a_restart_of_the_machine_starts_again(programs: Path) -> None:

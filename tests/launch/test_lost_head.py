@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.launch.clusters.processes import living
-from tests.support.disposable_clusters import clusters_ended, down, lose_head, read, up
+from holdfast.launch.clusters.ray import FIRST_NODE
+from tests.support.disposable_clusters import clusters_ended, down, lose, read, up
 from tests.support.ray_cluster import needs_ray
 from tests.support.ray_run import ENDLESS, RayRun
 
@@ -39,8 +40,8 @@ def address_of(name: str = "try") -> Address:
     return Address(f"127.0.0.2:{read(name).ports['head']}")
 
 
-def begin(root: Path) -> RayRun:
-    up("ray", 2)
+def begin(root: Path, machines: int = 2) -> RayRun:
+    up("ray", machines)
     run = RayRun(root, address_of(), workers=2)
     run.launch(2, ENDLESS)
     run.first_step(0, NODES)
@@ -54,7 +55,7 @@ def report(what: str, **seconds: float) -> None:
 def test_a_run_loses_no_step_if_the_head_keeps_its_tables_on_a_disk(tmp_path: Path) -> None:
     run = begin(tmp_path)
     lost = time.time()
-    lose_head(read())
+    lose(read(), "head")
     run.wait(lambda: time.time() > lost + 5, "", looks=False)
     run.wait_more_steps()
     refused = run.command("status")
@@ -75,6 +76,27 @@ def test_a_run_loses_no_step_if_the_head_keeps_its_tables_on_a_disk(tmp_path: Pa
     down(read())
 
 
+def test_a_node_that_is_lost_while_the_head_is_away_is_replaced_later(tmp_path: Path) -> None:
+    run = begin(tmp_path, machines=3)
+    last = run.states()["node-1"][1].rpartition(".")[2]
+    machine = f"n{int(last) - FIRST_NODE + 1}"
+    lose(read(), "head")
+    lost = time.time()
+    lose(read(), machine)
+    before = run.generation
+    continued = run.first_step(before, {"node-0"}) - lost
+    back = time.time()
+    assert f"has lost head, {machine}" in up("ray", 3).err
+    replaced = run.first_step(before, NODES) - back
+    assert run.command("down").code == 0
+    run.wait_state("finished")
+    steps = run.step + 20
+    run.launch(2, f"train.steps={steps}")
+    run.check_end(steps)
+    report("node lost meanwhile", rest_continued=continued, replaced_after_up=replaced)
+    down(read())
+
+
 def test_a_run_saves_before_ray_ends_its_nodes_and_resumes_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +104,7 @@ def test_a_run_saves_before_ray_ends_its_nodes_and_resumes_elsewhere(
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(LIMIT_S))
     run = begin(tmp_path)
     lost = time.time()
-    lose_head(read())
+    lose(read(), "head")
     logs = [run.folder / "launch" / f"{node}.log" for node in sorted(NODES)]
     run.wait(
         lambda: all("stopped after step" in each.read_text() for each in logs),

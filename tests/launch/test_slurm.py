@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
 from holdfast.launch.slurm.commands import seconds_of
 from holdfast.launch.slurm.owner import SlurmOwner
+from tests.support.commands import here, write_run_file
 from tests.support.fake_slurm import FakeSlurm
 
 GOLDEN = Path(__file__).with_name("golden_slurm.txt")
@@ -244,3 +245,16 @@ def test_a_controller_that_does_not_answer(slurm: FakeSlurm) -> None:
 def test_options_are_options(option: str) -> None:
     with pytest.raises(ValueError, match="no option of sbatch"):
         SlurmConfig(options=(option,))
+
+
+def test_a_mistake_is_found_before_the_dataset_is_prepared(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = write_run_file(tmp_path)
+    slurm.refuse("sbatch", "sbatch: error: invalid partition specified: nope\n")
+    words = ("--on", "slurm", "--nodes", "2", "launch.slurm.partition=nope")
+    done = here(capsys, "launch", run_file, *words, f"folder={tmp_path}/run")
+    done.refuses("launch.slurm.partition", "use one of")
+    (call,) = slurm.calls("sbatch")
+    assert call.startswith("--test-only --nodes=1 --array=0-1")
+    assert not (tmp_path / "run").exists()

@@ -29,10 +29,10 @@ def read(name: str = "try") -> ClusterState:
     return state
 
 
-def lose_head(state: ClusterState) -> None:
-    """The head's machine loses its power."""
-    head = psutil.Process(int(state.processes["head"].partition("@")[0]))
-    for each in [*head.children(recursive=True), head]:
+def lose(state: ClusterState, name: str) -> None:
+    """The machine of a raylet, or of the head, loses its power."""
+    daemon = psutil.Process(int(state.processes[name].partition("@")[0]))
+    for each in [*daemon.children(recursive=True), daemon]:
         with suppress(psutil.Error):
             each.kill()
 

@@ -17,7 +17,7 @@ from holdfast.cli.doctor_checks import Check, CheckState
 from holdfast.config.run import RunConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.run_table import run_state_table
-from holdfast.errors import DataError, HoldfastError, StoreError
+from holdfast.errors import START_OVER, DataError, HoldfastError, StoreError
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -199,7 +199,7 @@ def _check_checkpoints(
                 bad.append((key, str(error)))
     state: CheckState = "fails" if newest is None else "weak"
     instead = (
-        "no other one is there; start over with --fresh"
+        f"no other one is there; {START_OVER}"
         if newest is None
         else f"a start takes step {newest.step}"
     )

@@ -23,7 +23,7 @@ from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
     from holdfast.config.launch import LaunchConfig
-    from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
+    from holdfast.launch.owners.owner import LaunchRequest, MachineOwner, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
 
@@ -77,11 +77,11 @@ def launch(
         return 0
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch, fresh=fresh)
+        if running is None:
+            _check(owner, launch_request(loaded, folder))
         running_workers = _stored_workers(folder)
-        watch = HolderWatch(folder, say)
-        begun = begin_run(
-            loaded, detect_hardware(), folder, watch, fresh=fresh, several=True, yes=yes
-        )
+        way = {"fresh": fresh, "several": True, "yes": yes}
+        begun = begin_run(loaded, detect_hardware(), folder, HolderWatch(folder, say), **way)
         if begun.last_step is not None:
             return 0
         if running is not None:
@@ -91,6 +91,13 @@ def launch(
         job.write(folder)
     _say_job(job, folder, json=json)
     return 0
+
+
+def _check(owner: MachineOwner, request: LaunchRequest) -> None:
+    from holdfast.launch.owners.owner import CheckingOwner
+
+    if isinstance(owner, CheckingOwner):
+        owner.check(request)
 
 
 def _say_job(job: OwnedJob, folder: Path, *, json: bool) -> None:

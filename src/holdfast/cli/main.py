@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("trace", "read, show and make traces of machines that come and go"),
     "scale": ("scale", "show how a run scales from 8 to 16,384 devices"),
     "plan": ("plan", "show which layout a run would get, and what that costs"),
+    "claims": ("claims", "show claims of surveys next to what was measured here"),
     "layout": ("layout", "show how a model is spread, and a pipeline's schedule"),
     "stage": ("stage", "keep other machines' snapshots in this machine's memory"),
     "calibrate": ("calibrate", "measure this machine's devices and links, for the planner"),

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
+from holdfast.cli.plan_more import (
+    loss_as_json,
+    neighbours_as_json,
+    next_plans_as_json,
+    print_comparison,
+    print_loss,
+    print_neighbours,
+    print_next_plans,
+    print_timeline,
+    write_timeline,
+)
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.cli.plan_table import plan_as_json, print_plan
+from holdfast.plan.explain.what_if import FORMS
+
+_NEXT_KEY = re.compile(r",(?=[\w.]+=)")
+"""The comma between two overrides, and not that of a list."""
 
 app = make_app("Show which layout a run would get, and what that costs. Starts nothing.")
 
@@ -30,6 +46,18 @@ def plan(
     objective: Annotated[
         str | None, typer.Option("--objective", help="the same as plan.objective=WORD")
     ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            "--compare", help="two run files, or two sets of overrides as layout.tp=8,layout.pp=2"
+        ),
+    ] = None,
+    what_if: Annotated[
+        str | None, typer.Option("--what-if", help=f"what would be left: {FORMS}")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="write one step's timeline as SVG")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Choose the layout of a run, and show its runners-up, time, memory, money and energy.
@@ -41,16 +69,51 @@ def plan(
       holdfast plan run.yaml
       holdfast plan run.yaml --cluster 16x8xH100-80
       holdfast plan run.yaml layout.tp=8 --cluster cluster.yaml --objective tokens_per_usd
+      holdfast plan run.yaml --cluster 16x8xH100-80 --what-if lost=3 --svg step.svg
+      holdfast plan run.yaml --cluster 8xH100-80 --compare layout.tp=8 layout.pp=4,layout.tp=2
     """
     asked = [*(overrides or []), *([f"plan.objective={objective}"] if objective else [])]
+    if compare is not None:
+        _compare(run_file, asked, cluster or "", compare, json=json)
+        return
     request = read_plan_request(run_file, asked, cluster or "")
     for note in request.notes:
         say(note)
-    _show(request, json=json)
-
-
-def _show(request: PlanRequest, *, json: bool) -> None:
     if json:
-        print_json(plan_as_json(request))
+        print_json(plan_as_json(request) | _more_as_json(request, what_if))
     else:
         print_plan(request)
+        print_timeline(request)
+        print_neighbours(request)
+        print_next_plans(request)
+        if what_if is not None:
+            print_loss(request, what_if)
+    if svg is not None:
+        write_timeline(request, svg)
+
+
+def _more_as_json(request: PlanRequest, what_if: str | None) -> dict[str, Any]:
+    more: dict[str, Any] = {
+        "neighbours": neighbours_as_json(request),
+        "next_plans": next_plans_as_json(request),
+    }
+    return more if what_if is None else more | {"what_if": loss_as_json(request, what_if)}
+
+
+def _compare(
+    run_file: Path, asked: list[str], cluster: str, both: tuple[str, str], *, json: bool
+) -> None:
+    """Print two plans part by part: of two run files, or of one with other overrides."""
+    requests = [(text, _request_of(run_file, asked, cluster, text)) for text in both]
+    for note in dict.fromkeys(note for _, request in requests for note in request.notes):
+        say(note)
+    if json:
+        print_json({text: plan_as_json(request) for text, request in requests})
+    else:
+        print_comparison(requests)
+
+
+def _request_of(run_file: Path, asked: list[str], cluster: str, text: str) -> PlanRequest:
+    if "=" in text and not Path(text).exists():
+        return read_plan_request(run_file, [*asked, *_NEXT_KEY.split(text)], cluster)
+    return read_plan_request(Path(text), asked, cluster)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from holdfast.cli.output import print_table
@@ -10,6 +12,7 @@ from holdfast.cli.plan_request import PlanRequest
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.explain.figures import Figures, words_of_layout, words_of_way
 from holdfast.plan.explain.warnings import warnings_of
+from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.search.search import Found
 from holdfast.report.formatting import (
     format_bytes,
@@ -33,6 +36,8 @@ def print_plan(request: PlanRequest) -> None:
     print_table([_row(request, each, each is found[0]) for each in found], _HEAD)
     print(_parts(found[0]))
     print(_memory(request.figures(found[0])))
+    if failures := _failures(request, found[0]):
+        print(failures)
     for sentence in warnings_of(request.problem, request.machines, found[0]):
         print(f"note: {sentence}")
 
@@ -81,9 +86,27 @@ def _parts(found: Found) -> str:
     return f"a step of {format_duration(step)}: " + ", ".join(words)
 
 
+def _failures(request: PlanRequest, found: Found) -> str:
+    """Throughput that is expected with the failures of the cluster file; "" without any."""
+    if not any(pool.losses_per_day for pool in request.problem.cluster.pools):
+        return ""
+    expected = GoodputModel(request.problem).expected(found.choice, found.cost)
+    return (
+        f"with failures, {expected.interruptions_per_day:.2g} interruptions a day: "
+        f"{format_si(expected.tokens_per_s)} tokens/s expected, availability "
+        f"{format_percent(expected.availability)}"
+    )
+
+
 def _memory(figures: Figures) -> str:
-    kinds = [", ".join(map(format_bytes, replica)) for replica in dict.fromkeys(figures.memory)]
+    kinds = [_stages_in_words(replica) for replica in dict.fromkeys(figures.memory)]
     return f"memory of {format_bytes(figures.room)} on a device, by stage: " + "; ".join(kinds)
+
+
+def _stages_in_words(memory: Sequence[float]) -> str:
+    """`65.0 GiB, 3 x 60.1 GiB`: equal neighbours once."""
+    groups = [(words, len(list(same))) for words, same in groupby(map(format_bytes, memory))]
+    return ", ".join(f"{n} x {words}" if n > 1 else words for words, n in groups)
 
 
 def plan_as_json(request: PlanRequest) -> dict[str, Any]:

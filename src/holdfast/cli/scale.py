@@ -12,10 +12,11 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.objective.scale_curve import SIZES, Curve, Point
+from holdfast.plan.objective.scale_curve import SIZES, Curve, Point, shown_knee
 
 app = make_app("Show how a run scales with the number of devices. Starts nothing.")
 
+USUAL = "1x8xH100-80"
 _BAR = 20  # characters of a bar
 _HEAD = (
     "devices", "layout", "step s", "tokens/s", "efficiency", "", "exposed", "bubble",
@@ -28,9 +29,13 @@ def scale(
     run_file: Annotated[Path, typer.Argument(help="the run file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
     cluster: Annotated[
-        str,
-        typer.Option("--cluster", help="its first pool says what a node is; a file or short form"),
-    ] = "1x8xH100-80",
+        str | None,
+        typer.Option(
+            "--cluster",
+            help="a file or short form; its first pool says what a node is; none: plan.cluster of "
+            f"the run file, or {USUAL}",
+        ),
+    ] = None,
     most: Annotated[int, typer.Option(min=8, help="largest number of devices")] = SIZES[-1],
     svg: Annotated[Path | None, typer.Option(help="write the curve as SVG")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
@@ -58,7 +63,8 @@ def scale(
     from holdfast.plan.search.search import Limits
 
     config = load_config(run_file, list(overrides or [])).config
-    machines = read_cluster(cluster)
+    named = cluster or config.plan.cluster or USUAL
+    machines = read_cluster(named)
     problem = Problem(workload_of(config), machines, load_devices())
     limits = Limits(cp=1, microbatch=config.train.microbatch_size)
     sizes = [devices for devices in SIZES if devices <= most]
@@ -73,16 +79,16 @@ def scale(
     if json:
         print_json(_as_json(curve, kept))
     else:
-        print(f"{config.name}: batch {config.train.batch_size}, nodes of {cluster}")
+        print(f"{config.name}: batch {config.train.batch_size}, nodes of {named}")
         _print_curve(curve, kept, pools_without_price(machines))
     if svg is not None:
         from holdfast.report.scale_chart import scale_svg
 
-        svg.write_text(scale_svg(curve, kept, f"{config.name} on nodes of {cluster}"), "utf-8")
+        svg.write_text(scale_svg(curve, kept, f"{config.name} on nodes of {named}"), "utf-8")
 
 
 def _print_curve(curve: Curve, kept: Curve, unpriced: tuple[str, ...]) -> None:
-    knees = {each.knee.devices if each.knee else 0 for each in (curve, kept)}
+    knees = {knee.devices for each in (curve, kept) if (knee := shown_knee(each))}
     print_table([_row(curve, point, knees) for point in curve.points], _HEAD)
     for devices, why in curve.missing.items():
         print(f"{devices:,} devices have no layout: {why}")
@@ -96,7 +102,7 @@ def _row(curve: Curve, point: Point, knees: set[int]) -> list[str]:
     from holdfast.report.formatting import format_si
 
     efficiency = curve.efficiency(point)
-    marked = curve.knee is not None and curve.knee.devices == point.devices
+    marked = shown_knee(curve) == point
     return [
         f"{point.devices:,}",
         words(point.choice),

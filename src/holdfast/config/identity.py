@@ -19,7 +19,7 @@ from holdfast.config.explain import format_value
 from holdfast.config.fields import change_of, field_at, is_index, leaves
 from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.errors import RunFolderError
+from holdfast.errors import START_OVER, RunFolderError
 
 # The dataset's version stands for these: they are a part of it, and the last is its vocabulary.
 DATASET_KEYS = (
@@ -251,19 +251,19 @@ def refuse_other_run(
         raise RunFolderError(
             f"this run was started with another source of {config.task.label}",
             where=folder,
-            remedy="put the task's files back, or start over with --fresh",
+            remedy=f"put the task's files back, or {START_OVER}",
         )
     if changed := [d.key for d in found if d.key in SOURCE_KEYS]:
         raise RunFolderError(
             f"this run was started with another source of {SOURCE_KEYS[changed[0]]}",
             where=folder,
-            remedy="put the files back, or start over with --fresh",
+            remedy=f"put the files back, or {START_OVER}",
         )
     named = ", ".join(_describe(d, config) for d in found[:3])
     named += f" and {len(found) - 3} more" if len(found) > 3 else ""
     fits = ""
     never = [d.key for d in found if change_of(d.key) is not Change.BRANCH]
-    remedy = "put the values back, choose another name or folder, or start over with --fresh"
+    remedy = f"put the values back, choose another name or folder, or {START_OVER}"
     if never:
         fits = f"; no checkpoint of the run fits another {never[0]}"
     elif branch_command:
@@ -271,7 +271,7 @@ def refuse_other_run(
         if [d.key for d in found] == [SCHEDULE_STEPS]:
             keep = f"keep it with {SCHEDULE_STEPS}={found[0].there}, "
         remedy = (
-            f"{keep}put the values back, start over with --fresh, or continue in a run of its own: "
+            f"{keep}put the values back, {START_OVER}, or continue in a run of its own: "
             f"{branch_command}"
         )
     raise RunFolderError(

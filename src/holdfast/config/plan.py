@@ -11,7 +11,13 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.config.base import Section
 
 PlanObjective = Literal[
-    "time", "tokens_per_usd", "tokens_per_kwh", "tokens_per_kg_co2", "finish_by", "goodput"
+    "time",
+    "tokens_per_usd",
+    "tokens_per_kwh",
+    "tokens_per_kg_co2",
+    "goodput",
+    "goodput_per_usd",
+    "finish_by",
 ]
 SHORT_CLUSTER = re.compile(r"here|\d+x.+")
 """A cluster that is no file: this machine, or a short form as 16x8xH100-80."""
@@ -23,8 +29,9 @@ class PlanConfig(Section):
     objective: PlanObjective = Field(
         "time",
         description="what the layout is chosen by. time: the shortest step; tokens_per_usd, "
-        "tokens_per_kwh, tokens_per_kg_co2: the most tokens for that. finish_by: the cheapest that "
-        "is done in time. goodput: the most tokens a second, with failures counted",
+        "tokens_per_kwh, tokens_per_kg_co2: the most tokens for that. goodput: the most tokens a "
+        "second, with failures counted; goodput_per_usd: for a dollar. finish_by: the cheapest "
+        "that is expected to be done in time",
     )
     finish_by: str = Field(
         "", description="date and time of objective finish_by, as 2026-12-24T18:00"

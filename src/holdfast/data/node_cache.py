@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +39,8 @@ PIECE_BYTES = 4 * 2**20
 PATIENCE_S = 600.0
 """A file that is needed now is asked for again so long, if the address does not answer."""
 MAX_PAUSE_S = 10.0
+SAY_AFTER_S = 5.0
+"""Seconds after which a wait is reported."""
 FETCH_FOLDER = ".fetch"
 DAMAGE_REMEDY = (
     "remove everything at this address and run holdfast data prepare again, or name another "
@@ -59,6 +61,9 @@ class NodeCache:
         self.location, self.where, self.folder, self.limit = location, where, folder, limit
         self._store = store
         self._closing = threading.Event()
+        self.on_wait: Callable[[str, str], None] = _log_wait
+        """Called once with the key and the reason of a long wait, and without a reason at its
+        end."""
 
     def has(self, file: ShardFile) -> bool:
         """Return True if the file is here, with its size."""
@@ -77,7 +82,7 @@ class NodeCache:
         is asked again for `PATIENCE_S`.
 
         Raises DataError for bytes that are not the manifest's, OutOfSpaceError, and StoreError."""
-        asked, pause = time.monotonic(), 0.5
+        asked, pause, is_said = time.monotonic(), 0.5, False
         while not self.has(file):
             try:
                 self.fetch(file)
@@ -85,9 +90,13 @@ class NodeCache:
                 waited = time.monotonic() - asked
                 if waited > PATIENCE_S:
                     raise
-                logger.warning("a batch waits for %s since %.0f s: %s", file.path, waited, error)
+                if waited > SAY_AFTER_S and not is_said:
+                    is_said = True
+                    self.on_wait(file.path, str(error))
                 self._closing.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
+        if is_said:
+            self.on_wait(file.path, "")
         return self.folder / file.path
 
     def map(self, file: ShardFile, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -223,3 +232,10 @@ def explain_cache_errors(folder: Path) -> Iterator[None]:
             where=str(folder),
             remedy="name another folder with data.cache=<path>",
         ) from None
+
+
+def _log_wait(key: str, reason: str) -> None:
+    if reason:
+        logger.warning("a batch waits for %s: %s", key, reason)
+    else:
+        logger.warning("%s, which a batch waited for, is here", key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.core.shard_wait import ShardAwaited
 from holdfast.events import (
     Blamed,
     CheckpointFailed,
@@ -29,6 +30,8 @@ def notice_text(event: Event) -> str:
         return f"the checkpoint of step {event.step} failed: {event.reason}"
     if isinstance(event, CheckpointSkipped):
         return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
+    if isinstance(event, ShardAwaited):
+        return event.text
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"
     if isinstance(event, SourceRejected):

@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from holdfast.core.shard_wait import ShardAwaited
 from holdfast.events import (
     AttentionChosen,
     CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointSkipped,
     Evaluated,
     Event,
     GenerationStarted,
@@ -76,6 +79,8 @@ class RunProgress:
     imported_from: str = ""  # folder that the run's first weights came from
     first_weights: str = "initial weights"  # what a run without imported ones begins with
     _ignored_settings: set[str] = field(default_factory=set)
+    _save_problems: set[tuple[str, str]] = field(default_factory=set)  # since the last commit
+    _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
@@ -155,7 +160,11 @@ class RunProgress:
             case CheckpointCommitted():
                 self.checkpoint = (event, elapsed)
                 text = f"checkpoint of step {event.step} committed ({format_bytes(event.bytes)})"
-                return ProgressLine(elapsed, text)
+                again = "checkpoints can be saved again: " if self._save_problems else ""
+                self._save_problems.clear()
+                return ProgressLine(elapsed, again + text)
+            case CheckpointSkipped() | CheckpointFailed():
+                return self._save_problem(event, elapsed)
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
             case AttentionChosen():
@@ -175,13 +184,31 @@ class RunProgress:
             case _:
                 if isinstance(event, RunFailed):
                     self.state = "failed"
-                if isinstance(event, SettingIgnored):
-                    if event.key in self._ignored_settings:
-                        return None  # every rank of every generation reports it
-                    self._ignored_settings.add(event.key)
-                text = notice_text(event)
+                text = "" if self._is_repeated(event) else notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None
+
+    def _is_repeated(self, event: Event) -> bool:
+        """Whether another rank or an earlier generation has reported the same."""
+        if isinstance(event, SettingIgnored):
+            is_known = event.key in self._ignored_settings
+            self._ignored_settings.add(event.key)
+            return is_known
+        if isinstance(event, ShardAwaited):
+            if bool(event.reason) == (event.key in self._awaited):
+                return True
+            self._awaited ^= {event.key}
+        return False
+
+    def _save_problem(
+        self, event: CheckpointSkipped | CheckpointFailed, elapsed: float
+    ) -> ProgressLine | None:
+        """Say each reason once, until a checkpoint is committed."""
+        problem = (event.kind, event.reason)
+        if problem in self._save_problems:
+            return None
+        self._save_problems.add(problem)
+        return ProgressLine(elapsed, notice_text(event), "bad")
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
 
-from holdfast.plan.objective.scale_curve import Curve, Point
+from holdfast.plan.objective.scale_curve import Curve, Point, shown_knee
 from holdfast.report.formatting import format_count
 from holdfast.report.svg import Scale, line, path, tag, text
 
@@ -60,7 +60,7 @@ def _axes(points: Sequence[Point], x: Scale, share: Scale) -> Iterable[str]:
     for point in points:
         at = x(log2(point.devices))
         yield text(at, _HEIGHT - _BOTTOM + 18, format_count(point.devices), class_="mid")
-    yield text(_WIDTH - _RIGHT, _HEIGHT - 12, "devices", class_="end")
+    yield text(_WIDTH - 4, _HEIGHT - 12, "devices", class_="end")
 
 
 def _drawn(each: _Line, x: Scale, y: Scale) -> str:
@@ -82,7 +82,7 @@ def _dollars(curve: Curve, x: Scale) -> list[str]:
 
 def _knees(curve: Curve, kept: Curve, x: Scale) -> Iterable[str]:
     for each, name, height in ((curve, "knee", 0.0), (kept, "knee, degrees kept", 16.0)):
-        if (knee := each.knee) is not None:
+        if (knee := shown_knee(each)) is not None:
             at = x(log2(knee.devices))
             yield line(at, _TOP - 10 + height, at, _HEIGHT - _BOTTOM, class_="knee")
             yield text(at + 4, _TOP + height, name)

@@ -52,7 +52,7 @@ def steps_svg(
 
 
 def steps_text(points: Points, seconds: float, width: int = 72, height: int = 8) -> list[str]:
-    """Lines of characters, with the largest and the smallest value beside them."""
+    """Lines of characters, with the largest and the smallest value on the left."""
     times = [at for at, _ in points]
     moments = [seconds * k / (4 * width) for k in range(4 * width)]
     values = [points[max(0, bisect_right(times, at) - 1)][1] for at in moments]

@@ -17,13 +17,11 @@ from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import StepCost
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.objective.absent_nodes import losses_per_second
-from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.goodput import RETURNS, GoodputModel
 from holdfast.plan.objective.losses import CONTINUES, FROM_MEMORY, FROM_STORE
 from holdfast.plan.objective.occupancy import devices_by_pool
 from holdfast.policy.saving.tiers import DISK, PEERS
 
-RETURNS = -1
-"""What `GoodputModel.pause_s` calls the return of nodes."""
 _TIERS = {FROM_MEMORY: (PEERS, DISK), FROM_STORE: (DISK,)}
 
 Node = tuple[str, int]  # pool and number

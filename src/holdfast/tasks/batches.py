@@ -23,7 +23,7 @@ from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.core.weights import read_weight
 from holdfast.data.loader import StepLoader
-from holdfast.errors import TaskError
+from holdfast.errors import START_OVER, TaskError
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.task import Samples, Task
 
@@ -77,7 +77,7 @@ class TaskBatches:
             raise TaskError(
                 f"the data's version was {config.task.data!r} and is now {version!r}",
                 where="task",
-                remedy="go back to that data, or start over with --fresh",
+                remedy=f"go back to that data, or {START_OVER}",
             )
         self._check_length()
         self.order = SampleOrder(config.seed, [self._expected], [1.0])

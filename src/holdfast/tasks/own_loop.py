@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.core.weights import read_weight
-from holdfast.errors import TaskError
+from holdfast.errors import START_OVER, TaskError
 from holdfast.tasks.batches import sample_count
 from holdfast.tasks.generators import seed_generators
 from holdfast.tasks.kept_optimizers import KeptOptimizers
@@ -224,7 +224,7 @@ class Run:
                 f"the dataset had {self._samples} samples of version {self._version!r}, and now "
                 f"has {length} of version {named!r}",
                 where="step.batches",
-                remedy="go back to that data, or start over with --fresh",
+                remedy=f"go back to that data, or {START_OVER}",
             )
         self._data = NamedData(dataset, named, collate)
 

@@ -321,7 +321,7 @@ CASES: list[Case] = [
         START + "none of … checkpoints can be trusted",
         begin_torn,
         find_start,
-        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh.*",
         fresh,
     ),
     case(
@@ -329,7 +329,7 @@ CASES: list[Case] = [
         begin_without_checkpoints,
         find_start,
         r"put the checkpoints back \(what checkpoint\.bucket names is asked\), or start over with "
-        r"--fresh",
+        r"--fresh.*",
         put_back,
     ),
 ]

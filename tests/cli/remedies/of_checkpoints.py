@@ -130,7 +130,7 @@ CASES: list[Case] = [
         "checkpoint/restore/verify.py: none of … checkpoints can be trusted",
         begin_rotten,
         verified,
-        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh.*",
         start_over,
     ),
     case(

@@ -337,14 +337,14 @@ CASES: list[Case] = [
         "config/identity.py: this run was started with another source of …",
         begin_changed_source,
         resume,
-        r"put the task's files back, or start over with --fresh",
+        r"put the task's files back, or start over with --fresh.*",
         fetch_again,
     ),
     case(
         "config/identity.py: this run was started with another source of …",
         begin_changed_source,
         resume_optimizer,
-        r"put the files back, or start over with --fresh",
+        r"put the files back, or start over with --fresh.*",
         fetch_again,
     ),
     case(

@@ -433,7 +433,7 @@ CASES: list[Case] = [
         values(secret=Secret(bytes.fromhex("a7" * 32))),
         ask_peers,
         rf"give both the same secret file \(here: {SECRET_FILE_VARIABLE}\); if the run folder was "
-        r"lost, that of the lost run; or start over with --fresh",
+        r"lost, that of the lost run; or start over with --fresh.*",
         fixed(secret=Secret(bytes.fromhex("5e" * 32))),
     ),
     case(

@@ -288,7 +288,7 @@ CASES: list[Case] = [
         "tasks/" + OWN + "the dataset had … samples of version …, and now has … of version …",
         values(text=SCRIPT, known=(8, "two")),
         train,
-        r"go back to that data, or start over with --fresh",
+        r"go back to that data, or start over with --fresh.*",
         write(BATCHES, 'step.batches(data, version="two")'),
     ),
     loop(

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from re import Match
 
 from holdfast.cli.confirm import confirm_cost
+from holdfast.cli.plan_more import write_timeline
 from holdfast.cli.plan_request import read_plan_request
 from holdfast.config.load import load_config
+from holdfast.plan.explain.what_if import after_loss
+from holdfast.plan.hardware.cluster_file import read_cluster
 from tests.cli.remedies.lab import Case, Lab, case
 
 RUN = "model: {preset: tiny, vocab_size: 512}\ntrain: {batch_size: 1, microbatch_size: 1}\n"
@@ -41,6 +44,23 @@ def confirm(lab: Lab) -> None:
     confirm_cost(loaded, 249.5)
 
 
+def ask(text: str) -> Callable[[Lab], None]:
+    return lambda lab: lab.settings.update(text=text)
+
+
+def lose(lab: Lab) -> None:
+    after_loss(read_cluster("4x2xA100-80"), lab.settings["text"])
+
+
+def say_instead(lab: Lab, found: Match[str]) -> None:
+    lab.settings["text"] = found[1]
+
+
+def draw(lab: Lab) -> None:
+    request = read_plan_request(lab.folder / "run.yaml", lab.settings["overrides"], "2xA100-80")
+    write_timeline(request, lab.folder / lab.settings.get("svg", "none/step.svg"))
+
+
 AUTO = "layout=auto"
 CASES: list[Case] = [
     case(
@@ -49,13 +69,6 @@ CASES: list[Case] = [
         make_plan,
         r"use (\d+)",
         lambda lab, found: lab.settings["overrides"].append(f"layout.workers={found[1]}"),
-    ),
-    case(
-        "plan/auto/search_run.py: no layout of these machines follows the rules of the run file",
-        begin("2xA100-80", AUTO, "train.optimizer.name=muon"),
-        make_plan,
-        r"use (layout.workers=1), or remove limits of layout",
-        add,
     ),
     case(
         "cli/confirm.py: (confirm_cost)",
@@ -71,5 +84,47 @@ CASES: list[Case] = [
         make_plan,
         r"remove (layout.stages), or see the layout with: holdfast layout show",
         remove,
+    ),
+    case(
+        "plan/auto/objective.py: plan.finish_by … has passed",
+        begin("1xA100-80", AUTO, "plan.objective=finish_by", "plan.finish_by=2020-01-01"),
+        make_plan,
+        r"use a later date, or (plan.objective=time)",
+        add,
+    ),
+    case(
+        "plan/explain/what_if.py: this is not a loss",
+        ask("3"),
+        lose,
+        r"write (lost=3) \(nodes\), .*",
+        say_instead,
+    ),
+    case(
+        "plan/explain/what_if.py: the pool … has … nodes, fewer than are lost",
+        ask("lost=9"),
+        lose,
+        r"use (lost=4) or fewer",
+        say_instead,
+    ),
+    case(
+        "plan/explain/what_if.py: there is no pool …",
+        ask("lost=node:b"),
+        lose,
+        r"use (lost=node:A100-80)",
+        say_instead,
+    ),
+    case(
+        "plan/explain/what_if.py: no pool is in the zone …",
+        ask("lost=zone:x"),
+        lose,
+        r"use (lost=1)",
+        say_instead,
+    ),
+    case(
+        "cli/plan_more.py: it cannot be written (…)",
+        begin("2xA100-80", AUTO, "layout.workers=1"),
+        draw,
+        r"name a file in a folder that is there",
+        lambda lab, found: lab.settings.update(svg="step.svg"),
     ),
 ]

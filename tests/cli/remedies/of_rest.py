@@ -194,7 +194,7 @@ CASES: list[Case] = [
         TASK + "batches.py: the data's version was … and is now …",
         values(task=with_data(version="2")),
         open_batches,
-        r"go back to that data, or start over with --fresh",
+        r"go back to that data, or start over with --fresh.*",
         fixed(task=with_data()),
     ),
     case(

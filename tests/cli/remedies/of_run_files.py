@@ -327,7 +327,7 @@ CASES: list[Case] = [
         "config/identity.py: this run folder belongs to another configuration (…)…",
         override("seed=9"),
         resume,
-        r"put the values back, choose another name or folder, or start over with --fresh",
+        r"put the values back, choose another name or folder, or start over with --fresh.*",
         leave_out,
     ),
     case(

@@ -241,7 +241,7 @@ CASES: list[Case] = [
         "damaged: …",
         lambda lab: (begin_run(lab), damage_newest(lab), damage_first(lab)),
         check_end,
-        r"no older one is intact either: start over with --fresh",
+        r"no older one is intact either: start over with --fresh.*",
         lambda lab, found: shutil.rmtree(lab.folder / RUN),
     ),
     case(
@@ -269,7 +269,7 @@ CASES: list[Case] = [
         F + "the run was trained on dataset …, and data.folder holds …",
         at_folder(RUN),
         folder_check(check_version),
-        r"name the folder of that dataset, or start over with --fresh",
+        r"name the folder of that dataset, or start over with --fresh.*",
         start_over,
     ),
     case(
@@ -283,7 +283,7 @@ CASES: list[Case] = [
         "launch/run/runs.py: this is not what 'holdfast train' wrote",
         line("checkpoint list {root}/run", change_file("resolved.json", lambda _: b"{")),
         attempt,
-        r"restore it from a backup, or start over with --fresh",
+        r"restore it from a backup, or start over with --fresh.*",
         restore_backup,
     ),
     case(

@@ -163,7 +163,7 @@ CASES: list[Case] = [
         give("lifetime_s\n3\n"),
         read,
         "give a header line with (.*)",
-        lambda lab, found: give(found[1].replace(", ", ",") + "\n3,preempted\n")(lab),
+        lambda lab, found: give(found[1].replace(", ", ",") + "\n30000,preempted\n")(lab),
     ),
     of(
         "rows.py: this is no row of a table: …",
@@ -180,6 +180,13 @@ CASES: list[Case] = [
         LIVES + "500000,stop\n",
         "give a table in which other_ops of a row ends in (preempted)",
         LIVES + "500000,stop\n600000,preempted\n",
+    ),
+    case(
+        ROOM + "lives.py: machines live for … s in the mean: … in … days are too many",
+        give(LIVES + "3,preempted\n"),
+        read,
+        "give fewer with --nodes, or a shorter time with --days",
+        lambda lab, found: lab.settings["options"].update(days=0.01),
     ),
     case(
         ROOM + "outages.py: there is no outage of system …",

@@ -20,7 +20,7 @@ SLOW_RETURN = RecoveryCosts(spot_return_s=3_600.0, store_bandwidth=1e8)
 
 
 def expected_and_replayed(
-    given: Problem, choice: Choice, costs: RecoveryCosts, days: float = 25
+    given: Problem, choice: Choice, costs: RecoveryCosts, days: float = 12
 ) -> tuple[float, float]:
     model = GoodputModel(given, costs)
     cost = model.evaluator.cost(choice)

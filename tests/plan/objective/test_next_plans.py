@@ -20,16 +20,17 @@ def plans_of(choice: Choice, **settings: object) -> NextPlans:
 
 
 def test_each_likely_loss_has_a_plan() -> None:
-    model = GoodputModel(problem(pool(nodes_per_rack=2), batch=512))
+    model = GoodputModel(problem(pool(nodes_per_rack=2, nodes_per_power_domain=4), batch=512))
     choice = layout(4, 4, 128)
     found = next_plans(model, choice, model.evaluator.cost(choice))
     assert [(plan.loss, plan.lost, plan.rung) for plan in found.plans] == [
         ("node", {"spot": 1}, 0),
         ("rack", {"spot": 2}, 0),
+        ("power", {"spot": 4}, 0),
         ("half of the spot pool", {"spot": 4}, 0),
         ("zone", {"spot": 8}, 6),
     ]
-    node, _, half, zone = found.plans
+    node, _, _, half, zone = found.plans
     assert node.layout is not None
     assert node.layout.devices <= 14
     assert 0.45 < half.share < 0.7

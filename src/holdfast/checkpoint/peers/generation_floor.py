@@ -26,7 +26,7 @@ from holdfast.checkpoint.peers.source import INVENTORY_TIMEOUT_S
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.start_records import newest_started_generation, record_start
 from holdfast.core.format.manifest import parse_commit_key
-from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.errors import START_OVER, HoldfastError, RunFolderError
 from holdfast.wire.http.auth import AuthError
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret
 from holdfast.wire.store.run_store import RunStore
@@ -100,5 +100,5 @@ def _secret_refused(peer: Peer) -> RunFolderError:
         f"{peer.address} does not accept the secret of this run folder, which is new",
         where=f"checkpoint.peers, {peer.name}",
         remedy=f"give both the same secret file (here: {SECRET_FILE_VARIABLE}); "
-        "if the run folder was lost, that of the lost run; or start over with --fresh",
+        f"if the run folder was lost, that of the lost run; or {START_OVER}",
     )

@@ -40,6 +40,7 @@ from holdfast.core.format.manifest import (
 )
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import (
+    START_OVER,
     CheckpointError,
     HoldfastError,
     RunFolderError,
@@ -176,7 +177,7 @@ class RestorePointFinder:
             raise CheckpointError(
                 f"none of {len(done)} checkpoints can be trusted",
                 where=COMMITS_PREFIX.rstrip("/"),
-                remedy="see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+                remedy=f"see why with: holdfast checkpoint verify RUN, or {START_OVER}",
             )
         if past is not None and not done:
             raise _history_lost(past)
@@ -318,6 +319,5 @@ def _history_lost(past: int) -> CheckpointError:
     return CheckpointError(
         f"this run had a checkpoint of step {past}, and none is left",
         where=COMMITS_PREFIX.rstrip("/"),
-        remedy="put the checkpoints back (what checkpoint.bucket names is asked), or start over "
-        "with --fresh",
+        remedy=f"put the checkpoints back (what checkpoint.bucket names is asked), or {START_OVER}",
     )

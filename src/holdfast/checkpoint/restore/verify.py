@@ -25,7 +25,7 @@ from holdfast.core.format.manifest import (
     part_key,
     writer_name,
 )
-from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
+from holdfast.errors import START_OVER, CheckpointError, CorruptError, HoldfastError, StoreError
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 
@@ -53,7 +53,7 @@ def find_newest_verified(
         raise CheckpointError(
             f"none of {len(candidates)} checkpoints can be trusted",
             where=COMMITS_PREFIX.rstrip("/"),
-            remedy="see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+            remedy=f"see why with: holdfast checkpoint verify RUN, or {START_OVER}",
         )
     return None
 

@@ -6,6 +6,8 @@ import gc
 import logging
 from collections.abc import Sequence
 
+from holdfast.core.shard_wait import ShardAwaited
+from holdfast.data.batch import Batches
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
@@ -111,6 +113,7 @@ class HeldSession:
                 task=setup.task,
             )
         self._enter_recovered(found, connection)
+        _report_waits(setup.open_batches(), connection)
         slow = setup.transport.find_slow(topology)
         if slow is not None and not setup.config.layout.allow_tcp:  # a run that trains continues
             reason = f"{slow.sentence}; {slow.advice}"
@@ -174,3 +177,10 @@ def _build_session(
         groups.close()
         raise
     return make_session(config, engine, batches, device, task)
+
+
+def _report_waits(batches: object, connection: GenerationConnection) -> None:
+    """Have long waits for the dataset's shards reported to the run."""
+    if isinstance(batches, Batches) and (cache := batches.dataset.cache) is not None:
+        rank, reporter = connection.rank, connection.reporter
+        cache.on_wait = lambda key, why: reporter.emit(ShardAwaited(rank, key, why))

@@ -54,8 +54,9 @@ class ClusterLifecycle:
         head = self._kind.head
         if not self._kind.nodes_outlive_head and head not in processes.living(state):
             processes.end_all(state)
-            state = replace(state, processes={})
-        return self._start(state)
+        alive = processes.living(state)
+        kept = {name: each for name, each in state.processes.items() if name in alive}
+        return self._start(replace(state, processes=kept))
 
     def _start_or_end(self, state: ClusterState) -> ClusterState:
         try:

@@ -46,6 +46,10 @@ class KubernetesOwner:
         name, file = secret_name(request), request.secret_file
         return f"# Secret {name}: key {SECRET_KEY!r} holds what is in {file}\n{text}"
 
+    def check(self, request: LaunchRequest) -> None:
+        make_objects(request)
+        _refuse_unknown_queue(request, _kubectl(request.config.launch.kubernetes))
+
     def submit(self, request: LaunchRequest) -> OwnedJob:
         """Make the objects of a run, in place of those of an earlier job that has ended."""
         objects, kubectl = make_objects(request), _kubectl(request.config.launch.kubernetes)

@@ -172,6 +172,14 @@ class MachineOwner(Protocol):
 
 
 @runtime_checkable
+class CheckingOwner(Protocol):
+    """An owner that can refuse a request at once, before a dataset is prepared for it."""
+
+    def check(self, request: LaunchRequest) -> None:
+        """Raise UserError for what `submit` would refuse, if a quick look shows it."""
+
+
+@runtime_checkable
 class WarningOwner(Protocol):
     """An owner that can tell where it gave other machines than it was asked for."""
 

@@ -104,11 +104,16 @@ def forget_ended(board: RayBoard) -> None:
             board.forget_report(node)
 
 
+def try_connect(address: str) -> None:
+    """Raises OSError if nothing listens at Ray's address."""
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+
+
 def connect(address: str, runtime_env: Mapping[str, Any]) -> Any:
     """Connect to the cluster; return the module ray. Raises RayRefusalError."""
-    host, _, port = address.removeprefix(CLIENT).rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        try_connect(address)
     except OSError as error:
         raise RayRefusalError("unreachable", str(error.strerror or error)) from None
     try:

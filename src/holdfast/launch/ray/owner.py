@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
 from holdfast.launch.ray.errors import ADDRESS_KEY, explain
-from holdfast.launch.ray.job import RayAnswer, RayOrder
+from holdfast.launch.ray.job import RayAnswer, RayOrder, try_connect
 from holdfast.launch.ray.plan import NODE_MARK, JobStatus, RaySpec, in_order, make_groups
 from holdfast.wire.child_command import module_command
 
@@ -32,6 +32,14 @@ class RayOwner:
 
     def describe(self, request: LaunchRequest) -> str:
         return json.dumps(asdict(_submit_order(request)), indent=2) + "\n"
+
+    def check(self, request: LaunchRequest) -> None:
+        """Only whether something listens: to import ray takes longer than to prepare a little."""
+        address = _address(request.config.launch.ray.address)
+        try:
+            try_connect(address)
+        except OSError as error:
+            raise explain("unreachable", str(error.strerror or error), address) from None
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         order = _submit_order(request)

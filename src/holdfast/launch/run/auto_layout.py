@@ -62,8 +62,7 @@ def with_auto_layout(
         loaded = loaded.with_planned({"layout.fixed": fixed}, "what the run file gives")
     if reason := _why_no_plan(loaded, several):
         workers = format_plural(loaded.config.layout.workers, "worker")
-        line = f"layout.mode auto: {reason}; the simple planner gives it {workers}"
-        return loaded, AutoLayout((line,))
+        return loaded, AutoLayout((f"layout.mode auto: {reason}; it has {workers}",))
     if not loaded.config.train.microbatch_size and (size := known_microbatch_size(run_folder)):
         loaded = loaded.with_planned({KEY: size}, "that of the run")
     number = loaded.config.layout.workers if several else 0
@@ -79,9 +78,12 @@ def _why_no_plan(loaded: LoadedConfig, several: bool) -> str:
     """The reason why the simple planner keeps the layout of a run; "" if the search chooses it."""
     config = loaded.config
     if several and not config.plan.cluster:
-        return "a run on several nodes needs plan.cluster, which names the machines"
+        return (
+            "a run on several nodes needs plan.cluster, which names them, for a layout at its "
+            "begin; its agents choose one whenever nodes come or leave"
+        )
     if key := why_not_searched(config):
-        return f"the search does not know {key}"
+        return f"the search does not know {key}, so the simple planner fills the machine"
     return ""
 
 

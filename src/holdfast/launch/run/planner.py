@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from threading import Thread
+
 from holdfast.config.run import RunConfig
 from holdfast.plan.auto.machines import machines_of
 from holdfast.plan.machine.hardware import detect_hardware
@@ -21,4 +24,9 @@ def planner_of(config: RunConfig) -> Planner:
     if machines.cores:  # workers share them
         machines = machines.with_workers(config.cluster.places or 1)
     degrees = {axis: getattr(config.layout, axis) for axis in config.layout.fixed}
-    return SearchedPlanner(Fleet(machines.devices, machines.cluster.pools[0]), Limits(**degrees))
+    fleet = Fleet(machines.devices, machines.cluster.pools[0])
+    return SearchedPlanner(fleet, Limits(**degrees), later=_in_a_thread)
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    Thread(target=work, name="next plans", daemon=True).start()

@@ -25,6 +25,7 @@ from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError
 from holdfast.launch.run.branch_config import batches_after
+from holdfast.launch.run.bucket_run import begin_again_word
 from holdfast.launch.run.runs import drop_unknown_keys, read_resolved
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import (
@@ -176,7 +177,7 @@ def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[st
         return
     intact = next((step_of(key) for key in keys[1:] if find_damage(store, key) is None), None)
     if intact is None:
-        remedy = "no older one is intact either: start over with --fresh"
+        remedy = f"no older one is intact either: {begin_again_word(folder)}"
     else:
         command = ["holdfast", "branch", location_of_run(folder), "--at", str(intact), "--to"]
         remedy = (

@@ -40,6 +40,7 @@ from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.node.addresses import is_loopback_elsewhere
 from holdfast.launch.run.bucket_run import (
+    begin_again_word,
     describe_in_bucket,
     refuse_foreign_bucket,
     refuse_fresh_in_bucket,
@@ -145,7 +146,7 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
         raise RunFolderError(
             f"the run was trained on dataset {before}, and data.folder holds {dataset_version}",
             where=where_of_run(folder),
-            remedy="name the folder of that dataset, or start over with --fresh",
+            remedy=f"name the folder of that dataset, or {begin_again_word(folder)}",
         )
 
 

@@ -17,7 +17,7 @@ from holdfast.config.paths import expand_address
 from holdfast.config.run import RunConfig
 from holdfast.config.run_place import is_bucket
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import HoldfastError, ModelFolderError, RunFolderError
+from holdfast.errors import START_OVER, HoldfastError, ModelFolderError, RunFolderError
 from holdfast.wire.secret import Secret, given_secret_file, read_secret
 from holdfast.wire.store.run_location import (
     location_of_run,
@@ -180,7 +180,7 @@ def _foreign_file_error(path: Path) -> RunFolderError:
     return RunFolderError(
         "this is not what 'holdfast train' wrote",
         where=str(path),
-        remedy="restore it from a backup, or start over with --fresh",
+        remedy=f"restore it from a backup, or {START_OVER}",
     )
 
 

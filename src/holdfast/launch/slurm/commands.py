@@ -32,12 +32,15 @@ class JobLine:
         return int(self.job.partition("_")[0])
 
 
-def run_slurm(*command: str) -> str:
-    """Return what a command of Slurm prints. Raises UserError if it is missing or fails."""
+def run_slurm(*command: str, given: str = "") -> str:
+    """Return what a command of Slurm prints. Raises UserError if it is missing or fails.
+
+    given: its standard input.
+    """
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=given.encode(),
             capture_output=True,
             timeout=COMMAND_TIMEOUT_S,
             check=False,
@@ -93,8 +96,17 @@ _KEYS = (
 
 def submit_job(command: Sequence[str], slurm: SlurmConfig) -> str:
     """Return the number of the job, or of the array. Raises ConfigError if Slurm refuses it."""
+    return _submitted(command, "", slurm).strip().partition(";")[0]
+
+
+def validate_job(options: Sequence[str], script: str, slurm: SlurmConfig) -> None:
+    """Have Slurm look at a job without submitting it. Raises ConfigError if it would refuse it."""
+    _submitted(["sbatch", "--test-only", *options], script, slurm)
+
+
+def _submitted(command: Sequence[str], script: str, slurm: SlurmConfig) -> str:
     try:
-        return run_slurm(*command).strip().partition(";")[0]
+        return run_slurm(*command, given=script)
     except RefusedError as error:
         said = error.message.lower()
         key = next((key for word, key in _KEYS if word in said), "")

@@ -33,6 +33,7 @@ from holdfast.launch.slurm.commands import (
     release_nodes,
     request_leave,
     submit_job,
+    validate_job,
 )
 from holdfast.wire.child_command import module_command
 
@@ -61,9 +62,12 @@ class _Submission:
     nodes: int
     count: int = 1
 
-    def arguments(self, script: Path) -> list[str]:
+    def options(self) -> list[str]:
         array = [f"--array=0-{self.count - 1}"] if self.count > 1 else []
-        return ["sbatch", "--parsable", f"--nodes={self.nodes}", *array, str(script)]
+        return [f"--nodes={self.nodes}", *array]
+
+    def arguments(self, script: Path) -> list[str]:
+        return ["sbatch", "--parsable", *self.options(), str(script)]
 
 
 class SlurmOwner:
@@ -73,6 +77,12 @@ class SlurmOwner:
         script = request.folder / FOLDER / SCRIPT
         commands = [shlex.join(each.arguments(script)) for each in _submissions(request)]
         return "".join(f"{line}\n" for line in commands) + f"\n{script}:\n{script_text(request)}"
+
+    def check(self, request: LaunchRequest) -> None:
+        slurm, script = request.config.launch.slurm, script_text(request)
+        refuse_impossible(slurm, request.nodes)
+        for each in _submissions(request):
+            validate_job(each.options(), script, slurm)
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         refuse_impossible(request.config.launch.slurm, request.nodes)

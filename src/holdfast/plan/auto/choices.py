@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.config.layout import DegreesConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology, place_replicas
@@ -105,3 +106,18 @@ def _degrees(group: ReplicaChoice) -> dict[str, Any]:
         "tp": group.tp,
         "stages": group.stages if group.pp > 1 else (),
     }
+
+
+def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
+    """The run with another layout. Nothing is checked."""
+    values = values_of(choice)
+    layout = {k[7:]: v for k, v in values.items() if k.startswith("layout.")}
+    train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
+    if "replicas" in layout:
+        layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
+    return config.model_copy(
+        update={
+            "layout": config.layout.model_copy(update=layout),
+            "train": config.train.model_copy(update=train),
+        }
+    )

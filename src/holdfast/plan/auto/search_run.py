@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from datetime import datetime
 from typing import Any
 
-from holdfast.config.degrees import find_impossible_degrees
-from holdfast.config.layout import DegreesConfig
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
+from holdfast.plan.auto.objective import objective_of, refusal_of
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.search.search import (
     Found,
     Limits,
-    Objective,
     SearchResult,
     search,
-    step_seconds,
 )
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
@@ -92,11 +89,11 @@ def limits_of(loaded: LoadedConfig) -> Limits:
 def plan_run(
     loaded: LoadedConfig,
     machines: Machines,
-    objective: Objective = step_seconds,
     workers: int = 0,
+    now: datetime | None = None,
 ) -> RunPlan:
     """Choose the layout of a run on these machines. workers: their number, if it is not free.
-    Raises LayoutError if no layout works there."""
+    now: for an objective with a date. Raises LayoutError if no layout works there."""
     config, limits = loaded.config, limits_of(loaded)
     given = config.layout.workers if is_given(loaded, "layout.workers") else workers
     workload = workload_of(_with_vocabulary(config))
@@ -115,8 +112,13 @@ def plan_run(
             workload, part.cluster, part.devices, memory_share=config.plan.memory_share
         )
         try:
-            result = search(problem, limits, _within_rules(config, objective))
-            plans.append(RunPlan(problem, part, _without_refused(result), limits))
+            result = search(
+                problem,
+                replace(limits, devices=number if given or machines.cores else 0),
+                objective_of(loaded, problem, now),
+                allows=lambda choice: not refusal_of(config, choice),
+            )
+            plans.append(RunPlan(problem, part, result, limits))
         except LayoutError as error:
             refused.append(error)
     if not plans:
@@ -130,53 +132,6 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
         return config
     size = config.data.tokenizer.vocab_size
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
-
-
-def _within_rules(config: RunConfig, objective: Objective) -> Objective:
-    """The objective, with an infinite score for layouts that rules of the run file refuse."""
-
-    def score(choice: Choice, cost: StepCost) -> float:
-        return inf if refusal_of(config, choice) else objective(choice, cost)
-
-    return score
-
-
-def refusal_of(config: RunConfig, choice: Choice) -> str:
-    """The sentence of the rule that refuses a layout; "" if none does."""
-    sized = with_choice(config, choice)
-    return (
-        find_impossible_degrees(
-            sized.layout, sized.model, sized.train, sized.data.sequence_length, None
-        )
-        or ""
-    )
-
-
-def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
-    """The run with another layout. Nothing is checked."""
-    values = values_of(choice)
-    layout = {k[7:]: v for k, v in values.items() if k.startswith("layout.")}
-    train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
-    if "replicas" in layout:
-        layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
-    return config.model_copy(
-        update={
-            "layout": config.layout.model_copy(update=layout),
-            "train": config.train.model_copy(update=train),
-        }
-    )
-
-
-def _without_refused(result: SearchResult) -> SearchResult:
-    """Raises LayoutError if rules of the run file refuse all layouts that were found."""
-    left = [each for each in (result.best, *result.runners_up) if each.score < inf]
-    if not left:
-        raise LayoutError(
-            "no layout of these machines follows the rules of the run file",
-            where="layout",
-            remedy="use layout.workers=1, or remove limits of layout",
-        )
-    return replace(result, best=left[0], runners_up=tuple(left[1:]))
 
 
 def with_plan(loaded: LoadedConfig, plan: RunPlan, reason: str) -> tuple[LoadedConfig, Found]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 Recompute = str
@@ -28,9 +30,14 @@ class ReplicaChoice:
     microbatches: int
     recompute: tuple[Recompute, ...] = ("none",)
 
-    @property
+    @cached_property
     def mesh_shape(self) -> tuple[int, int, int, int]:
         return self.pp, self.dp_shard, self.cp, self.tp
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """The first block of each stage, and the number of blocks."""
+        return tuple(accumulate(self.stages, initial=0))
 
     @property
     def size(self) -> int:

@@ -29,7 +29,8 @@ Work = tuple[tuple[int, ActionKind], ...]
 """What an entry computes: (stage, kind) of each of its actions."""
 
 NOTHING: Work = ()
-_ENDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+_FIRST_HALF, _SECOND_HALF = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+_ENDS = (ActionKind.BACKWARD, _SECOND_HALF)
 
 
 Entry = tuple[int, int, int, int, int]
@@ -45,8 +46,9 @@ gives its result.
 @dataclass(frozen=True)
 class CompiledSchedule:
     """entries: in an order in which they can run. rows: the entries of each rank, in its order.
-    microbatches: of each entry. in_flight: as of `max_in_flight`. Links 2 s + 1 and 2 s + 2 lead
-    from stage s to stage s + 1 and back."""
+    microbatches: of each entry. in_flight: as of `max_in_flight`. late: of each rank, the most
+    passes at once between the two halves of a backward. Links 2 s + 1 and 2 s + 2 lead from stage s
+    to stage s + 1 and back."""
 
     rank_of: tuple[int, ...]
     works: tuple[Work, ...]
@@ -54,6 +56,7 @@ class CompiledSchedule:
     microbatches: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
     in_flight: tuple[int, ...]
+    late: tuple[int, ...]
 
     @property
     def ranks(self) -> int:
@@ -190,6 +193,7 @@ class _Compiler:
             tuple(self._microbatches),
             tuple(map(tuple, self._rows)),
             self._in_flight(),
+            tuple(map(self._late, self._rows)),
         )
 
     def _in_flight(self) -> tuple[int, ...]:
@@ -207,6 +211,17 @@ class _Compiler:
                 kept -= ends[work]
             peaks.append(peak)
         return tuple(peaks)
+
+    def _late(self, row: Sequence[int]) -> int:
+        changes = [
+            sum((kind is _FIRST_HALF) - (kind is _SECOND_HALF) for _, kind in work)
+            for work in self._works
+        ]
+        late = most = 0
+        for number in row:
+            late += changes[self._entries[number][1]]
+            most = max(most, late)
+        return most
 
     def _begin(self, stage: int, is_gradient: bool) -> int:
         """The first place of values that leave `stage` in `_made`; they are in the order of their

@@ -9,25 +9,27 @@ that of its schedule's own table with the stages' durations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.layout import Replica
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
+from holdfast.plan.cost.collectives import gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
-from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, in_flight, pipeline_time
+from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
+from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
+from holdfast.plan.cost.sharded_passes import with_collectives
 from holdfast.plan.cost.stage_memory import (
     ASSUMED_OVERHEAD,
     Held,
     MemoryOverhead,
     StageMemory,
     layer_parameters,
-    rank_parameters,
     stage_memory,
 )
+from holdfast.plan.cost.step_tail import step_tail
 from holdfast.plan.cost.workload import Layer, PassTimes, Workload
 from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.hardware.devices import DeviceType, device_named
@@ -36,9 +38,10 @@ from holdfast.plan.hardware.devices import DeviceType, device_named
 @dataclass(frozen=True)
 class Problem:
     """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
-    may use. waits_for_sends: ranks compute nothing while they send to another stage or receive.
-    hides_gradients: sums of gradients travel while a stage's last backward computes. slow: by
-    index on pp, how many times as long a rank's computing takes."""
+    may use. bucket_bytes: gradients that are summed in one message; 0: all of a stage.
+    waits_for_sends: ranks compute nothing while they send to another stage or receive.
+    hides_gradients: sums of gradients travel while a stage's last backward computes; never those of
+    the last bucket. slow: by index on pp, how many times as long a rank's computing takes."""
 
     workload: Workload
     cluster: Cluster
@@ -47,6 +50,7 @@ class Problem:
     memory_share: float = 0.95
     overhead: MemoryOverhead = ASSUMED_OVERHEAD
     waits_for_sends: bool = False
+    bucket_bytes: float = 0.0
     hides_gradients: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
 
@@ -86,183 +90,310 @@ class StepCost:
 
 @dataclass
 class Evaluator:
-    """Computes costs of layouts for one problem, and remembers the times of layers."""
+    """Computes costs of layouts for one problem, and remembers the parts that layouts share."""
 
     problem: Problem
     _times: dict[object, PassTimes] = field(default_factory=dict)
+    _stages: dict[object, StageTimes] = field(default_factory=dict)
+    _memory: dict[object, StageMemory] = field(default_factory=dict)
+    _tails: dict[object, dict[str, float]] = field(default_factory=dict)
+    _links: dict[object, tuple[_Place, ...]] = field(default_factory=dict)
+    _places: dict[object, _Place] = field(default_factory=dict)
+    _pipelines: dict[object, PipelineTime] = field(default_factory=dict)
 
     def cost(self, choice: Choice) -> StepCost:
-        groups = tuple(self._group(choice, group) for group in choice.replicas)
+        """Return the cost, with the timeline of the schedule executed."""
+        return self._cost(choice, pipeline_time)
+
+    def least(self, choice: Choice) -> StepCost:
+        """Return a cost without a timeline: the memory is exact, and no step is faster."""
+        return self._cost(choice, least_pipeline_time)
+
+    def room(self, pool: str) -> float:
+        """Return the bytes of a device of this pool that a run may use."""
+        device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
+        return device.memory_bytes * self.problem.memory_share
+
+    def memory(self, choice: Choice, group: ReplicaChoice) -> tuple[StageMemory, ...]:
+        """Return the bytes of the fullest rank at each index on pp."""
+        kept = kept_microbatches(choice.schedule, group.pp, choice.virtual, group.microbatches)
+        return tuple(self.memory_at(choice, group, index, kept[index]) for index in range(group.pp))
+
+    def least_group(self, choice: Choice, group: ReplicaChoice) -> float:
+        """Return the least seconds of a step of one kind of replica, of those of `choice`."""
+        places = self._of_places(choice, group)
+        stages = self._stage_times(choice, group, places)
+        pipeline = least_pipeline_time(
+            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
+        )
+        return pipeline.seconds + sum(self._tail(choice, group, places).values())
+
+    def _cost(self, choice: Choice, timeline: Timer) -> StepCost:
+        groups = tuple(self._group(choice, group, timeline) for group in choice.replicas)
         slowest = max(groups, key=lambda group: group.step_s)
         short_of = max(
-            stage.peak - self._room(group.pool_at(index))
+            stage.peak - self.room(group.pool_at(index))
             for group, cost in zip(choice.replicas, groups, strict=True)
             for index, stage in enumerate(cost.memory)
         )
         parts = {**slowest.pipeline.parts, **slowest.tail}
         return StepCost(slowest.step_s, parts, groups, max(0.0, short_of))
 
-    def _room(self, pool: str) -> float:
-        device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
-        return device.memory_bytes * self.problem.memory_share
-
-    def _group(self, choice: Choice, group: ReplicaChoice) -> GroupCost:
-        number = choice.number_of_replicas
-        links = [
-            group_links(self.problem.cluster, group, index, number) for index in range(group.pp)
-        ]
-        layers = [self._held(choice, group, index) for index in range(group.pp)]
-        stages = self._stage_times(choice, group, links)
-        pipeline = pipeline_time(
-            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
-        )
-        kept = in_flight(choice.schedule, group.pp, choice.virtual, group.microbatches)
-        memory = tuple(
-            stage_memory(
-                self.problem.workload, choice, group, i, layers[i], kept[i], self.problem.overhead
+    def _group(self, choice: Choice, group: ReplicaChoice, timeline: Timer) -> GroupCost:
+        places = self._of_places(choice, group)
+        stages = self._stage_times(choice, group, places)
+        key = (timeline, choice.schedule, choice.virtual, group.microbatches, *map(id, stages))
+        pipeline = self._pipelines.get(key)
+        if pipeline is None:
+            pipeline = self._pipelines[key] = timeline(
+                choice.schedule, group.pp, choice.virtual, group.microbatches, stages
             )
-            for i in range(group.pp)
+        return GroupCost(pipeline, self.memory(choice, group), self._tail(choice, group, places))
+
+    def _of_places(self, choice: Choice, group: ReplicaChoice) -> tuple[_Place, ...]:
+        """The pool and the links of each index on pp."""
+        number = choice.number_of_replicas
+        key = (group.mesh_shape, group.pools, group.count, number, choice.ep)
+        if key not in self._links:
+            found = []
+            for index in range(group.pp):
+                links = group_links(self.problem.cluster, group, index, number, choice.ep)
+                place = _Place(group.pool_at(index), links)
+                found.append(self._places.setdefault((place.pool, links), place))
+            self._links[key] = tuple(found)
+        return self._links[key]
+
+    def memory_at(
+        self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float
+    ) -> StageMemory:
+        """Return the bytes of the fullest rank at `index` on pp."""
+        return self.memory_of(
+            choice, group, index, in_flight, _counts(self.problem.workload, choice, group, index)
         )
-        tails = [self._tail(choice, group, i, layers[i], links[i], stages) for i in range(group.pp)]
-        return GroupCost(pipeline, memory, max(tails, key=lambda tail: sum(tail.values())))
 
-    def _held(self, choice: Choice, group: ReplicaChoice, index: int) -> Held:
-        """Layers of the ranks at `index` on pp."""
-        kinds, counts = self.problem.workload.kinds, dict[int, int]()
-        for chunk in _chunks_of(choice, group, index):
-            for kind, number in self._chunk(group, chunk).items():
-                counts[kind] = counts.get(kind, 0) + number
-        return [(kinds[kind], counts[kind]) for kind in sorted(counts)]
-
-    def _chunk(self, group: ReplicaChoice, chunk: int) -> dict[int, int]:
-        """Kinds of layers of one stage, with their number."""
-        workload = self.problem.workload
-        first = sum(group.stages[:chunk])
-        last = first + group.stages[chunk] if group.pp > 1 else len(workload.blocks)
-        found = workload.counts(first, last)
-        if chunk == 0:
-            found[0] = 1
-        if group.pp == 1 or chunk == len(group.stages) - 1:
-            found[len(workload.kinds) - 1] = 1
+    def memory_of(
+        self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float, held: Counts
+    ) -> StageMemory:
+        """The same, if that rank holds these layers."""
+        key = (
+            choice.microbatch,
+            choice.schedule,
+            choice.virtual,
+            choice.zero,
+            choice.ep,
+            choice.sequence_parallel,
+            choice.host,
+            group.mesh_shape,
+            group.recompute_at(index),
+            min(group.microbatches, 4 * group.pp),
+            choice.number_of_replicas,
+            index,
+            in_flight,
+            held,
+        )
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = stage_memory(
+                self.problem.workload,
+                choice,
+                group,
+                index,
+                _layers(self.problem.workload, held),
+                in_flight,
+                self.problem.overhead,
+            )
         return found
 
     def _stage_times(
-        self, choice: Choice, group: ReplicaChoice, links: list[GroupLinks]
+        self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
     ) -> list[StageTimes]:
-        folded = SCHEDULE_KINDS[choice.schedule].is_folded
-        places = Replica(
-            0, tuple(range(group.size)), group.mesh_shape, group.stages, 1, folded and group.pp > 1
+        found, common = (
+            [],
+            (
+                choice.microbatch,
+                choice.zero,
+                choice.ep,
+                choice.sequence_parallel,
+                group.mesh_shape[1:],
+            ),
         )
-        workload, found = self.problem.workload, []
-        tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
-            index = places.pp_of(chunk)
-            times = [
-                (self._layer(choice, group, index, kind, links[index]), number)
-                for kind, number in self._chunk(group, chunk).items()
-            ]
-            cut = group.tp if choice.sequence_parallel else 1
-            size = tokens * workload.layers[0].width * workload.item / cut
-            send = links[index].pp.message_s(size)
-            stage = StageTimes.of(times, send, self.problem.waits_for_sends)
-            found.append(stage.slowed(self.problem.slow.get(index, 1.0)))
+            index = _index_of(choice, group, chunk)
+            place, counts = places[index], _chunk(self.problem.workload, group, chunk)
+            slow = self.problem.slow.get(index, 1.0)
+            key = (common, id(place), counts, group.recompute_at(index), slow)
+            stage = self._stages.get(key)
+            if stage is None:
+                stage = self._stages[key] = self._stage(choice, group, index, place, counts)
+            found.append(stage)
         return found
 
-    def _layer(
-        self, choice: Choice, group: ReplicaChoice, index: int, kind: int, links: GroupLinks
+    def _stage(
+        self, choice: Choice, group: ReplicaChoice, index: int, place: _Place, counts: Counts
+    ) -> StageTimes:
+        workload = self.problem.workload
+        tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
+        times = [
+            (self._layer(choice, group, group.recompute_at(index), kind, place), number)
+            for kind, number in counts
+        ]
+        cut = group.tp if choice.sequence_parallel else 1
+        size = tokens * workload.layers[0].width * workload.item / cut
+        send = place.links.pp.message_s(size)
+        stage = StageTimes.of(times, send, self.problem.waits_for_sends)
+        return stage.slowed(self.problem.slow.get(index, 1.0))
+
+    def layer_times(
+        self, choice: Choice, group: ReplicaChoice, index: int, kind: int, word: str
     ) -> PassTimes:
-        workload, pool = self.problem.workload, group.pool_at(index)
+        """Return the times of a kind of layer, by its index in the workload, at `index` on pp."""
+        return self._layer(choice, group, word, kind, self._of_places(choice, group)[index])
+
+    def _layer(
+        self, choice: Choice, group: ReplicaChoice, word: str, kind: int, place: _Place
+    ) -> PassTimes:
+        workload, pool = self.problem.workload, place.pool
         layer = workload.kinds[kind]
-        part = Part(
+        part = (
             choice.microbatch * workload.sequence / group.dp_shard / group.cp,
             workload.sequence,
             group.tp,
             group.cp,
             choice.ep,
             choice.sequence_parallel,
-            group.recompute_at(index) if layer.kind == "block" else "none",
+            word if layer.kind == "block" else "none",
         )
-        key = (kind, part, pool, links, choice.zero, group.dp_shard)
-        if key not in self._times:
+        key = (kind, part, id(place), choice.zero, group.dp_shard)
+        found = self._times.get(key)
+        if found is None:
             device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
-            times = self.problem.times or ShapeTimes(workload.precision, workload.item)
-            self._times[key] = self._with_gathers(
-                times.of(layer, part, device, links), choice, group, layer, links
+            times = self.problem.times or ShapeTimes.of_workload(workload)
+            found = self._times[key] = _with_gathers(
+                workload,
+                times.of(layer, Part(*part), device, place.links),
+                choice,
+                group,
+                layer,
+                place.links,
             )
-        return self._times[key]
-
-    def _with_gathers(
-        self,
-        times: PassTimes,
-        choice: Choice,
-        group: ReplicaChoice,
-        layer: Layer,
-        links: GroupLinks,
-    ) -> PassTimes:
-        """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
-        than the computing is added to it."""
-        if choice.zero < 3 or group.dp_shard == 1:
-            return times
-        own = layer_parameters(layer, group.tp, choice.ep)
-        gathers = gather_s(links.shards, own * self.problem.workload.state.weights, group.dp_shard)
-        reduced = own * self.problem.workload.state.gradients
-        scatters = scatter_s(links.shards, reduced, group.dp_shard)
-        forward = max(0.0, gathers - times.forward)
-        backward = max(0.0, gathers + scatters - times.backward)
-        sent = {**(times.communication or {}), "shards": forward + backward}
-        return replace(
-            times,
-            forward=times.forward + forward,
-            inputs=times.inputs + backward,
-            communication=sent,
-        )
+        return found
 
     def _tail(
-        self,
-        choice: Choice,
-        group: ReplicaChoice,
-        index: int,
-        layers: Held,
-        links: GroupLinks,
-        stages: list[StageTimes],
+        self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
     ) -> dict[str, float]:
-        """Seconds of a step after its passes: sums of gradients that no backward hides, and the
-        update."""
-        state = self.problem.workload.state
-        own = rank_parameters(layers, group.tp, choice.ep)
-        shards, number = group.dp_shard, choice.number_of_replicas
-        hidden = stages[index].backward if self.problem.hides_gradients else 0.0
-        sums = allreduce_s(links.replicas, own * state.gradients / shards, number)
-        if choice.zero < 3:
-            sums += scatter_s(links.shards, own * state.gradients, shards)
-        gathers = gather_s(links.shards, own * state.weights, shards) if choice.zero < 3 else 0.0
-        device = device_named(
-            self.problem.cluster.pool(group.pool_at(index)).device, self.problem.devices
-        )
-        update = self._measured_update(choice, group, index, links)
-        if update is None:
-            reached = device.bandwidth * device.reached(self.problem.workload.precision).memory
-            touched = own * (2 * state.optimizer + state.gradients + state.weights)
-            update = touched / reached
-        return {
-            "gradients": max(0.0, sums - hidden),
-            "parameters": gathers,
-            "update": update / shards,
-        }
+        """Seconds of the stage that takes longest after the passes."""
+        stages = self._stage_times(choice, group, places)
+        shared = (choice.zero, choice.ep, group.tp, group.dp_shard, choice.host)
+        tails = []
+        for index, place in enumerate(places):
+            counts = _counts(self.problem.workload, choice, group, index)
+            hidden = stages[index].backward if self.problem.hides_gradients else 0.0
+            key = (shared, id(place), counts, hidden, choice.number_of_replicas)
+            tail = self._tails.get(key)
+            if tail is None:
+                tail = self._tails[key] = self._tail_of(choice, group, place, counts, hidden)
+            tails.append(tail)
+        return max(tails, key=lambda tail: sum(tail.values()))
 
-    def _measured_update(
-        self, choice: Choice, group: ReplicaChoice, index: int, links: GroupLinks
-    ) -> float | None:
-        """Seconds of the update of all layers at `index` on pp, if a profile has them."""
-        kinds, total = self.problem.workload.kinds, 0.0
-        if self.problem.times is None:
+    def least_tail(self, choice: Choice, group: ReplicaChoice, index: int, counts: Counts) -> float:
+        """Return the seconds after the passes of a rank with these layers, if its backward hides
+        all sums of gradients."""
+        place = self._of_places(choice, group)[index]
+        key = (choice.zero, choice.ep, group.mesh_shape[1:], choice.host, id(place), counts)
+        if key not in self._tails:
+            self._tails[key] = self._tail_of(choice, group, place, counts, inf)
+        return sum(self._tails[key].values())
+
+    def _tail_of(
+        self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts, hidden: float
+    ) -> dict[str, float]:
+        """Seconds of a step after its passes."""
+        problem = self.problem
+        device = device_named(problem.cluster.pool(place.pool).device, problem.devices)
+        return step_tail(
+            problem.workload.state,
+            choice,
+            group,
+            place.links,
+            _layers(problem.workload, counts),
+            hidden=hidden,
+            bucket_bytes=problem.bucket_bytes,
+            touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
+            update=_measured_update(self, choice, group, place, counts),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """The pool of an index on pp, and its links. One object for all that are equal."""
+
+    pool: str
+    links: GroupLinks
+
+
+Counts = tuple[tuple[int, int], ...]
+"""Kinds of layers, by their index in the workload, with their number."""
+
+Timer = Callable[[str, int, int, int, Sequence[StageTimes]], PipelineTime]
+"""`pipeline_time`, or one with its parameters."""
+
+
+def _with_gathers(
+    workload: Workload,
+    times: PassTimes,
+    choice: Choice,
+    group: ReplicaChoice,
+    layer: Layer,
+    links: GroupLinks,
+) -> PassTimes:
+    """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
+    than the computing is added to it."""
+    if choice.zero < 3 or group.dp_shard == 1:
+        return times
+    state = workload.state
+    own = layer_parameters(layer, group.tp, choice.ep)
+    gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
+    scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
+    return with_collectives(times, gathers, gathers + scatters)
+
+
+def _measured_update(
+    evaluator: Evaluator, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts
+) -> float | None:
+    """Seconds of the update of these layers, if a profile has them."""
+    total = 0.0
+    if evaluator.problem.times is None:
+        return None
+    for kind, number in counts:
+        update = evaluator._layer(choice, group, group.recompute_at(0), kind, place).update
+        if update is None:
             return None
-        for layer, number in self._held(choice, group, index):
-            update = self._layer(choice, group, index, kinds.index(layer), links).update
-            if update is None:
-                return None
-            total += number * update
-        return total
+        total += number * update
+    return total
+
+
+def _layers(workload: Workload, counts: Counts) -> Held:
+    return [(workload.kinds[kind], number) for kind, number in counts]
+
+
+def _counts(workload: Workload, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
+    """Layers of the ranks at `index` on pp."""
+    chunks = _chunks_of(choice, group, index)
+    if len(chunks) == 1:
+        return _chunk(workload, group, chunks[0])
+    sums = dict[int, int]()
+    for chunk in chunks:
+        for kind, number in _chunk(workload, group, chunk):
+            sums[kind] = sums.get(kind, 0) + number
+    return tuple(sorted(sums.items()))
+
+
+def _chunk(workload: Workload, group: ReplicaChoice, chunk: int) -> Counts:
+    """Kinds of layers of one stage, with their number."""
+    if group.pp == 1:
+        return workload.counts_of(0, len(workload.blocks), True, True)
+    first, last = group.bounds[chunk], group.bounds[chunk + 1]
+    return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)
 
 
 def _chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:
@@ -272,3 +403,16 @@ def _chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:
     if SCHEDULE_KINDS[choice.schedule].is_folded:
         return [index, 2 * group.pp - 1 - index]
     return list(range(index, len(group.stages), group.pp))
+
+
+def _index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
+    """The index on pp of the ranks that have this stage."""
+    if SCHEDULE_KINDS[choice.schedule].is_folded and chunk >= group.pp:
+        return 2 * group.pp - 1 - chunk
+    return chunk % group.pp
+
+
+def times_of_stages(problem: Problem, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
+    """Seconds of each pipeline stage of a kind of replica, for one microbatch."""
+    evaluator = Evaluator(problem)
+    return evaluator._stage_times(choice, group, evaluator._of_places(choice, group))

@@ -1,9 +1,13 @@
 """Seconds of one layer on one device, from shapes and a device's constants.
 
-A product of f FLOPs and b bytes takes ramp + max(f / reached FLOP/s, b / reached bandwidth): the
-roofline (Williams et al., 2009) with a constant for what small products lose. The gradients of its
-input and of its weights cost as much each. Attention is a fused kernel: its scores never leave the
-chip, and its backward computes 2.5 times as much (Dao, 2023). All other kernels move bytes.
+A product of f FLOPs and b bytes takes ramp + max(f / reached FLOP/s, b / reached bandwidth). That
+is the roofline (Williams et al., 2009) with a constant for what small products lose. The gradients
+of its input and of its weights cost as much each. Attention is a fused kernel with a rate of its
+own. Its scores never leave the chip, and its backward computes 2.5 times as much (Dao, 2023). All
+other kernels move bytes.
+
+Products in fp8 and fp4 read smaller operands, which a kernel rounds before. Everything else stays
+in bf16.
 """
 
 from __future__ import annotations
@@ -11,13 +15,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.plan.cost.collectives import all_to_all_s, gather_s
+from holdfast.plan.cost.collectives import gather_s
 from holdfast.plan.cost.group_links import GroupLinks
-from holdfast.plan.cost.workload import Layer, PassTimes, Product
+from holdfast.plan.cost.workload import Layer, PassTimes, Product, Workload
 from holdfast.plan.hardware.devices import DeviceType, Efficiency
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, as a multiple of its forward's."""
+
+SCORE_MOVES = 6.5
+"""Elements moved for each score where kernels are not fused. A product writes it. The softmax and
+the dropout read and write it, with a mask of a byte. A product reads it."""
+
+ROUNDED_MOVES = 2.0
+"""Elements moved to round one of an operand: read in 16 bits, written twice, along each side."""
+
+NARROW = {"fp8": 1.0, "fp4": 0.5}
+"""Bytes of an operand of a product in precisions that nothing but products uses."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +56,50 @@ class LayerTimes(Protocol):
 
 @dataclass(frozen=True)
 class ShapeTimes:
-    """From shapes. item: bytes of an element that is computed with."""
+    """From shapes. item: bytes of an element between kernels. repeats_all: see `Workload`."""
 
     precision: str
     item: float
+    repeats_all: bool = False
+
+    @staticmethod
+    def of_workload(workload: Workload) -> ShapeTimes:
+        return ShapeTimes(workload.precision, workload.item, workload.repeats_all)
 
     def of(self, layer: Layer, part: Part, device: DeviceType, links: GroupLinks) -> PassTimes:
-        peak, reached = device.peak(self.precision), device.reached(self.precision)
-        one = _Device(peak, reached, device.bandwidth, self.item)
-        products = sum(one.product_s(part.tokens, each, part.tp) for each in layer.products)
-        products += self._experts_s(one, layer, part)
+        one = _Device.of(device, self.precision, self.item)
+        each = [one.product_s(part.tokens, product, part.tp) for product in layer.products]
+        products = sum(each) + self._experts_s(one, layer, part)
         attention = self._attention_s(one, layer, part)
         cut = part.tp if part.sequence_parallel else 1
         moved = layer.whole_moved / cut + layer.cut_moved / part.tp
         other = one.moved_s(part.tokens * moved, layer.kernels)
+        rounding = one.rounding_s(layer, part)
+        other += rounding
         sent = self._sent_s(layer, part, links)
         forward = products + attention + other + sum(sent.values())
-        again = {"none": 0.0, "selective": attention + other, "full": forward}[part.recompute]
+        # the backward does not need the output of the last product, so torch does not repeat it
+        left_out = each[-1] if each and not self.repeats_all else 0.0
+        is_fused = layer.attention is None or layer.attention.is_fused
+        dropped = attention + (other if is_fused else 0.0)
+        again = {"none": 0.0, "selective": dropped, "full": forward - left_out}
         inputs = products + ATTENTION_BACKWARD * attention + 2 * other + sum(sent.values())
         times = 3 if part.recompute == "full" else 2
         return PassTimes(
-            forward, inputs, products, again, {axis: times * s for axis, s in sent.items()}
+            forward,
+            inputs,
+            products,
+            again[part.recompute],
+            {axis: times * s for axis, s in sent.items()},
         )
 
     def _attention_s(self, one: _Device, layer: Layer, part: Part) -> float:
         if layer.attention is None:
             return 0.0
         kind = layer.attention
-        flops = 4 * kind.heads / part.tp * kind.head_dim * kind.keys(part.sequence) * part.tokens
-        return one.flops_s(flops)
+        scores = kind.heads / part.tp * kind.keys(part.sequence) * part.tokens
+        seconds = 4 * kind.head_dim * scores / one.attention
+        return seconds if kind.is_fused else seconds + one.moved_s(SCORE_MOVES * scores, 5)
 
     def _experts_s(self, one: _Device, layer: Layer, part: Part) -> float:
         """The experts of a rank compute as many tokens as the rank has, times top_k: their load is
@@ -79,7 +108,11 @@ class ShapeTimes:
             return 0.0
         own = layer.experts.count / part.ep
         tokens = part.tokens * layer.experts.top_k / own
-        return own * sum(one.product_s(tokens, p, part.tp) for p in layer.experts.products)
+        products = layer.experts.products
+        seconds = own * sum(one.product_s(tokens, product, part.tp) for product in products)
+        # one grouped kernel computes all experts of a rank
+        once = (own - 1) * len(products) * one.ramp_s if layer.experts.is_fused else 0.0
+        return seconds - max(0.0, once)
 
     def _sent_s(self, layer: Layer, part: Part, links: GroupLinks) -> dict[str, float]:
         size = part.tokens * layer.width * self.item
@@ -92,31 +125,64 @@ class ShapeTimes:
             keys = 2 * kind.kv_heads * kind.head_dim / part.tp * self.item * part.tokens * part.cp
             sent["cp"] = gather_s(links.cp, keys, part.cp)
         if part.ep > 1 and layer.experts is not None:
-            copies = size * layer.experts.top_k
-            sent["ep"] = 2 * all_to_all_s(links.shards, copies, part.ep)
+            size = part.tokens * layer.experts.width * self.item
+            sent["ep"] = 2 * links.experts.seconds(size, layer.experts.top_k)
         return sent
 
 
 @dataclass(frozen=True)
 class _Device:
-    peak: float
-    reached: Efficiency
-    bandwidth: float
+    """products, attention: FLOP/s. bytes: of memory a second. item, operand: bytes of an element,
+    and of one that a product reads."""
+
+    products: float
+    attention: float
+    bytes: float
+    ramp_s: float
+    launch_s: float
     item: float
+    operand: float
+
+    @staticmethod
+    def of(device: DeviceType, precision: str, item: float) -> _Device:
+        reached = device.reached(precision)
+        wide = "bf16" if precision in NARROW and "bf16" in device.flops else precision
+        return _Device(
+            device.peak(precision) * reached.compute,
+            device.peak(wide) * _attention_share(reached),
+            device.bandwidth * reached.memory,
+            reached.ramp_s,
+            reached.launch_s,
+            item,
+            NARROW.get(precision, item),
+        )
 
     def product_s(self, tokens: float, product: Product, tp: int) -> float:
         cut = tp if product.cut else 1
-        flops = 2 * tokens * product.parameters / cut
         inputs = product.inputs / (tp if product.cut == "rows" else 1)
         outputs = product.outputs / (tp if product.cut == "columns" else 1)
-        size = self.item * (tokens * (inputs + outputs) + product.parameters / cut)
-        return self.reached.ramp_s + max(
-            self.flops_s(flops), size / (self.bandwidth * self.reached.memory)
-        )
+        flops = 2 * tokens * product.parameters / cut
+        read = self.operand * (tokens * inputs + product.parameters / cut)
+        size = read + self.item * tokens * outputs
+        return self.ramp_s + max(flops / self.products, size / self.bytes)
 
-    def flops_s(self, flops: float) -> float:
-        return flops / (self.peak * self.reached.compute)
+    def rounding_s(self, layer: Layer, part: Part) -> float:
+        """Seconds to round what products of narrow precisions read."""
+        if self.operand == self.item:
+            return 0.0
+        inputs = float(sum(each.inputs for each in layer.products))
+        if layer.experts and not layer.experts.is_fused:
+            inputs += layer.experts.top_k * sum(each.inputs for each in layer.experts.products)
+        return self.moved_s(ROUNDED_MOVES * inputs * part.tokens / part.tp, 0)
 
     def moved_s(self, elements: float, kernels: int) -> float:
-        size = self.item * elements
-        return kernels * self.reached.launch_s + size / (self.bandwidth * self.reached.memory)
+        return kernels * self.launch_s + self.item * elements / self.bytes
+
+
+def _attention_share(reached: Efficiency) -> float:
+    return reached.attention or ATTENTION_OF_COMPUTE * reached.compute
+
+
+ATTENTION_OF_COMPUTE = 0.45
+"""Rate of attention as a share of that of products, for devices without a fit. Fits of A100 give
+0.43 and 0.46. On H100 kernels that were written for A100 give 0.32."""

@@ -132,6 +132,22 @@ def in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[
     return tuple(number / stages for number in program.in_flight)
 
 
+_LATE_PASSES = {"zb-h1": (1.0, 1.0), "zbv": (0.5, 1.0), "dualpipev": (0.5, 0.5)}
+"""Late passes of the first rank, and how many more each further rank has."""
+
+
+def late_passes(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
+    """Of those, the most that are between the two halves of their backward."""
+    if pp == 1 or not SCHEDULE_KINDS[schedule].splits_backward:
+        return (0.0,) * pp
+    if schedule == "zb-h1" or microbatches >= 2 * pp:  # by formula; a test compares the tables
+        first, each = _LATE_PASSES[schedule]
+        return tuple(first + each * rank for rank in range(pp))
+    program = compiled(schedule, pp, min(microbatches, 4 * pp), virtual)
+    stages = len(program.rank_of) // pp
+    return tuple(number / stages for number in program.late)
+
+
 def _parts(
     stages: Sequence[StageTimes], microbatches: int, seconds: float, waits: float = 0.0
 ) -> dict[str, float]:

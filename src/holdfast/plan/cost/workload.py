@@ -1,7 +1,7 @@
 """What a step computes, as shapes: layers, tokens, precision, and the bytes of state.
 
 A layer is described by what one token does in it. So the same description serves any degree of tp,
-cp and ep, and models that the project does not train itself (GPT blocks of published measurements).
+cp and ep. It also serves models that the project does not train itself, like GPT blocks.
 """
 
 from __future__ import annotations
@@ -30,27 +30,37 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Of one layer. window: tokens that one attends to; 0: all before it."""
+    """Of one layer. window: tokens that one attends to; 0: all before it. is_fused: scores stay on
+    the chip. Kernels that are not fused compute the causal half too, which is then masked."""
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int = 0
     is_causal: bool = True
+    is_fused: bool = True
 
     def keys(self, sequence: int) -> float:
-        """Keys that a token attends to, on average."""
+        """Keys that a token is computed with, on average."""
         within = min(self.window or sequence, sequence)
-        return within * (1 - within / sequence / 2) if self.is_causal else float(within)
+        is_half = self.is_causal and self.is_fused
+        return within * (1 - within / sequence / 2) if is_half else float(within)
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Experts of one layer. products: those of one expert. A token is computed by `top_k`."""
+    """Experts of one layer. products: those of one expert. A token is computed by `top_k`.
+    is_fused: one kernel computes a product of all experts, the activation and the rounding."""
 
     count: int
     top_k: int
     products: tuple[Product, ...]
+    is_fused: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of a token that experts get."""
+        return self.products[0].inputs
 
     @property
     def parameters(self) -> int:
@@ -64,11 +74,11 @@ class Layer:
 
     width: elements of a token between layers. table_parameters: of a table that tp cuts and nothing
     multiplies, the embedding. whole_parameters: those that tp does not cut, like norms. moved:
-    elements of a token that kernels other than products read and write in the forward pass:
-    `whole_moved` in kernels that tp does not cut (sequence parallelism does), `cut_moved` in
-    others. kernels: launches of the forward pass besides products. reductions: sums over the tp
-    group of `width` elements a token, in the forward pass. kept: elements of a token that the
-    backward pass needs, split in the same way.
+    elements of a token that the forward's kernels without a product read and write. `whole_moved`:
+    in kernels that tp does not cut (sequence parallelism does); `cut_moved`: in those that it cuts.
+    kernels: their launches. reductions: sums over the tp group of `width` elements a token, in the
+    forward pass. kept: elements of a token that the backward pass needs, split in the same way;
+    held_kept: those that each rank of tp has.
     """
 
     kind: str
@@ -84,6 +94,7 @@ class Layer:
     reductions: int = 0
     whole_kept: float = 0.0
     cut_kept: float = 0.0
+    held_kept: float = 0.0
 
     @cached_property
     def cut_parameters(self) -> int:
@@ -100,18 +111,34 @@ class Layer:
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of each parameter: weights as they are computed with, gradients as they are summed, and
-    the optimizer's own (fp32 weights and moments)."""
+    the optimizer's own (fp32 weights and moments). touched: read and written by an update; 0: as
+    by a fused kernel."""
 
     weights: float = 2.0
     gradients: float = 4.0
     optimizer: float = 12.0
+    touched: float = 0.0
+
+    @property
+    def updated(self) -> float:
+        """Bytes that an update reads and writes."""
+        return self.touched or 2 * self.optimizer + self.gradients + self.weights
+
+    @property
+    def has_masters(self) -> bool:
+        """The optimizer has weights of its own, of which those that it computes with are a copy."""
+        return self.weights < self.gradients
 
 
 @dataclass(frozen=True)
 class Workload:
     """layers: in order, the embedding first and the head last. sequence: tokens of a sample.
-    batch: samples of a step. item: bytes of an element that is computed with. vocabulary: for the
-    logits. is_tied: the head is the embedding's table."""
+    batch: samples of a step. item: bytes of an element between kernels. vocabulary: for the
+    logits. is_tied: the head is the embedding's table. logits_at_once: elements of a chunk of them;
+    0: there are no chunks. sums_in_tree: gradients of microbatches are summed in the order of a
+    binary tree, which needs partial sums. loses_pieces: free memory lies in pieces, as on an
+    accelerator. repeats_all: full recomputation repeats the complete forward pass, as Megatron
+    does; torch leaves out each layer's last product."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -122,6 +149,10 @@ class Workload:
     state: StateBytes = StateBytes()
     vocabulary: int = 0
     is_tied: bool = False
+    logits_at_once: int = 0
+    sums_in_tree: bool = False
+    loses_pieces: bool = True
+    repeats_all: bool = False
 
     @property
     def blocks(self) -> tuple[Layer, ...]:
@@ -147,6 +178,22 @@ class Workload:
         """Kinds, by index in `kinds`, of blocks [start, stop), with their number."""
         before, after = self._kinds_before[start], self._kinds_before[stop]
         return {k: b - a for k, (a, b) in enumerate(zip(before, after, strict=True)) if b > a}
+
+    @cached_property
+    def _counts_of(self) -> dict[tuple[int, int, bool, bool], tuple[tuple[int, int], ...]]:
+        return {}
+
+    def counts_of(
+        self, start: int, stop: int, is_first: bool, is_last: bool
+    ) -> tuple[tuple[int, int], ...]:
+        """Kinds of a pipeline stage with blocks [start, stop), with their number. The first stage
+        has the embedding, the last one the head."""
+        key = (start, stop, is_first, is_last)
+        if key not in self._counts_of:
+            ends = [(0, 1)] if is_first else []
+            head = [(len(self.kinds) - 1, 1)] if is_last else []
+            self._counts_of[key] = (*ends, *self.counts(start, stop).items(), *head)
+        return self._counts_of[key]
 
     @cached_property
     def parameters(self) -> int:

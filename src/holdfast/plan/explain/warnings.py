@@ -23,6 +23,7 @@ def warnings_of(problem: Problem, machines: Machines, found: Found) -> list[str]
         *_prices(problem),
         *_slow_links(problem, found),
         *_small(found),
+        *_idle(problem, found),
     ]
 
 
@@ -69,6 +70,12 @@ def _slow_links(problem: Problem, found: Found) -> Iterator[str]:
                 f"tp {group.tp} crosses nodes of {pool.devices} devices, and their link has "
                 f"{links.tp.bandwidth / pool.inside.bandwidth:.0%} of the bandwidth inside a node"
             )
+
+
+def _idle(problem: Problem, found: Found) -> Iterator[str]:
+    used, there = found.choice.devices, problem.cluster.size
+    if used < there:
+        yield f"{there - used} of {there} devices stay idle: no layout with them is better"
 
 
 def _small(found: Found) -> Iterator[str]:

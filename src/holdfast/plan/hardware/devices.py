@@ -23,19 +23,22 @@ PRECISIONS = ("fp32", "bf16", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a device's peak its kernels reach: four constants for a device and precision.
+    """How much of a device's peak its kernels reach: constants for a device and precision.
 
     compute: share of the peak FLOP/s that a large matrix product reaches.
     memory: share of the peak bandwidth that element-wise kernels reach.
     ramp_s: seconds that one product takes beyond its share of the peak. It makes small products
         slower: a product of f FLOPs takes ramp_s + f / (compute x peak).
     launch_s: least seconds of any kernel.
+    attention: share of the 16-bit peak that attention kernels reach; 0: not known, so a share of
+        `compute` (`layer_times.py`).
     """
 
     compute: float = 0.7
     memory: float = 0.8
     ramp_s: float = 20e-6
     launch_s: float = 5e-6
+    attention: float = 0.0
 
 
 ASSUMED = Efficiency()
@@ -101,7 +104,8 @@ def load_devices(
     that they are like."""
     shares: dict[str, dict[str, Efficiency]] = {}
     for row in read_rows(efficiency):
-        numbers = (float(row[each]) for each in ("compute", "memory", "ramp_s", "launch_s"))
+        names = ("compute", "memory", "ramp_s", "launch_s", "attention")
+        numbers = (float(row.get(each) or 0) for each in names)
         shares.setdefault(row["device"], {})[row["precision"]] = Efficiency(*numbers)
     found = [
         _device(row, shares.get(row["like"], {}) | shares.get(row["name"], {}))

@@ -32,7 +32,14 @@ from holdfast.plan.objective.losses import (
     domain_losses,
     node_losses,
 )
-from holdfast.plan.objective.occupancy import nodes_used, replicas_left, reshaped, with_replicas
+from holdfast.plan.objective.occupancy import (
+    RECOMPUTE_WORDS,
+    nodes_used,
+    replicas_left,
+    reshaped,
+    with_recompute,
+    with_replicas,
+)
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.saving.interval import (
     IntervalBounds,
@@ -45,6 +52,10 @@ from holdfast.policy.saving.tiers import DISK, PEERS
 
 MAX_STATES = 400
 """States of a cluster that are costed, the likely ones. The rest counts as the last of them."""
+RETURNS = -1
+"""Nodes return: a pause may be for that, too."""
+WELL_USED = 0.95
+"""If fewer of the same replicas use so much of what is left, no other shape is costed."""
 MAX_INTERVAL_S = 86_400.0
 """Longest interval between saves of a plan."""
 
@@ -173,14 +184,32 @@ class GoodputModel:
         key = (choice, tuple(sorted(nodes.items())))
         if key not in self._layouts:
             offers = [same] if same is not None else []
-            offers += reshaped(self.problem.cluster, choice, nodes)
+            if same is None or self._used(same, nodes) < WELL_USED:
+                offers += reshaped(self.problem.cluster, choice, nodes)
             best: tuple[Choice | None, float] = None, 0.0
             for offer in offers:
-                found = self._cost(offer)
+                offer, found = self._fitting(offer)
                 if found.fits and tokens / found.step_s > best[1]:
                     best = offer, tokens / found.step_s
             self._layouts[key] = best
         return self._layouts[key]
+
+    def _used(self, layout: Choice, nodes: Mapping[str, int]) -> float:
+        """Share of the time of the devices in these nodes for which the layout has work."""
+        devices = sum(n * self.problem.cluster.pool(name).devices for name, n in nodes.items())
+        most = max(group.microbatches for group in layout.replicas)
+        dealt = layout.microbatches / (layout.number_of_replicas * most)
+        return layout.devices / devices * dealt
+
+    def _fitting(self, offer: Choice) -> tuple[Choice, StepCost]:
+        """The layout, with as much recomputation as it needs to fit."""
+        found = self._cost(offer)
+        for word in RECOMPUTE_WORDS[1:]:
+            if found.fits:
+                break
+            offer = with_recompute(offer, word)
+            found = self._cost(offer)
+        return offer, found
 
     def _cost(self, choice: Choice) -> StepCost:
         if choice not in self._found:
@@ -194,6 +223,7 @@ class GoodputModel:
         """(seconds of pause for each second by need, needs a second, hits a second)."""
         pauses = dict.fromkeys((*_NEEDS.values(), "returns"), 0.0)
         needs, hits = dict.fromkeys(_NEEDS, 0.0), 0.0
+        takes = {need: self.pause_s(choice, need) for need in (*_NEEDS, RETURNS)}
         for state in states:
             if state.layout is None:
                 continue
@@ -203,13 +233,13 @@ class GoodputModel:
             for loss in found:
                 for need, chance in enumerate(loss.needs):
                     rate = state.chance * loss.rate * chance
-                    pauses[_NEEDS[need]] += rate * self._again(broken, self.pause_s(choice, need))
+                    pauses[_NEEDS[need]] += rate * self._again(broken, takes[need])
                     needs[need] += rate
-            pauses["returns"] += state.chance * self._returns(state) * self.pause_s(choice, -1)
+            pauses["returns"] += state.chance * self._returns(state) * takes[RETURNS]
         return pauses, needs, hits
 
     def _without_domains(self, choice: Choice, cost: StepCost, state: _State) -> float:
-        """Seconds of throughput that lost racks and zones take, for each second: from the most
+        """Seconds of throughput that lost domains take, for each second: from the most
         likely state, until they return."""
         cluster, lost = self.problem.cluster, 0.0
         counts = tuple(group.count for group in choice.replicas)
@@ -218,7 +248,7 @@ class GoodputModel:
             left = {
                 name: 0
                 if loss.domain == "zone" and cluster.pool(name).zone == zone
-                else number - loss.nodes * (loss.domain == "rack" and name == loss.pool)
+                else number - loss.nodes * (loss.domain != "zone" and name == loss.pool)
                 for name, number in state.nodes.items()
             }
             left = {name: max(0, number) for name, number in left.items()}
@@ -249,14 +279,14 @@ class GoodputModel:
         return expm1(min(rate * seconds, 50.0)) / rate if rate > 0 else seconds
 
     def pause_s(self, choice: Choice, need: int) -> float:
-        """Seconds in which nothing is trained: by need of a loss, or -1 for the return of nodes."""
+        """Seconds in which nothing is trained: by need of a loss, or RETURNS of nodes."""
         costs, pools = self.costs, nodes_used(self.problem.cluster, choice)
         devices = [self._device(name) for name in pools]
         groups = 0.0 if all(d.name == "cpu" for d in devices) else costs.communicator_s
         state = self._state_bytes()
         if need == CONTINUES:
             return costs.detection_s + costs.rung_s[0] + groups
-        if need == -1:
+        if need == RETURNS:
             return costs.rung_s[5] + groups
         slowest = min(
             self.problem.cluster.pool(name).devices

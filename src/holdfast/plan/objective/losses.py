@@ -23,7 +23,7 @@ CONTINUES, FROM_MEMORY, FROM_STORE = 0, 1, 2
 @dataclass(frozen=True)
 class Loss:
     """rate: a second. pool: where; nodes: how many. needs: chance of each need; they add up to the
-    chance that a rank is hit. domain: "" for single nodes and bursts, or "rack", "zone"."""
+    chance that a rank is hit. domain: rack, power or zone; "" for single nodes and bursts."""
 
     pool: str
     nodes: int
@@ -48,20 +48,18 @@ def node_losses(
 
 
 def domain_losses(cluster: Cluster, choice: Choice, counts: tuple[int, ...]) -> Iterator[Loss]:
-    """Losses of complete racks and zones that a layout uses, at the rates of
+    """Losses of complete racks, power domains and zones that a layout uses, at the rates of
     `plan/placing/domains.py`."""
     zones: set[str] = set()
     for pool in cluster.pools:
         used = _used(pool, choice, counts)
         if not used:
             continue
-        rack = pool.nodes_per_rack
-        if rack:
-            racks = ceil(used / rack)
-            rate = racks * FAILURES_PER_DAY["rack"] / 86_400.0
-            size = min(rack, used)
-            needs = _of_domain(pool.name, choice, counts, everything=racks == 1)
-            yield Loss(pool.name, size, rate, needs, "rack")
+        for domain, nodes in domains_of(pool).items():
+            number = ceil(used / nodes)
+            rate = number * FAILURES_PER_DAY[domain] / 86_400.0
+            needs = _of_domain(pool.name, choice, counts, everything=number == 1)
+            yield Loss(pool.name, min(nodes, used), rate, needs, domain)
         if pool.zone and pool.zone not in zones:
             zones.add(pool.zone)
             rate = FAILURES_PER_DAY["zone"] / 86_400.0
@@ -74,10 +72,16 @@ def domain_losses(cluster: Cluster, choice: Choice, counts: tuple[int, ...]) -> 
             yield Loss(pool.name, pool.nodes, rate, needs, "zone")
 
 
+def domains_of(pool: NodePool) -> dict[str, int]:
+    """Nodes of each kind of domain of a pool that is known, and smaller than the pool."""
+    found = {"rack": pool.nodes_per_rack, "power": pool.nodes_per_power_domain}
+    return {domain: nodes for domain, nodes in found.items() if 1 < nodes < pool.nodes}
+
+
 def _of_domain(
     pool: str, choice: Choice, counts: tuple[int, ...], everything: bool
 ) -> tuple[float, float, float]:
-    """A rack. Replicas fill nodes in order, so one that lies elsewhere continues."""
+    """A rack or power domain. Replicas fill nodes in order: one that lies elsewhere continues."""
     elsewhere = any(
         count and pool not in devices_by_pool(group)
         for group, count in zip(choice.replicas, counts, strict=True)

@@ -19,7 +19,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.losses import CONTINUES, FROM_MEMORY, FROM_STORE
+from holdfast.plan.objective.losses import CONTINUES, FROM_MEMORY, FROM_STORE, domains_of
 from holdfast.plan.objective.moves import moved_bytes
 from holdfast.plan.objective.occupancy import devices_by_pool, nodes_used, replicas_left
 
@@ -33,10 +33,11 @@ Rest = Callable[[Problem], Choice | None]
 class NextPlan:
     """What to do after one loss.
 
-    loss: "node", "rack", "zone" or "half of the spot pool". lost, left: nodes by pool. layout: the
-    one to move to; None: nothing fits, so the run waits. rung: of the recovery ladder. 0: a
-    complete replica continues at once; 4: from memory; 6: from the run store. moved_bytes: received
-    by all devices. pause_s: until training continues. tokens_per_s: afterwards; share: of before.
+    loss: "node", "rack", "power", "zone", "half of the spot pool". lost, left: nodes by pool.
+    layout: the one to move to; None: nothing fits, so the run waits. rung: of the recovery ladder.
+    0: a complete replica continues at once; 4: from memory; 6: from the run store. moved_bytes:
+    received by all devices. pause_s: until training continues. tokens_per_s: afterwards; share: of
+    those before.
     """
 
     loss: str
@@ -103,8 +104,8 @@ def likely_losses(cluster: Cluster, choice: Choice) -> Iterator[tuple[str, dict[
     for pool in pools:
         yield "node", {pool.name: 1}
     for pool in pools:
-        if 1 < pool.nodes_per_rack <= pool.nodes:
-            yield "rack", {pool.name: pool.nodes_per_rack}
+        for domain, nodes in domains_of(pool).items():
+            yield domain, {pool.name: nodes}
     for pool in pools:
         if pool.is_spot and pool.nodes > 2:
             yield "half of the spot pool", {pool.name: ceil(pool.nodes / 2)}

@@ -11,7 +11,7 @@ finish_by            dollars of the run, if it is expected to be done in time
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.errors import ConfigError
@@ -128,35 +128,22 @@ class Simple:
 
 @dataclass
 class Goodput:
-    """Scores layouts by expected goodput. A layout whose bound is no better than the best score
-    seen gets that bound as its score. Its layouts on fewer nodes are then not costed."""
+    """Scores layouts by expected goodput."""
 
     model: GoodputModel
     is_per_usd: bool = False
-    _best: float = field(default=float("inf"))
     _fastest: float = 0.0
 
     def __call__(self, choice: Choice, cost: StepCost) -> float:
         if not cost.fits:
             return float("inf")
-        tokens = self.model.problem.workload.step_tokens
-        self._fastest = max(self._fastest, tokens / cost.step_s)
-        bound = self.least(choice, cost.step_s)
-        if bound >= self._best:
-            return bound
-        found = self.exact(choice, cost)
-        self._best = min(self._best, found)
-        return found
+        self._fastest = max(self._fastest, self.model.problem.workload.step_tokens / cost.step_s)
+        return self._score(choice, self.model.expected(choice, cost).tokens_per_s)
 
     def least(self, choice: Choice, step_s: float) -> float:
         """The least score of these replicas if a step takes at least so long."""
         fastest = max(self._fastest, self.model.problem.workload.step_tokens / step_s)
         return self._score(choice, self.model.at_most(choice, step_s, fastest))
-
-    def exact(self, choice: Choice, cost: StepCost) -> float:
-        """The score, with all states costed."""
-        expected = self.model.expected(choice, cost)
-        return self._score(choice, expected.tokens_per_s)
 
     def _score(self, choice: Choice, tokens_per_s: float) -> float:
         if tokens_per_s <= 0:

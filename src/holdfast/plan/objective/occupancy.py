@@ -127,3 +127,18 @@ def _shapes(group: ReplicaChoice, choice: Choice, devices: int) -> Iterator[Repl
                 microbatches=max(1, choice.microbatches // count),
                 recompute=word,
             )
+
+
+def with_recompute(choice: Choice, word: str) -> Choice:
+    """The layout with at least so much recomputation on each stage."""
+    least = RECOMPUTE_WORDS.index(word)
+    groups = tuple(
+        replace(
+            group,
+            recompute=tuple(
+                RECOMPUTE_WORDS[max(least, RECOMPUTE_WORDS.index(own))] for own in group.recompute
+            ),
+        )
+        for group in choice.replicas
+    )
+    return replace(choice, replicas=groups)

@@ -65,6 +65,12 @@ class Curve:
         return found
 
 
+def shown_knee(curve: Curve) -> Point | None:
+    """The knee, unless it is the largest size that was searched."""
+    knee = curve.knee
+    return None if knee is None or knee == curve.points[-1] else knee
+
+
 def _needed(before: Point, after: Point) -> float:
     """Throughput at which the devices that were added pay."""
     added = after.devices / before.devices - 1

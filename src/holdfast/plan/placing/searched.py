@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -33,16 +34,15 @@ BETWEEN_CHANGES_S = 516.0
 interruption comes every 8.6 minutes."""
 
 _MARGIN = 0.02
-"""A layout that is not faster than this is not worth a change."""
-
-_IDLE_MARGIN = 0.05
-"""Workers are left idle only if steps become faster by more than this."""
+"""A layout whose steps are not faster by more than this is not worth moving state, or leaving
+workers idle."""
 
 _RANKED = 6
 """Meshes that are placed after the first ranking."""
 
 _ALL_MESHES = 24
-"""Workers up to which each possible mesh is ranked. Above, the search's meshes are."""
+"""Workers up to which each possible mesh is ranked. Above, the search's meshes are, and if it finds
+none, those whose degrees are powers of two."""
 
 _PLANS_KEPT = 32
 
@@ -58,7 +58,7 @@ class _Scored:
 
 class SearchedPlanner:
     """A Planner for one run. limits: degrees that the run file fixes. limit_s: seconds after which
-    no more candidates are tried."""
+    no more candidates are tried. later: is given work that makes the next plan come sooner."""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class SearchedPlanner:
         limits: Limits | None = None,
         limit_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        later: Callable[[Callable[[], None]], object] = lambda work: None,
     ):
         self._fleet, self._limits = fleet, limits or Limits()
-        self._limit_s, self._clock = limit_s, clock
+        self._limit_s, self._clock, self._later = limit_s, clock, later
         self._plans: dict[object, LayoutPlan] = {}
         self._ranked: dict[object, tuple[MeshShape, ...]] = {}
 
@@ -88,6 +89,7 @@ class SearchedPlanner:
             if len(self._plans) == _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
             self._plans[asked] = self._plan(config, nodes, present)
+            self._later(partial(self.prepare, config, tuple(nodes)))
         known = self._plans[asked]
         return replace(known, topology=replace(known.topology, generation=generation))
 
@@ -165,7 +167,7 @@ class SearchedPlanner:
         asked = (workers, tuple(sorted((node.places, round(node.speed, 2)) for node in nodes)))
         if asked not in self._ranked:
             meshes = dict.fromkeys(self._searched(config, costs))
-            if workers <= _ALL_MESHES:
+            if workers <= _ALL_MESHES or not meshes:
                 meshes |= dict.fromkeys(self._possible(config, workers))
             costed = [
                 (costs.of(choice), mesh)
@@ -199,8 +201,9 @@ class SearchedPlanner:
 
     def _possible(self, config: RunConfig, workers: int) -> Iterator[MeshShape]:
         limits, rules = _fixed(config, self._limits), DegreeRules(config)
+        every = [n for n in range(1, workers + 1) if workers <= _ALL_MESHES or n & (n - 1) == 0]
         degrees = [
-            [fixed] if fixed else range(1, workers + 1)
+            [fixed] if fixed else every
             for fixed in (limits.pp, limits.dp_shard, limits.cp, limits.tp)
         ]
         for mesh in product(*degrees):
@@ -247,15 +250,11 @@ def _simple(
 
 
 def _choose(scored: Sequence[_Scored]) -> LayoutPlan:
-    """The least score. Among those close to it, the one that moves the least; then the first."""
-    most = max(each.plan.topology.world_size for each in scored)
-    full = [each for each in scored if each.plan.topology.world_size == most]
-    best = min(each.score for each in full)
-    some = min(scored, key=lambda each: each.score)
-    if some.score * (1 + _IDLE_MARGIN) < best:
-        return some.plan
-    close = [each for each in full if each.score <= (1 + _MARGIN) * best]
-    return min(close, key=lambda each: each.moving_s).plan
+    """Of those close to the least score, the one that moves the least; then that with the most
+    workers, then the first."""
+    best = min(each.score for each in scored)
+    close = [each for each in scored if each.score <= (1 + _MARGIN) * best]
+    return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size)).plan
 
 
 def _with_reason(plan: LayoutPlan) -> LayoutPlan:

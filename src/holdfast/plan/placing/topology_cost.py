@@ -69,6 +69,7 @@ class TopologyCost:
             fleet.cluster(nodes),
             fleet.devices_of(nodes),
             memory_share=config.plan.memory_share,
+            bucket_bytes=1e6 * config.layout.bucket_mb,
         )
         self._evaluator = Evaluator(self.problem)
 

@@ -1,126 +1,368 @@
-"""The best layout of a run on a cluster: every layout that may be, bounded and costed."""
+"""The best layout of a run on a cluster.
+
+The search keeps a heap of layouts and of groups of layouts, by the least score that any of them can
+have. It opens the first of the heap. Degrees become numbers of replicas and schedules, and these
+become complete layouts. Of a complete layout the schedule's timeline is executed. Once the first of
+the heap cannot beat the best layout so far, no layout can. So the answer is that of an exhaustive
+search, and few timelines are executed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count, permutations
+from math import gcd, inf
 
-from holdfast.errors import LayoutError
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
+from holdfast.plan.cost.evaluate import Evaluator, Problem
+from holdfast.plan.cost.least_pipeline_time import kept_microbatches
+from holdfast.plan.search.bounds import Bounds
+from holdfast.plan.search.fleets import Family, Fleets, first_of_each
+from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
+from holdfast.plan.search.limits import (
+    Found,
+    Limits,
+    Objective,
+    SearchResult,
+    step_seconds,
+)
+from holdfast.plan.search.nearest import nothing_fits_error
+from holdfast.plan.search.room import Room
+from holdfast.plan.search.scores import Scores
+from holdfast.plan.search.shares import dealt
+from holdfast.plan.search.space import (
+    Cut,
+    Shape,
+    Site,
+    cuts,
+    replica_numbers,
+    shapes,
+    slots_of,
+    virtual_stages,
+)
 
-Objective = Callable[[Choice, StepCost], float]
-"""What the search makes as small as it can; `step_seconds` is the simplest."""
+__all__ = ["Found", "Limits", "Objective", "SearchResult", "search", "step_seconds"]
+
+_RUNNERS_UP = 8
+_PACE = 50
+"""Groups that are opened before a layout is executed out of turn."""
+_MOST_CHAINED = 4
+"""Pools up to which a pipeline may go through two of them."""
+_COMPLETE = 16
+"""Devices up to which a search continues until it has the best of all layouts."""
+_EFFORT = 250
+"""Groups of a large problem that are opened without a better layout."""
+_SMALL_GAP = 0.15
+_PATIENCE = 8
+"""Times as many groups are opened while the gap is not small."""
+_DESPERATE = 10
+"""Times as many groups a short search opens if nothing fits so far."""
+_SHORT = 40
+"""Groups that a short search opens: any layout will do."""
+_LAST = 16
+"""Layouts that are executed at the end of a search that could not open all groups."""
 
 
-def step_seconds(_: Choice, cost: StepCost) -> float:
-    return cost.step_s
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
-    schedules, recompute: words that may be chosen."""
-
-    pp: int = 0
-    dp_shard: int = 0
-    cp: int = 0
-    tp: int = 0
-    ep: int = 0
-    microbatch: int = 0
-    zero: tuple[int, ...] = (1, 3)
-    schedules: tuple[str, ...] = ("1f1b",)
-    recompute: tuple[str, ...] = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A layout with its cost. score: by the objective; the least is the best."""
-
-    choice: Choice
-    cost: StepCost
-    score: float
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """best first; `runners_up` follow it. tried: layouts that were costed."""
-
-    best: Found
-    runners_up: tuple[Found, ...]
-    tried: int
+def _allows_all(_: Choice) -> bool:
+    return True
 
 
 def search(
-    problem: Problem, limits: Limits | None = None, objective: Objective = step_seconds
+    problem: Problem,
+    limits: Limits | None = None,
+    objective: Objective = step_seconds,
+    first: Choice | None = None,
+    allows: Callable[[Choice], bool] = _allows_all,
 ) -> SearchResult:
-    """Raises LayoutError where nothing fits, with the nearest that would."""
-    evaluator, found, tried = Evaluator(problem), list[Found](), 0
-    nearest: Found | None = None
-    for choice in candidates(problem, limits or Limits()):
-        tried += 1
-        cost = evaluator.cost(choice)
-        each = Found(choice, cost, objective(choice, cost))
-        if cost.fits:
-            found.append(each)
-        elif nearest is None or cost.short_of < nearest.cost.short_of:
-            nearest = each
-    if not found:
-        raise _nothing_fits_error(nearest)
-    found.sort(key=lambda each: each.score)
-    return SearchResult(found[0], tuple(found[1:9]), tried)
+    """Return the best layout.
+
+    Args:
+        first: a layout that is likely to be good, of an earlier search.
+        allows: False for layouts that rules of a run file refuse.
+
+    Raises LayoutError if nothing fits, with the nearest that would.
+    """
+    return Search(problem, limits or Limits(), objective, allows).run(first)
 
 
-def _nothing_fits_error(nearest: Found | None) -> LayoutError:
-    if nearest is None:
-        return LayoutError(
-            "no layout divides these devices and this batch",
-            where="layout",
-            remedy="use a batch that is a multiple of the microbatch",
-        )
-    return LayoutError(
-        f"no layout fits: the nearest lacks {nearest.cost.short_of / 1e9:.1f} GB on a device",
-        where="layout",
-        remedy="use more devices, or train.recompute=full",
-    )
+@dataclass
+class Search:
+    """One search."""
+
+    problem: Problem
+    limits: Limits
+    objective: Objective
+    allows: Callable[[Choice], bool] = _allows_all
+    evaluator: Evaluator = field(init=False)
+    best: Found | None = None
+    is_short: bool = False
+    _found: list[Found] = field(default_factory=list)
+    _groups: list[tuple[float, float, int, _Group]] = field(default_factory=list)
+    _leaves: list[tuple[float, int, Choice]] = field(default_factory=list)
+    _order: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.problem)
+        self._scores = Scores(self.problem, self.objective)
+        self._bounds = Bounds(self.evaluator, self.limits.recompute)
+        self._layouts = Layouts(self.evaluator, self.limits)
+        self._room = Room(self.evaluator, self.limits)
+        self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
+        self._pushed = 0
+
+    def run(self, first: Choice | None) -> SearchResult:
+        if first is not None and self._is_wanted(first) and self.evaluator.least(first).fits:
+            self._execute(first)
+        best = self.find()
+        if best is None:
+            raise nothing_fits_error(self.problem, self.limits, self._any)
+        gap = self._gap()
+        self._execute_runners_up()
+        others = [each for each in self._found if each is not best]
+        others.sort(key=lambda each: each.score)
+        tried = len(self._found)
+        return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed, gap)
+
+    def find(self) -> Found | None:
+        """The best layout; None if none fits. Replicas that are alike come first."""
+        for site in self.sites():
+            for cut in cuts(self.problem, self.limits, site):
+                seconds = self._bounds.least_of_cut(cut)
+                self._push(self._scores.of_pools(seconds, site.pools), seconds, cut)
+        self._search(_PATIENCE)
+        rest, self._groups = self._groups, []
+        for seconds, family in self._fleets.families():
+            names = tuple(pool.name for pool in family.pools)
+            self._push(self._scores.of_pools(seconds, names), seconds, family)
+        self._search(1)
+        self._groups += rest[:1]
+        return self.best
+
+    def _any(self, problem: Problem, limits: Limits) -> Choice | None:
+        """A layout that fits another problem or other limits, after a short search."""
+        other = Search(problem, replace(limits, effort=_SHORT), self.objective, self.allows)
+        other.is_short = True
+        found = other.find()
+        return found.choice if found else None
+
+    def _is_wanted(self, choice: Choice) -> bool:
+        return self.limits.devices in (0, choice.devices) and self.allows(choice)
+
+    def _search(self, patience: float) -> None:
+        """Open groups, the most promising first. Layouts are executed when they are the most
+        promising, or after some groups: a good layout makes the heaps shorter."""
+        idle, since = 0.0, 0.0
+        while self._groups and self._groups[0][0] < self._least():
+            if self._leaves and (self._leaves[0][0] <= self._groups[0][0] or since >= _PACE):
+                before = self._least()
+                self._execute_next()
+                since, idle = 0.0, idle if self._least() == before else 0.0
+                continue
+            if self.is_short and (self.best or idle >= _DESPERATE * self._effort):
+                break
+            if self.best and idle >= self._effort * (1 if self._gap() < _SMALL_GAP else patience):
+                break
+            node = heappop(self._groups)[3]
+            work = node.work if isinstance(node, Family) else 1.0
+            self._open(node)
+            idle, since = idle + work, since + work
+        else:
+            self._groups.clear()
+        most = _LAST if self._groups else len(self._leaves)
+        for _ in range(most):
+            if not self._leaves or self._leaves[0][0] >= self._least():
+                break
+            self._execute_next()
+
+    @property
+    def _effort(self) -> float:
+        if self.limits.effort:
+            return self.limits.effort
+        return inf if self.problem.cluster.size <= _COMPLETE else _EFFORT
+
+    def _gap(self) -> float:
+        """The share by which a layout that was not looked at may be better, at most."""
+        rest = [heap[0][0] for heap in (self._groups, self._leaves) if heap]
+        least = min(rest, default=inf)
+        if self.best is None or least >= self.best.score:
+            return 0.0
+        return 1 - max(0.0, least) / self.best.score
+
+    def _execute_next(self) -> None:
+        score, _, choice = heappop(self._leaves)
+        if score < self._least():
+            self._execute(choice)
+
+    def _least(self) -> float:
+        return self.best.score if self.best else inf
+
+    def _push(self, score: float, seconds: float, node: _Group) -> None:
+        self._pushed += 1
+        if score < self._least():
+            heappush(self._groups, (score, seconds, next(self._order), node))
+
+    def sites(self) -> list[Site]:
+        """Pools that may hold all replicas."""
+        pools = first_of_each(self.evaluator)
+        found = [Site((pool.name,), (pool.size,), pool.devices) for pool in pools]
+        if 1 < len(pools) <= _MOST_CHAINED:
+            for one, other in permutations(pools, 2):
+                node = gcd(one.devices, other.devices)
+                found.append(Site((one.name, other.name), (one.size, other.size), node))
+        return found
+
+    def _open(self, node: _Group) -> None:
+        if isinstance(node, Cut):
+            self._open_cut(node)
+        elif isinstance(node, _Piped):
+            self._open_piped(node)
+        elif isinstance(node, Family):
+            self._open_family(node)
+        else:
+            self._open_scheduled(node)
+
+    def _open_family(self, family: Family) -> None:
+        if family.offers:
+            for choice in self._fleets.layouts_of(family):
+                self._push_layout(choice)
+            return
+        offered = self._fleets.with_offers(family)
+        if offered is not None:
+            seconds, names = offered[0], tuple(pool.name for pool in family.pools)
+            self._push(self._scores.of_pools(seconds, names), seconds, offered[1])
+
+    def _open_cut(self, cut: Cut) -> None:
+        """Lengths of the pipeline and schedules."""
+        blocks, inner = len(self.problem.workload.layers) - 2, cut.tp * cut.cp
+        for slots in slots_of(self.problem, self.limits, cut):
+            pairs = zip(cut.site.sizes, slots, strict=True)
+            wide = min(size // (inner * number) for size, number in pairs)
+            each = -(-self.problem.workload.batch // (cut.local * wide))
+            pp = sum(slots)
+            widest = next(shapes(self.problem, self.limits, cut, slots), None)
+            if widest is None or not self._may_fit(widest):
+                continue
+            for schedule in self.limits.schedules if pp > 1 else self.limits.schedules[:1]:
+                for virtual in virtual_stages(schedule, self.limits, blocks, pp):
+                    least = max(each, SCHEDULE_KINDS[schedule].least_microbatches(pp))
+                    seconds = self._bounds.least_seconds(cut, slots, schedule, virtual, least)
+                    score = self._scores.of_pools(seconds, cut.site.pools)
+                    self._push(score, seconds, _Piped(cut, slots, schedule, virtual))
+
+    def _may_fit(self, shape: Shape) -> bool:
+        if len(shape.slots) > 1:
+            half = [0.5] * shape.pp
+            return any(self._room.can_fit(shape, zero, half) for zero in self.limits.zero)
+        return any(self._room.shortest(shape, zero) <= shape.pp for zero in self.limits.zero)
+
+    def _open_piped(self, node: _Piped) -> None:
+        for shape in shapes(self.problem, self.limits, node.cut, node.slots):
+            numbers = replica_numbers(self.problem, self.limits, shape)
+            if self._scores.is_time:
+                # with fewer replicas a step takes longer: they wait until the first is opened
+                self._push_scheduled(node, shape, numbers)
+            else:
+                for number in numbers:
+                    self._push_scheduled(node, shape, [number])
+
+    def _push_scheduled(self, node: _Piped, shape: Shape, numbers: list[int]) -> None:
+        """The first number of replicas with which the schedule runs and a replica may fit."""
+        total = self.problem.workload.batch // shape.microbatch
+        for place, number in enumerate(numbers):
+            each, most = total // number, -(-total // number)
+            if each < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
+                continue
+            if self.limits.devices not in (0, number * shape.size):
+                continue
+            kept = kept_microbatches(node.schedule, shape.pp, node.virtual, most)
+            scores, fitting = list[tuple[float, float]](), list[Variant]()
+            for variant in self._layouts.variants([shape], node.schedule, node.virtual):
+                if self._room.can_fit(shape, variant.zero, kept):
+                    scores.append(self._score_of_variant(shape, variant, number, most, kept))
+                    fitting.append(variant)
+            if fitting:
+                rest = numbers[place + 1 :]
+                self._push(*min(scores), _Scheduled(node, shape, fitting, number, rest))
+            return  # fewer replicas keep no less
+
+    def _open_scheduled(self, node: _Scheduled) -> None:
+        shape, one = node.shape, node.variants[0]
+        if node.fewer:
+            self._push_scheduled(node.piped, shape, node.fewer)
+        each, more = divmod(self.problem.workload.batch // one.microbatch, node.number)
+        most = Shares(shape, node.number, each + (more > 0))
+        for variant in node.variants:
+            for group in self._layouts.groups(variant, most, node.number):
+                groups = tuple(dealt(group, node.number, each, more))
+                self._push_layout(choice_of(variant, groups))
+
+    def _push_layout(self, choice: Choice) -> None:
+        cost = self.evaluator.least(choice)
+        self._pushed += 1
+        score = self._scores.of_layout(choice, cost)
+        if score < self._least() and self._is_wanted(choice):
+            heappush(self._leaves, (score, next(self._order), choice))
+
+    def _execute(self, choice: Choice) -> None:
+        cost = self.evaluator.cost(choice)
+        found = Found(choice, cost, self.objective(choice, cost))
+        self._found.append(found)
+        if found.score < self._least():
+            self.best = found
+
+    def _execute_runners_up(self) -> None:
+        """The next layouts of the heap with degrees of their own."""
+        seen = {_degrees_of(each.choice) for each in self._found}
+        while self._leaves and len(seen) <= _RUNNERS_UP:
+            node = heappop(self._leaves)[2]
+            if _degrees_of(node) not in seen:
+                seen.add(_degrees_of(node))
+                self._execute(node)
+
+    def _score_of_variant(
+        self,
+        shape: Shape,
+        variant: Variant,
+        number: int,
+        microbatches: int,
+        kept: Sequence[float],
+    ) -> tuple[float, float]:
+        """The least score and the least seconds."""
+        most = [
+            self._room.most_blocks(shape, variant.zero, kept, word)
+            for word in self._room.words(shape)
+        ]
+        seconds = self._bounds.least_scheduled(shape, variant, microbatches, most)
+        group = ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches)
+        return self._scores.of_replicas(seconds, choice_of(variant, (group,))), seconds
 
 
-def candidates(problem: Problem, limits: Limits) -> Iterator[Choice]:
-    """Layouts of equal replicas over all devices of the first pool."""
-    pool, workload = problem.cluster.pools[0], problem.workload
-    blocks = len(workload.blocks)
-    for tp in _degrees(limits.tp, pool.devices):
-        for cp in _degrees(limits.cp or 1, pool.size // tp):
-            for pp in _degrees(limits.pp, pool.size // tp // cp):
-                rest = pool.size // tp // cp // pp
-                if pp > blocks:
-                    continue
-                for dp_shard in _degrees(limits.dp_shard, rest):
-                    yield from _with_batches(problem, limits, (pp, dp_shard, cp, tp))
+@dataclass(frozen=True, slots=True)
+class _Piped:
+    """Layouts with this pipeline and schedule, of any dp_shard."""
+
+    cut: Cut
+    slots: tuple[int, ...]
+    schedule: str
+    virtual: int
 
 
-def _with_batches(
-    problem: Problem, limits: Limits, mesh: tuple[int, int, int, int]
-) -> Iterator[Choice]:
-    pp, dp_shard, cp, tp = mesh
-    pool, workload = problem.cluster.pools[0], problem.workload
-    count = pool.size // (pp * dp_shard * cp * tp)
-    samples = workload.batch // count
-    if samples * count != workload.batch:
-        return
-    each, more = divmod(len(workload.blocks), pp)
-    stages = tuple(each + (stage >= pp - more) for stage in range(pp)) if pp > 1 else ()
-    for microbatch in _degrees(limits.microbatch, samples):
-        number = samples // microbatch
-        if microbatch % dp_shard or number < pp:
-            continue
-        for word in limits.recompute:
-            for zero in limits.zero if dp_shard > 1 else limits.zero[:1]:
-                group = ReplicaChoice(count, *mesh, stages, (pool.name,), number, (word,))
-                yield Choice((group,), microbatch, limits.schedules[0], 1, zero)
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """variants: that may fit. number: of replicas. fewer: numbers that follow."""
+
+    piped: _Piped
+    shape: Shape
+    variants: list[Variant]
+    number: int
+    fewer: list[int]
 
 
-def _degrees(fixed: int, most: int) -> list[int]:
-    """The divisors of `most`, or the fixed degree if it is one."""
-    found = [n for n in range(1, most + 1) if most % n == 0]
-    return [n for n in found if n == fixed] if fixed else found
+_Group = Cut | _Piped | _Scheduled | Family
+
+
+def _degrees_of(choice: Choice) -> object:
+    return choice.microbatch, tuple((g.count, g.mesh_shape, g.pools) for g in choice.replicas)

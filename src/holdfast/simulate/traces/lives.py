@@ -11,6 +11,8 @@ from holdfast.errors import DataError
 from holdfast.simulate.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace
 from holdfast.simulate.traces.rows import digest, number, table_of
 
+_MOST_STAYS = 1e6  # of a trace that is drawn; more would fill the memory
+
 
 def read_lives(text: str, source: str) -> list[tuple[float, bool]]:
     """(seconds, was taken) of each machine of a table with `lifetime_s` and `other_ops`.
@@ -37,6 +39,14 @@ def parse_lifetimes(text: str, source: str, options: ReadOptions = DEFAULTS) -> 
     lives = read_lives(text, source)
     nodes = 64 if options.nodes is None else options.nodes
     days = 14.0 if options.days is None else options.days
+    mean = sum(life for life, _ in lives) / len(lives)
+    stays = nodes * days * 86400 / max(1.0, mean)
+    if stays > _MOST_STAYS:
+        raise DataError(
+            f"machines live for {mean:.3g} s in the mean: {nodes} in {days:g} days are too many",
+            where=source,
+            remedy="give fewer with --nodes, or a shorter time with --days",
+        )
     made = renew_machines(survival_curve(lives), nodes, days * 86400, options.seed)
     return replace(
         made, source=source, kind="lifetimes", rows=len(lives), sha256=digest(text), step=60.0

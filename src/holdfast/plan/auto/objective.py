@@ -1,0 +1,42 @@
+"""The objective of a run's plan, and the rules of its run file."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from holdfast.config.degrees import find_impossible_degrees
+from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.errors import ConfigError
+from holdfast.plan.auto.choices import with_choice
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import Problem
+from holdfast.plan.objective.objectives import Deadline, objective_named
+from holdfast.plan.search.limits import Objective, step_seconds
+
+
+def objective_of(loaded: LoadedConfig, problem: Problem, now: datetime | None) -> Objective:
+    """The objective that `plan.objective` names. now: for one with a date.
+
+    Raises ConfigError for what the cluster does not say, and for a date that has passed."""
+    config, deadline = loaded.config, None
+    if config.plan.objective == "finish_by":
+        end = datetime.fromisoformat(config.plan.finish_by).astimezone()
+        hours = (end - (now or datetime.now(UTC))).total_seconds() / 3600
+        if hours <= 0:
+            raise ConfigError(
+                f"plan.finish_by {config.plan.finish_by} has passed",
+                where=loaded.where("plan.finish_by"),
+                remedy="use a later date, or plan.objective=time",
+            )
+        deadline = Deadline(config.train.steps, hours)
+    if config.plan.objective == "time":
+        return step_seconds
+    return objective_named(config.plan.objective, problem, deadline=deadline)
+
+
+def refusal_of(config: RunConfig, choice: Choice) -> str:
+    """The sentence of the rule that refuses a layout; "" if none does."""
+    sized = with_choice(config, choice)
+    length = sized.data.sequence_length
+    return find_impossible_degrees(sized.layout, sized.model, sized.train, length, None) or ""

@@ -1,0 +1,70 @@
+"""What is known of a pipeline without executing its table: a least time, and what ranks keep.
+
+A rank is busy for all microbatches. Its first stage can begin when the first microbatch has passed
+all stages before it, and the last gradient must pass them again. With like stages and without
+transfers this is the time of 1F1B itself: (m + p - 1) times a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, _parts, in_flight
+
+
+def least_pipeline_time(
+    schedule: str, pp: int, virtual: int, microbatches: int, stages: Sequence[StageTimes]
+) -> PipelineTime:
+    """Return a time of at most that of `pipeline_time`, with the parts of the busiest rank."""
+    kind, busiest, most, seconds, way = SCHEDULE_KINDS[schedule], 0, -1.0, 0.0, 0.0
+    works = [stage.forward + stage.backward for stage in stages]
+    for rank in range(pp):
+        busy = sum(works[chunk] for chunk in _chunks(kind.is_folded, pp, rank, len(stages)))
+        if busy > most:
+            busiest, most = rank, busy
+        seconds = max(seconds, way + microbatches * busy)
+        first = stages[rank]
+        if kind.splits_backward:  # gradients of weights may fill the way back
+            way += first.forward + first.send
+        else:
+            way += works[rank] + 2 * first.send
+    own = [stages[chunk] for chunk in _chunks(kind.is_folded, pp, busiest, len(stages))]
+    return PipelineTime(seconds, _parts(own, microbatches, seconds))
+
+
+def _chunks(is_folded: bool, pp: int, rank: int, stages: int) -> Sequence[int]:
+    if pp == 1:
+        return (0,)
+    return (rank, 2 * pp - 1 - rank) if is_folded else range(rank, stages, pp)
+
+
+def kept_microbatches(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
+    """Return what `in_flight` does, by formula. microbatches: at least those that the schedule
+    needs."""
+    m, ranks = microbatches, range(pp)
+    if pp == 1:
+        return (1.0,)
+    if schedule == "gpipe":
+        return (float(m),) * pp
+    if schedule == "1f1b":
+        return tuple(float(min(m, pp - rank)) for rank in ranks)
+    if schedule == "interleaved":
+        ahead = (2 * (pp - rank - 1) + (virtual - 1) * pp + 1 for rank in ranks)
+        return tuple(_existing(forwards, pp, virtual, m) / virtual for forwards in ahead)
+    if schedule == "zb-h1" and m >= pp:
+        return (float(pp),) * pp
+    if schedule == "zbv" and m >= pp:
+        return tuple(min(m + 1 + rank, 2 * pp) / 2 for rank in ranks)
+    if schedule == "dualpipev" and m >= 2 * pp:
+        return (pp + 0.5,) * pp
+    return in_flight(schedule, pp, virtual, m)
+
+
+def _existing(forwards: int, pp: int, virtual: int, microbatches: int) -> int:
+    """Forwards of microbatches that exist, among the first so many of full groups of `pp`."""
+    groups, rest = divmod(forwards, pp * virtual)
+    found = min(groups * pp, microbatches) * virtual
+    last = min(pp, max(0, microbatches - groups * pp))
+    turns, more = divmod(rest, pp)
+    return found + turns * last + min(more, last)

@@ -1,0 +1,71 @@
+"""Seconds of a step after its passes: sums of gradients that no backward hides, and the update.
+
+Gradients travel in buckets while the backward computes. The last bucket is ready only at its end,
+so no backward hides it. Experts are shared by `copies` ranks of a replica, all else by all of
+dp_shard.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
+from holdfast.plan.cost.group_links import GroupLinks
+from holdfast.plan.cost.stage_memory import (
+    Held,
+    expert_parameters,
+    layer_parameters,
+    rank_parameters,
+)
+from holdfast.plan.cost.workload import StateBytes
+
+
+def step_tail(
+    state: StateBytes,
+    choice: Choice,
+    group: ReplicaChoice,
+    links: GroupLinks,
+    layers: Held,
+    *,
+    hidden: float,
+    bucket_bytes: float,
+    touched_a_second: float,
+    update: float | None,
+) -> dict[str, float]:
+    """Return the seconds by part, for the ranks with these layers.
+
+    Args:
+        hidden: seconds of a backward that hides sums; inf: it hides all of them.
+        bucket_bytes: of gradients that travel together; 0: all do.
+        touched_a_second: bytes that an update reads and writes in a second.
+        update: measured seconds of the update of all parameters; None: from bytes.
+    """
+    shards, number = group.dp_shard, choice.number_of_replicas
+    experts = expert_parameters(layers, group.tp, choice.ep)
+    copies = max(1, shards * group.cp // choice.ep) if experts else 1
+    dense = rank_parameters(layers, group.tp, choice.ep) - experts
+    own = dense / shards + experts / copies
+    bucket = bucket_bytes / state.gradients
+
+    def sums_s(parameters: float) -> float:
+        pieces = max(1, round(parameters / bucket)) if bucket else 1
+        size = parameters * state.gradients / pieces
+        scatter = scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
+        return pieces * (allreduce_s(links.replicas, size / shards, number) + scatter)
+
+    sums, gathers = sums_s(dense), 0.0
+    if experts:
+        sums += allreduce_s(links.replicas, experts / copies * state.gradients, number)
+    if choice.zero < 3:
+        gathers = gather_s(links.shards, dense * state.weights, shards)
+        if experts:
+            sums += scatter_s(links.copies, experts * state.gradients, copies)
+            gathers += gather_s(links.copies, experts * state.weights, copies)
+    first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
+    last = 0.0 if hidden == inf else sums_s(max(min(first, dense), min(dense, bucket)))
+    return {
+        "gradients": max(last, sums - hidden),
+        "parameters": gathers,
+        "update": own * state.updated / touched_a_second if update is None else update / shards,
+    }

@@ -1,0 +1,74 @@
+"""A cluster after a loss, as `--what-if` names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast.errors import ConfigError
+from holdfast.plan.hardware.cluster import Cluster, NodePool
+
+FORMS = "lost=3 (nodes), lost=3,2 (of each pool), lost=node:POOL, lost=rack:POOL or lost=zone:NAME"
+
+
+def after_loss(cluster: Cluster, text: str) -> tuple[Cluster, str]:
+    """The rest of a cluster, and the loss in words. Raises ConfigError for what names none, and for
+    more than there is."""
+    word, equals, what = text.partition("=")
+    if word.strip() != "lost" or not equals or not what.strip():
+        raise _unreadable(text)
+    lost = _lost_nodes(cluster, what.strip(), text)
+    for pool in cluster.pools:
+        if lost.get(pool.name, 0) > pool.nodes:
+            raise ConfigError(
+                f"the pool {pool.name} has {pool.nodes} nodes, fewer than are lost",
+                where=f"--what-if {text}",
+                remedy=f"use lost={pool.nodes} or fewer",
+            )
+    left = tuple(
+        replace(pool, nodes=pool.nodes - lost.get(pool.name, 0))
+        for pool in cluster.pools
+        if pool.nodes > lost.get(pool.name, 0)
+    )
+    words = " and ".join(_nodes(number, name) for name, number in lost.items() if number)
+    return replace(cluster, pools=left), words
+
+
+def _nodes(number: int, pool: str) -> str:
+    return f"{number} node{'s' if number > 1 else ''} of {pool}"
+
+
+def _lost_nodes(cluster: Cluster, what: str, text: str) -> dict[str, int]:
+    """Nodes that are lost, by pool."""
+    kind, colon, name = what.partition(":")
+    if colon and kind == "zone":
+        found = {pool.name: pool.nodes for pool in cluster.pools if pool.zone == name}
+        if not found:
+            zones = sorted({pool.zone for pool in cluster.pools if pool.zone})
+            raise ConfigError(
+                f"no pool is in the zone {name!r}",
+                where=f"--what-if {text}",
+                remedy=f"use lost=zone:{zones[0]}" if zones else "use lost=1",
+            )
+        return found
+    if kind in ("node", "rack"):
+        pool = _pool(cluster, name, text) if colon else cluster.pools[0]
+        return {pool.name: 1 if kind == "node" else pool.nodes_per_rack or 1}
+    numbers = [part.strip() for part in what.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in numbers):
+        raise _unreadable(text)
+    return {pool.name: int(part) for pool, part in zip(cluster.pools, numbers, strict=False)}
+
+
+def _pool(cluster: Cluster, name: str, text: str) -> NodePool:
+    for pool in cluster.pools:
+        if pool.name == name:
+            return pool
+    raise ConfigError(
+        f"there is no pool {name!r}",
+        where=f"--what-if {text}",
+        remedy=f"use lost=node:{cluster.pools[0].name}",
+    )
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError("this is not a loss", where=f"--what-if {text}", remedy=f"write {FORMS}")

@@ -1,0 +1,68 @@
+"""What a run file leaves free, and what a search gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import StepCost
+
+Objective = Callable[[Choice, StepCost], float]
+"""What the search makes as small as it can; `step_seconds` is the simplest. It must not fall if a
+step takes longer. An objective may have an attribute `least(choice, step_s)`: the least score of
+any layout with the replicas of `choice` whose step takes at least `step_s`. The choice has no
+stages yet. With it, the search drops degrees before it looks at their variants."""
+
+SYNCHRONOUS = tuple(name for name, kind in SCHEDULE_KINDS.items() if not kind.is_asynchronous)
+"""Schedules that give the curve of a run without a pipeline."""
+
+
+def step_seconds(_: Choice, cost: StepCost) -> float:
+    return cost.step_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
+    schedules, recompute, host: what may be chosen, the preferred ones first. virtual: stages of
+    each rank, under a schedule that leaves them free. replicas, devices: of a layout. effort:
+    groups of layouts that are opened without a better layout; 0: by the number of devices."""
+
+    pp: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+    ep: int = 0
+    microbatch: int = 0
+    zero: tuple[int, ...] = (1, 2, 3)
+    schedules: tuple[str, ...] = SYNCHRONOUS
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    virtual: int = 0
+    replicas: int = 0
+    devices: int = 0
+    host: tuple[frozenset[str], ...] = (frozenset(),)
+    effort: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with its cost. score: by the objective; the least is the best."""
+
+    choice: Choice
+    cost: StepCost
+    score: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """best first; `runners_up` follow it. tried: layouts whose timeline was executed. bounded:
+    layouts and groups of layouts that have a bound. gap: share by which a layout that was not
+    looked at may be better, at most. With 0 none is better."""
+
+    best: Found
+    runners_up: tuple[Found, ...]
+    tried: int
+    bounded: int = 0
+    gap: float = 0.0
