@@ -18,8 +18,8 @@ def print_fits(fits: Sequence[Fit]) -> None:
     for each in fits:
         print(f"{each.generator}:")
         print_table([(f"  {key}", f"{value:.6g}") for key, value in each.parameters.items()])
-        words = " ".join(f"--set {key}={value:.6g}" for key, value in each.parameters.items())
-        print(f"  holdfast trace make {each.generator} --to made.jsonl {words}")
+        words = ["holdfast", "trace", "make", each.generator, "--to", "made.jsonl"]
+        print(" ", *words, *(f"--set {key}={v:.6g}" for key, v in each.parameters.items()))
 
 
 def parameters_of(given: Sequence[str]) -> dict[str, float]:

@@ -167,9 +167,9 @@ CASES: list[Case] = [
     ),
     of(
         "rows.py: this is no row of a table: …",
-        '0,add,a\n5,add,"b\n9,remove,a\n',
+        '0,add,a\n5,add,b\n6,add,"c\n9,remove,a\n',
         "close every quote, and double each quote inside of a field",
-        '0,add,a\n5,add,"b"\n9,remove,a\n',
+        '0,add,a\n5,add,b\n6,add,"c"\n9,remove,a\n',
     ),
     of("rows.py: the packed file is damaged, or ends early", lzma.compress(b"0,3\n5,4\n")[:-9],
        "fetch it again", lzma.compress(b"0,3\n5,4\n")),

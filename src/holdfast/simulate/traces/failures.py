@@ -71,11 +71,11 @@ def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
         node = f"{row['SN']}@{row['location']}"
         cause = row["event"]
         causes[cause] += bool(cause)
-        cells = tuple(row.values())
-        if cells in seen:
+        exact = tuple(row.values())
+        if exact in seen:
             duplicates += 1
             continue
-        seen.add(cells)
+        seen.add(exact)
         stays[node] += 1
         base = (f"{node}#{stays[node]}", zone, gpu)
         place = f"{source}:{line}"

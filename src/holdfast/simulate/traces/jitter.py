@@ -80,7 +80,9 @@ def _read_parquet(data: bytes, source: str) -> dict[str, list[Any]]:
             "reading Parquet needs pyarrow", where=source, remedy="pip install 'holdfast[data]'"
         ) from None
     try:
-        table = pyarrow.parquet.read_table(io.BytesIO(data), columns=list(_COLUMNS))
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
+        missing = [name for name in _COLUMNS if name not in file.schema_arrow.names]
+        table = None if missing else file.read(columns=list(_COLUMNS))
     except (pyarrow.ArrowException, OSError) as error:
         words = str(error).split("\n")[0][:80]
         raise DataError(
@@ -88,8 +90,7 @@ def _read_parquet(data: bytes, source: str) -> dict[str, list[Any]]:
             where=source,
             remedy="fetch it again",
         ) from None
-    missing = [name for name in _COLUMNS if name not in table.column_names]
-    if missing:
+    if table is None:
         raise DataError(
             f"there is no column {missing[0]!r} in this Parquet file",
             where=source,
