@@ -61,7 +61,7 @@ def convert(
     carbon: Carbon = None,
     json: Json = False,
 ) -> None:
-    """Write a file of any known kind as one stream of events, a JSON object a line.
+    """Write files of any known kind as one stream of events.
 
     Holdfast finds the kind by the form of the file. It reports disorder, duplicates and gaps, and
     refuses a row that cannot be, with its line. docs/traces.md has the kinds and the events.
@@ -94,7 +94,7 @@ def show(
     system: System = None,
     json: Json = False,
 ) -> None:
-    """Print what there is in a trace: nodes, events, bursts, lives, gaps, rates, prices.
+    """Print nodes, bursts, lives, gaps and prices of a trace.
 
     \b
     Example:
@@ -119,7 +119,7 @@ def fit(
     system: System = None,
     json: Json = False,
 ) -> None:
-    """Estimate the parameters with which a generator makes traces like this one.
+    """Estimate the parameters of a generator from a trace.
 
     \b
     Example:
