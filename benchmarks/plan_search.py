@@ -4,7 +4,7 @@ python -m benchmarks.plan_search exact [N]    N small problems (500), against ev
 python -m benchmarks.plan_search times        seconds of one core, and of a loop of plain Python
 python -m benchmarks.plan_search baselines    20 large problems at equal time (pip install deap)
 python -m benchmarks.plan_search wide         175 B on 1,024 devices; tp inside and across nodes
-python -m benchmarks.plan_search replan       a node goes: from the next plans, and searched anew
+python -m benchmarks.plan_search replan       a node goes: with the next plans and without
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ REPLANNED = (
 
 
 def replan() -> bool:
-    """A node goes: wall seconds of the next plan, prepared and searched anew."""
+    """A node goes: wall seconds of the next plan, prepared and without them."""
     print(f"a loop of plain Python: {loop_seconds():.3f} s")
     slowest = 0.0
     for name, number, places, model, batch, device in REPLANNED:
@@ -329,7 +329,7 @@ def replan() -> bool:
             seconds = perf_counter() - prepared
             slowest = max(slowest, seconds)
             print(
-                f"{name}, node {lost} goes: {seconds:.3f} s (goal 0.1 s), searched anew "
+                f"{name}, node {lost} goes: {seconds:.3f} s (goal 0.1 s), without them "
                 f"{middle - begin:.2f} s, all next plans {prepared - middle:.2f} s; step "
                 f"{found.step_s:.3f} s, searched {searched.step_s:.3f} s; "
                 f"{found.topology.world_size} of {number * places - places} workers",

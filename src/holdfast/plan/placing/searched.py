@@ -252,7 +252,7 @@ class SearchedPlanner:
 @dataclass
 class _Trial:
     """Places candidates on some nodes. scored: those that fit. refused: the first refusal of the
-    simple planner. short_of: bytes that the nearest of the others lacks."""
+    simple planner. short_of: bytes that the nearest of the rest lacks."""
 
     fleet: Fleet
     costs: TopologyCost
