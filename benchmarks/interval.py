@@ -44,7 +44,9 @@ from holdfast.simulate.intervals import (
     replay_fixed,
     rotate_spells,
 )
-from holdfast.simulate.traces import Trace, load_trace, parse_outages
+from holdfast.simulate.traces.loading import load_trace
+from holdfast.simulate.traces.node_changes import Trace
+from holdfast.simulate.traces.outages import parse_outages
 
 COSTS = (0.005, 0.2, 1.5, 30.0)
 BAR = 1.05

@@ -19,7 +19,8 @@ from pathlib import Path
 from holdfast.errors import DataError
 from holdfast.policy.mix import Need, Offer, choose_mix
 from holdfast.simulate.synthetic import spot_pool
-from holdfast.simulate.traces import Trace, load_trace
+from holdfast.simulate.traces.loading import load_trace
+from holdfast.simulate.traces.node_changes import Trace
 
 SPOT_PRICE, DEMAND_PRICE = 1.0, 3.0
 CHANGE_H, LOSS_H = 0.01, 0.01
