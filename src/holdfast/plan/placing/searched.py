@@ -106,20 +106,19 @@ class SearchedPlanner:
 
     def prepare(self, config: RunConfig, nodes: Sequence[NodePlaces], topology: Topology) -> None:
         """Make the next plans: for each likely loss, the degrees to move to and the workers to use.
-        They take the place of those that follow an earlier topology."""
-        found: dict[object, _Scored] = {}
-        self._next = found
+        Those that follow the latest topologies are kept."""
         if why_simple(config):
             return
+        found: dict[object, _Scored] = {}
         for left in nodes_left(nodes, self._fleet.node.is_spot):
-            if self._next is not found:  # another topology has come
-                return
             names = {node.name for node in left}
             lost = frozenset(r for r, name in enumerate(topology.nodes) if name not in names)
             present = PresentPlacement(topology, lost)
             with suppress(LayoutError):  # nothing fits there: said when it comes to it
                 if scored := self._best(config, left, present, inf):
                     found[_next_key(left, present)] = scored
+        latest = list(self._next.items())[-_PLANS_KEPT:]
+        self._next = {**dict(latest), **found}  # never changed in place: a thread does this
 
     # --- one plan ---------------------------------------------------------------------------
     def _plan(
