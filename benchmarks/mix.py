@@ -19,7 +19,8 @@ from pathlib import Path
 from holdfast.errors import DataError
 from holdfast.policy.mix import Need, Offer, choose_mix
 from holdfast.simulate.synthetic import spot_pool
-from holdfast.simulate.traces import Trace, load_trace
+from holdfast.simulate.traces.loading import load_trace
+from holdfast.simulate.traces.node_changes import Trace
 
 SPOT_PRICE, DEMAND_PRICE = 1.0, 3.0
 CHANGE_H, LOSS_H = 0.01, 0.01
@@ -100,7 +101,8 @@ def traces_in(folder: Path) -> list[Trace]:
                 found.append(load_trace(path.read_text("utf-8"), path.name))
             except (DataError, UnicodeDecodeError):
                 continue
-    return [trace for trace in found if trace.seconds > 4 * 3600]
+    repeated = ("listed changes", "intervals")  # such public files repeat another trace
+    return [t for t in found if t.seconds > 4 * 3600 and t.kind not in repeated]
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ python -m benchmarks.plan_search exact [N]    N small problems (500), against ev
 python -m benchmarks.plan_search times        seconds of one core, and of a loop of plain Python
 python -m benchmarks.plan_search baselines    20 large problems at equal time (pip install deap)
 python -m benchmarks.plan_search wide         175 B on 1,024 devices; tp inside and across nodes
+python -m benchmarks.plan_search replan       a node goes: with the next plans and without
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, log, prod, sqrt
 from random import Random
-from time import process_time
+from time import perf_counter, process_time
 
 from tests.support.plan_brute_force import least_step, small_problem
 
@@ -27,6 +28,9 @@ from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
+from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.topology_cost import Fleet
 from holdfast.plan.search.search import search
 from holdfast.plan.search.space import divisors, tensor_degrees
 from holdfast.plan.search.splits import even_split
@@ -281,11 +285,65 @@ def wide() -> bool:
     return True
 
 
+_GPT_125M = {"layers": 12, "dim": 768, "heads": 12, "kv_heads": 12, "vocab_size": 50_304}
+REPLANNED = (
+    ("120 workers", 60, 2, _GPT_125M, 480, "A100-80"),
+    (
+        "128 workers",
+        16,
+        8,
+        {"layers": 96, "dim": 12_288, "heads": 96, "kv_heads": 96, "vocab_size": 51_200},
+        1536,
+        "H200",
+    ),
+)
+"""Name, nodes, places of each, model, batch, device."""
+
+
+def replan() -> bool:
+    """A node goes: wall seconds of the next plan, prepared and without them."""
+    print(f"a loop of plain Python: {loop_seconds():.3f} s")
+    slowest = 0.0
+    for name, number, places, model, batch, device in REPLANNED:
+        config = RunConfig.model_validate(
+            {
+                "model": model,
+                "data": {"sequence_length": 2048},
+                "train": {"batch_size": batch, "microbatch_size": 4, "precision": "bf16"},
+                "layout": {"workers": 0},
+            }
+        )
+        nodes = [NodePlaces(f"node{index:02}", places) for index in range(number)]
+        one = NodePool("a", 1, places, device, NVLINK, INFINIBAND)
+        for lost in (0, number // 2, number - 1):
+            planner = SearchedPlanner(Fleet(load_devices(), one), limit_s=inf)
+            before = planner(config, nodes, 1).topology
+            left, present = nodes[:lost] + nodes[lost + 1 :], PresentPlacement(before)
+            begin = perf_counter()
+            searched = planner(config, left, 2, present)
+            middle = perf_counter()
+            ready = SearchedPlanner(Fleet(load_devices(), one), limit_s=inf)
+            ready.prepare(config, nodes, before)
+            prepared = perf_counter()
+            found = ready(config, left, 2, present)
+            seconds = perf_counter() - prepared
+            slowest = max(slowest, seconds)
+            print(
+                f"{name}, node {lost} goes: {seconds:.3f} s (goal 0.1 s), without them "
+                f"{middle - begin:.2f} s, all next plans {prepared - middle:.2f} s; step "
+                f"{found.step_s:.3f} s, searched {searched.step_s:.3f} s; "
+                f"{found.topology.world_size} of {number * places - places} workers",
+                flush=True,
+            )
+    return slowest < 0.1
+
+
 def main(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "times"
     if name == "exact":
         return not exact(int(arguments[1]) if len(arguments) > 1 else 500)
-    return not {"times": times, "baselines": baselines, "wide": wide}[name]()
+    parts = {"times": times, "baselines": baselines, "wide": wide, "replan": replan}
+    return not parts[name]()
 
 
 if __name__ == "__main__":

@@ -102,6 +102,18 @@ def test_layouts_on_several_pools_name_them(run_file: Path, capsys: Capture) -> 
     assert re.search(r"1 replica on [AH]100-80 .*<- chosen", out)
 
 
+def test_memory_of_unlike_devices_stands_beside_that_of_each(
+    run_file: Path, capsys: Capture
+) -> None:
+    asked = (*SMALL, "layout.pp=2", "layout.workers=2", "--cluster", "1xA100-80+1xH200")
+    out = here(capsys, "plan", run_file, *asked).out
+    line = next(line for line in out.splitlines() if line.startswith("memory of a device"))
+    assert len(set(re.findall(r" of (\d[\d.]* GiB)", line))) == 2
+    assert {"node of A100-80", "node of H200"} <= {  # next plans
+        line.split("  ")[1] for line in out.splitlines() if line.startswith("  node of")
+    }
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

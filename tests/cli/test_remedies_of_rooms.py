@@ -52,6 +52,7 @@ from tests.cli.remedies import (
     of_ssh,
     of_stores_cases,
     of_task_code,
+    of_traces,
     of_trainers,
 )
 from tests.cli.remedies.lab import Case, Lab, carry_out
@@ -100,6 +101,7 @@ TABLES = (
     of_ray,
     of_remote_datasets,
     of_ray_preparation,
+    of_traces,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

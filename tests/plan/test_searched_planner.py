@@ -19,9 +19,11 @@ from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing import searched
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
+from holdfast.plan.placing.likely_losses import nodes_left
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.searched import SearchedPlanner
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
+from holdfast.policy.placement import Machine
 from tests.plan.test_planner import nodes_of, without
 
 FAST, SLOW = Link(10e-6, 20e9), Link(100e-6, 50e6)
@@ -162,3 +164,35 @@ def _losses(config: RunConfig, seed: int) -> list[Topology]:
 def test_any_row_of_changes_can_be_planned() -> None:
     for seed in range(3):
         assert [t.generation for t in _losses(run_of(), seed)] == [1, 2, 3, 4, 5]
+
+
+def test_a_likely_loss_gets_its_next_plan_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, nodes = run_of(), nodes_of(8, 2)
+    planner = SearchedPlanner(fleet_of(), later=lambda work: work())
+    before = planner(config, nodes, 1).topology
+    expected = SearchedPlanner(fleet_of())(
+        config, without(nodes, "node01"), 2, PresentPlacement(before)
+    )
+
+    def no_search(*_: object) -> None:
+        raise AssertionError("a search was made")
+
+    monkeypatch.setattr(planner, "_later", lambda work: None)
+    monkeypatch.setattr(planner, "_best", no_search)
+    for name in ("node00", "node01", "node03"):
+        left = without(nodes, name)
+        found = planner(config, left, 2, PresentPlacement(before))
+        assert set(found.topology.nodes) <= {node.name for node in left}
+        assert found.step_s == pytest.approx(expected.step_s, rel=0.02)
+    with pytest.raises(AssertionError, match="a search was made"):
+        planner(config, nodes[:2], 2, PresentPlacement(before))
+
+
+def test_likely_losses_are_nodes_racks_zones_and_half_of_spot_nodes() -> None:
+    nodes = [
+        replace(node, machine=Machine(node.name, rack=f"r{place // 2}", zone=f"z{place // 4}"))
+        for place, node in enumerate(nodes_of(12, 2))
+    ]
+    assert [len(left) for left in nodes_left(nodes, is_spot=False)] == [5, 4, 2]
+    assert [len(left) for left in nodes_left(nodes, is_spot=True)] == [5, 4, 2, 3]
+    assert list(nodes_left(nodes[:1], is_spot=True)) == []

@@ -24,7 +24,7 @@ from holdfast.simulate.intervals import (
     replay_two_tiers,
     rotate_spells,
 )
-from holdfast.simulate.traces import load_trace
+from holdfast.simulate.traces.loading import load_trace
 
 WIDE = IntervalBounds(0.01, 86400.0)
 

@@ -9,7 +9,7 @@ from statistics import mean, pstdev
 import pytest
 
 from holdfast.simulate import synthetic
-from holdfast.simulate.traces import Trace
+from holdfast.simulate.traces.node_changes import Trace
 
 
 def _drops(trace: Trace) -> list[int]:

@@ -7,7 +7,11 @@ import json
 import pytest
 
 from holdfast.errors import DataError
-from holdfast.simulate.traces import Trace, load_trace, parse_outages, parse_ticks, survival_curve
+from holdfast.simulate.traces.counts import parse_ticks
+from holdfast.simulate.traces.lives import survival_curve
+from holdfast.simulate.traces.loading import load_trace
+from holdfast.simulate.traces.node_changes import Trace
+from holdfast.simulate.traces.outages import parse_outages
 
 NAMED = "0,add,n1\n0,add,n2\n60000,add,n3\n120000,remove,n1\n120000,remove,n2\n180000,add,n4\n"
 

@@ -28,7 +28,7 @@ from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import read_text, resolve_config
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.plan.machine.hardware import detect_hardware
-from holdfast.simulate.traces import load_trace
+from holdfast.simulate.traces.loading import load_trace
 from holdfast.wire.child_command import module_command
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment

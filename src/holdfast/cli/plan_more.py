@@ -200,11 +200,17 @@ def _layout_of(request: PlanRequest, plan: NextPlan) -> str | None:
     return words_of_layout(plan.layout, request.problem.cluster)
 
 
+def _pools_of(request: PlanRequest, plan: NextPlan) -> str:
+    """` of kept`: whose nodes are lost, if there are several pools."""
+    several = len(request.problem.cluster.pools) > 1 and plan.loss != "zone"
+    return f" of {' and '.join(plan.lost)}" if several else ""
+
+
 def print_next_plans(request: PlanRequest) -> None:
     """Print what follows a loss: layout, throughput, bytes that move, pause."""
     rows = [
         [
-            f"  {each.loss}",
+            f"  {each.loss}{_pools_of(request, each)}",
             _layout_of(request, each) or "none fits",
             f"{each.share:.0%}",
             format_bytes(each.moved_bytes),

@@ -104,13 +104,26 @@ def _failures(request: PlanRequest, found: Found) -> str:
 
 
 def _memory(figures: Figures) -> str:
-    kinds = [_stages_in_words(replica) for replica in dict.fromkeys(figures.memory)]
-    return f"memory of {format_bytes(figures.room)} on a device, by stage: " + "; ".join(kinds)
+    rooms = {room for replica in figures.rooms for room in replica}
+    every = dict.fromkeys(zip(figures.memory, figures.rooms, strict=True))
+    if len(rooms) == 1:
+        kinds = [_stages_in_words(list(map(format_bytes, memory))) for memory, _ in every]
+        return f"memory of {format_bytes(figures.room)} on a device, by stage: {'; '.join(kinds)}"
+    kinds = [
+        _stages_in_words(
+            [
+                f"{format_bytes(used)} of {format_bytes(room)}"
+                for used, room in zip(memory, there, strict=True)
+            ]
+        )
+        for memory, there in every
+    ]
+    return f"memory of a device, by stage: {'; '.join(kinds)}"
 
 
-def _stages_in_words(memory: Sequence[float]) -> str:
+def _stages_in_words(memory: Sequence[str]) -> str:
     """`65.0 GiB, 3 x 60.1 GiB`: equal neighbours once."""
-    groups = [(words, len(list(same))) for words, same in groupby(map(format_bytes, memory))]
+    groups = [(words, len(list(same))) for words, same in groupby(memory)]
     return ", ".join(f"{n} x {words}" if n > 1 else words for words, n in groups)
 
 

@@ -20,7 +20,7 @@ from math import floor
 
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, TierCost, seconds_between
-from holdfast.simulate.traces import Trace
+from holdfast.simulate.traces.node_changes import Trace
 
 
 @dataclass(frozen=True)

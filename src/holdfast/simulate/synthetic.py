@@ -8,9 +8,12 @@ say which statistic each generator reproduces. Pure: the same seed gives the sam
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.simulate.traces import NodeChange, Trace, renew_machines, trace_from_counts
+from holdfast.simulate.traces.counts import trace_from_counts
+from holdfast.simulate.traces.lives import renew_machines
+from holdfast.simulate.traces.node_changes import NodeChange, ReadOptions, Trace
 
 _DAY = 86400.0
 
@@ -29,7 +32,13 @@ BATHTUB = (
 
 
 def spot_pool(
-    seed: int, *, days: float = 1.0, wanted: int = 32, between: float = 520.0, swing: float = 5.0
+    seed: int,
+    *,
+    days: float = 1.0,
+    wanted: int = 32,
+    between: float = 520.0,
+    swing: float = 5.0,
+    sizes: Sequence[int] = BURST_SIZE_WEIGHTS,
 ) -> Trace:
     """A pool of spot machines that loses them in bursts and gets them back one by one.
 
@@ -46,14 +55,14 @@ def spot_pool(
         factor = swing**0.5 if busy else swing**-0.5
         lost = 0
         if draw.random() < 60 / between * factor:
-            lost = min(
-                count, draw.choices(range(1, len(BURST_SIZE_WEIGHTS) + 1), BURST_SIZE_WEIGHTS)[0]
-            )
+            lost = min(count, draw.choices(range(1, len(sizes) + 1), sizes)[0])
         # On average as many join as leave: 2.1 a burst.
         joined = sum(draw.random() < 0.06 for _ in range(wanted - count))
         count += (0 if lost else joined) - lost
         rows.append((minute * 60.0, count, minute + 1))
-    made = trace_from_counts(rows, f"synthetic spot pool, seed {seed}", "spot pool", "", seed=seed)
+    made = trace_from_counts(
+        rows, f"synthetic spot pool, seed {seed}", "spot pool", "", options=ReadOptions(seed=seed)
+    )
     return replace(made, seconds=rows[-1][0], step=60.0)
 
 
@@ -73,7 +82,11 @@ def gang_offers(
             count = wanted
         at += 300.0
     made = trace_from_counts(
-        rows, f"synthetic gang offers, seed {seed}", "gang offers", "", seed=seed
+        rows,
+        f"synthetic gang offers, seed {seed}",
+        "gang offers",
+        "",
+        options=ReadOptions(seed=seed),
     )
     return replace(made, seconds=at, step=300.0)
 

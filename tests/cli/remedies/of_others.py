@@ -15,7 +15,7 @@ from holdfast.chaos.schedule import read_trace
 from holdfast.config.task import TaskConfig
 from holdfast.layout import Replica, Topology
 from holdfast.parallel.tensor_parallel import _check_units
-from holdfast.simulate.traces import load_trace
+from holdfast.simulate.traces.loading import load_trace
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
 from tests.cli.remedies.lab import Lab, fixed

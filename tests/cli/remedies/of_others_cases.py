@@ -16,11 +16,9 @@ from holdfast.core.sharding.pipeline_stages import check_number_of_stages
 from holdfast.errors import ConfigError
 from holdfast.layout import Layout, Replica
 from holdfast.parallel.torch_compat import check_version
-from holdfast.simulate.traces import parse_outages, parse_ticks
 from tests.cli.remedies.lab import Case, Lab, case, fixed, setting
 from tests.cli.remedies.of_others import (
     ONE,
-    OUTAGES,
     THIS,
     Buffered,
     Different,
@@ -36,19 +34,15 @@ from tests.cli.remedies.of_others import (
     load,
     name_of,
     numbers,
-    rewritten,
     rows_of,
     text,
-    ticks,
     topology,
-    trace,
     values,
 )
 from tests.support.models import config
 
 TASK = "tasks/loading.py: "
-SIM, CHAOS, LAYOUT, TP = (
-    "simulate/traces.py: ",
+CHAOS, LAYOUT, TP = (
     "chaos/schedule.py: ",
     "layout.py: ",
     "parallel/tensor_parallel.py: ",
@@ -57,80 +51,7 @@ TABLE, CSV = "core/schedule/table.py: ", "core/schedule/csv.py: "
 NAMED = "core/schedule/named.py: "
 
 
-def of_trace(site: str, content: str, remedy: str, good: str) -> Case:
-    return case(SIM + site, text(content), trace, remedy, rewritten(good))
-
-
 CASES: list[Case] = [
-    of_trace(
-        "this is no trace of a known kind",
-        "nothing",
-        r"give rows '(time_ms,add\|remove,node)', .*",
-        "0,add,a\n9,remove,a\n",
-    ),
-    of_trace(
-        "write 'time_ms,add,node' or 'time_ms,remove,node'",
-        "0,add,a\n9,leave,a\n",
-        r"write 'time_ms,add,node' or 'time_ms,remove,node'",
-        "0,add,a\n9,remove,a\n",
-    ),
-    of_trace(
-        "… …",
-        "0,add,a\n5,add,a\n",
-        r"give every stay of a machine its own name, and one add before its remove",
-        "0,add,a\n5,add,b\n",
-    ),
-    of_trace(
-        "write 'YYYY-MM-DD, HH:MM:SS, count'",
-        "2024-01-01, 00:00:00, 4\n2024-01-01, noon, 4\n",
-        r"write 'YYYY-MM-DD, HH:MM:SS, count'",
-        "2024-01-01, 00:00:00, 4\n2024-01-01, 12:00:00, 4\n",
-    ),
-    of_trace(
-        "write 'time_ms,count'",
-        "0,4\n5\n",
-        r"write 'time_ms,count'",
-        "0,4\n5,4\n",
-    ),
-    of_trace(
-        "… is no number of nodes",
-        "0,4\n5,x\n",
-        r"write a whole number, 0 or more",
-        "0,4\n5,0\n",
-    ),
-    of_trace(
-        "… is no time or length of time",
-        "0,4\n-5,4\n",
-        r"write a number, 0 or more",
-        "0,4\n5,4\n",
-    ),
-    of_trace(
-        "… is no time",
-        OUTAGES + "1,2,noon,1/1/2024 1:00\n",
-        r"write month/day/year hour:minute",
-        OUTAGES + "1,2,1/1/2024 12:00,1/1/2024 13:00\n",
-    ),
-    case(
-        SIM + "there is no outage of system …",
-        values(text=OUTAGES + "1,2,1/1/2024 1:00,1/1/2024 2:00\n", source="t", system="3"),
-        calling(parse_outages),
-        r"name one of (\d+)",
-        setting("system"),
-    ),
-    case(
-        SIM + "this is not JSON with 'data' and 'metadata.gap_seconds'",
-        values(text="{}", source="t"),
-        calling(parse_ticks),
-        r"write (\{.*\})",
-        as_shown,
-    ),
-    case(
-        SIM + "gap_seconds is …, data has … ticks",
-        ticks(data=[]),
-        lambda lab: parse_ticks(lab.settings["text"], "t"),
-        r"give a positive gap_seconds and at least one tick",
-        lambda lab, found: ticks()(lab),
-    ),
     case(
         CHAOS + "this is not a fault at a step",
         fault(fault="agent"),

@@ -21,7 +21,8 @@ MILLIONS = 40
 
 def problem_of(nodes: int, memory: float) -> Problem:
     link = Link(1e-6, 1e10)
-    devices = {"small": replace(load_devices()["A100-80"], name="small", memory_bytes=memory * 1e6)}
+    device = replace(load_devices()["A100-80"], name="small", memory_bytes=memory * 1e6)
+    devices = {"small": replace(device, usable_bytes=device.memory_bytes)}
     pool = NodePool("pool", nodes, 1, "small", link, link)
     return replace(small_problem(0)[0], cluster=Cluster((pool,)), devices=devices)
 

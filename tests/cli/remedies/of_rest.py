@@ -18,7 +18,6 @@ from holdfast.layout import Replica, Topology
 from holdfast.plan.placing.layouts import check_dealing_of_steps, layouts_of, replicas_of
 from holdfast.report.trackers.cursor import CURSOR_FILE, Cursor
 from holdfast.report.trackers.registry import load_tracker
-from holdfast.simulate.traces import load_trace, parse_outages
 from holdfast.tasks.batches import TaskBatches, open_samples
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 from tests.cli.remedies.of_datasets import begin_damaged, remake
@@ -232,33 +231,6 @@ CASES: list[Case] = [
                     {"from": "gpt", "value": "b"},
                 ]
             }
-        ),
-    ),
-    case(
-        "simulate/traces.py: no machine of this table was preempted, so none would ever go",
-        values(text="lifetime_s,other_ops\n500000,stop\n"),
-        lambda lab: load_trace(lab.settings["text"], "t"),
-        r"give a table in which other_ops of a row ends in (preempted)",
-        lambda lab, found: lab.settings.update(
-            text=f"lifetime_s,other_ops\n500000,stop\n600000,{found[1]}\n"
-        ),
-    ),
-    case(
-        "simulate/traces.py: there is no column …",
-        values(text="System,nodenumz\n1,2\n"),
-        lambda lab: parse_outages(lab.settings["text"], "t"),
-        r"give a header line with (.*)",
-        lambda lab, found: lab.settings.update(
-            text=found[1].replace(", ", ",") + "\n1,2,1/1/2024 1:00,1/1/2024 2:00\n"
-        ),
-    ),
-    case(
-        "simulate/traces.py: give all … columns of the header",
-        values(text="System,nodenumz,Prob Started,Prob Fixed\n1,2\n"),
-        lambda lab: load_trace(lab.settings["text"], "t"),
-        r"give all 4 columns of the header",
-        lambda lab, found: lab.settings.update(
-            text="System,nodenumz,Prob Started,Prob Fixed\n1,2,1/1/2024 1:00,1/1/2024 2:00\n"
         ),
     ),
     case(

@@ -56,7 +56,8 @@ class BlockCosts:
 
 
 StageCost = Callable[[int, int, int], float]
-"""(stage, first block, block after the last) -> what that stage costs with these blocks."""
+"""(stage, first block, block after the last) -> what that stage costs with these blocks. It costs
+no less with more of them."""
 
 
 def block_costs(model: ModelConfig, sequence_length: int) -> BlockCosts:
@@ -131,7 +132,7 @@ def best_split(blocks: int, stages: int, first: StageCost, second: StageCost) ->
 
     Three passes: the least possible first cost of the stage that has the most of it. Under it, the
     least second cost of the stage with most of that. Under both, the smallest first stages.
-    O(stages * blocks^2).
+    O(stages * blocks * log(blocks)).
     """
     # sums may differ in the end
     most = _least_bottlenecks(blocks, stages, first)[0][0] * (1 + 1e-12)
@@ -160,9 +161,18 @@ def _least_bottlenecks(blocks: int, stages: int, cost: StageCost) -> Sequence[Se
     rest = [[infinite] * (blocks + 1) for _ in range(stages + 1)]
     rest[stages][blocks] = 0.0
     for stage in reversed(range(stages)):
-        for start in range(blocks):
-            rest[stage][start] = min(
-                max(cost(stage, start, stop), rest[stage + 1][stop])
-                for stop in range(start + 1, blocks + 1)
-            )
+        after, later = rest[stage + 1], stages - stage - 1  # each other stage has a block
+        for start in range(stage, blocks - later):
+            # with more blocks the stage costs no less, and those after it cost no more
+            low, high = start + 1, blocks - later
+            while low < high:
+                middle = (low + high) // 2
+                if cost(stage, start, middle) >= after[middle]:
+                    high = middle
+                else:
+                    low = middle + 1
+            best = max(cost(stage, start, low), after[low])
+            if low > start + 1:
+                best = min(best, after[low - 1])
+            rest[stage][start] = best
     return rest

@@ -111,8 +111,10 @@ class Evaluator:
 
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
-        device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
-        return device.found_bytes * self.problem.memory_share
+        return self._device(pool).found_bytes * self.problem.memory_share
+
+    def _device(self, pool: str) -> DeviceType:
+        return device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
 
     def memory(self, choice: Choice, group: ReplicaChoice) -> tuple[StageMemory, ...]:
         """Return the bytes of the fullest rank at each index on pp."""
@@ -266,7 +268,7 @@ class Evaluator:
         key = (kind, part, id(place), choice.zero, group.dp_shard)
         found = self._times.get(key)
         if found is None:
-            device = device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
+            device = self._device(pool)
             times = self.problem.times or ShapeTimes.of_workload(workload)
             found = self._times[key] = _with_gathers(
                 workload,
@@ -275,6 +277,7 @@ class Evaluator:
                 group,
                 layer,
                 place.links,
+                device.hides,
             )
         return found
 
@@ -287,7 +290,8 @@ class Evaluator:
         tails = []
         for index, place in enumerate(places):
             counts = _counts(self.problem.workload, choice, group, index)
-            hidden = stages[index].backward if self.problem.hides_gradients else 0.0
+            hides = self._device(place.pool).hides if self.problem.hides_gradients else 0.0
+            hidden = hides * stages[index].backward
             key = (shared, id(place), counts, hidden, choice.number_of_replicas)
             tail = self._tails.get(key)
             if tail is None:
@@ -309,7 +313,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Seconds of a step after its passes."""
         problem = self.problem
-        device = device_named(problem.cluster.pool(place.pool).device, problem.devices)
+        device = self._device(place.pool)
         return step_tail(
             problem.workload.state,
             choice,
@@ -345,6 +349,7 @@ def _with_gathers(
     group: ReplicaChoice,
     layer: Layer,
     links: GroupLinks,
+    hides: float,
 ) -> PassTimes:
     """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
     than the computing is added to it."""
@@ -354,7 +359,7 @@ def _with_gathers(
     own = layer_parameters(layer, group.tp, choice.ep)
     gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
     scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
-    return with_collectives(times, gathers, gathers + scatters)
+    return with_collectives(times, gathers, gathers + scatters, hides)
 
 
 def _measured_update(

@@ -16,10 +16,13 @@ SLOWED = 0.126
 """Share of a collective's time that it adds to simultaneous computing (Galvatron: 1.126)."""
 
 
-def with_collectives(times: PassTimes, forward_s: float, backward_s: float) -> PassTimes:
-    """Return the passes, longer by what they do not hide of so many seconds of collectives."""
-    forward = _added(times.forward, forward_s)
-    backward = _added(times.backward, backward_s)
+def with_collectives(
+    times: PassTimes, forward_s: float, backward_s: float, hides: float = 1.0
+) -> PassTimes:
+    """Return the passes, longer by what they do not hide of so many seconds of collectives. hides:
+    see `DeviceType.hides`."""
+    forward = _added(times.forward, forward_s, hides)
+    backward = _added(times.backward, backward_s, hides)
     sent = {**(times.communication or {}), "shards": forward + backward}
     return replace(
         times,
@@ -29,5 +32,6 @@ def with_collectives(times: PassTimes, forward_s: float, backward_s: float) -> P
     )
 
 
-def _added(computing_s: float, sending_s: float) -> float:
-    return max(sending_s - computing_s, 0.0) + SLOWED * min(sending_s, computing_s)
+def _added(computing_s: float, sending_s: float, hides: float) -> float:
+    hidden_s = min(sending_s * hides, computing_s)
+    return sending_s - hidden_s + SLOWED * hidden_s

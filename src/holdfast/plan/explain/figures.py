@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -23,7 +24,7 @@ class Figures:
 
     step_s: seconds of a step. mfu: model FLOPs (attention halved) over the devices' dense peak; 0
     if no peak is known. memory: bytes of the fullest rank of each index on pp, of the replicas in
-    their order. room: bytes that a device has for them, the least of all. usd_per_hour: of all
+    their order. rooms: bytes that their devices have. usd_per_hour: of all
     nodes used, 0 if a price is unknown. kwh_per_hour: at the devices' limits of power.
     """
 
@@ -33,7 +34,7 @@ class Figures:
     devices: int
     nodes: int
     memory: tuple[tuple[float, ...], ...]
-    room: float
+    rooms: tuple[tuple[float, ...], ...]
     usd_per_hour: float
     kwh_per_hour: float
     grams_co2_per_hour: float
@@ -41,6 +42,16 @@ class Figures:
     @property
     def peak_bytes(self) -> float:
         return max(peak for replica in self.memory for peak in replica)
+
+    @property
+    def room(self) -> float:
+        """Bytes that the device with most in use has."""
+        pairs = [
+            pair
+            for peaks, rooms in zip(self.memory, self.rooms, strict=True)
+            for pair in zip(peaks, rooms, strict=True)
+        ]
+        return max(pairs)[1]
 
     @property
     def hours_per_tokens(self) -> float:
@@ -66,6 +77,7 @@ class Figures:
         return asdict(self) | {
             "mfu": self.mfu or None,
             "peak_bytes": self.peak_bytes,
+            "room": self.room,
             "usd_per_hour": self.usd_per_hour if known else None,
             "usd_per_1e9_tokens": self.usd_per_tokens if known else None,
             "kwh_per_1e9_tokens": self.kwh_per_tokens,
@@ -77,7 +89,7 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
     """flops_per_token: model FLOPs, forward and backward."""
     workload, devices = problem.workload, problem.devices
     used = devices_by_pool(problem.cluster, choice)
-    peak = usd = watts = grams = room = 0.0
+    peak = usd = watts = grams = 0.0
     nodes, is_priced = 0, True
     for pool in (each for each in problem.cluster.pools if used.get(each.name)):
         device, count = pool.device_type(devices), used[pool.name]
@@ -88,8 +100,6 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         is_priced = is_priced and pool.usd_per_hour > 0
         watts += count * device.power_w
         grams += count * device.power_w / 1000 * pool.grams_co2_per_kwh
-        bytes_here = device.found_bytes * problem.memory_share
-        room = min(room, bytes_here) if room else bytes_here
     tokens = workload.step_tokens / cost.step_s
     return Figures(
         cost.step_s,
@@ -98,11 +108,18 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         choice.devices,
         nodes,
         tuple(tuple(stage.peak for stage in group.memory) for group in cost.groups),
-        room,
+        tuple(tuple(_rooms(problem, group)) for group in choice.replicas),
         usd if is_priced else 0.0,
         watts / 1000,
         grams,
     )
+
+
+def _rooms(problem: Problem, group: ReplicaChoice) -> Iterator[float]:
+    """Of each index on pp."""
+    for index in range(group.pp):
+        device = problem.cluster.pool(group.pool_at(index)).device_type(problem.devices)
+        yield device.found_bytes * problem.memory_share
 
 
 def model_flops(config: RunConfig) -> float:

@@ -55,7 +55,8 @@ class DeviceType:
     network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
     columns without a source. measured: date if `holdfast calibrate` measured it. cache_bytes: what
     a kernel may move for its data to be in a cache, with cache_bandwidth in place of bandwidth; 0:
-    not known.
+    not known. hides: share of a message's time that computing may hide; 0 if the cores that compute
+    carry it.
     """
 
     name: str
@@ -77,6 +78,7 @@ class DeviceType:
     measured: str = ""
     cache_bytes: float = 0.0
     cache_bandwidth: float = 0.0
+    hides: float = 1.0
 
     @property
     def found_bytes(self) -> float:
@@ -219,4 +221,5 @@ def _device(row: dict[str, str], efficiency: Mapping[str, Efficiency]) -> Device
         aliases=tuple(row["aliases"].split()),
         assumed=tuple(row["assumed"].split()),
         source=row["source"],
+        hides=float(row["hides"]) if row["hides"] else 1.0,
     )

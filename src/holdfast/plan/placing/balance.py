@@ -118,9 +118,10 @@ def stage_times(config: RunConfig, pp: int) -> StageCost:
     again = {policy: times_again(config.model, length, policy) for policy in set(workers)}
     sums = {policy: list(accumulate(row, initial=0.0)) for policy, row in again.items()}
     places = _places(config, pp)
+    of_stages = [sums[workers[places.pp_of(stage)]] for stage in range(number)]
 
     def time(stage: int, start: int, stop: int) -> float:
-        more = sums[workers[places.pp_of(stage)]]
+        more = of_stages[stage]
         return costs.cost(0, number, stage, start, stop) + more[stop] - more[start]
 
     return time

@@ -7,6 +7,9 @@
 3. The cost model predicts the step of each placed topology. A topology that does not fit into
    memory is out. The score is the step's time, and more for the state that has to travel.
 
+After each plan, `prepare` makes the next plans: for each likely loss, the mesh to move to and the
+workers to use. A change of membership that leaves such nodes needs one placement and no search.
+
 A run that the cost model cannot describe keeps the simple planner, and the plan says why.
 """
 
@@ -14,16 +17,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from math import prod
+from math import inf, prod
 
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import MeshShape, Topology
+from holdfast.plan.cost.choice import Choice
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.placing.likely_losses import kinds_of, nodes_left
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.replica_shapes import DegreeRules
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
@@ -49,8 +55,11 @@ _PLANS_KEPT = 32
 
 @dataclass(frozen=True)
 class _Scored:
-    """moving_s: seconds in which state travels."""
+    """changed: the run file with the degrees of the plan. choice: its layout in the cost model.
+    moving_s: seconds in which state travels."""
 
+    changed: RunConfig
+    choice: Choice
     plan: LayoutPlan
     moving_s: float
     score: float
@@ -72,6 +81,7 @@ class SearchedPlanner:
         self._limit_s, self._clock, self._later = limit_s, clock, later
         self._plans: dict[object, LayoutPlan] = {}
         self._ranked: dict[object, tuple[MeshShape, ...]] = {}
+        self._next: dict[object, _Scored] = {}
 
     def __call__(
         self,
@@ -88,51 +98,78 @@ class SearchedPlanner:
         if asked not in self._plans:
             if len(self._plans) == _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
-            self._plans[asked] = self._plan(config, nodes, present)
-            self._later(partial(self.prepare, config, tuple(nodes)))
+            plan = self._plan(config, nodes, present)
+            self._plans[asked] = plan
+            self._later(partial(self.prepare, config, tuple(nodes), plan.topology))
         known = self._plans[asked]
         return replace(known, topology=replace(known.topology, generation=generation))
 
-    def prepare(self, config: RunConfig, nodes: Sequence[NodePlaces]) -> None:
-        """Rank the meshes for the loss of any one node, so that the next plan comes at once."""
+    def prepare(self, config: RunConfig, nodes: Sequence[NodePlaces], topology: Topology) -> None:
+        """Make the next plans: for each likely loss, the degrees to move to and the workers to use.
+        Those that follow the latest topologies are kept."""
         if why_simple(config):
             return
-        for index in range(len(nodes)):
-            left = [*nodes[:index], *nodes[index + 1 :]]
-            if left:
-                self._best_meshes(config, left, TopologyCost(config, self._fleet, left))
+        found: dict[object, _Scored] = {}
+        for left in nodes_left(nodes, self._fleet.node.is_spot):
+            names = {node.name for node in left}
+            lost = frozenset(r for r, name in enumerate(topology.nodes) if name not in names)
+            present = PresentPlacement(topology, lost)
+            with suppress(LayoutError):  # nothing fits there: said when it comes to it
+                if scored := self._best(config, left, present, inf):
+                    found[_next_key(left, present)] = scored
+        latest = list(self._next.items())[-_PLANS_KEPT:]
+        self._next = {**dict(latest), **found}  # never changed in place: a thread does this
 
     # --- one plan ---------------------------------------------------------------------------
     def _plan(
         self, config: RunConfig, nodes: Sequence[NodePlaces], present: PresentPlacement | None
     ) -> LayoutPlan:
-        begun, costs = self._clock(), TopologyCost(config, self._fleet, nodes)
-        scored, refused, short_of = list[_Scored](), None, 0.0
-        seen: set[Topology] = set()
-        is_late = False
-        for changed in self._candidates(config, nodes, present, costs):
-            if is_late := self._clock() - begun > self._limit_s:
-                break
-            try:
-                plan = plan_layout(changed, nodes, 1, present)
-            except LayoutError as error:
-                refused = refused or error
-                continue
-            if plan.topology in seen:
-                continue
-            seen.add(plan.topology)
-            cost = costs.cost(plan.topology)
-            if cost.fits:
-                planned = replace(plan, step_s=cost.step_s)
-                scored.append(self._score(planned, len(nodes) if present else 0))
-            else:
-                short_of = min(short_of or cost.short_of, cost.short_of)
-        if not scored and is_late:
+        prepared = self._next.get(_next_key(nodes, present))
+        scored = self._prepared(config, prepared, nodes, present) if prepared else None
+        scored = scored or self._best(config, nodes, present, self._limit_s)
+        if scored is None:
             why = f"the search took more than {self._limit_s:g} s"
             return _simple(config, nodes, 1, present, why)
-        if not scored:
-            raise refused if refused and not short_of else _too_large_error(short_of, nodes)
-        return _with_reason(_choose(scored))
+        return _with_reason(scored.plan)
+
+    def _prepared(
+        self,
+        config: RunConfig,
+        prepared: _Scored,
+        nodes: Sequence[NodePlaces],
+        present: PresentPlacement | None,
+    ) -> _Scored | None:
+        """The next plan, on the nodes that are left; None if it cannot be placed or does not fit
+        there."""
+        trial = _Trial(self._fleet, TopologyCost(config, self._fleet, nodes), nodes, present)
+        trial.add(prepared.changed, prepared)
+        return trial.scored[0] if trial.scored else None
+
+    def _best(
+        self,
+        config: RunConfig,
+        nodes: Sequence[NodePlaces],
+        present: PresentPlacement | None,
+        limit_s: float,
+    ) -> _Scored | None:
+        """The best of all candidates; None if the time was over before one was placed. Raises
+        LayoutError if none fits."""
+        begun, costs = self._clock(), TopologyCost(config, self._fleet, nodes)
+        trial = _Trial(self._fleet, costs, nodes, present)
+        is_late = False
+        for changed in self._candidates(config, nodes, present, costs):
+            if is_late := self._clock() - begun > limit_s:
+                break
+            trial.add(changed)
+        if trial.scored:
+            return _choose(trial.scored)
+        if is_late:
+            return None
+        raise (
+            trial.refused
+            if trial.refused and not trial.short_of
+            else _too_large_error(trial.short_of, nodes)
+        )
 
     def _candidates(
         self,
@@ -164,7 +201,7 @@ class SearchedPlanner:
     ) -> tuple[MeshShape, ...]:
         """Those that the cost model puts first; remembered for as many nodes of the same kind."""
         workers = _workers(config, nodes)
-        asked = (workers, tuple(sorted((node.places, round(node.speed, 2)) for node in nodes)))
+        asked = (workers, kinds_of(nodes))
         if asked not in self._ranked:
             meshes = dict.fromkeys(self._searched(config, costs))
             if workers <= _ALL_MESHES or not meshes:
@@ -210,11 +247,51 @@ class SearchedPlanner:
             if prod(mesh) <= workers and mesh in rules:
                 yield mesh
 
-    def _score(self, plan: LayoutPlan, receiving: int) -> _Scored:
-        """receiving: nodes that state travels to; 0 where none holds any."""
-        link = self._fleet.node.outside
+
+@dataclass
+class _Trial:
+    """Places candidates on some nodes. scored: those that fit. refused: the first refusal of the
+    simple planner. short_of: bytes that the nearest of the rest lacks."""
+
+    fleet: Fleet
+    costs: TopologyCost
+    nodes: Sequence[NodePlaces]
+    present: PresentPlacement | None
+    scored: list[_Scored] = field(default_factory=list)
+    refused: LayoutError | None = None
+    short_of: float = 0.0
+    _seen: set[Topology] = field(default_factory=set)
+
+    def add(self, changed: RunConfig, known: _Scored | None = None) -> None:
+        """Place the run with these degrees, and score its topology if it is new and fits. known:
+        placed before; if its layout is the same, its step is, too."""
+        try:
+            plan = plan_layout(changed, self.nodes, 1, self.present)
+        except LayoutError as error:
+            self.refused = self.refused or error
+            return
+        if plan.topology in self._seen:
+            return
+        self._seen.add(plan.topology)
+        choice = self.costs.choice(plan.topology)
+        if known is not None and known.choice == choice:
+            self.scored.append(self._score(changed, choice, plan, known.plan.step_s))
+            return
+        cost = self.costs.of(choice)
+        if cost.fits:
+            self.scored.append(self._score(changed, choice, plan, cost.step_s))
+        else:
+            self.short_of = min(self.short_of or cost.short_of, cost.short_of)
+
+    def _score(
+        self, changed: RunConfig, choice: Choice, plan: LayoutPlan, step_s: float
+    ) -> _Scored:
+        """State travels to all nodes at once; before the first plan none holds any."""
+        receiving = len(self.nodes) if self.present else 0
+        link = self.fleet.node.outside
         moving = plan.moved_bytes / link.bandwidth / receiving if receiving else 0.0
-        return _Scored(plan, moving, plan.step_s * (1 + moving / BETWEEN_CHANGES_S))
+        score = step_s * (1 + moving / BETWEEN_CHANGES_S)
+        return _Scored(changed, choice, replace(plan, step_s=step_s), moving, score)
 
 
 def why_simple(config: RunConfig) -> str:
@@ -249,12 +326,17 @@ def _simple(
     return replace(plan_layout(config, nodes, generation, present), simple_because=reason)
 
 
-def _choose(scored: Sequence[_Scored]) -> LayoutPlan:
+def _next_key(nodes: Sequence[NodePlaces], present: PresentPlacement | None) -> object:
+    """Of a change: what the nodes are that are left, and which topology the run has."""
+    return kinds_of(nodes), replace(present.topology, generation=0) if present else None
+
+
+def _choose(scored: Sequence[_Scored]) -> _Scored:
     """Of those close to the least score, the one that moves the least; then that with the most
     workers, then the first."""
     best = min(each.score for each in scored)
     close = [each for each in scored if each.score <= (1 + _MARGIN) * best]
-    return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size)).plan
+    return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size))
 
 
 def _with_reason(plan: LayoutPlan) -> LayoutPlan:

@@ -1,0 +1,267 @@
+"""`holdfast trace`: traces of machines, failures, prices, carbon and links, in one form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.output import print_json, say
+from holdfast.cli.trace_show import print_stream, stream_as_json
+from holdfast.errors import DataError
+from holdfast.simulate.traces.events import EventStream
+from holdfast.simulate.traces.node_changes import Burst, ReadOptions, Victims
+from holdfast.simulate.traces.reading import merge_streams, read_stream
+from holdfast.simulate.traces.scenario import GapRule, with_notices, without_gaps
+from holdfast.simulate.traces.stream_file import format_stream
+
+app = make_app("Read, show and make traces of machines that come and go.")
+
+Files = Annotated[list[Path], typer.Argument(help="files of any known kind; of several, one trace")]
+Seed = Annotated[int, typer.Option(help="for what a file leaves open")]
+Rule = Annotated[Victims, typer.Option("--victims", help="which nodes of a count go")]
+Bursts = Annotated[
+    Burst, typer.Option("--burst", help="how nodes that go together lie in the order of ranks")
+]
+Gaps = Annotated[
+    GapRule, typer.Option("--gaps", help="hold the state, take the time out, or keep one part")
+]
+Tick = Annotated[float | None, typer.Option("--tick", help="seconds of a tick, of such a file")]
+Zones = Annotated[
+    list[str] | None, typer.Option("--zone", help="one for each file, or a choice of its zones")
+]
+Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a label, or a choice of a file's")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="for tables of lives or rates")]
+Days = Annotated[float | None, typer.Option(min=0.001, help="for tables of lives or rates")]
+System = Annotated[str | None, typer.Option(help="of a table of outages; the one with most rows")]
+Carbon = Annotated[
+    Literal["average", "marginal"] | None,
+    typer.Option(help="what an intensity is, if the file does not say it"),
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.command()
+def convert(
+    files: Files,
+    to: Annotated[Path, typer.Option("--to", help="the file to write")],
+    victims: Rule = "random",
+    burst: Bursts = "any",
+    seed: Seed = 0,
+    notice: Annotated[float, typer.Option(min=0, help="seconds before each departure")] = 0.0,
+    gaps: Gaps = "hold",
+    tick: Tick = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
+    nodes: Nodes = None,
+    days: Days = None,
+    system: System = None,
+    carbon: Carbon = None,
+    json: Json = False,
+) -> None:
+    """Write files of any known kind as one stream of events.
+
+    Holdfast finds the kind by the form of the file. It reports disorder, duplicates and gaps, and
+    refuses a row that cannot be, with its line. docs/traces.md has the kinds and the events.
+
+    \b
+    Example:
+      holdfast trace convert p3-trace.csv --to p3.jsonl
+      holdfast trace convert a.json b.json --zone us-east-1a --zone us-east-1c --to both.jsonl
+    """
+    options = ReadOptions(
+        seed, victims, burst, tick, nodes, days, system, gpu=gpu, carbon=carbon or ""
+    )
+    stream = without_gaps(with_notices(read_files(files, options, zone), notice), gaps)
+    write_stream(stream, to, files)
+    if json:
+        print_json(stream_as_json(stream))
+
+
+@app.command()
+def show(
+    files: Files,
+    victims: Rule = "random",
+    seed: Seed = 0,
+    gaps: Gaps = "hold",
+    tick: Tick = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
+    nodes: Nodes = None,
+    days: Days = None,
+    system: System = None,
+    json: Json = False,
+) -> None:
+    """Print nodes, bursts, lives, gaps and prices of a trace.
+
+    \b
+    Example:
+      holdfast trace show p3.jsonl
+    """
+    options = ReadOptions(seed, victims, "any", tick, nodes, days, system, gpu=gpu)
+    stream = without_gaps(read_files(files, options, zone), gaps)
+    if json:
+        print_json(stream_as_json(stream))
+    else:
+        print_stream(stream)
+
+
+@app.command()
+def fit(
+    files: Files,
+    victims: Rule = "random",
+    seed: Seed = 0,
+    tick: Tick = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
+    system: System = None,
+    json: Json = False,
+) -> None:
+    """Estimate the parameters of a generator from a trace.
+
+    \b
+    Example:
+      holdfast trace fit p3.jsonl
+    """
+    from dataclasses import asdict
+
+    from holdfast.cli.trace_make import print_fits
+    from holdfast.simulate.generators import fit_trace
+
+    options = ReadOptions(seed, victims, "any", tick, system=system, gpu=gpu)
+    fits = fit_trace(read_files(files, options, zone))
+    if json:
+        print_json([asdict(each) for each in fits])
+    else:
+        print_fits(fits)
+
+
+@app.command()
+def make(
+    kind: Annotated[
+        Literal["spot", "gang", "lives", "failures", "prices", "carbon"],
+        typer.Argument(help="the generator"),
+    ],
+    to: Annotated[Path, typer.Option("--to", help="the file to write")],
+    seed: Seed = 0,
+    days: Annotated[float | None, typer.Option(min=0.01, help="length")] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", help="a parameter of the generator: key=number")
+    ] = None,
+    notice: Annotated[float, typer.Option(min=0, help="seconds before each departure")] = 0.0,
+    json: Json = False,
+) -> None:
+    """Write a synthetic trace. The same seed gives the same trace.
+
+    \b
+    Example:
+      holdfast trace make spot --to spot.jsonl --days 2 --set nodes=16
+    """
+    from holdfast.cli.trace_make import parameters_of
+    from holdfast.simulate.generators import make_trace
+
+    stream = with_notices(make_trace(kind, seed, days, parameters_of(given or [])), notice)
+    write_stream(stream, to)
+    if json:
+        print_json(stream_as_json(stream))
+
+
+@app.command()
+def plot(
+    files: Files,
+    victims: Rule = "random",
+    seed: Seed = 0,
+    tick: Tick = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
+    nodes: Nodes = None,
+    days: Days = None,
+    system: System = None,
+    svg: Annotated[Path | None, typer.Option(help="write the first chart as SVG")] = None,
+    json: Json = False,
+) -> None:
+    """Draw nodes, prices and intensities over time.
+
+    \b
+    Example:
+      holdfast trace plot p3.jsonl --svg p3.svg
+    """
+    from holdfast.cli.trace_make import lines_of, print_lines, svg_of
+
+    options = ReadOptions(seed, victims, "any", tick, nodes, days, system, gpu=gpu)
+    stream = read_files(files, options, zone)
+    if json:
+        print_json([{"title": title, "points": points} for title, points in lines_of(stream)])
+    else:
+        print_lines(stream, most=4)
+    if svg is not None:
+        write_text(svg_of(stream), svg, "--svg")
+
+
+# --- what the commands share --------------------------------------------------------------------
+def read_files(files: list[Path], options: ReadOptions, zones: list[str] | None) -> EventStream:
+    """One stream of all files."""
+    from dataclasses import replace
+
+    given = zones or []
+    if given and len(given) not in (1, len(files)):
+        raise DataError(
+            f"there are {len(files)} files, and {len(given)} zones",
+            where="command line, --zone",
+            remedy="give one zone for each file, in their order",
+        )
+    streams = []
+    for place, path in enumerate(files):
+        # A label only: the name of a file decides nothing about how it is read.
+        label = given[place % len(given)] if given else path.stem if len(files) > 1 else ""
+        streams.append(read_stream(read_bytes(path), str(path), replace(options, zone=label)))
+    return merge_streams(streams)
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the file cannot be read: {error.strerror}",
+            where=str(path),
+            remedy="give the path of a file that you can read",
+        ) from None
+
+
+def write_stream(stream: EventStream, to: Path, files: list[Path] | None = None) -> None:
+    """Write the stream, and say what was found."""
+    if to.exists() and any(path.exists() and path.samefile(to) for path in files or []):
+        raise DataError(
+            "this is the file that is read",
+            where=f"command line, --to {to}",
+            remedy="give another path",
+        )
+    write_text("".join(f"{line}\n" for line in format_stream(stream)), to, "--to")
+    header = stream.header
+    say(f"{to}: {len(stream.events):,} events of {header.rows:,} rows ({header.trace})")
+    for sentence in remarks(stream):
+        say(sentence)
+
+
+def write_text(content: str, to: Path, option: str) -> None:
+    """Write a file, complete or not at all."""
+    part = to.with_name(f".{to.name}.part")
+    try:
+        part.write_text(content, "utf-8")
+        part.replace(to)
+    except OSError as error:
+        raise DataError(
+            f"the file cannot be written: {error.strerror}",
+            where=f"command line, {option} {to}",
+            remedy="give a path in a folder that exists and that you can write to",
+        ) from None
+
+
+def remarks(stream: EventStream) -> list[str]:
+    """What a reader should know about the source of a stream."""
+    from holdfast.cli.trace_show import remarks_on
+
+    return remarks_on(stream.header)

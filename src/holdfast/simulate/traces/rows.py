@@ -1,0 +1,217 @@
+"""Text of files that other people wrote, as rows with their line numbers.
+
+A file may be packed (xz, gzip, bzip2), have a byte order mark, other line ends, quoted fields, or
+another delimiter than a comma. What cannot be read is refused with file, line and remedy.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from math import isfinite
+from typing import Any
+
+from holdfast.errors import DataError
+
+_PACKED: tuple[tuple[bytes, Callable[[bytes], bytes]], ...] = (
+    (b"\xfd7zXZ\x00", lzma.decompress),
+    (b"\x1f\x8b", gzip.decompress),
+    (b"BZh", bz2.decompress),
+)
+_DELIMITERS = ",\t;|"
+_DATE_FORMS = ("%m/%d/%Y %H:%M", "%m/%d/%Y %H:%M:%S")
+
+
+def text_of(data: bytes, source: str) -> str:
+    """The text of a file. Raises DataError if it is none."""
+    for magic, unpack in _PACKED:
+        if data.startswith(magic):
+            try:
+                data = unpack(data)
+            except (OSError, EOFError, lzma.LZMAError, zlib.error):
+                raise DataError(
+                    "the packed file is damaged, or ends early",
+                    where=source,
+                    remedy="fetch it again",
+                ) from None
+    utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    try:
+        text = data.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    strange = re.search(r"[\x00-\x08\x0e-\x1b\x7f]", text)
+    if strange:
+        line = text.count("\n", 0, strange.start()) + 1
+        raise DataError(
+            f"there is a byte {ord(strange[0])}, so this is no text",
+            where=f"{source}:{line}",
+            remedy="give a text file in UTF-8",
+        )
+    return text
+
+
+def delimiter_of(text: str) -> str:
+    """The delimiter of a table: the one that its first line has most of, outside of quotes."""
+    line = next((line for line in text[:8000].splitlines() if line.strip()), "")
+    bare = re.sub(r'"[^"]*"', "", line)
+    return max(_DELIMITERS, key=bare.count)
+
+
+def cells_of(text: str, source: str = "") -> Iterator[tuple[int, list[str]]]:
+    """(line, cells without blanks) of every row that is not empty."""
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=delimiter_of(text),
+        skipinitialspace=True,
+        strict=True,
+    )
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise DataError(
+                f"this is no row of a table: {error}",
+                where=f"{source}:{max(1, reader.line_num)}",
+                remedy="close every quote, and double each quote inside of a field",
+            ) from None
+        if row is None:
+            return
+        cells = [cell.strip() for cell in row]
+        if any(cells):
+            yield reader.line_num, cells
+
+
+def table_of(
+    text: str, source: str, keys: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, row by column) of a table with a header; other columns are passed over."""
+    rows = cells_of(text, source)
+    _, header = next(rows, (0, []))
+    missing = [key for key in keys if key not in header]
+    if missing:
+        raise DataError(
+            f"there is no column {missing[0]!r}",
+            where=f"{source}:1",
+            remedy=f"give a header line with {', '.join(keys)}",
+        )
+    places = {key: header.index(key) for key in (*keys, *optional) if key in header}
+    most = max(places[key] for key in keys)
+    for line, cells in rows:
+        if len(cells) <= most:
+            raise row_error(source, line, cells, f"give all {len(header)} columns of the header")
+        yield line, {k: cells[place] for k, place in places.items() if place < len(cells)}
+
+
+def sort_rows(
+    rows: Sequence[tuple[float, Any, int]],
+) -> tuple[list[tuple[float, Any, int]], int, int]:
+    """Sorted by time, stable, without exact duplicates; how many were out of order, and dropped."""
+    disorder = sum(b[0] < a[0] for a, b in itertools.pairwise(rows))
+    kept: list[tuple[float, Any, int]] = []
+    seen: set[tuple[float, Any]] = set()
+    for row in sorted(rows, key=lambda r: r[0]):
+        if row[:2] not in seen:
+            seen.add(row[:2])
+            kept.append(row)
+    return kept, disorder, len(rows) - len(kept)
+
+
+def smallest_step(times: Sequence[float]) -> float:
+    """The step on which the times of changes lie: the smallest difference there is."""
+    known = sorted(set(times))
+    return min((b - a for a, b in itertools.pairwise(known)), default=0.0)
+
+
+def number(cell: str, source: str, line: int) -> float:
+    """A number that is finite and not negative."""
+    value = as_number(cell)
+    if value is None or value < 0:
+        raise DataError(
+            f"{cell!r} is no time or length of time",
+            where=f"{source}:{line}",
+            remedy="write a number, 0 or more",
+        )
+    return value
+
+
+def as_number(cell: str) -> float | None:
+    """A finite number, or None. (`1_0`, which Python reads, is none.)"""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if isfinite(value) and "_" not in cell else None
+
+
+def count(cell: str, source: str, line: int) -> int:
+    if not (cell.isascii() and cell.isdigit()):
+        raise DataError(
+            f"{cell!r} is no number of nodes",
+            where=f"{source}:{line}",
+            remedy="write a whole number, 0 or more",
+        )
+    return int(cell)
+
+
+def as_date(cell: str) -> float | None:
+    """Seconds of a wall clock, whose zone is taken as UTC if the text has none; or None."""
+    try:
+        found = datetime.fromisoformat(cell)
+    except ValueError:
+        for form in _DATE_FORMS:
+            try:
+                found = datetime.strptime(cell, form)
+            except ValueError:
+                continue
+            break
+        else:
+            return None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def minute(cell: str, source: str, line: int) -> float:
+    found = as_date(cell) if "/" in cell or "-" in cell else None
+    if found is None:
+        raise DataError(
+            f"{cell!r} is no time",
+            where=f"{source}:{line}",
+            remedy="write month/day/year hour:minute",
+        )
+    return found
+
+
+def row_error(source: str, line: int, cells: Sequence[str], remedy: str) -> DataError:
+    return DataError(f"{','.join(cells)[:80]!r} is no row", where=f"{source}:{line}", remedy=remedy)
+
+
+def digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def without_header(
+    rows: Iterator[tuple[int, list[str]]],
+) -> Iterator[tuple[int, list[str]]]:
+    """Rows of a file that needs no header, without one if there is one: a row of words only."""
+    for index, (line, cells) in enumerate(rows):
+        if index or any(as_number(c) is not None or as_date(c) is not None for c in cells):
+            yield line, cells
+
+
+def first_rows(text: str) -> tuple[list[str], list[str]]:
+    """The cells of the first row, and of the first that is no header; empty if there is none."""
+    try:
+        rows = list(itertools.islice(cells_of(text[:8000].rpartition("\n")[0] or text), 2))
+    except DataError:
+        return [""], [""]
+    first = rows[0][1] if rows else [""]
+    data = next(without_header(iter(rows)), (0, [""]))[1]
+    return first, data
