@@ -222,7 +222,7 @@ _Moment = tuple[float, float, float]
 """Bytes on top of the state: of activations, of logits, and what the pass works with."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Stage:
     """What the ranks at one index on pp hold. tokens: of a rank's microbatch."""
 
