@@ -164,10 +164,17 @@ def found(folder: Path, held_out: bool = False) -> tuple[list[Trace], list[str]]
         try:
             content = read(file)
             systems = _systems(content, name, HELD_OUT if held_out else USED)
-            traces += systems or ([] if held_out else [load_trace(content, name)])
+            traces += systems or ([] if held_out else [_independent(load_trace(content, name))])
         except DataError as error:
             passed_over.append(str(error).split(";")[0])
     return traces, passed_over
+
+
+def _independent(trace: Trace) -> Trace:
+    """Public files of these kinds repeat parts of another trace of the same folder."""
+    if trace.kind in ("listed changes", "intervals"):
+        raise DataError("this repeats another trace", where=trace.source)
+    return trace
 
 
 def _systems(content: str, name: str, ranks: slice) -> list[Trace]:

@@ -101,7 +101,8 @@ def traces_in(folder: Path) -> list[Trace]:
                 found.append(load_trace(path.read_text("utf-8"), path.name))
             except (DataError, UnicodeDecodeError):
                 continue
-    return [trace for trace in found if trace.seconds > 4 * 3600]
+    repeated = ("listed changes", "intervals")  # such public files repeat another trace
+    return [t for t in found if t.seconds > 4 * 3600 and t.kind not in repeated]
 
 
 def main() -> None:
