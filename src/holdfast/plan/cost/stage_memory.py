@@ -172,9 +172,9 @@ class StageShape:
     """What layers need on a rank, whatever dp_shard, the microbatch and the ZeRO stage are.
 
     parameters, experts: of all layers, and of their experts. unit, root: parameters of the largest
-    kind of block, and of all that is outside of blocks. Elements of a token: kept of all layers,
-    and of that block with recompute (block_kept) and without (block_all); inner: its widest result;
-    late: between the two halves of a split backward; width: of what passes between layers.
+    kind of block, and of all that is outside of blocks. The rest are elements of a token. kept: of
+    all layers. block_kept, block_all: of that block, with recompute and without. inner: its widest
+    result. late: between the two halves of a split backward. width: of what layers hand on.
     """
 
     parameters: float
