@@ -75,11 +75,11 @@ class Choice:
     def devices(self) -> int:
         return sum(group.devices for group in self.replicas)
 
-    @property
+    @cached_property
     def number_of_replicas(self) -> int:
         return sum(group.count for group in self.replicas)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """Logical microbatches of a step."""
         return sum(group.count * group.microbatches for group in self.replicas)

@@ -26,6 +26,7 @@ from holdfast.plan.cost.stage_memory import (
     Held,
     MemoryOverhead,
     StageMemory,
+    StageShape,
     layer_parameters,
     stage_memory,
 )
@@ -96,8 +97,10 @@ class Evaluator:
     _times: dict[object, PassTimes] = field(default_factory=dict)
     _stages: dict[object, StageTimes] = field(default_factory=dict)
     _memory: dict[object, StageMemory] = field(default_factory=dict)
+    _shapes: dict[object, tuple[Held, StageShape]] = field(default_factory=dict)
     _tails: dict[object, dict[str, float]] = field(default_factory=dict)
     _links: dict[object, tuple[_Place, ...]] = field(default_factory=dict)
+    _devices: dict[str, DeviceType] = field(default_factory=dict)
     _places: dict[object, _Place] = field(default_factory=dict)
     _pipelines: dict[object, PipelineTime] = field(default_factory=dict)
 
@@ -114,7 +117,11 @@ class Evaluator:
         return self._device(pool).found_bytes * self.problem.memory_share
 
     def _device(self, pool: str) -> DeviceType:
-        return device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
+        found = self._devices.get(pool)
+        if found is None:
+            name = self.problem.cluster.pool(pool).device
+            found = self._devices[pool] = device_named(name, self.problem.devices)
+        return found
 
     def memory(self, choice: Choice, group: ReplicaChoice) -> tuple[StageMemory, ...]:
         """Return the bytes of the fullest rank at each index on pp."""
@@ -170,7 +177,7 @@ class Evaluator:
     ) -> StageMemory:
         """Return the bytes of the fullest rank at `index` on pp."""
         return self.memory_of(
-            choice, group, index, in_flight, _counts(self.problem.workload, choice, group, index)
+            choice, group, index, in_flight, counts_at(self.problem.workload, choice, group, index)
         )
 
     def memory_of(
@@ -179,31 +186,36 @@ class Evaluator:
         """The same, if that rank holds these layers."""
         key = (
             choice.microbatch,
-            choice.schedule,
-            choice.virtual,
             choice.zero,
             choice.ep,
             choice.sequence_parallel,
             choice.host,
-            group.mesh_shape,
+            group.mesh_shape[1:],
             group.recompute_at(index),
-            min(group.microbatches, 4 * group.pp),
+            choice.microbatches,
             choice.number_of_replicas,
-            index,
             in_flight,
             held,
+            _position(choice, group, index),
         )
         found = self._memory.get(key)
         if found is None:
+            problem = self.problem
+            layers, shape = self._shape(choice, group, group.recompute_at(index), held)
             found = self._memory[key] = stage_memory(
-                self.problem.workload,
-                choice,
-                group,
-                index,
-                _layers(self.problem.workload, held),
-                in_flight,
-                self.problem.overhead,
+                problem.workload, choice, group, index, layers, in_flight, problem.overhead, shape
             )
+        return found
+
+    def _shape(
+        self, choice: Choice, group: ReplicaChoice, word: str, held: Counts
+    ) -> tuple[Held, StageShape]:
+        key = (held, group.tp, choice.ep, choice.sequence_parallel, word)
+        found = self._shapes.get(key)
+        if found is None:
+            layers = _layers(self.problem.workload, held)
+            shape = StageShape.of(self.problem.workload, layers, *key[1:])
+            found = self._shapes[key] = layers, shape
         return found
 
     def _stage_times(
@@ -289,7 +301,7 @@ class Evaluator:
         shared = (choice.zero, choice.ep, group.tp, group.dp_shard, choice.host)
         tails = []
         for index, place in enumerate(places):
-            counts = _counts(self.problem.workload, choice, group, index)
+            counts = counts_at(self.problem.workload, choice, group, index)
             hides = self._device(place.pool).hides if self.problem.hides_gradients else 0.0
             hidden = hides * stages[index].backward
             key = (shared, id(place), counts, hidden, choice.number_of_replicas)
@@ -377,11 +389,19 @@ def _measured_update(
     return total
 
 
+def _position(choice: Choice, group: ReplicaChoice, index: int) -> object:
+    """What the memory of a stage depends on of its place in the pipeline."""
+    if group.pp > 1 and SCHEDULE_KINDS[choice.schedule].splits_backward:
+        number = min(group.microbatches, 4 * group.pp)
+        return choice.schedule, group.pp, len(group.stages), number, index
+    return group.pp > 1, index > 0 or len(group.stages) > group.pp
+
+
 def _layers(workload: Workload, counts: Counts) -> Held:
     return [(workload.kinds[kind], number) for kind, number in counts]
 
 
-def _counts(workload: Workload, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
+def counts_at(workload: Workload, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
     """Layers of the ranks at `index` on pp."""
     chunks = _chunks_of(choice, group, index)
     if len(chunks) == 1:

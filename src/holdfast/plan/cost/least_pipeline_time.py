@@ -8,6 +8,7 @@ transfers this is the time of 1F1B itself: (m + p - 1) times a stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, _parts, in_flight
@@ -39,6 +40,7 @@ def _chunks(is_folded: bool, pp: int, rank: int, stages: int) -> Sequence[int]:
     return (rank, 2 * pp - 1 - rank) if is_folded else range(rank, stages, pp)
 
 
+@lru_cache(maxsize=4096)
 def kept_microbatches(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
     """Return what `in_flight` does, by formula. microbatches: at least those that the schedule
     needs."""

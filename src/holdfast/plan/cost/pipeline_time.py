@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.table import ActionKind, loop_stages, v_stages
@@ -136,6 +137,7 @@ _LATE_PASSES = {"zb-h1": (1.0, 1.0), "zbv": (0.5, 1.0), "dualpipev": (0.5, 0.5)}
 """Late passes of the first rank, and how many more each further rank has."""
 
 
+@lru_cache(maxsize=4096)
 def late_passes(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
     """Of those, the most that are between the two halves of their backward."""
     if pp == 1 or not SCHEDULE_KINDS[schedule].splits_backward:

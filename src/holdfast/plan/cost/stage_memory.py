@@ -16,8 +16,7 @@ moments, each with what the current pass keeps:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -101,13 +100,22 @@ def stage_memory(
     layers: Held,
     in_flight: float,
     overhead: MemoryOverhead = ASSUMED_OVERHEAD,
+    shape: StageShape | None = None,
 ) -> StageMemory:
     """layers: all that the ranks at `index` on pp hold. in_flight: microbatches whose activations
-    they keep at once; those of a chunk count as a share."""
-    stage = _Stage(workload, choice, group, index, layers)
+    they keep at once; those of a chunk count as a share. shape: of these layers, if it is known."""
+    if shape is None:
+        word = group.recompute_at(index)
+        is_cut = choice.sequence_parallel
+        shape = StageShape.of(workload, layers, group.tp, choice.ep, is_cut, word)
+    tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
+    stage = _Stage(workload, choice, group, index, shape, tokens)
     if not workload.loses_pieces:
-        overhead = replace(overhead, fragmentation=0.0)
-    state, own, cut, copies = workload.state, stage.parameters, stage.shared, stage.copies
+        overhead = MemoryOverhead(0.0, overhead.context)
+    state, own, copies = workload.state, shape.parameters, stage.copies()
+    # a rank's part, where ranks share them
+    with_same = max(1, group.dp_shard * group.cp // choice.ep)
+    cut = (own - shape.experts) / group.dp_shard + shape.experts / with_same
     zero = choice.zero if group.dp_shard > 1 else 1
     weights = own * state.weights
     if zero == 3:
@@ -115,14 +123,14 @@ def stage_memory(
     elif zero == 2 and not state.has_masters:
         weights += cut * state.weights
     summed = (cut if zero >= 2 else own) * state.gradients
-    moment = max(stage.moments(in_flight), key=lambda each: each.total)
+    activations, logits, working = max(stage.moments(in_flight), key=sum)
     return StageMemory(
         weights,
         summed * copies.sums,
         0.0 if "optimizer" in choice.host else cut * state.optimizer,
-        moment.activations,
-        moment.logits,
-        moment.working + summed * copies.arrivals + stage.messages,
+        activations,
+        logits,
+        working + summed * copies.arrivals + stage.messages(),
         overhead,
     )
 
@@ -160,42 +168,71 @@ def late_elements(layer: Layer, tp: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """Bytes on top of the state."""
+class StageShape:
+    """What layers need on a rank, whatever dp_shard, the microbatch and the ZeRO stage are.
 
-    activations: float = 0.0
-    logits: float = 0.0
-    working: float = 0.0
+    parameters, experts: of all layers, and of their experts. unit, root: parameters of the largest
+    kind of block, and of all that is outside of blocks. The rest are elements of a token. kept: of
+    all layers. block_kept, block_all: of that block, with recompute and without. inner: its widest
+    result. late: between the two halves of a split backward. width: of what layers hand on.
+    """
 
-    @property
-    def total(self) -> float:
-        return self.activations + self.logits + self.working
+    parameters: float
+    experts: float
+    unit: float
+    root: float
+    kept: float
+    block_kept: float
+    block_all: float
+    inner: float
+    late: float
+    width: float
+    has_head: bool
+
+    @staticmethod
+    def of(
+        workload: Workload, layers: Held, tp: int, ep: int, is_cut: bool, word: str
+    ) -> StageShape:
+        """is_cut: sequence parallelism. word: of recompute."""
+        blocks = [layer for layer, _ in layers if layer.kind == "block"]
+        every = blocks or [layer for layer, _ in layers]
+        block = max(every, key=lambda layer: layer_parameters(layer, tp, ep))
+        parameters = rank_parameters(layers, tp, ep, workload.is_tied)
+        inside = rank_parameters([pair for pair in layers if pair[0].kind == "block"], tp, ep)
+
+        def kept(layer: Layer, word: str) -> float:
+            return kept_elements(workload, layer, tp, is_cut, word)
+
+        return StageShape(
+            parameters,
+            expert_parameters(layers, tp, ep),
+            layer_parameters(block, tp, ep),
+            parameters - inside,
+            sum(number * kept(layer, word) for layer, number in layers),
+            kept(block, word),
+            kept(block, "none"),
+            max((p.outputs for p in block.products if p.cut == "columns"), default=0) / tp,
+            sum(number * late_elements(layer, tp) for layer, number in layers),
+            layers[0][0].width / (tp if is_cut else 1),
+            layers[-1][0].kind == "head",
+        )
 
 
-@dataclass(frozen=True)
+_Moment = tuple[float, float, float]
+"""Bytes on top of the state: of activations, of logits, and what the pass works with."""
+
+
+@dataclass(slots=True)
 class _Stage:
-    """What the ranks at one index on pp hold."""
+    """What the ranks at one index on pp hold. tokens: of a rank's microbatch."""
 
     workload: Workload
     choice: Choice
     group: ReplicaChoice
     index: int
-    layers: Held
+    shape: StageShape
+    tokens: float
 
-    @cached_property
-    def parameters(self) -> float:
-        is_tied = self.workload.is_tied
-        return rank_parameters(self.layers, self.group.tp, self.choice.ep, is_tied)
-
-    @cached_property
-    def shared(self) -> float:
-        """A rank's part of them, where ranks share them."""
-        group, ep = self.group, self.choice.ep
-        experts = expert_parameters(self.layers, group.tp, ep)
-        with_same = max(1, group.dp_shard * group.cp // ep)
-        return (self.parameters - experts) / group.dp_shard + experts / with_same
-
-    @property
     def copies(self) -> GradientCopies:
         if not self.workload.sums_in_tree:
             return GradientCopies()
@@ -204,111 +241,42 @@ class _Stage:
         replicas = self.choice.number_of_replicas
         return gradient_copies(self.choice.microbatches, replicas, ranks)
 
-    @cached_property
-    def tokens(self) -> float:
-        """Of a rank's microbatch."""
-        group = self.group
-        return self.choice.microbatch * self.workload.sequence / group.dp_shard / group.cp
+    def moments(self, in_flight: float) -> Iterator[_Moment]:
+        """The moments at which most is in use."""
+        shape, choice, group = self.shape, self.choice, self.group
+        item, state = self.tokens * self.workload.item, self.workload.state
+        stream = item * shape.width
+        gathered = state.weights if choice.zero == 3 and group.dp_shard > 1 else 0.0
+        root, unit = gathered * shape.root, gathered * shape.unit
+        kept = item * shape.kept + (0.0 if shape.has_head else stream)
+        again = item * max(0.0, shape.block_all - shape.block_kept)
+        inside = stream + 2 * item * shape.inner + root + 2 * unit
+        yield in_flight * kept + again, 0.0, inside
+        if shape.has_head:
+            cut = group.tp if choice.sequence_parallel else 1
+            yield in_flight * kept, self._logits(), 2 * stream * cut + root + unit
+        if choice.zero >= 2 and group.dp_shard > 1:
+            before = in_flight * kept - item * shape.block_kept
+            yield before, 0.0, root + unit + self._reducing(shape.unit)
+            yield (in_flight - 1) * kept, 0.0, root + self._reducing(shape.root)
+        if group.pp > 1 and SCHEDULE_KINDS[choice.schedule].splits_backward:
+            chunks = len(group.stages) // group.pp if group.stages else 1
+            late = min(in_flight, max(1.0 / chunks, self._late_passes()))
+            gradients = self.workload.item * shape.parameters / chunks
+            yield (in_flight - late) * kept + late * item * shape.late, 0.0, gradients
 
-    @cached_property
-    def stream(self) -> float:
-        """Bytes of what passes between layers."""
-        cut = self.group.tp if self.choice.sequence_parallel else 1
-        return self.tokens * self.layers[0][0].width * self.workload.item / cut
-
-    @property
     def messages(self) -> float:
         """Bytes of messages with the stages before and after."""
         if self.group.pp == 1:
             return 0.0
         before = self.index > 0 or len(self.group.stages) > self.group.pp
-        return self.stream * (2 * before + (not self.has_head))
+        stream = self.tokens * self.workload.item * self.shape.width
+        return stream * (2 * before + (not self.shape.has_head))
 
-    @cached_property
-    def has_head(self) -> bool:
-        return self.layers[-1][0].kind == "head"
-
-    def moments(self, in_flight: float) -> Iterator[_Moment]:
-        """The moments at which most is in use."""
-        gathered, word = self._gathered(1), self.group.recompute_at(self.index)
-        kept = self._kept(word) + (0.0 if self.has_head else self.stream)
-        block = self._block
-        again = self._of(block, "none") - self._of(block, word)
-        inside = self.stream + 2 * self._inner + self._gathered(2)
-        yield _Moment(in_flight * kept + max(0.0, again), 0.0, inside)
-        if self.has_head:
-            ends = 2 * self.tokens * self.layers[0][0].width * self.workload.item
-            yield _Moment(in_flight * kept, self._logits(), ends + gathered)
-        if self._reduces:
-            before = in_flight * kept - self._of(block, word)
-            yield _Moment(before, 0.0, gathered + self._reducing(self._unit))
-            root = self._gathered(0) + self._reducing(self._root)
-            yield _Moment((in_flight - 1) * kept, 0.0, root)
-        if self.group.pp > 1 and SCHEDULE_KINDS[self.choice.schedule].splits_backward:
-            late = min(in_flight, max(1.0 / self._chunks, self._late_passes))
-            gradients = self.workload.item * self.parameters / self._chunks
-            yield _Moment((in_flight - late) * kept + late * self._late, 0.0, gradients)
-
-    @property
-    def _late(self) -> float:
-        """Bytes that the first half of a split backward leaves of a microbatch."""
-        elements = sum(n * late_elements(layer, self.group.tp) for layer, n in self.layers)
-        return elements * self.tokens * self.workload.item
-
-    @property
     def _late_passes(self) -> float:
         group, choice = self.group, self.choice
         found = late_passes(choice.schedule, group.pp, choice.virtual, group.microbatches)
         return found[self.index]
-
-    @cached_property
-    def _chunks(self) -> int:
-        return len(self.group.stages) // self.group.pp if self.group.stages else 1
-
-    @cached_property
-    def _block(self) -> Layer:
-        """The largest kind of block; of a stage without one, its largest layer."""
-        every = [layer for layer, _ in self.layers]
-        blocks = [layer for layer in every if layer.kind == "block"]
-        return max(blocks or every, key=self._size)
-
-    def _size(self, layer: Layer) -> float:
-        return layer_parameters(layer, self.group.tp, self.choice.ep)
-
-    @cached_property
-    def _unit(self) -> float:
-        return self._size(self._block)
-
-    @property
-    def _inner(self) -> float:
-        """Bytes of the widest result inside a block."""
-        widest = max((p.outputs for p in self._block.products if p.cut == "columns"), default=0)
-        return self.tokens * widest / self.group.tp * self.workload.item
-
-    def _of(self, layer: Layer, word: str) -> float:
-        """Bytes that a microbatch keeps of one layer."""
-        choice = self.choice
-        kept = kept_elements(self.workload, layer, self.group.tp, choice.sequence_parallel, word)
-        return kept * self.tokens * self.workload.item
-
-    def _kept(self, word: str) -> float:
-        return sum(number * self._of(layer, word) for layer, number in self.layers)
-
-    @property
-    def _reduces(self) -> bool:
-        return self.choice.zero >= 2 and self.group.dp_shard > 1
-
-    @cached_property
-    def _root(self) -> float:
-        """Parameters outside of the blocks."""
-        blocks = sum(n * self._size(layer) for layer, n in self.layers if layer.kind == "block")
-        return self.parameters - blocks
-
-    def _gathered(self, blocks: int) -> float:
-        """Bytes of gathered parameters, with ZeRO 3: of so many blocks, and of all else."""
-        if not (self.choice.zero == 3 and self.group.dp_shard > 1):
-            return 0.0
-        return self.workload.state.weights * (self._root + blocks * self._unit)
 
     def _reducing(self, elements: float) -> float:
         """Bytes while gradients are reduced: those, what is sent, and what comes."""
@@ -326,7 +294,8 @@ class _Stage:
         tokens = min(self.tokens, chunk)
         is_mixed = workload.item < 4
         each = workload.item + 4 + (4 if is_mixed else 0)
-        rows = workload.vocabulary / tp * self.layers[0][0].width
+        width = self.shape.width * (tp if self.choice.sequence_parallel else 1)
+        rows = workload.vocabulary / tp * width
         again = self.tokens > chunk
         if again:
             each += workload.item if is_mixed else 4

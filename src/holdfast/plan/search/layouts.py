@@ -9,7 +9,7 @@ from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.evaluate import Evaluator
+from holdfast.plan.cost.evaluate import Counts, Evaluator, counts_at
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.space import Shape
@@ -53,6 +53,7 @@ class Layouts:
     evaluator: Evaluator
     limits: Limits
     _splits: dict[object, tuple[Stages, ...]] = field(default_factory=dict)
+    _held: dict[object, list[Counts]] = field(default_factory=dict)
 
     def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
         """ZeRO stages and places of the state, by the rules of a run file."""
@@ -101,19 +102,29 @@ class Layouts:
         changes the memory of another."""
         choice = choice_of(variant, (group,))
         kept = kept_microbatches(variant.schedule, group.pp, variant.virtual, group.microbatches)
-        words = []
+        words, held = [], self._held_by(choice, group)
         allowed = [word for word in self.limits.recompute if variant.ep == 1 or word != "selective"]
         tries = [replace(group, recompute=(word,)) for word in allowed]
         for index in range(group.pp):
             room = self.evaluator.room(group.pool_at(index))
             for word, tried in zip(allowed, tries, strict=True):
-                if self.evaluator.memory_at(choice, tried, index, kept[index]).peak <= room:
+                memory = self.evaluator.memory_of(choice, tried, index, kept[index], held[index])
+                if memory.peak <= room:
                     words.append(word)
                     break
             else:
                 return None
         one = words[0] if all(word == words[0] for word in words) else ""
         return tries[allowed.index(one)] if one else replace(group, recompute=tuple(words))
+
+    def _held_by(self, choice: Choice, group: ReplicaChoice) -> list[Counts]:
+        """Layers of the ranks at each index on pp."""
+        key = (group.pp, group.stages, SCHEDULE_KINDS[choice.schedule].is_folded)
+        if key not in self._held:
+            workload = self.evaluator.problem.workload
+            ranks = range(group.pp)
+            self._held[key] = [counts_at(workload, choice, group, index) for index in ranks]
+        return self._held[key]
 
     def _stages(
         self, variant: Variant, group: ReplicaChoice, shape: Shape, virtual: int
