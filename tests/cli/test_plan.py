@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,24 @@ def test_no_layout_needs_more_than_a_device_has_to_give(capsys: Capture) -> None
     asked = ("plan", run, "--cluster", "8xH100-80", "layout.pp=4", "layout.schedule=interleaved")
     for layout in json.loads(here(capsys, *asked, "--json").out)["layouts"]:
         assert layout["peak_bytes"] <= layout["room"]
+
+
+def test_a_runner_up_is_no_slower_among_the_neighbours(capsys: Capture) -> None:
+    run = ROOT / "examples" / "spot-losses" / "run.yaml"
+    asked = ("plan", run, "--cluster", "8x8xA100-80", "--json")
+    value = json.loads(here(capsys, *asked).out)
+    best, *others = value["layouts"]
+    slower = {each["layout"]: each["slower"] for each in value["neighbours"]}
+    axes = ("pp", "dp_shard", "cp", "tp")
+    seen = 0
+    for other in others:
+        group = {axis: other["values"][f"layout.{axis}"] for axis in axes}
+        degrees = ", ".join(f"{axis} {n}" for axis, n in group.items() if n > 1)
+        count = other["devices"] // math.prod(group.values())
+        if (found := slower.get(f"{count} x {degrees}")) is not None:
+            seen += 1
+            assert found <= other["step_s"] / best["step_s"] - 1 + 1e-9
+    assert seen
 
 
 def test_layouts_on_several_pools_name_them(run_file: Path, capsys: Capture) -> None:
@@ -289,5 +309,8 @@ def test_failures_of_the_machines_are_counted(run_file: Path, capsys: Capture) -
     assert all(each["share"] <= 1 for each in plans)
     found = here(capsys, "plan", *asked, "--objective", "goodput_per_usd", "--json")
     assert json.loads(found.out)["objective"] == "goodput_per_usd"
+    soon = (datetime.now(UTC) + timedelta(minutes=1)).isoformat()
+    ended = ("train.steps=1000000000", "--objective", "finish_by", f"plan.finish_by={soon}")
+    assert "no layout is done in 0.01" in here(capsys, "plan", *asked, *ended).out
     late = here(capsys, "plan", *asked, "--objective", "finish_by", "plan.finish_by=2020-01-01")
     late.refuses("has passed", "use a later date")

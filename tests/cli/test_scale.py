@@ -47,6 +47,22 @@ def test_dollars_without_a_price_are_left_out_and_the_pool_is_named(
     assert "no knee up to 16 devices" in out
 
 
+def test_degrees_that_are_given_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [RUN, "layout.tp=8", "--cluster", "1x8xH100-80", "--most", "16", "--json"]
+    assert main(["scale", *asked]) == 0
+    value = json.loads(capsys.readouterr().out)
+    degrees = [point["choice"]["replicas"][0]["tp"] for point in value["points"] + value["kept"]]
+    assert set(degrees) == {8}
+
+
+def test_a_drawing_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = ["--most", "8", "--svg", str(tmp_path / "none" / "scale.svg")]
+    assert main(["scale", RUN, *drawn]) == 2
+    assert "it cannot be written" in capsys.readouterr().err
+
+
 def test_a_model_that_fits_on_no_size_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [RUN, "model.preset=llama3.1-405b", "--cluster", "1x8xV100-16", "--most", "8"]
     assert main(["scale", *asked]) == 2

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.cli.output import print_table
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.plan.auto.choices import values_of
+from holdfast.plan.auto.objective import end_in_words
 from holdfast.plan.explain.figures import Figures, words_of_layout, words_of_way
 from holdfast.plan.explain.warnings import warnings_of
 from holdfast.plan.objective.goodput import GoodputModel
@@ -38,6 +39,8 @@ def print_plan(request: PlanRequest) -> None:
     print(_memory(request.figures(found[0])))
     if failures := _failures(request, found[0]):
         print(failures)
+    if end := end_in_words(request.loaded, request.problem, found[0]):
+        print(end)
     for sentence in warnings_of(
         request.problem, request.machines, found[0], request.plan.result.gap
     ):
@@ -144,6 +147,7 @@ def plan_as_json(request: PlanRequest) -> dict[str, Any]:
         "layouts": [_layout_as_json(request, each) for each in found],
         "notes": [
             *request.notes,
+            *filter(None, [end_in_words(request.loaded, request.problem, request.plan.best)]),
             *warnings_of(
                 request.problem, request.machines, request.plan.best, request.plan.result.gap
             ),

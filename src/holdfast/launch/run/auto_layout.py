@@ -13,6 +13,7 @@ from holdfast.launch.run.microbatch_size import KEY, known_microbatch_size
 from holdfast.layout import AXES, Topology
 from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.machines import Machines, machines_of
+from holdfast.plan.auto.objective import end_in_words
 from holdfast.plan.auto.prediction import Predictor, has_prediction
 from holdfast.plan.auto.search_run import (
     RunPlan,
@@ -71,7 +72,10 @@ def with_auto_layout(
     loaded, found = with_plan(loaded, plan, reason)
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
-    return loaded, AutoLayout(tuple(_describe(loaded.config, plan, found, figures)), usd)
+    about = _describe(loaded.config, plan, found, figures)
+    if late := end_in_words(loaded, plan.problem, found):
+        about.append(late)
+    return loaded, AutoLayout(tuple(about), usd)
 
 
 def _why_no_plan(loaded: LoadedConfig, several: bool) -> str:
@@ -101,8 +105,9 @@ def _price_of_given(config: RunConfig, hardware: HardwareInfo) -> AutoLayout:
 
 def _describe(config: RunConfig, plan: RunPlan, found: Found, figures: Figures) -> list[str]:
     """The short form of a plan."""
+    words = words_of_layout(found.choice, plan.problem.cluster)
     choice = (
-        f"layout: {words_of_layout(found.choice)}, the best by {config.plan.objective} of "
+        f"layout: {words}, the best by {config.plan.objective} of "
         f"{format_plural(plan.result.tried, 'layout')} on {plan.machines.name}"
     )
     return [choice, *_figures_in_words(config, figures)]

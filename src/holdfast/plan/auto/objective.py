@@ -11,8 +11,8 @@ from holdfast.errors import ConfigError
 from holdfast.plan.auto.choices import with_choice
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.objective.objectives import Deadline, objective_named
-from holdfast.plan.search.limits import Objective, step_seconds
+from holdfast.plan.objective.objectives import Deadline, FinishBy, objective_named
+from holdfast.plan.search.limits import Found, Objective, step_seconds
 
 
 def objective_of(loaded: LoadedConfig, problem: Problem, now: datetime | None) -> Objective:
@@ -33,6 +33,14 @@ def objective_of(loaded: LoadedConfig, problem: Problem, now: datetime | None) -
     if config.plan.objective == "time":
         return step_seconds
     return objective_named(config.plan.objective, problem, deadline=deadline)
+
+
+def end_in_words(loaded: LoadedConfig, problem: Problem, found: Found) -> str:
+    """Whether a run with a date is done in time, and for how much; "" for other objectives."""
+    objective = objective_of(loaded, problem, None)
+    if not isinstance(objective, FinishBy):
+        return ""
+    return objective.says(found.choice, found.cost)
 
 
 def refusal_of(config: RunConfig, choice: Choice) -> str:

@@ -193,9 +193,9 @@ class FinishBy:
         hours = seconds / 3600
         if hours <= self.deadline.hours:
             return (
-                f"done after {hours:.1f} h, expected, of {self.deadline.hours:g}, for ${usd:,.0f}"
+                f"done after {hours:.1f} h, expected, of {self.deadline.hours:.4g}, for ${usd:,.0f}"
             )
         return (
-            f"no layout is done in {self.deadline.hours:g} h: the earliest takes {hours:.1f} h, "
+            f"no layout is done in {self.deadline.hours:.4g} h: the earliest takes {hours:.1f} h, "
             f"expected, and ${usd:,.0f}"
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
+from holdfast.plan.hardware.this_machine import CPU
 from holdfast.plan.search.limits import Limits
 
 Fits = Callable[[Problem, Limits], Choice | None]
@@ -30,11 +31,12 @@ def nothing_fits_error(problem: Problem, limits: Limits, fits: Fits) -> LayoutEr
         if nodes := _more_nodes(problem, tried, fits):
             removed = [*_fixed(limits)] if tried == free else []
             without = f", without {' and '.join(removed)}" if removed else ""
-            pool = problem.cluster.pools[0].name
+            name = problem.cluster.pools[0].name
+            like = "like this machine" if name == CPU else f"of {name}"
             return LayoutError(
                 f"no layout fits {_name(problem)}",
                 where="layout",
-                remedy=f"use {nodes} more node{'s' * (nodes > 1)} of {pool}{without}",
+                remedy=f"use {nodes} more node{'s' * (nodes > 1)} {like}{without}",
             )
     return LayoutError(
         f"no layout fits {_name(problem)}, nor {_MOST_TIMES} times as many nodes",
