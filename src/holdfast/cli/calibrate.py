@@ -38,6 +38,7 @@ from holdfast.plan.hardware.fit import (
     samples_from_json,
 )
 from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.wire.child_command import module_command
 
 RANK_MODULE = "holdfast.train.measure_machine"
 START_S = 10
@@ -143,7 +144,7 @@ def _started(kind: DeviceKind, ranks: int, seconds: float, folder: str) -> Itera
             words = (str(rank), str(ranks), folder, str(seconds), kind.name)
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", RANK_MODULE, *words],
+                    module_command(RANK_MODULE, *words),
                     env=os.environ | settings,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,

@@ -86,3 +86,10 @@ def backend_version(backend: str) -> str:
         return ""
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def has_bf16_products(device: torch.device) -> bool:
+    """Return False for a card that only emulates bf16."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.devices import device_kind
-from holdfast.parallel.devices import select_device
+from holdfast.parallel.devices import has_bf16_products, select_device
 from holdfast.plan.hardware.fit import Sample
 
 FEWEST = 3
@@ -110,9 +110,7 @@ def count_operations(is_host: bool, ranks: int) -> int:
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
     """By the planner's precisions. A card without bf16 computes in fp16, as its row of the table
     says."""
-    has_bf16 = True
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = has_bf16_products(device)
     return {"fp32": torch.float32, "bf16": torch.bfloat16 if has_bf16 else torch.float16}
 
 

@@ -123,7 +123,9 @@ def test_who_waits_for_one_that_hangs_is_woken(
         wait_until((run.folder / "still.1.mark").exists, SECONDS, "the one that hangs")
         run.halt([0, 2], 1)
         held = run.wait_held([0, 2], 1)
-        assert {(h["kind"], h["applied"], h["torn"]) for h in held} == {("halt", FAULT - 1, False)}
+        assert {(h["applied"], h["torn"]) for h in held} == {(FAULT - 1, False)}
+        # the first to be halted may end its connections before the other one is
+        assert "halt" in {h["kind"] for h in held} <= {"halt", "peer"}
         run.kill(1)
         run.begin(_two(2), [0, 2], FAULT - 1, came_from=[0, 2], before=_three())
 
