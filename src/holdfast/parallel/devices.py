@@ -92,4 +92,4 @@ def has_bf16_products(device: torch.device) -> bool:
     """Return False for a card that only emulates bf16."""
     if device.type != "cuda":
         return True
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -93,7 +93,7 @@ def measure(watch: Stopwatch) -> Iterator[Sample]:
         yield Sample("copy", copy, 2 * size)
     if not is_cpu:
         for size in _MESSAGE_SIZES:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=device_kind(device.type).can_pin)
             there = torch.empty(size, dtype=torch.uint8, device=device)
             taken = watch.time(lambda a=host, b=there: b.copy_(a, non_blocking=True))  # type: ignore[misc]
             yield Sample("host", taken, size)
