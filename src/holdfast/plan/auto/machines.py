@@ -79,8 +79,8 @@ def _calibration(hardware: HardwareInfo) -> Calibration | None:
 
 FURTHER_CORE = 0.5
 """What a further core adds to the speed of a worker, as a share of the first. Operations of a small
-model hardly share out: 40 steps of the quickstart took 16 s with one worker of two threads, and 9 s
-with two workers (`holdfast train run.yaml layout.workers=1`, and 2)."""
+model hardly share out. 40 steps of the quickstart took 16 s with one worker of two threads. They
+took 9 s with two workers (`holdfast train run.yaml layout.workers=1`, and 2)."""
 
 
 def _core_share(core: DeviceType, cores: float) -> DeviceType:
