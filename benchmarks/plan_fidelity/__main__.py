@@ -11,6 +11,7 @@ models. `--rows` predicts the rows of another file with the columns of either ki
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from benchmarks.plan_fidelity.rows import Row, missing_columns, read_rows
 from holdfast.errors import DataError, UserError
 from holdfast.plan.hardware.devices import DeviceType, load_devices
 
-DATA = Path("/work/shared/data")
+DATA = Path(os.environ.get("HOLDFAST_DATA", "data"))
 Reader = Callable[[Sequence[Row], Mapping[str, DeviceType]], list[Case]]
 KINDS: Mapping[str, tuple[str, tuple[str, ...], Reader]] = {
     "fsdp": ("measured/llm_foundry.csv", fsdp.NEEDED, fsdp.cases_of),
@@ -36,7 +37,9 @@ SETS = (*KINDS, "megatron", "torchtitan", "networks")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_fidelity", description=__doc__)
     parser.add_argument("--rows", type=Path, help="predict the rows of this file")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the public rows")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder of the public rows; HOLDFAST_DATA"
+    )
     parser.add_argument("--only", nargs="*", choices=SETS, default=SETS, help="sets of rows")
     parser.add_argument("--worst", type=int, default=10, help="rows to show")
     options = parser.parse_args(arguments)
@@ -60,7 +63,11 @@ def _report(options: argparse.Namespace) -> None:
         cases = _known(kind, options.data, devices)
         if not cases:
             path = options.data / KINDS[kind][0]
-            raise DataError("is not there", where=str(path), remedy="give its folder with --data")
+            raise DataError(
+                "is not there",
+                where=str(path),
+                remedy="give its folder with --data, or in HOLDFAST_DATA",
+            )
         _print(kind, cases, cases, devices, options.worst)
     if "megatron" in options.only:
         eight = megatron.cases_of(megatron.EIGHT, devices)

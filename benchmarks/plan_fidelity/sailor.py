@@ -7,6 +7,7 @@ device, microbatch, tp, layer), `gh200/MODEL/N*/plan_config_*.json` (one measure
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.measured_times import MeasuredTimes, profile_of
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 
-FOLDER = Path("/work/shared/data/measured/sailor")
+FOLDER = Path(os.environ.get("HOLDFAST_DATA", "data")) / "measured" / "sailor"
 DEVICE = "GH200-96"
 SEQUENCE = 2048
 _MODELS = MappingProxyType({"OPT-350": "OPT-350", "GPT-NEO": "GPT-Neo-2.7"})
@@ -128,7 +129,7 @@ def read_sailor(folder: Path = FOLDER) -> Sailor:
         raise DataError(
             "the measured plans are not there",
             where=str(folder),
-            remedy="give the folder with --folder",
+            remedy="give the folder with --folder, or its data in HOLDFAST_DATA",
         )
     return Sailor(
         tuple(map(_plan, plans)),

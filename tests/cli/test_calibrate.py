@@ -71,9 +71,11 @@ def test_json_and_another_file(
 
 
 def test_an_interruption_changes_nothing_and_leaves_no_process(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    machine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     command.calibrate(seconds=5, write=None, json=True)
     before = machine.read_bytes()
     fake_rank(tmp_path, after="'kind' in line and time.sleep(60)")

@@ -26,8 +26,13 @@ def test_convert_and_show(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
     assert list(rows[0])[:5] == ["trace", "source", "sha256", "rows", "t0"]
     assert [row["kind"] for row in rows[3:]] == [
-        "join", "notice", "notice", "preempt", "preempt", "join",
-    ]  # fmt: skip
+        "join",
+        "notice",
+        "notice",
+        "preempt",
+        "preempt",
+        "join",
+    ]
     assert main(["trace", "show", "a.jsonl"]) == 0
     shown = capsys.readouterr().out
     assert "1 instants, 2.00 nodes each: 2 x1" in shown

@@ -54,19 +54,31 @@ LISTS = (
     '[60000, "migration", {"nodes": [], "duration": 60000}]\n'
     '[120000, "remove", {"nodes": ["a"], "duration": 60000}]\n'
 )
-MINUTES = json.dumps([
-    {"interval": [0, 3, 0], "duration": 60000}, {"interval": [3, 1, 2], "duration": 60000},
-])  # fmt: skip
+MINUTES = json.dumps(
+    [
+        {"interval": [0, 3, 0], "duration": 60000},
+        {"interval": [3, 1, 2], "duration": 60000},
+    ]
+)
 FILES = {
-    "named": NAMED, "ticks": TICKS, "outages": OUTAGES, "stays": STAYS, "lists": LISTS,
-    "components": COMPONENTS, "prices": PRICES, "mix": MIX, "signal": SIGNAL, "links": LINKS,
-    "minutes": MINUTES, "counts": "0,3\n60000,1\n120000,2\n",
+    "named": NAMED,
+    "ticks": TICKS,
+    "outages": OUTAGES,
+    "stays": STAYS,
+    "lists": LISTS,
+    "components": COMPONENTS,
+    "prices": PRICES,
+    "mix": MIX,
+    "signal": SIGNAL,
+    "links": LINKS,
+    "minutes": MINUTES,
+    "counts": "0,3\n60000,1\n120000,2\n",
     "dated": "2021-12-11, 10:00:00, 4\n2021-12-11, 10:01:00, 2\n2021-12-11, 10:02:00, 3\n",
     "points": '[{"Time": 0.0, "GPUs": 4}, {"Time": 9.5, "GPUs": 2}]',
     "lives": "lifetime_s,other_ops\n500,x.preempted\n900,stopped\n7000,preempted;x\n",
     "transfers": "src,dest,cost\na,b,0.02\n",
     "steps": '{"step_t_nodelay": {"1": 2.0, "2": 3.0}, "step_t_noblk": {"1": 1.0, "2": 3.0}}',
-}  # fmt: skip
+}
 
 
 def stream(text: str | bytes, **options: Any) -> EventStream:
@@ -81,8 +93,10 @@ def plain(found: EventStream) -> list[tuple[float, str, str, float]]:
 def test_named_nodes_become_joins_and_departures_with_their_rows() -> None:
     found = stream(NAMED)
     assert plain(found)[-3:] == [
-        (120, "preempt", "n1", 0), (120, "preempt", "n2", 0), (180, "join", "n4", 1),
-    ]  # fmt: skip
+        (120, "preempt", "n1", 0),
+        (120, "preempt", "n2", 0),
+        (180, "join", "n4", 1),
+    ]
     assert found.events[-1].source == "t:6"
     assert (found.header.victim_rule, found.header.rows, found.seconds) == ("given", 6, 180)
 
@@ -91,8 +105,10 @@ def test_outages_fail_and_recover_and_all_nodes_are_there() -> None:
     found = stream(OUTAGES)
     fails = [e for e in found.events if e.kind == "fail"]
     assert [(e.node, e.value) for e in fails] == [
-        ("system-2/1", 1800), ("system-2/0", 3600), ("system-2/1", 600),
-    ]  # fmt: skip
+        ("system-2/1", 1800),
+        ("system-2/0", 3600),
+        ("system-2/1", 600),
+    ]
     assert fails[1].extra == {"cause": "Hardware: CPU"}
     churn = churn_of(found)
     assert (churn.nodes, churn.at_start, churn.lost, churn.by_node["system-2/1"]) == (3, 3, 3, 2)
@@ -103,8 +119,10 @@ def test_stays_end_by_an_event_a_move_or_with_the_file() -> None:
     found = stream(STAYS)
     ends = {e.node: (e.kind, e.extra.get("cause")) for e in found.events if e.kind != "join"}
     assert ends == {
-        "1@c0#1": ("fail", "DBE"), "1@c2#1": ("fail", "OTB"), "3@c3#1": ("preempt", None),
-    }  # fmt: skip
+        "1@c0#1": ("fail", "DBE"),
+        "1@c2#1": ("fail", "OTB"),
+        "3@c3#1": ("preempt", None),
+    }
     assert "1 stays without a start got one of 1 s" in found.header.notes
 
 

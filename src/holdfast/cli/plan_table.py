@@ -24,9 +24,20 @@ from holdfast.report.formatting import (
 )
 
 _HEAD = (
-    "layout", "schedule", "zero", "recompute", "microbatch", "step", "tokens/s", "MFU", "memory",
-    "$/hour", "$/1e9 tokens", "kWh/1e9 tokens", "",
-)  # fmt: skip
+    "layout",
+    "schedule",
+    "zero",
+    "recompute",
+    "microbatch",
+    "step",
+    "tokens/s",
+    "MFU",
+    "memory",
+    "$/hour",
+    "$/1e9 tokens",
+    "kWh/1e9 tokens",
+    "",
+)
 _UNKNOWN = "?"
 
 
@@ -152,7 +163,7 @@ def plan_as_json(request: PlanRequest) -> dict[str, Any]:
                 request.problem, request.machines, request.plan.best, request.plan.result.gap
             ),
         ],
-    }  # fmt: skip
+    }
 
 
 def _layout_as_json(request: PlanRequest, found: Found) -> dict[str, Any]:

@@ -19,9 +19,18 @@ app = make_app("Show how a run scales with the number of devices. Starts nothing
 USUAL = "1x8xH100-80"
 _BAR = 20  # characters of a bar
 _HEAD = (
-    "devices", "layout", "step s", "tokens/s", "efficiency", "", "exposed", "bubble",
-    "with failures", "$/1e9 tokens", "",
-)  # fmt: skip
+    "devices",
+    "layout",
+    "step s",
+    "tokens/s",
+    "efficiency",
+    "",
+    "exposed",
+    "bubble",
+    "with failures",
+    "$/1e9 tokens",
+    "",
+)
 
 
 @app.command()

@@ -36,20 +36,30 @@ def print_stream(stream: EventStream) -> None:
 def _churn_rows(churn: Churn) -> list[tuple[str, str]]:
     lives = churn.lives
     rows = [
-        ("nodes", f"{churn.at_start} at the start, {churn.least} to {churn.most}, "
-         f"{churn.at_end} at the end, {churn.mean:.1f} in the mean, {churn.nodes} names"),
+        (
+            "nodes",
+            f"{churn.at_start} at the start, {churn.least} to {churn.most}, "
+            f"{churn.at_end} at the end, {churn.mean:.1f} in the mean, {churn.nodes} names",
+        ),
         ("node-days", f"{churn.node_days:,.3f}"),
         ("lost", f"{churn.lost:,} nodes, {churn.per_node_day:.3g} a node-day"),
-    ]  # fmt: skip
+    ]
     if not churn.lost:
         return rows
     instants = sum(churn.bursts.values())
     rows += [
-        ("bursts", f"{instants:,} instants, {churn.lost / instants:.2f} nodes each: "
-         + _shortened([f"{size} x{many}" for size, many in churn.bursts.items()])),
-        ("lives", "quartiles " + ", ".join(_time(quantile(lives, q)) for q in (0.25, 0.5, 0.75))
-         + f"; 90 % {_time(quantile(lives, 0.9))}, longest {_time(lives[-1])}"),
-    ]  # fmt: skip
+        (
+            "bursts",
+            f"{instants:,} instants, {churn.lost / instants:.2f} nodes each: "
+            + _shortened([f"{size} x{many}" for size, many in churn.bursts.items()]),
+        ),
+        (
+            "lives",
+            "quartiles "
+            + ", ".join(_time(quantile(lives, q)) for q in (0.25, 0.5, 0.75))
+            + f"; 90 % {_time(quantile(lives, 0.9))}, longest {_time(lives[-1])}",
+        ),
+    ]
     if churn.gaps_s:
         mean = sum(churn.gaps_s) / len(churn.gaps_s)
         rows.append(("between", f"{_time(mean)} in the mean, spread {spread(churn.gaps_s):.2f}"))
@@ -118,10 +128,9 @@ def stream_as_json(stream: EventStream) -> dict[str, Any]:
             "life_quartiles_s": [quantile(lives, q) for q in (0.25, 0.5, 0.75)],
         },
         "levels": {
-            kind: [asdict(level) for level in levels_of(stream, kind)]
-            for kind, _ in _LEVELS
+            kind: [asdict(level) for level in levels_of(stream, kind)] for kind, _ in _LEVELS
         },
-    }  # fmt: skip
+    }
 
 
 def _shortened(words: Sequence[str], most: int = 8) -> str:

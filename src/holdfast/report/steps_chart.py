@@ -30,8 +30,17 @@ def steps_svg(
     y = Scale(0.0, 1.05 * most, _HEIGHT - _BOTTOM, _TOP)
     parts = [tag("style", _STYLE), text(_LEFT, 20.0, title)]
     for start, stop in gaps:
-        parts.append(tag("rect", "", x=x(start), y=_TOP, width=x(stop) - x(start),
-                         height=_HEIGHT - _BOTTOM - _TOP, class_="gap"))  # fmt: skip
+        parts.append(
+            tag(
+                "rect",
+                "",
+                x=x(start),
+                y=_TOP,
+                width=x(stop) - x(start),
+                height=_HEIGHT - _BOTTOM - _TOP,
+                class_="gap",
+            )
+        )
     for value in ticks(0.0, most, 5):
         parts.append(line(_LEFT, y(value), _WIDTH - _RIGHT, y(value), class_="grid"))
         parts.append(text(_LEFT - 8, y(value) + 4, f"{value:g}", class_="end"))

@@ -49,9 +49,13 @@ class Fit:
 # --- generators ---------------------------------------------------------------------------------
 def _stream(trace: Trace, seed: int) -> EventStream:
     header = TraceHeader(
-        trace.kind, trace.source, victim_rule="random", seed=seed, seconds=trace.seconds,
+        trace.kind,
+        trace.source,
+        victim_rule="random",
+        seed=seed,
+        seconds=trace.seconds,
         step_s=trace.step,
-    )  # fmt: skip
+    )
     return EventStream(header, stream_of_changes(trace))
 
 
@@ -59,11 +63,15 @@ def _spot(seed: int, days: float, p: Parameters) -> EventStream:
     weights = [round(1000 * p[f"size_{k}"]) for k in range(1, 7)]
     return _stream(
         synthetic.spot_pool(
-            seed, days=days, wanted=int(p["nodes"]), between=p["between_s"], swing=p["swing"],
+            seed,
+            days=days,
+            wanted=int(p["nodes"]),
+            between=p["between_s"],
+            swing=p["swing"],
             sizes=weights,
         ),
         seed,
-    )  # fmt: skip
+    )
 
 
 def _gang(seed: int, days: float, p: Parameters) -> EventStream:
@@ -80,9 +88,13 @@ def _lives(seed: int, days: float, p: Parameters) -> EventStream:
 
 def _failures(seed: int, days: float, p: Parameters) -> EventStream:
     made = synthetic.cluster_failures(
-        seed, nodes=int(p["nodes"]), days=days, per_node_year=p["per_node_year"],
-        lemons=p["lemons"], repeat=p["repeat"],
-    )  # fmt: skip
+        seed,
+        nodes=int(p["nodes"]),
+        days=days,
+        per_node_year=p["per_node_year"],
+        lemons=p["lemons"],
+        repeat=p["repeat"],
+    )
     return _stream(made, seed)
 
 
@@ -228,12 +240,15 @@ def _fit_failures(stream: EventStream, churn: Churn) -> Fit:
             again += event.t_s - last.get(event.node, -_DAY) < _DAY / 4
         if event.kind == "recover":
             last[event.node] = event.t_s
-    return Fit("failures", {
-        "nodes": churn.nodes,
-        "per_node_year": churn.per_node_day * 365,
-        "lemons": worst / churn.nodes,
-        "repeat": again / max(1, churn.lost),
-    })  # fmt: skip
+    return Fit(
+        "failures",
+        {
+            "nodes": churn.nodes,
+            "per_node_year": churn.per_node_day * 365,
+            "lemons": worst / churn.nodes,
+            "repeat": again / max(1, churn.lost),
+        },
+    )
 
 
 def _fit_prices(stream: EventStream) -> Fit:
@@ -250,12 +265,15 @@ def _fit_prices(stream: EventStream) -> Fit:
             steps.append(log(event.value / before.value))
             gaps.append(event.t_s - before.t_s)
         last[event.zone, event.gpu] = event
-    return Fit("prices", {
-        "mean": _mean(values),
-        "on_demand": max(_mean(fixed), _mean(values)),
-        "between_days": max(1.0, _mean(gaps) / _DAY) if gaps else 365.0,
-        "step": _mean([step * step for step in steps]) ** 0.5,
-    })  # fmt: skip
+    return Fit(
+        "prices",
+        {
+            "mean": _mean(values),
+            "on_demand": max(_mean(fixed), _mean(values)),
+            "between_days": max(1.0, _mean(gaps) / _DAY) if gaps else 365.0,
+            "step": _mean([step * step for step in steps]) ** 0.5,
+        },
+    )
 
 
 def _fit_carbon(stream: EventStream) -> Fit:
@@ -268,9 +286,14 @@ def _fit_carbon(stream: EventStream) -> Fit:
     mean = _mean(list(hours.values()))
     rest = [(v - hours[hour]) ** 2 for hour, values in by_hour.items() for v in values]
     swing = (max(hours.values()) - min(hours.values())) / mean if mean else 0.0
-    return Fit("carbon", {
-        "mean": mean, "swing": swing, "noise": _mean(rest) ** 0.5 / mean if mean else 0.0,
-    })  # fmt: skip
+    return Fit(
+        "carbon",
+        {
+            "mean": mean,
+            "swing": swing,
+            "noise": _mean(rest) ** 0.5 / mean if mean else 0.0,
+        },
+    )
 
 
 def _mean(values: list[float]) -> float:

@@ -155,8 +155,12 @@ def measure_links(watch: Stopwatch, rank: int, ranks: int) -> Iterator[Sample]:
 
 def main(arguments: list[str]) -> None:
     rank, ranks, folder, seconds, name = (
-        int(arguments[0]), int(arguments[1]), Path(arguments[2]), float(arguments[3]), arguments[4],
-    )  # fmt: skip
+        int(arguments[0]),
+        int(arguments[1]),
+        Path(arguments[2]),
+        float(arguments[3]),
+        arguments[4],
+    )
     torch.set_num_threads(1)
     kind = device_kind(name)
     device = torch.device(kind.device(rank))

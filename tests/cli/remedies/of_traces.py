@@ -59,9 +59,14 @@ def option(name: str) -> Callable[[Lab, Match[str]], None]:
 
 def parquet(**columns: list[Any]) -> bytes:
     rows = {
-        "dp_rank": [0], "stage": [0], "rank": [0], "step": [1],
-        "optype": ["forward-compute"], "start_ts": [0.0], "duration": [1.0],
-    }  # fmt: skip
+        "dp_rank": [0],
+        "stage": [0],
+        "rank": [0],
+        "step": [1],
+        "optype": ["forward-compute"],
+        "start_ts": [0.0],
+        "duration": [1.0],
+    }
     out = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({**rows, **columns}), out)
     return out.getvalue()
@@ -139,13 +144,24 @@ CASES: list[Case] = [
         "choose with --gpu and --zone one of: A_east, B_east",
         lambda lab, found: lab.settings["options"].update(gpu="A", zone="east"),
     ),
-    of("rows.py: … is no number of nodes", "0,4\n5,-3\n", "write a whole number, 0 or more",
-       "0,4\n5,0\n"),
-    of("counts.py: … is no number of nodes",
-       '{"data": [4, -1], "metadata": {"gap_seconds": 5}}', "write a whole number, 0 or more",
-       '{"data": [4, 1], "metadata": {"gap_seconds": 5}}'),
-    of("rows.py: … is no time or length of time", "0,4\n-5,4\n", "write a number, 0 or more",
-       "0,4\n5,4\n"),
+    of(
+        "rows.py: … is no number of nodes",
+        "0,4\n5,-3\n",
+        "write a whole number, 0 or more",
+        "0,4\n5,0\n",
+    ),
+    of(
+        "counts.py: … is no number of nodes",
+        '{"data": [4, -1], "metadata": {"gap_seconds": 5}}',
+        "write a whole number, 0 or more",
+        '{"data": [4, 1], "metadata": {"gap_seconds": 5}}',
+    ),
+    of(
+        "rows.py: … is no time or length of time",
+        "0,4\n-5,4\n",
+        "write a number, 0 or more",
+        "0,4\n5,4\n",
+    ),
     of(
         "rows.py: … is no time",
         OUTAGES + "1,2,noon,1/1/2024 1:00\n",
@@ -171,10 +187,18 @@ CASES: list[Case] = [
         "close every quote, and double each quote inside of a field",
         '0,add,a\n5,add,b\n6,add,"c"\n9,remove,a\n',
     ),
-    of("rows.py: the packed file is damaged, or ends early", lzma.compress(b"0,3\n5,4\n")[:-9],
-       "fetch it again", lzma.compress(b"0,3\n5,4\n")),
-    of("rows.py: there is a byte …, so this is no text", b"0,3\n5,4\x00\n",
-       "give a text file in UTF-8", "0,3\n5,4\n"),
+    of(
+        "rows.py: the packed file is damaged, or ends early",
+        lzma.compress(b"0,3\n5,4\n")[:-9],
+        "fetch it again",
+        lzma.compress(b"0,3\n5,4\n"),
+    ),
+    of(
+        "rows.py: there is a byte …, so this is no text",
+        b"0,3\n5,4\x00\n",
+        "give a text file in UTF-8",
+        "0,3\n5,4\n",
+    ),
     of(
         "lives.py: no machine of this table was preempted, so none would ever go",
         LIVES + "500000,stop\n",
@@ -238,27 +262,49 @@ CASES: list[Case] = [
         r"pip install 'holdfast\[data\]'",
         fixed(installed=True),
     ),
-    of("jitter.py: start_ts is …, duration …", parquet(duration=[-1.0]),
-       "write seconds, 0 or more", parquet()),
-    of("jitter.py: there is no column … in this Parquet file", without_a_column(),
-       "give columns dp_rank, .*", parquet()),
-    of("jitter.py: this is no Parquet file that can be read: …", parquet()[:-20],
-       "fetch it again", parquet()),
+    of(
+        "jitter.py: start_ts is …, duration …",
+        parquet(duration=[-1.0]),
+        "write seconds, 0 or more",
+        parquet(),
+    ),
+    of(
+        "jitter.py: there is no column … in this Parquet file",
+        without_a_column(),
+        "give columns dp_rank, .*",
+        parquet(),
+    ),
+    of(
+        "jitter.py: this is no Parquet file that can be read: …",
+        parquet()[:-20],
+        "fetch it again",
+        parquet(),
+    ),
     of(
         "jitter.py: the times of the steps do not fit together",
         '{"step_t_nodelay": {"1": 2.1}, "step_t_noblk": {}}',
         r"write \{.*\}",
         '{"step_t_nodelay": {"1": 2.1}, "step_t_noblk": {"1": 1.8}}',
     ),
-    of("stream_file.py: … is no JSON object", HEADER + "[]\n", r"write one object a line, .*",
-       HEADER + '{"t_s": 0, "kind": "join", "node": "a", "value": 1}\n'),
-    of("stream_file.py: … is … | there is no …", HEADER + '{"t_s": "x", "kind": "join"}\n',
-       r"see docs/traces\.md for the keys and their values",
-       HEADER + '{"t_s": 0, "kind": "join", "node": "a"}\n'),
-    of("events.py: (check_events)", HEADER + '{"t_s": 0, "kind": "preempt", "node": "a"}\n',
-       "write a join of a before it, or drop it",
-       HEADER + '{"t_s": 0, "kind": "join", "node": "a"}\n'
-       '{"t_s": 1, "kind": "preempt", "node": "a"}\n'),
+    of(
+        "stream_file.py: … is no JSON object",
+        HEADER + "[]\n",
+        r"write one object a line, .*",
+        HEADER + '{"t_s": 0, "kind": "join", "node": "a", "value": 1}\n',
+    ),
+    of(
+        "stream_file.py: … is … | there is no …",
+        HEADER + '{"t_s": "x", "kind": "join"}\n',
+        r"see docs/traces\.md for the keys and their values",
+        HEADER + '{"t_s": 0, "kind": "join", "node": "a"}\n',
+    ),
+    of(
+        "events.py: (check_events)",
+        HEADER + '{"t_s": 0, "kind": "preempt", "node": "a"}\n',
+        "write a join of a before it, or drop it",
+        HEADER + '{"t_s": 0, "kind": "join", "node": "a"}\n'
+        '{"t_s": 1, "kind": "preempt", "node": "a"}\n',
+    ),
     case(
         ROOM + "events.py: … at … s stands after a later event",
         lambda lab: lab.settings.update(events=[LATE, EARLY]),
@@ -322,4 +368,4 @@ CASES: list[Case] = [
         "give one zone for each file, in their order",
         fixed(zones=["x"]),
     ),
-]  # fmt: skip
+]

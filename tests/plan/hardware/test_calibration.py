@@ -27,9 +27,16 @@ CPU_BOX = HardwareInfo("box", "Linux", 4, 8 * GIB, 0)
 
 def measured_by_hand(device: str) -> Calibration:
     return Calibration(
-        "2026-11-26", "box", device, "2.13.0", {"fp32": 1e11}, 2e10,
-        {"fp32": Efficiency(0.9, 0.8, 1e-6, 2e-6)}, Link(1e-5, 3e9, 0.5), Link(1e-6, 4e9),
-    )  # fmt: skip
+        "2026-11-26",
+        "box",
+        device,
+        "2.13.0",
+        {"fp32": 1e11},
+        2e10,
+        {"fp32": Efficiency(0.9, 0.8, 1e-6, 2e-6)},
+        Link(1e-5, 3e9, 0.5),
+        Link(1e-6, 4e9),
+    )
 
 
 def cards(name: str, count: int) -> HardwareInfo:

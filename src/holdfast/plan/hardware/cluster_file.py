@@ -227,8 +227,10 @@ def _link(
         kind = link_named(given.type, tables.links, where((*path, "type")))
         per = given.per or ("node" if kind.kind == WIDE else "device")
         latency, reach, ramp = (
-            kind.link.latency_s, kind.link.bandwidth / kind.peak, kind.link.ramp,
-        )  # fmt: skip
+            kind.link.latency_s,
+            kind.link.bandwidth / kind.peak,
+            kind.link.ramp,
+        )
         peak = kind.peak if given.gbit_s is None else given.gbit_s * _GBIT
     elif given.gbit_s is not None and given.latency_us is not None:
         latency, reach, ramp, peak = 0.0, 1.0, 0.0, given.gbit_s * _GBIT

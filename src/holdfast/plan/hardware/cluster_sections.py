@@ -22,9 +22,11 @@ class LinkSection(Section):
         None, gt=0, description="Gbit/s, one way, in place of the type's", examples=[400]
     )
     latency_us: float | None = Field(
-        None, gt=0, description="microseconds of a small message, in place of the type's",
+        None,
+        gt=0,
+        description="microseconds of a small message, in place of the type's",
         examples=[10],
-    )  # fmt: skip
+    )
     per: Literal["device", "node"] | None = Field(
         None,
         description="whether the bandwidth is of one device or of a node. Left out: of a node "
@@ -70,9 +72,10 @@ class PoolSection(Section):
     zone: str = Field("", description="its name; pools of one zone use their own links")
     nodes_per_rack: int = Field(0, ge=0, description="0: racks are not known")
     across_racks: LinkSection | None = Field(
-        None, description="as outside, to a node of another rack; left out: the same",
+        None,
+        description="as outside, to a node of another rack; left out: the same",
         examples=["ethernet-100"],
-    )  # fmt: skip
+    )
     nodes_per_power_domain: int = Field(
         0, ge=0, description="nodes that lose power together; 0: not known"
     )
@@ -96,9 +99,11 @@ class PoolSection(Section):
         None, gt=0, description="limit of one device, at most the type's", examples=[300]
     )
     memory_gib: float | None = Field(
-        None, gt=0, description="memory of one device that a run may use, at most the type's",
+        None,
+        gt=0,
+        description="memory of one device that a run may use, at most the type's",
         examples=[70],
-    )  # fmt: skip
+    )
 
 
 class ClusterSections(Section):

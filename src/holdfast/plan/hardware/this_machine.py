@@ -78,10 +78,18 @@ def _measured_alone(name: str, memory: float, calibration: Calibration | None) -
             remedy="measure it with: holdfast calibrate",
         )
     return DeviceType(
-        name, calibration.flops, memory, calibration.bandwidth, 0.0, 0.0, 0.0,
-        usable_bytes=memory, host_link="pcie3", network_link="ethernet-10",
+        name,
+        calibration.flops,
+        memory,
+        calibration.bandwidth,
+        0.0,
+        0.0,
+        0.0,
+        usable_bytes=memory,
+        host_link="pcie3",
+        network_link="ethernet-10",
         source="holdfast calibrate; its power is not known",
-    )  # fmt: skip
+    )
 
 
 def _pool(

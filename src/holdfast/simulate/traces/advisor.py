@@ -46,10 +46,16 @@ def advisor_events(text: str, source: str, options: ReadOptions) -> EventStream:
     made = replace(renew_machines(curve, nodes, days * 86400, options.seed), source=source)
     end = "more than 20" if bucket == 4 else f"about {100 * _SHARES[bucket]:g}"
     header = TraceHeader(
-        "monthly shares", source, rows=sum(map(len, table.values())), zones=(options.zone,),
-        victim_rule="drawn", seed=options.seed, seconds=made.seconds, step_s=made.step,
+        "monthly shares",
+        source,
+        rows=sum(map(len, table.values())),
+        zones=(options.zone,),
+        victim_rule="drawn",
+        seed=options.seed,
+        seconds=made.seconds,
+        step_s=made.step,
         notes=(f"{end} % taken in a month: drawn without bursts, which real markets have",),
-    )  # fmt: skip
+    )
     return EventStream(header, stream_of_changes(made, zone=options.zone, gpu=options.gpu))
 
 

@@ -18,9 +18,16 @@ CONVERTER = "holdfast-trace-1"
 """Version of the readers; it changes when the same file would give other events."""
 
 ORDER = {
-    "preempt": 0, "fail": 0, "recover": 1, "join": 1, "notice": 2,
-    "slow": 3, "net": 4, "price": 5, "carbon": 6,
-}  # fmt: skip
+    "preempt": 0,
+    "fail": 0,
+    "recover": 1,
+    "join": 1,
+    "notice": 2,
+    "slow": 3,
+    "net": 4,
+    "price": 5,
+    "carbon": 6,
+}
 """The kinds of events, and their order inside one instant."""
 
 _OF_NODES = ("preempt", "fail", "recover", "join", "notice", "slow")

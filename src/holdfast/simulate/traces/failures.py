@@ -36,11 +36,20 @@ def outage_events(text: str, source: str, options: ReadOptions) -> EventStream:
     if table.unequal:
         notes.append(f"{table.unequal} rows have a Down Time that is not Prob Fixed - Prob Started")
     header = TraceHeader(
-        "outages", source, rows=sum(table.systems.values()), t0=table.started, zones=(zone,),
-        victim_rule="given", seed=options.seed, seconds=end, step_s=60.0,
-        disorder=table.disorder, duplicates=table.duplicates, notes=tuple(notes),
+        "outages",
+        source,
+        rows=sum(table.systems.values()),
+        t0=table.started,
+        zones=(zone,),
+        victim_rule="given",
+        seed=options.seed,
+        seconds=end,
+        step_s=60.0,
+        disorder=table.disorder,
+        duplicates=table.duplicates,
+        notes=tuple(notes),
         extra={"systems": table.systems},
-    )  # fmt: skip
+    )
     return EventStream(header, in_order(events))
 
 
@@ -92,11 +101,19 @@ def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
     notes = [f"events: {words}"] if words else []
     notes += [f"{unexposed:,} stays without a start got one of 1 s"] if unexposed else []
     header = TraceHeader(
-        "stays", source, rows=len(rows), t0=datetime.fromtimestamp(origin, UTC).strftime("%F %T"),
-        zones=(zone,) if zone else (), victim_rule="given", seed=options.seed,
-        seconds=last - origin, step_s=1.0, duplicates=duplicates, notes=tuple(notes),
+        "stays",
+        source,
+        rows=len(rows),
+        t0=datetime.fromtimestamp(origin, UTC).strftime("%F %T"),
+        zones=(zone,) if zone else (),
+        victim_rule="given",
+        seed=options.seed,
+        seconds=last - origin,
+        step_s=1.0,
+        duplicates=duplicates,
+        notes=tuple(notes),
         extra={"causes": {name: many for name, many in causes.items() if name}},
-    )  # fmt: skip
+    )
     return EventStream(header, in_order(events))
 
 
@@ -129,7 +146,13 @@ def component_events(text: str, source: str, options: ReadOptions) -> EventStrea
         f"an outage of {options.outage_s:g} s is assumed; real failures cluster more",
     )
     header = TraceHeader(
-        "failures by component", source, rows=rows, zones=(zone,) if zone else (),
-        victim_rule="drawn", seed=options.seed, seconds=max(end, *back.values(), 0.0), notes=notes,
-    )  # fmt: skip
+        "failures by component",
+        source,
+        rows=rows,
+        zones=(zone,) if zone else (),
+        victim_rule="drawn",
+        seed=options.seed,
+        seconds=max(end, *back.values(), 0.0),
+        notes=notes,
+    )
     return EventStream(header, in_order(events))

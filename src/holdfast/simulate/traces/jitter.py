@@ -58,9 +58,14 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
             events.append(TraceEvent(start + steps[step], "recover", *base, 1.0, place))
     note = f"{len(steps)} steps, {len(ranks)} ranks; steps are put one after another"
     header = TraceHeader(
-        "operations", source, rows=len(rows), zones=(zone,) if zone else (), victim_rule="given",
-        seconds=at, notes=(note,),
-    )  # fmt: skip
+        "operations",
+        source,
+        rows=len(rows),
+        zones=(zone,) if zone else (),
+        victim_rule="given",
+        seconds=at,
+        notes=(note,),
+    )
     return EventStream(header, in_order(events))
 
 
@@ -130,8 +135,12 @@ def step_result_events(text: str, source: str, options: ReadOptions) -> EventStr
         events.append(TraceEvent(at, "recover", name, value=1.0, source=place))
     slowdown = sum(a for _, a, _ in good) / sum(b for *_, b in good)
     header = TraceHeader(
-        "steps", source, rows=len(good), victim_rule="given", seconds=at,
+        "steps",
+        source,
+        rows=len(good),
+        victim_rule="given",
+        seconds=at,
         notes=(f"{len(good)} steps, slower by {slowdown:.3f} in the mean",),
         extra={"slowdown": slowdown},
-    )  # fmt: skip
+    )
     return EventStream(header, in_order(events))

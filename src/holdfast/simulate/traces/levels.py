@@ -206,8 +206,16 @@ def _stream(
     ]
     t0 = datetime.fromtimestamp(origin, UTC).strftime("%F %T") if origin else ""
     header = TraceHeader(
-        name, source, rows=rows, t0=t0, zones=tuple(sorted({e.zone for e in events if e.zone})),
-        gaps=tuple(gaps), seconds=times[-1] + (usual if sampled else 0.0), step_s=usual,
-        disorder=disorder, duplicates=len(points) - len(unique), notes=tuple(notes),
-    )  # fmt: skip
+        name,
+        source,
+        rows=rows,
+        t0=t0,
+        zones=tuple(sorted({e.zone for e in events if e.zone})),
+        gaps=tuple(gaps),
+        seconds=times[-1] + (usual if sampled else 0.0),
+        step_s=usual,
+        disorder=disorder,
+        duplicates=len(points) - len(unique),
+        notes=tuple(notes),
+    )
     return EventStream(header, events)

@@ -100,9 +100,18 @@ def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Tr
         at += length
         steps.append(length)
     return Trace(
-        source, "intervals", tuple(sorted(changes)), at, min(steps), "0 s", (), 0, 0, len(steps),
+        source,
+        "intervals",
+        tuple(sorted(changes)),
+        at,
+        min(steps),
+        "0 s",
+        (),
+        0,
+        0,
+        len(steps),
         digest(text),
-    )  # fmt: skip
+    )
 
 
 def parse_time_points(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
@@ -143,11 +152,13 @@ def parse_pools(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trac
         if len(cells) <= max(at, place):
             raise row_error(source, line, cells, f"give all {len(header)} columns of the header")
         whole = as_number(cells[place])
-        counts.append((
-            number(cells[at], source, line),
-            json_count(None if whole is None else int(whole), source, f"line {line}"),
-            line,
-        ))  # fmt: skip
+        counts.append(
+            (
+                number(cells[at], source, line),
+                json_count(None if whole is None else int(whole), source, f"line {line}"),
+                line,
+            )
+        )
     return trace_from_counts(counts, source, "pools", text, options=options, regular=False)
 
 
