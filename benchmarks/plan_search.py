@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf, log, prod, sqrt
 from random import Random
 from time import perf_counter, process_time
+from typing import Any
 
 from tests.support.plan_brute_force import least_step, small_problem
 
@@ -172,7 +173,7 @@ class Genes:
         return self.evaluator.cost(choice).step_s if cost.fits else inf
 
 
-def _pick(options: list, gene: float):  # type: ignore[no-untyped-def,type-arg]
+def _pick(options: list[Any], gene: float) -> Any:
     return options[min(len(options) - 1, int(gene * len(options)))]
 
 

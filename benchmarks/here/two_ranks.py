@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.ours import run_config
 from benchmarks.peers.work import Work
@@ -91,8 +92,8 @@ def predicted(case: Case, work: Work, fleet: Fleet, times: LayerTimes | None = N
     return Evaluator(replace(costs.problem, times=times)).cost(costs.choice(topology))
 
 
-def works(cases: Sequence[Case], shape: dict[str, object]) -> list[Work]:
-    return [Work(**shape, microbatches=case.microbatches) for case in cases]  # type: ignore[arg-type]
+def works(cases: Sequence[Case], shape: dict[str, Any]) -> list[Work]:
+    return [Work(**shape, microbatches=case.microbatches) for case in cases]
 
 
 def measured(

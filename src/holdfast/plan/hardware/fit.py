@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
+from typing import Any
 
 from holdfast.plan.hardware.calibration import Calibration
 from holdfast.plan.hardware.devices import DeviceType, Efficiency
@@ -250,6 +251,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     return [rows[i][size] / rows[i][i] / scale[i] for i in range(size)]
 
 
-def samples_from_json(found: Sequence[Mapping[str, object]]) -> list[Sample]:
+def samples_from_json(found: Sequence[Mapping[str, Any]]) -> list[Sample]:
     """Samples of a calibration's file."""
-    return [Sample(**each) for each in found]  # type: ignore[arg-type]
+    return [Sample(**each) for each in found]
