@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,14 +277,18 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
     assert ends[0] == ends[1] != ends[2]
 
 
+def _has_idle(server: PeerServer, number: int) -> bool:
+    return len(server._idle_connections) == number
+
+
 def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
     """Connections stay open from step to step. If they take all places, the one that was idle for
     longest is cut, and its client reconnects by itself."""
     with listening(max_connections=3) as (server, address):
         clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
-        for client in clients:
+        for number, client in enumerate(clients, 1):
             assert client.newest_generation() == 0
-        until(lambda: len(server._idle_connections) == 3)
+            until(partial(_has_idle, server, number))  # in this order
         ends = {idle_socket(client).getsockname() for client in clients[1:]}
         clients.append(PeerClient(address, SECRET, 1))
         assert clients[3].newest_generation() == 0
