@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.plan.cost.collectives import tree_s, within_and_between_s
+from holdfast.plan.cost.collectives import allreduce_s, gather_s, tree_s
 from holdfast.plan.cost.group_links import ring_link
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.hardware.link import Link
@@ -72,7 +72,9 @@ def _cell(size: float, nodes: int, measured: float, peak: float, errors: list[fl
     ring = link.allreduce_s(size, ranks)
     reached = link.reached(size, ranks, peak)
     errors.append(reached / measured - 1)
-    inside = within_and_between_s(pool.inside, pool.outside, size, DEVICES, nodes)
+    # parts are summed in each node, then between nodes, and gathered in each node
+    inside = 2 * gather_s(pool.inside, size, DEVICES)
+    inside += allreduce_s(pool.outside, size / DEVICES, nodes)
     mark = "*" if tree_s(link, size, ranks) < min(ring, inside) else " "
     return f"{measured:.3f}/{reached:.3f}{mark}"
 

@@ -15,7 +15,7 @@ import typer
 
 from holdfast.cli import layout_distance, layout_show
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, say
+from holdfast.cli.output import print_json, say, write_text
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
@@ -115,9 +115,9 @@ def _show(
     else:
         print(drawing(table, found, _columns(table)), flush=True)
     if svg is not None:
-        _write(svg, picture(table, found))
+        write_text(svg, picture(table, found))
     if csv is not None:
-        _write(csv, to_csv(table))
+        write_text(csv, to_csv(table))
 
 
 def _refuse_beside(what: str, given: dict[str, Any]) -> None:
@@ -298,15 +298,3 @@ def _numbers(schedule: Schedule, found: Timeline) -> dict[str, Any]:
         "bubble": found.bubble,
         "in_flight": found.in_flight,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise UserError(
-            f"it cannot be written ({error.strerror})",
-            where=str(path),
-            remedy="name a file in a folder that is there",
-        ) from None
-    say(f"wrote {path}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from holdfast.errors import UserError
 
 
 def say(text: str) -> None:
@@ -38,3 +41,16 @@ def print_table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> N
         padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*padded, row[-1]]).rstrip())
     sys.stdout.flush()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write what a command made, and say so. Raises UserError."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UserError(
+            f"it cannot be written ({error.strerror})",
+            where=str(path),
+            remedy="name a file in a folder that is there",
+        ) from None
+    say(f"wrote {path}")

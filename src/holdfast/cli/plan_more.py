@@ -8,11 +8,11 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import print_table, say
+from holdfast.cli.output import print_table, write_text
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.draw import draw_svg, draw_text
-from holdfast.errors import LayoutError, UserError
+from holdfast.errors import LayoutError
 from holdfast.plan.auto.objective import refusal_of
 from holdfast.plan.auto.search_run import RunPlan, plan_run
 from holdfast.plan.cost.choice import Choice
@@ -57,20 +57,7 @@ def print_timeline(request: PlanRequest) -> None:
 
 def write_timeline(request: PlanRequest, path: Path) -> None:
     """Write the timeline as SVG."""
-    write_drawing(path, draw_svg(*timeline_of(request.problem, request.plan.best.choice)))
-
-
-def write_drawing(path: Path, drawing: str) -> None:
-    """Write an SVG, and say so. Raises UserError."""
-    try:
-        path.write_text(drawing, "utf-8")
-    except OSError as error:
-        raise UserError(
-            f"it cannot be written ({error.strerror})",
-            where=str(path),
-            remedy="name a file in a folder that is there",
-        ) from None
-    say(f"wrote {path}")
+    write_text(path, draw_svg(*timeline_of(request.problem, request.plan.best.choice)))
 
 
 def print_neighbours(request: PlanRequest) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, print_table, say
+from holdfast.cli.output import print_json, print_table, say, write_text
 from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.objective.scale_curve import SIZES, Curve, Point, shown_knee
@@ -103,10 +103,9 @@ def _refuse_empty(curve: Curve, run_file: Path) -> None:
 
 
 def _draw(path: Path, curve: Curve, kept: Curve, title: str) -> None:
-    from holdfast.cli.plan_more import write_drawing
     from holdfast.report.scale_chart import scale_svg
 
-    write_drawing(path, scale_svg(curve, kept, title))
+    write_text(path, scale_svg(curve, kept, title))
 
 
 def _print_curve(curve: Curve, kept: Curve, unpriced: tuple[str, ...]) -> None:

@@ -272,12 +272,6 @@ CASES: list[Case] = [
         word("-1"),
     ),
     schedule(
-        "it cannot be written (…)",
-        "--stages 2 --svg none/x.svg",
-        r"name a file in a folder that is there",
-        word("none/x.svg", "x.svg"),
-    ),
-    schedule(
         "the table cannot be read (…)",
         "--from-csv none.csv",
         r"name a CSV file with a row for each rank",

@@ -157,7 +157,7 @@ CASES: list[Case] = [
         say_instead,
     ),
     case(
-        "cli/plan_more.py: it cannot be written (…)",
+        "cli/output.py: it cannot be written (…)",
         begin("2xA100-80", AUTO, "layout.workers=1"),
         draw,
         r"name a file in a folder that is there",

@@ -24,12 +24,6 @@ def tree_s(link: Link, size: float, ranks: int) -> float:
     return 2 * ceil(log2(ranks)) * link.latency_s + 2 * size / link.bandwidth
 
 
-def within_and_between_s(inside: Link, outside: Link, size: float, near: int, nodes: int) -> float:
-    """All ranks end with the sum: parts are summed in each node, then between nodes, and gathered
-    in each node."""
-    return 2 * gather_s(inside, size, near) + allreduce_s(outside, size / near, nodes)
-
-
 def gather_s(link: Link, size: float, ranks: int) -> float:
     """All ranks end with the complete tensor of `size` bytes, of which each had a part."""
     return (ranks - 1) * link.message_s(size / ranks) if ranks > 1 else 0.0

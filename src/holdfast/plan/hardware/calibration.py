@@ -29,8 +29,9 @@ class Calibration:
     the table if it has the device, otherwise the best measured rates. bandwidth: likewise. inside:
     what collectives of two devices of this machine see, None if there is one device alone.
     messages: the same of single messages. host: copies between a device and the host's memory.
-    cache_bytes, cache_bandwidth: see `DeviceType`. call_s: of an operation that is in no training
-    step, which pays no backward's bookkeeping."""
+    cache_bytes, cache_bandwidth: what a kernel may move for its data to be in a cache, and its
+    speed. call_s: of an operation that is in no training step, which pays no backward's
+    bookkeeping."""
 
     date: str
     node: str
@@ -64,8 +65,6 @@ class Calibration:
             bandwidth=self.bandwidth,
             efficiency={**device.efficiency, **self.efficiency},
             measured=self.date,
-            cache_bytes=self.cache_bytes,
-            cache_bandwidth=self.cache_bandwidth,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -53,10 +53,8 @@ class DeviceType:
 
     usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link,
     network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
-    columns without a source. measured: date if `holdfast calibrate` measured it. cache_bytes: what
-    a kernel may move for its data to be in a cache, with cache_bandwidth in place of bandwidth; 0:
-    not known. hides: share of a message's time that computing may hide; 0 if the cores that compute
-    carry it.
+    columns without a source. measured: date if `holdfast calibrate` measured it. hides:
+    share of a message's time that computing may hide; 0 if the cores that compute carry it.
     """
 
     name: str
@@ -76,18 +74,12 @@ class DeviceType:
     assumed: tuple[str, ...] = ()
     source: str = ""
     measured: str = ""
-    cache_bytes: float = 0.0
-    cache_bandwidth: float = 0.0
     hides: float = 1.0
 
     @property
     def found_bytes(self) -> float:
         """Memory that a process finds."""
         return min(self.usable_bytes or self.memory_bytes, self.memory_bytes)
-
-    def bandwidth_at(self, size: float) -> float:
-        """Bytes a second of a kernel that moves `size` bytes."""
-        return self.cache_bandwidth if size <= self.cache_bytes else self.bandwidth
 
     def peak(self, precision: str) -> float:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""

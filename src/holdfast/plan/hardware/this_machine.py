@@ -32,11 +32,6 @@ def this_machine() -> Cluster:
     return detect_machine().cluster
 
 
-def devices_here() -> Mapping[str, DeviceType]:
-    """The table of devices. What was measured on this machine replaces its numbers."""
-    return detect_machine().devices
-
-
 def detect_machine() -> LocalMachine:
     """Look at this machine, and read its calibration."""
     hardware = detect_hardware()

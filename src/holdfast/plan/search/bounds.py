@@ -163,13 +163,11 @@ class Bounds:
         workload, pool = self.evaluator.problem.workload, shape.site.pools[0]
         if len(shape.site.pools) > 1:
             return 0.0
-        key = (shape.tp, shape.cp, shape.dp_shard, shape.ep, variant.zero, variant.host, pool)
+        key = (shape.tp, shape.cp, shape.dp_shard, shape.ep, variant.zero, pool)
         each = self._tails.get(key)
         if each is None:
             group = ReplicaChoice(1, 1, *shape.mesh[1:], (), (pool,), 1)
-            choice = Choice(
-                (group,), variant.microbatch, zero=variant.zero, ep=shape.ep, host=variant.host
-            )
+            choice = Choice((group,), variant.microbatch, zero=variant.zero, ep=shape.ep)
             kinds = [i for i, layer in enumerate(workload.kinds) if layer.kind == "block"]
             each = self._tails[key] = min(
                 self.evaluator.least_tail(choice, group, 0, ((kind, 1),)) for kind in kinds

@@ -130,19 +130,13 @@ class Fleets:
                 longest = self.limits.pp or 2
                 for virtual in virtual_stages(schedule, self.limits, blocks, longest) or [1]:
                     for zero in self.limits.zero:
-                        for host in self.limits.host:
-                            one = Variant(
-                                microbatch,
-                                schedule,
-                                virtual,
-                                zero,
-                                experts,
-                                host,
-                                self.limits.sequence_parallel,
-                            )
-                            if one not in seen:
-                                seen.add(one)
-                                yield one
+                        sequence_parallel = self.limits.sequence_parallel
+                        one = Variant(
+                            microbatch, schedule, virtual, zero, experts, sequence_parallel
+                        )
+                        if one not in seen:
+                            seen.add(one)
+                            yield one
 
     def _ranked(self, pool: NodePool, variant: Variant) -> list[tuple[float, Shape]]:
         """Shapes with seconds of a microbatch on all replicas of the pool, the fastest first."""

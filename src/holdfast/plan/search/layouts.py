@@ -42,7 +42,6 @@ class Variant:
     virtual: int
     zero: int
     ep: int
-    host: frozenset[str] = frozenset()
     sequence_parallel: bool = True
 
 
@@ -56,7 +55,7 @@ class Layouts:
     _held: dict[object, list[Counts]] = field(default_factory=dict)
 
     def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
-        """ZeRO stages and places of the state, by the rules of a run file."""
+        """ZeRO stages, by the rules of a run file."""
         ep = shapes[0].ep
         is_cut = any(shape.dp_shard > 1 for shape in shapes)
         is_split = SCHEDULE_KINDS[schedule].splits_backward or virtual > 1
@@ -64,9 +63,8 @@ class Layouts:
         stages = [zero for zero in self.limits.zero if ep == 1 or zero > 1]
         stages = [zero for zero in stages if zero == 1 or not is_piped]
         for zero in stages if is_cut else stages[:1]:
-            for host in self.limits.host:
-                one = Variant(shapes[0].microbatch, schedule, virtual, zero, ep, host)
-                yield replace(one, sequence_parallel=self.limits.sequence_parallel)
+            one = Variant(shapes[0].microbatch, schedule, virtual, zero, ep)
+            yield replace(one, sequence_parallel=self.limits.sequence_parallel)
 
     def groups(self, variant: Variant, shares: Shares, replicas: int) -> Iterator[ReplicaChoice]:
         """Every way to split and to recompute that fits; nothing if none does. replicas: of the
@@ -219,5 +217,4 @@ def choice_of(variant: Variant, groups: tuple[ReplicaChoice, ...]) -> Choice:
         variant.zero,
         variant.ep,
         variant.sequence_parallel,
-        variant.host,
     )

@@ -26,7 +26,7 @@ def step_seconds(_: Choice, cost: StepCost) -> float:
 @dataclass(frozen=True)
 class Limits:
     """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
-    schedules, recompute, host: what may be chosen, the preferred ones first. virtual: stages of
+    schedules, recompute: what may be chosen, the preferred ones first. virtual: stages of
     each rank, under a schedule that leaves them free. sequence_parallel: with tp. replicas,
     devices: of a layout. effort: groups of layouts that are opened without a better layout; 0: by
     the number of devices."""
@@ -44,7 +44,6 @@ class Limits:
     sequence_parallel: bool = True
     replicas: int = 0
     devices: int = 0
-    host: tuple[frozenset[str], ...] = (frozenset(),)
     effort: int = 0
 
 

@@ -88,23 +88,20 @@ class Room:
         return self._bytes[key]
 
     def _measured(self, shape: Shape, zero: int, word: str) -> BlockBytes:
-        """Of the least of each, where blocks or places of the state differ."""
+        """Of the least of each, where blocks differ."""
         kinds = self.evaluator.problem.workload.kinds
         blocks = [number for number, layer in enumerate(kinds) if layer.kind == "block"]
         mesh = (3 if shape.pp > 1 else 1, *shape.mesh[1:])
         pools = shape.site.pools[:1]
         group = ReplicaChoice(1, *mesh, (1,) * mesh[0], pools, mesh[0], (word,))
         least = [inf, inf, inf]
-        for host in self.limits.host:
-            choice = Choice((group,), shape.dp_shard, zero=zero, ep=shape.ep, host=host)
-            for kind in blocks:
-                at = [
-                    self.evaluator.memory_of(
-                        choice, group, mesh[0] // 2, kept, ((kind, number),)
-                    ).peak
-                    for number, kept in ((1, 0.0), (2, 0.0), (1, 1.0), (2, 1.0))
-                ]
-                state = at[1] - at[0]
-                found = (state, at[3] - at[1] - (at[2] - at[0]), at[0] - state)
-                least = [min(one, other) for one, other in zip(least, found, strict=True)]
+        choice = Choice((group,), shape.dp_shard, zero=zero, ep=shape.ep)
+        for kind in blocks:
+            at = [
+                self.evaluator.memory_of(choice, group, mesh[0] // 2, kept, ((kind, number),)).peak
+                for number, kept in ((1, 0.0), (2, 0.0), (1, 1.0), (2, 1.0))
+            ]
+            state = at[1] - at[0]
+            found = (state, at[3] - at[1] - (at[2] - at[0]), at[0] - state)
+            least = [min(one, other) for one, other in zip(least, found, strict=True)]
         return BlockBytes(least[0], max(0.0, least[1]), max(0.0, least[2]))

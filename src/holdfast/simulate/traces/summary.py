@@ -49,7 +49,6 @@ class _Walk:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}  # of nodes that work
         self._down: dict[str, float] = {}
-        self._slow: set[str] = set()
         self._at, self._area, self._lost, self._joined = 0.0, 0.0, 0, 0
         self._counts: list[tuple[float, int]] = []
         self._bursts, self._joins = Counter[int](), Counter[int]()
