@@ -21,6 +21,7 @@ from holdfast.launch.clusters.lifecycle import take_down
 from holdfast.launch.clusters.states import ClusterStates
 from tests.support.commands import Outcome, within
 from tests.support.fake_daemons import write_fake_daemons
+from tests.support.ranks import wait_until
 
 DEADLINE_S = 60.0
 UP = ("cluster", "up", "try", "--kind", "slurm", "--nodes", "2", "--cpus", "1")
@@ -74,7 +75,8 @@ def test_up_and_down_leave_nothing(programs: Path) -> None:
     folder = note()["folder"]
     assert first.out == f"export SLURM_CONF={folder}/slurm.conf\n"
     assert "holdfast launch run.yaml --on slurm --nodes 2" in first.err
-    assert len(marked(folder)) == 5, "three daemons, and what two of them have started"
+    # a daemon may be up before what it starts is
+    wait_until(lambda: len(marked(folder)) == 5, DEADLINE_S, "three daemons, and a child of two")
     before = note()
     again = up()
     assert "cluster try is there" in again.err
