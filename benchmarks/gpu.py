@@ -45,6 +45,7 @@ ROWS = (
     Row("capture", 90),
     Row(SHAPES[0], 150),
     *(Row(name, 120, on_cpu=False) for name in SHAPES[1:]),
+    Row("plan", 240),
     Row("1b-memory", 300),
     Row("train-1b", 300, on_cpu=False, needs="data"),
 )
@@ -52,7 +53,7 @@ ROWS = (
 
 def perform(name: str, settings: Settings) -> RowResult:
     """Do a row's work."""
-    from benchmarks.accelerator import correct, floors, memory, runs, shape
+    from benchmarks.accelerator import correct, floors, memory, planned, runs, shape
 
     quick = settings.quick
     ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
@@ -67,6 +68,7 @@ def perform(name: str, settings: Settings) -> RowResult:
         "same-bits": lambda: memory.same_bits(settings),
         "experts": lambda: correct.experts(settings),
         "spread-attention": lambda: correct.spread_attention(settings),
+        "plan": lambda: planned.planned(settings),
         "1b-memory": lambda: memory.shape_memory(settings),
         "doctor": lambda: runs.doctor(settings),
         "data": lambda: runs.data(settings),

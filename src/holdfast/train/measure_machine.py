@@ -17,10 +17,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from holdfast.core.devices import device_kind
 from holdfast.parallel.devices import has_bf16_products, select_device
+from holdfast.plan.cost.layer_times import ATTENTION_BACKWARD
 from holdfast.plan.hardware.fit import Sample
+from holdfast.train.precision import same_kernels_each_time, same_products_on_any_threads
 
 FEWEST = 3
 """Repetitions of an operation, however long it takes."""
@@ -30,6 +33,9 @@ _CHAIN = 32
 """Operations of a chain whose forward and backward give the time of a launch."""
 _CPU_EDGES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CARD_EDGES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
+_CPU_ATTENTION = ((4, 32, 128), (8, 32, 256), (4, 64, 512))
+_CARD_ATTENTION = ((16, 128, 2048), (32, 64, 4096), (64, 128, 4096))
+"""Heads, elements of a head, and tokens of a sample."""
 _CPU_SIZES = tuple(2**power for power in range(12, 25, 2))
 _CARD_SIZES = tuple(2**power for power in range(14, 30, 2))
 _MESSAGE_SIZES = tuple(2**power for power in range(8, 24, 2))
@@ -84,6 +90,8 @@ def measure(watch: Stopwatch) -> Iterator[Sample]:
     for precision, dtype in _dtypes(device).items():
         for edge in _CPU_EDGES if is_cpu else _CARD_EDGES:
             yield _product(watch, precision, dtype, edge)
+        for shape in _CPU_ATTENTION if is_cpu else _CARD_ATTENTION:
+            yield _attention(watch, precision, dtype, *shape)
     for size in _CPU_SIZES if is_cpu else _CARD_SIZES:
         one = torch.rand(size // 4, device=device)
         other, out = torch.rand_like(one), torch.empty_like(one)
@@ -104,7 +112,8 @@ def count_operations(is_host: bool, ranks: int) -> int:
     sizes, edges = (_CPU_SIZES, _CPU_EDGES) if is_host else (_CARD_SIZES, _CARD_EDGES)
     copies = 0 if is_host else len(_MESSAGE_SIZES)
     links = 2 * len(_MESSAGE_SIZES) if ranks > 1 else 0
-    return 2 + 2 * len(edges) + 2 * len(sizes) + copies + links
+    attention = len(_CPU_ATTENTION if is_host else _CARD_ATTENTION)
+    return 2 + 2 * (len(edges) + attention) + 2 * len(sizes) + copies + links
 
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
@@ -133,6 +142,25 @@ def _product(watch: Stopwatch, precision: str, dtype: torch.dtype, edge: int) ->
     other, out = one.clone(), one.clone()
     seconds = watch.time(lambda: torch.mm(one, other, out=out))
     return Sample("product", seconds, 3 * edge**2 * dtype.itemsize, 2.0 * edge**3, precision)
+
+
+def _attention(
+    watch: Stopwatch, precision: str, dtype: torch.dtype, heads: int, size: int, tokens: int
+) -> Sample:
+    """Causal attention of one sample, forward and backward."""
+    q, k, v = (
+        torch.rand(1, heads, tokens, size, device=watch.device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    gradient = torch.rand_like(q)
+
+    def act() -> None:
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(mixed, (q, k, v), gradient)
+
+    forward = 2.0 * size * heads * tokens**2  # two products with the half that is not masked
+    flops = (1 + ATTENTION_BACKWARD) * forward
+    return Sample("attention", watch.time(act), 0.0, flops, precision)
 
 
 def measure_links(watch: Stopwatch, rank: int, ranks: int) -> Iterator[Sample]:
@@ -164,6 +192,10 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     kind = device_kind(name)
     device = torch.device(kind.device(rank))
+    if kind.is_host:  # as a worker does
+        same_products_on_any_threads()
+    else:
+        same_kernels_each_time(compiled=False)
     select_device(device)
     group = None
     if ranks > 1:

@@ -35,8 +35,9 @@ _ROUNDS = 5
 class Sample:
     """One measured operation.
 
-    kind: product, kernel (element-wise), copy, message or allreduce. host: to or from the host's
-        memory. call: a kernel of one element. launch: the same in a training step.
+    kind: product, attention (fused, causal, forward and backward), kernel (element-wise), copy,
+        message or allreduce. host: to or from the host's memory. call: a kernel of one element.
+        launch: the same in a training step.
     size: bytes that move, or the message's; 0: none. flops: 0: none.
     precision: "" if it has no part in it.
     """
@@ -136,7 +137,8 @@ def fit_calibration(
         highest = max(rate, *(each.flops / each.seconds for each in products))
         peak = known.flops.get(precision, highest) if known else highest
         flops[precision] = peak
-        efficiency[precision] = Efficiency(rate / peak, memory, ramp, launch)
+        attended = _attention_rate([e for e in samples if e.precision == precision])
+        efficiency[precision] = Efficiency(rate / peak, memory, ramp, launch, attended / peak)
     inside, messages, host = (
         fit_link([each for each in samples if each.kind == kind]) for kind in LINK_KINDS
     )
@@ -175,6 +177,9 @@ def _fitted_s(sample: Sample, fitted: Calibration) -> float | None:
         computing = sample.flops / (fitted.flops[sample.precision] * reached.compute)
         moving = sample.size / (fitted.bandwidth * reached.memory)
         return reached.ramp_s + max(computing, moving)
+    if sample.kind == "attention":
+        reached = fitted.efficiency[sample.precision]
+        return sample.flops / (fitted.flops[sample.precision] * reached.attention)
     if sample.kind == "kernel":
         reached = next(iter(fitted.efficiency.values()))
         in_cache = sample.size <= fitted.cache_bytes
@@ -188,6 +193,12 @@ def _fitted_s(sample: Sample, fitted: Calibration) -> float | None:
 def mean_error(found: Sequence[FittedSample]) -> float:
     """Mean of the absolute relative errors."""
     return sum(abs(each.error) for each in found) / len(found)
+
+
+def _attention_rate(samples: Sequence[Sample]) -> float:
+    """FLOP/s of attention; 0 if it was not measured."""
+    found = [e for e in samples if e.kind == "attention"]
+    return median([e.flops / e.seconds for e in found]) if found else 0.0
 
 
 def _fit_products(products: Sequence[Sample], per_byte: float) -> tuple[float, float]:
