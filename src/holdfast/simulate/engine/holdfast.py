@@ -1,0 +1,262 @@
+"""Holdfast's own policy in a simulation: the runtime's policy objects decide.
+
+`policy/saving` chooses tiers and intervals from the failures seen so far. The recovery ladder
+(docs/elastic.md) says what a loss costs: rung 0 where a complete replica is left, rung 4 where the
+memory of other nodes has the state, rung 6 where only the run store has it. The copies of a node's
+part lie in the memory of the next node in the order of ranks. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from holdfast.plan.objective.recovery_costs import RUNG_S
+from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate
+from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost
+from holdfast.policy.saving.tiers import SaveCosts, TierSettings, decide_intervals
+from holdfast.simulate.engine.interfaces import (
+    DISK,
+    NOTHING,
+    PEERS,
+    SAVE,
+    STAY,
+    STEP,
+    Change,
+    CostModel,
+    Decision,
+    OperatingPoint,
+    SavePlan,
+    TierSave,
+    Transition,
+    View,
+    slowest,
+)
+
+CONTINUES, FROM_MEMORY, FROM_STORE = "continues", "from_memory", "from_store"
+_LEVELS = {CONTINUES: 0, FROM_MEMORY: 1, FROM_STORE: 2}
+"""Classes of `policy/saving/failure_classes.py`."""
+MIN_REVIEW_S = 60.0
+REVIEW_SHARE = 0.25
+"""The intervals are decided again after this share of the time since the last failure. A belief
+about a rate hardly moves in less."""
+
+
+@dataclass(frozen=True)
+class HoldfastRules:
+    """What a run file sets. Intervals in seconds; 0: decided by the policy.
+
+    peers: whether other nodes keep snapshots. grow_gain: a layout on more nodes is taken if it is
+    faster by this share at least. grow_wait_s: seconds that new nodes wait for others to come.
+    rung_s: fixed part of each rung of the ladder.
+    """
+
+    peers: bool = True
+    peer_interval_s: float = 0.0
+    store_interval_s: float = 0.0
+    min_interval_s: float = 5.0
+    max_interval_s: float = 1800.0
+    prior_mtbf_s: float = PRIOR_NODE_MTBF_S
+    grow_gain: float = 0.0
+    grow_wait_s: float = 0.0
+    replicas_go_on: bool = True
+    rung_s: Mapping[int, float] = field(default_factory=lambda: RUNG_S)
+
+
+def holdfast(cost: CostModel, rules: HoldfastRules | None = None) -> HoldfastPolicy:
+    """The policy for one run."""
+    return HoldfastPolicy(cost, rules or HoldfastRules())
+
+
+@dataclass
+class HoldfastPolicy:
+    """One run's decisions."""
+
+    cost: CostModel
+    rules: HoldfastRules
+    name: str = "holdfast"
+    rate: FailureRate = field(init=False)
+    classes: FailureClassCounts = field(default_factory=FailureClassCounts)
+    settings: TierSettings = field(init=False)
+    _since: float = 0.0
+    _last_failure: float = 0.0
+    _current: dict[int, IntervalDecision] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rules = self.rules
+        self.rate = FailureRate.from_prior(rules.prior_mtbf_s)
+        bounds = IntervalBounds(rules.min_interval_s, rules.max_interval_s)
+        memory = IntervalBounds(min(1e-3, rules.max_interval_s), rules.max_interval_s)
+        present = (PEERS, DISK) if rules.peers else (DISK,)
+        given = {PEERS: rules.peer_interval_s, DISK: rules.store_interval_s}
+        decided = frozenset(tier for tier in present if not given[tier])
+        self.settings = TierSettings(present, decided, {PEERS: memory, DISK: bounds})
+
+    # --- nodes change ---------------------------------------------------------------------------
+    def decide(self, view: View, change: Change) -> Decision:
+        if change.lost:
+            return self._after_loss(view, change)
+        if view.point is None:
+            return self._start(view)
+        if change.noticed and (moved := self._before_departure(view)):
+            return Decision(moved)
+        return self._maybe_grow(view)
+
+    def _start(self, view: View) -> Decision:
+        """Nothing runs: begin as soon as any layout fits."""
+        point = self.cost.point(len(view.nodes))
+        if point is None:
+            return STAY
+        costs = self.cost.costs
+        loading = costs.store_s(point.nodes, point.replicas) if view.tokens else 0.0
+        pauses = (("startup", costs.start_s + costs.communicator_s + loading),)
+        read = {DISK: point.replicas * costs.state_bytes} if view.tokens else {}
+        return Decision(Transition(point, pauses, NOTHING, read=read, rung=6))
+
+    def _after_loss(self, view: View, change: Change) -> Decision:
+        need = self._need(view, change.lost)
+        if view.pause_left == 0:
+            self._observe(view, failures=1)
+            self.classes = self.classes.with_failure(_LEVELS[need])
+        point = self.cost.point(len(view.nodes))
+        costs, rung = self.cost.costs, self.rules.rung_s
+        if point is None:
+            return Decision(Transition(None, (), SAVE, (DISK,), reason=need, rung=6))
+        base = costs.detection_s + costs.communicator_s
+        if need == CONTINUES:
+            seconds = base + rung[0]
+            made = Transition(point, (("recovery", seconds),), STEP, reason=need, rung=0)
+        elif need == FROM_MEMORY:
+            seconds = base + rung[4] + costs.peer_s(point.nodes)
+            made = Transition(
+                point,
+                (("recovery", seconds),),
+                SAVE,
+                (PEERS, DISK),
+                read={PEERS: costs.state_bytes},
+                reason=need,
+                rung=4,
+            )
+        else:
+            seconds = base + rung[6] + costs.store_s(point.nodes, point.replicas)
+            made = Transition(
+                point,
+                (("recovery", seconds),),
+                SAVE,
+                (DISK,),
+                read={DISK: point.replicas * costs.state_bytes},
+                reason=need,
+                rung=6,
+            )
+        return Decision(made)
+
+    def _need(self, view: View, lost: tuple[int, ...]) -> str:
+        """What has the state of the nodes that went: a replica, another node, or the store."""
+        point, used = view.point, view.used
+        assert point is not None
+        each = point.nodes_per_replica
+        hit = {place // each for place in lost}
+        if self.rules.replicas_go_on and point.replicas > 1 and len(hit) < point.replicas:
+            return CONTINUES
+        number = len(used)
+        gone = set(lost)
+        safe = number > 1 and all((place + 1) % number not in gone for place in lost)
+        return FROM_MEMORY if safe and PEERS in self._saved_tiers() else FROM_STORE
+
+    def _saved_tiers(self) -> set[int]:
+        return {tier for tier in self.settings.present if self._interval(tier) < inf}
+
+    def _interval(self, tier: int) -> float:
+        if tier not in self.settings.automatic:
+            rules = self.rules
+            return rules.peer_interval_s if tier == PEERS else rules.store_interval_s
+        made = self._current.get(tier)
+        return made.seconds if made else inf
+
+    def _before_departure(self, view: View) -> Transition | None:
+        """Leave nodes with a notice at a step boundary, with the state they hold: nothing is
+        lost."""
+        staying = [name for name, node in view.nodes.items() if node.leaves_s == inf]
+        leaving = any(name in view.nodes and view.nodes[name].leaves_s < inf for name in view.used)
+        point = self.cost.point(len(staying))
+        if not leaving or point is None or view.pause_left > 0:
+            return None
+        costs = self.cost.costs
+        left = min(n.leaves_s for n in view.nodes.values()) - view.now
+        step = view.point.step_s if view.point else 0.0
+        moving = costs.peer_s(point.nodes)
+        if step + moving > left:
+            return None
+        keep = [name for name in view.used if name in set(staying)]
+        used = (keep + [name for name in staying if name not in set(keep)])[: point.nodes]
+        pause = self.rules.rung_s[5] + costs.communicator_s + moving
+        return Transition(
+            point, (("recovery", pause),), NOTHING, used=tuple(used), reason="notice", rung=5
+        )
+
+    def _maybe_grow(self, view: View) -> Decision:
+        """Take more nodes, if that is faster, at a step boundary. Nothing is lost."""
+        if view.pause_left > 0:
+            return Decision(None, view.pause_left)
+        assert view.point is not None
+        staying = sum(node.leaves_s == inf for node in view.nodes.values())
+        point = self.cost.point(max(staying, view.point.nodes))
+        if point is None or not self._is_better(point, view.point):
+            return STAY
+        newest = max(node.joined_s for node in view.nodes.values())
+        ripe = newest + self.rules.grow_wait_s - view.now
+        if ripe > 0 and point.nodes < self.cost.wanted:
+            return Decision(None, ripe)
+        costs = self.cost.costs
+        moving = costs.peer_s(point.nodes)
+        pause = self.rules.rung_s[5] + costs.communicator_s + moving
+        return Decision(
+            Transition(point, (("recovery", pause),), NOTHING, read={PEERS: 0.0}, rung=5)
+        )
+
+    def _is_better(self, point: OperatingPoint, now: OperatingPoint) -> bool:
+        return point.tokens_per_s > now.tokens_per_s * (1 + self.rules.grow_gain) + 1e-9
+
+    def slowdown(self, view: View) -> float:
+        return slowest(view)
+
+    # --- saves ----------------------------------------------------------------------------------
+    def _observe(self, view: View, failures: int = 0) -> None:
+        nodes = view.point.nodes if view.point else 1
+        passed = max(0.0, view.now - self._since)
+        self.rate = self.rate.with_observation(passed, nodes, failures)
+        self._since = view.now
+        if failures:
+            self._last_failure = view.now
+
+    def saves(self, view: View) -> SavePlan:
+        point = view.point
+        assert point is not None
+        if view.now > self._since:
+            self._observe(view)
+        costs, nodes = self.cost.costs, point.nodes
+        sent = costs.save_pause_s + costs.sent_share * costs.peer_s(nodes)
+        each = {
+            PEERS: TierSave(PEERS, inf, sent, costs.peer_s(nodes), costs.state_bytes),
+            DISK: TierSave(DISK, inf, costs.save_pause_s, costs.store_s(nodes), costs.state_bytes),
+        }
+        if self.settings.automatic:
+            self._current = decide_intervals(
+                self.settings,
+                SaveCosts({tier: SaveCost(save.blocked_s) for tier, save in each.items()}),
+                {tier: save.durable_s for tier, save in each.items()},
+                self.rate,
+                self.classes,
+                nodes,
+                {PEERS: self.rules.peer_interval_s, DISK: self.rules.store_interval_s},
+                self._current,
+            )
+        tiers = tuple(
+            replace(each[tier], interval_s=self._interval(tier))
+            for tier in self.settings.present
+            if self._interval(tier) < inf
+        )
+        quiet = max(MIN_REVIEW_S, REVIEW_SHARE * (view.now - self._last_failure))
+        return SavePlan(tiers, quiet)

@@ -1,0 +1,380 @@
+"""The engine: a run over the events of a trace, in closed form between two changes.
+
+Something changes only when an event comes, a pause ends, or a policy asked to be called. Between
+two such times everything follows from formulas (`progress.py`, `meter.py`). Events may come from a
+generator: the engine keeps the nodes that are there and totals, so its memory does not grow with
+the time that is simulated. It draws no random number. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from holdfast.simulate.engine.interfaces import (
+    NOTHING,
+    SAVE,
+    STEP,
+    Change,
+    CostModel,
+    Node,
+    OperatingPoint,
+    Policy,
+    SavePlan,
+    Transition,
+)
+from holdfast.simulate.engine.ledger import Ledger
+from holdfast.simulate.engine.meter import Meter
+from holdfast.simulate.engine.progress import LostWork, Progress
+from holdfast.simulate.traces.events import TraceEvent
+
+_NO_WORK = LostWork(0.0, 0.0, 0.0, 0.0, 0.0)
+_TINY = 1e-9
+
+
+class Observer(Protocol):
+    """Hears of a run while it is simulated, to write it down."""
+
+    def trained(self, simulation: Simulation, seconds: float) -> None:
+        """The run trained, saves included, for so many seconds that end now."""
+
+    def lost(self, simulation: Simulation, nodes: Sequence[Node], reason: str) -> None:
+        """Nodes in use went."""
+
+    def noticed(self, simulation: Simulation, nodes: Sequence[str], seconds: float) -> None:
+        """Nodes have a notice."""
+
+    def changed(self, simulation: Simulation, transition: Transition, lost: LostWork) -> None:
+        """The run goes over to another layout."""
+
+    def planned(self, simulation: Simulation, plan: SavePlan) -> None:
+        """How often the run saves from now on."""
+
+    def ended(self, simulation: Simulation) -> None:
+        """The run is over."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a simulation ends. seconds: of the trace. tokens: kept; the run is done with so many."""
+
+    seconds: float
+    tokens: float = inf
+
+
+@dataclass
+class Simulation:
+    """One run; `run` may be called once. It is the policy's View."""
+
+    cost: CostModel
+    policy: Policy
+    limits: Limits
+    observer: Observer | None = None
+    now: float = 0.0
+    nodes: dict[str, Node] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    point: OperatingPoint | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    progress: Progress = field(init=False)
+    meter: Meter = field(init=False)
+    links: dict[str, TraceEvent] = field(default_factory=dict)
+    _places: dict[str, int] = field(default_factory=dict)
+    _failed: dict[str, Node] = field(default_factory=dict)
+    _pauses: list[tuple[str, float]] = field(default_factory=list)
+    _review_at: float = inf
+    _saves_at: float = inf
+    _fault_at: float | None = None
+    _commit_at: float = inf
+    _ideal: float = 0.0
+    _full: float = 0.0
+    _watts: float = 0.0
+    _dirty: bool = True
+
+    def __post_init__(self) -> None:
+        best = self.cost.point(self.cost.wanted)
+        step = best.tokens_per_s * best.step_s if best else 0.0
+        self.progress = Progress(step)
+        self.meter = Meter(self.cost.costs)
+        self._full = best.tokens_per_s if best else 0.0
+
+    # --- the policy's view ----------------------------------------------------------------------
+    @property
+    def pause_left(self) -> float:
+        return sum(seconds for _, seconds in self._pauses)
+
+    @property
+    def tokens(self) -> float:
+        return self.progress.tokens
+
+    @property
+    def unsaved_s(self) -> float:
+        return self.progress.unsaved_s
+
+    # --- the run --------------------------------------------------------------------------------
+    def run(self, events: Iterable[TraceEvent]) -> Ledger:
+        """Simulate the run until its end, or that of the time."""
+        for at, group in _instants(events):
+            if at >= self.limits.seconds or self._advance_to(at):
+                break
+            self._take(group)
+        self._advance_to(self.limits.seconds)
+        return self._close()
+
+    def _close(self) -> Ledger:
+        self._settle()
+        ledger, progress = self.ledger, self.progress
+        ledger.tokens = progress.tokens
+        ledger.seconds["productive"] = progress.productive
+        ledger.seconds["checkpoint"] = progress.blocked
+        ledger.saves, ledger.saved_bytes = progress.saves, progress.bytes
+        ledger.ended = "finished" if ledger.finished else "time"
+        if self.observer:
+            self.observer.ended(self)
+        return ledger
+
+    # --- time passes ----------------------------------------------------------------------------
+    def _advance_to(self, end: float) -> bool:
+        """Return True if the run is done by then."""
+        if self.ledger.finished:
+            return True
+        while self.now < end:
+            until = min(end, self._review_at)
+            training = self.point is not None and not self._pauses
+            if self._pauses:
+                until = min(until, self.now + self._pauses[0][1])
+            elif training:
+                until = min(until, self._saves_at)
+            if self._pass(max(0.0, until - self.now), training):
+                return True
+            self.now = max(self.now, until)
+            if self._pauses and self._pauses[0][1] <= _TINY:
+                self._pauses.pop(0)
+                if not self._pauses:
+                    self._resume()
+            if self.now >= self._review_at:
+                self._review_at = inf
+                self._decide(Change(review=True))
+            elif training and self.now >= self._saves_at:
+                self._ask_saves()
+        return False
+
+    def _pass(self, seconds: float, training: bool) -> bool:
+        """Time passes in which nothing changes. Returns True if the run is done."""
+        if seconds <= 0:
+            return False
+        if self._dirty:
+            self._recount()
+        if training and self.progress.rate > 0 and self.limits.tokens < inf:
+            needed = self.progress.seconds_for(self.limits.tokens)
+            if needed <= seconds:
+                seconds, self.ledger.finished = max(0.0, needed), True
+        point = self.point
+        used = len(self.used) if point else 0
+        idle = used * self.cost.costs.idle_watts
+        self.meter.run(self.ledger, seconds, used, self._watts if training else idle)
+        self.ledger.ideal_tokens += self._ideal * seconds
+        self.ledger.full_tokens += self._full * seconds
+        if training:
+            self.progress.advance(self.now, seconds)
+            if self.observer:
+                self.now += seconds
+                self.observer.trained(self, seconds)
+                self.now -= seconds
+        elif self._pauses:
+            label, left = self._pauses[0]
+            self.ledger.seconds[label] += min(seconds, left)
+            self._pauses[0] = label, left - seconds
+        else:
+            self.ledger.seconds["stopped"] += seconds
+        if self.ledger.finished:
+            self.now += seconds
+        return self.ledger.finished
+
+    def _recount(self) -> None:
+        self._dirty = False
+        number = len(self.nodes)
+        self.meter.count(self.nodes.values(), number)
+        best = self.cost.point(min(number, self.cost.wanted))
+        self._ideal = best.tokens_per_s if best else 0.0
+
+    # --- events ---------------------------------------------------------------------------------
+    def _take(self, group: Sequence[TraceEvent]) -> None:
+        """Take in all events of one instant, and let the policy decide once."""
+        lost: list[int] = []
+        gone: list[Node] = []
+        joined: list[str] = []
+        noticed: list[str] = []
+        slowed: list[str] = []
+        for event in group:
+            kind, name = event.kind, event.node
+            if kind in ("preempt", "fail"):
+                node = self.nodes.pop(name, None)
+                if node is None:
+                    continue
+                self._dirty = True
+                if kind == "fail":
+                    self._failed[name] = node
+                place = self._places.get(name)
+                if place is not None and self.point is not None:
+                    lost.append(place)
+                    gone.append(node)
+            elif kind == "join":
+                self.nodes[name] = Node(name, event.zone, event.gpu, event.t_s, event.value)
+                joined.append(name)
+            elif kind == "recover":
+                self._recover(name, event.t_s, joined, slowed)
+            elif kind == "notice":
+                if name in self.nodes:
+                    self.nodes[name].leaves_s = event.t_s + event.value
+                    noticed.append(name)
+            elif kind == "slow":
+                if name in self.nodes:
+                    self.nodes[name].slow = event.value
+                    slowed.append(name)
+            elif kind == "net":
+                self.links[name] = event
+            else:
+                self.meter.observe(event)
+                self._dirty = True
+        if joined:
+            self._dirty = True
+        if lost or joined or noticed or slowed:
+            lost.sort()
+            self._tell(gone, noticed)
+            change = Change(tuple(lost), tuple(joined), tuple(noticed), tuple(slowed))
+            self._decide(change)
+
+    def _recover(self, name: str, now: float, joined: list[str], slowed: list[str]) -> None:
+        node = self._failed.pop(name, None)
+        if node is not None:
+            node.joined_s, node.slow, node.leaves_s = now, 1.0, inf
+            self.nodes[name] = node
+            joined.append(name)
+        elif name in self.nodes:
+            self.nodes[name].slow = 1.0
+            slowed.append(name)
+
+    def _tell(self, gone: Sequence[Node], noticed: Sequence[str]) -> None:
+        if self.observer is None:
+            return
+        if gone:
+            self.observer.lost(self, gone, "lost")
+        if noticed:
+            left = min(self.nodes[name].leaves_s for name in noticed) - self.now
+            self.observer.noticed(self, noticed, left)
+
+    # --- decisions ------------------------------------------------------------------------------
+    def _decide(self, change: Change) -> None:
+        self._settle()
+        if change.lost:
+            self.ledger.interruptions += 1
+            self._fault_at = self.now if self._fault_at is None else self._fault_at
+        decision = self.policy.decide(self, change)
+        self._review_at = self.now + decision.review_s
+        if decision.transition is not None:
+            self._change(decision.transition, bool(change.lost))
+        elif change.lost:
+            raise RuntimeError(f"{self.policy.name} has no answer to a loss of nodes in use")
+        elif change.slowed and self.point is not None and not self._pauses:
+            self._set_rate()
+
+    def _change(self, transition: Transition, is_loss: bool) -> None:
+        lost = _NO_WORK
+        if transition.loses == SAVE:
+            lost = self.progress.return_to_save(self.now, transition.tiers)
+        elif transition.loses == STEP:
+            lost = self.progress.lose_step()
+        elif transition.loses != NOTHING:
+            raise ValueError(f"a transition cannot lose {transition.loses!r}")
+        ledger = self.ledger
+        ledger.seconds["recovery"] += lost.partial_s
+        ledger.seconds["rework"] += lost.productive - lost.partial_s + lost.blocked
+        ledger.tokens_lost += lost.tokens
+        if is_loss:
+            step = self.progress.step_tokens
+            ledger.lost_s.add(lost.productive)
+            ledger.lost_steps.add(lost.tokens / step if step else 0.0)
+        if transition.reason:
+            ledger.by_reason[transition.reason] = ledger.by_reason.get(transition.reason, 0) + 1
+        for tier, amount in transition.read.items():
+            ledger.read_bytes[tier] = ledger.read_bytes.get(tier, 0.0) + amount
+        before = self.point
+        self.point, self._commit_at = transition.point, inf
+        ledger.changes += before != transition.point
+        self._seat(transition)
+        self._pauses = [pause for pause in transition.pauses if pause[1] > 0]
+        if self.observer:
+            self.observer.changed(self, transition, lost)
+        if self.point is not None and not self._pauses:
+            self._resume()
+
+    def _seat(self, transition: Transition) -> None:
+        """Give the layout its nodes: a lost one's place goes to the oldest that has none."""
+        point = transition.point
+        if point is None:
+            self.used = []
+        elif transition.used is not None:
+            self.used = list(transition.used)
+        else:
+            self.used = seats(self.used, self.nodes, point.nodes)
+        self._places = {name: place for place, name in enumerate(self.used)}
+
+    def _resume(self) -> None:
+        if self.point is None:
+            return
+        self._set_rate()
+        self._commit_at = self.now + self.point.step_s
+        self._ask_saves()
+
+    def _set_rate(self) -> None:
+        assert self.point is not None
+        self._watts = self.point.watts
+        self.progress.set_rate(self.point.tokens_per_s / max(1.0, self.policy.slowdown(self)))
+
+    def _ask_saves(self) -> None:
+        plan = self.policy.saves(self)
+        self._saves_at = self.now + plan.review_s
+        self.progress.set_plan(plan)
+        if self.observer:
+            self.observer.planned(self, plan)
+
+    def _settle(self) -> None:
+        """The first step after a fault has ended, if it has."""
+        if self._fault_at is not None and self._commit_at <= self.now:
+            self.ledger.rto_s.add(self._commit_at - self._fault_at)
+            self._fault_at = None
+
+
+def seats(used: Sequence[str], nodes: Mapping[str, Node], number: int) -> list[str]:
+    """Names of `number` nodes in the order of ranks. A node in use keeps its place where that is
+    possible; nodes with a notice come last."""
+    kept = [name if name in nodes else "" for name in used]
+    if len(used) != number or not all(kept):
+        taken = set(kept)
+        free = [name for name, node in nodes.items() if name not in taken]
+        free.sort(key=lambda name: nodes[name].leaves_s < inf)
+        spare = iter(free)
+        if len(kept) < number:
+            kept += [""] * (number - len(kept))
+        missing = kept.count("")
+        if len(kept) > number:
+            kept = [name for name in kept if name]
+            kept += [""] * max(0, number - len(kept))
+            missing = kept.count("")
+        if missing:
+            kept = [name or next(spare, "") for name in kept]
+    return [name for name in kept if name][:number]
+
+
+def _instants(events: Iterable[TraceEvent]) -> Iterator[tuple[float, list[TraceEvent]]]:
+    """Events of one instant together."""
+    group: list[TraceEvent] = []
+    for event in events:
+        if group and event.t_s != group[0].t_s:
+            yield group[0].t_s, group
+            group = []
+        group.append(event)
+    if group:
+        yield group[0].t_s, group

@@ -1,0 +1,275 @@
+"""Work and saves of a run between two changes, in closed form.
+
+A stretch of constant speed is a sequence of work and saves. How many saves it has, when the last
+ones were, and what they hold follows from the intervals: no step and no save is walked through one
+by one. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from math import ceil, floor, inf
+
+from holdfast.simulate.engine.interfaces import SavePlan, TierSave
+
+_TINY = 1e-9
+_MARKS = 8
+"""Saves of a tier that are remembered: those that are not durable yet, and the newest that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A save. usable_s: the time from which it may be used. tokens, productive, blocked: of the
+    run's kept line when it was made."""
+
+    usable_s: float
+    tokens: float
+    productive: float
+    blocked: float
+
+
+_START = Mark(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(slots=True)
+class _Tier:
+    """since: seconds of work since the last save. saves, saved_bytes: of all of the run."""
+
+    plan: TierSave
+    interval: float
+    since: float = 0.0
+    marks: list[Mark] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LostWork:
+    """tokens; productive and blocked: seconds that were spent on them. partial_s: of them, seconds
+    of the unfinished step. saved: tokens that stay."""
+
+    tokens: float
+    productive: float
+    blocked: float
+    partial_s: float
+    saved: float
+
+
+@dataclass(slots=True)
+class Progress:
+    """The kept line of a run: tokens, and the seconds that they took.
+
+    step_tokens: of one step; 0 if steps do not matter. rate: tokens a second of work now. saves,
+    bytes: made so far, by tier.
+    """
+
+    step_tokens: float = 0.0
+    tokens: float = 0.0
+    productive: float = 0.0
+    blocked: float = 0.0
+    rate: float = 0.0
+    saves: dict[int, int] = field(default_factory=dict)
+    bytes: dict[int, float] = field(default_factory=dict)
+    block_left: float = 0.0
+    _in_save: list[_Tier] = field(default_factory=list)
+    _tiers: dict[int, _Tier] = field(default_factory=dict)
+    _planned: tuple[TierSave, ...] = ()
+    _marks: dict[int, list[Mark]] = field(default_factory=dict)
+
+    # --- what holds from now on -----------------------------------------------------------------
+    def set_rate(self, tokens_per_s: float) -> None:
+        self.rate = tokens_per_s
+        self._round_intervals()
+
+    def set_plan(self, plan: SavePlan) -> None:
+        """Save by this plan; what was worked since the last save still counts."""
+        if plan.tiers == self._planned:
+            return
+        self._planned = plan.tiers
+        old = self._tiers
+        self._tiers = {}
+        for each in plan.tiers:
+            if each.interval_s == inf:
+                continue
+            before = old.get(each.tier)
+            marks = self._marks.setdefault(each.tier, [])
+            since = before.since if before else 0.0
+            self._tiers[each.tier] = _Tier(each, each.interval_s, since, marks)
+        self._round_intervals()
+
+    def _round_intervals(self) -> None:
+        """Saves are made at the end of a step."""
+        step = self.step_tokens / self.rate if self.rate > 0 else 0.0
+        for tier in self._tiers.values():
+            wanted = tier.plan.interval_s
+            tier.interval = max(1, ceil(wanted / step - 1e-6)) * step if step else wanted
+            tier.since = min(tier.since, tier.interval)  # a save that is overdue comes at once
+
+    def save_now(self, tiers: Collection[int], usable_s: float) -> None:
+        """Everything up to the last finished step is saved into these tiers, beside the plan."""
+        for tier in tiers:
+            if tier in self._tiers:
+                self._tiers[tier].since = 0.0
+            marks = self._marks.setdefault(tier, [])
+            marks.append(self._mark(usable_s, self.tokens, self.productive, self.blocked))
+
+    # --- time passes ----------------------------------------------------------------------------
+    def advance(self, now: float, seconds: float) -> None:
+        """The run trains from `now` for so many seconds, saves included."""
+        tiers = list(self._tiers.values())
+        if not tiers:
+            self._work(seconds)
+            return
+        left = seconds
+        if self.block_left > 0:
+            left = self._finish_save(now, left)
+        if left <= 0:
+            return
+        left = self._jump(now + seconds - left, left, tiers)
+        while left > _TINY:
+            ahead = min(tier.interval - tier.since for tier in tiers)
+            if ahead >= left:
+                self._work(left, tiers)
+                return
+            self._work(max(0.0, ahead), tiers)
+            left -= max(0.0, ahead)
+            due = [tier for tier in tiers if tier.interval - tier.since <= _TINY]
+            self.block_left = sum(tier.plan.blocked_s for tier in due)
+            self._in_save = due
+            for tier in due:
+                tier.since = 0.0
+            left = self._finish_save(now + seconds - left, left)
+
+    def _finish_save(self, now: float, left: float) -> float:
+        spent = min(self.block_left, left)
+        self.blocked += spent
+        self.block_left -= spent
+        if self.block_left <= _TINY and self._in_save:
+            self.block_left = 0.0
+            for tier in self._in_save:
+                self._count(tier, 1)
+                at = now + spent + tier.plan.durable_s
+                self._add(tier, self._mark(at, self.tokens, self.productive, self.blocked))
+            self._in_save = []
+        return left - spent
+
+    def _work(self, seconds: float, tiers: Collection[_Tier] = ()) -> None:
+        self.tokens += seconds * self.rate
+        self.productive += seconds
+        for tier in tiers:
+            tier.since += seconds
+
+    def _jump(self, now: float, left: float, tiers: list[_Tier]) -> float:
+        """Take as much work with its saves at once as surely fits; return the seconds left."""
+        pause = sum(tier.plan.blocked_s for tier in tiers)
+        share = 1 + sum(tier.plan.blocked_s / tier.interval for tier in tiers)
+        work = (left - pause) / share
+        if work <= 2 * min(tier.interval for tier in tiers):
+            return left
+        done = [(tier, tier.since, floor((tier.since + work) / tier.interval)) for tier in tiers]
+        spent = sum(count * tier.plan.blocked_s for tier, _, count in done)
+
+        def mark_after(place: float, durable: float) -> Mark:
+            """The save that is made after `place` seconds of this work."""
+            halted = sum(
+                floor((since + place) / tier.interval + 1e-9) * tier.plan.blocked_s
+                for tier, since, _ in done
+            )
+            return self._mark(
+                now + place + halted + durable,
+                self.tokens + place * self.rate,
+                self.productive + place,
+                self.blocked + halted,
+            )
+
+        for tier, since, count in done:
+            first = max(1, count - _newest(tier))
+            for number in range(first, count + 1):
+                place = number * tier.interval - since
+                self._add(tier, mark_after(place, tier.plan.durable_s))
+            self._count(tier, count)
+        for tier, since, count in done:
+            tier.since = max(0.0, since + work - count * tier.interval)
+        self._work(work)
+        self.blocked += spent
+        return left - work - spent
+
+    def seconds_for(self, tokens: float) -> float:
+        """Seconds of training, saves included, until the kept line has so many tokens."""
+        work = (tokens - self.tokens) / self.rate
+        tiers = self._tiers.values()
+        saves = sum(
+            floor((tier.since + work) / tier.interval) * tier.plan.blocked_s for tier in tiers
+        )
+        return self.block_left + work + saves
+
+    @property
+    def unsaved_s(self) -> float:
+        """Seconds of work since the newest save, of any tier."""
+        marks = [marks[-1].productive for marks in self._marks.values() if marks]
+        return self.productive - max(marks, default=0.0)
+
+    # --- saves ----------------------------------------------------------------------------------
+    def _count(self, tier: _Tier, number: int) -> None:
+        name = tier.plan.tier
+        self.saves[name] = self.saves.get(name, 0) + number
+        self.bytes[name] = self.bytes.get(name, 0.0) + number * tier.plan.bytes
+
+    def _mark(self, usable: float, tokens: float, productive: float, blocked: float) -> Mark:
+        """A save holds whole steps."""
+        whole = self._whole(tokens)
+        if self.rate > 0:
+            productive -= (tokens - whole) / self.rate
+        return Mark(usable, whole, productive, blocked)
+
+    def _whole(self, tokens: float) -> float:
+        if not self.step_tokens:
+            return tokens
+        return min(tokens, floor(tokens / self.step_tokens + 1e-6) * self.step_tokens)
+
+    @staticmethod
+    def _add(tier: _Tier, mark: Mark) -> None:
+        tier.marks.append(mark)
+        if len(tier.marks) > _MARKS:
+            del tier.marks[: len(tier.marks) - _MARKS]
+
+    def lose_step(self) -> LostWork:
+        """Only the unfinished step is lost, and a save that was under way."""
+        self.block_left, self._in_save = 0.0, []
+        partial = self.tokens - self._whole(self.tokens)
+        seconds = partial / self.rate if self.rate > 0 else 0.0
+        self.tokens -= partial
+        self.productive -= seconds
+        for tier in self._tiers.values():
+            tier.since = max(0.0, tier.since - seconds)
+        return LostWork(partial, seconds, 0.0, seconds, self.tokens)
+
+    def return_to_save(self, now: float, tiers: Collection[int]) -> LostWork:
+        """Go back to the newest save of these tiers that is usable now. Other saves are gone."""
+        partial = self.lose_step()
+        best = _START
+        for tier, marks in self._marks.items():
+            if tier not in tiers:
+                marks.clear()
+                continue
+            for mark in reversed(marks):
+                if mark.usable_s <= now + _TINY:
+                    best = mark if mark.tokens > best.tokens else best
+                    break
+        for marks in self._marks.values():
+            marks[:] = [mark for mark in marks if mark.tokens <= best.tokens]
+        lost = LostWork(
+            self.tokens - best.tokens + partial.tokens,
+            self.productive - best.productive + partial.productive,
+            self.blocked - best.blocked,
+            partial.partial_s,
+            best.tokens,
+        )
+        self.tokens, self.productive, self.blocked = best.tokens, best.productive, best.blocked
+        for each in self._tiers.values():
+            each.since = 0.0
+        return lost
+
+
+def _newest(tier: _Tier) -> int:
+    """Saves before the last one that may be the newest usable one."""
+    return min(_MARKS - 2, 1 + ceil(tier.plan.durable_s / max(tier.interval, _TINY)))
