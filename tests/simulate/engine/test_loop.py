@@ -41,7 +41,7 @@ COSTS = Costs(
 
 @dataclass
 class RestartAlways:
-    """Starts anew from the last save after every loss."""
+    """Restarts from the last save after every loss."""
 
     cost: TableCost
     interval: float
@@ -81,7 +81,7 @@ def test_a_loss_costs_the_work_since_the_save_and_the_restart() -> None:
     ]
     policy = RestartAlways(cost, interval=30, blocked=2, restart=10)
     ledger = Simulation(cost, policy, Limits(1000)).run(events)
-    # Saves end at 32, 64 and 96 s; 9 whole steps and half a step of work come after the third.
+    # Saves end at 32, 64 and 96 s; 9 full steps and half a step of work come after the third.
     assert ledger.lost_s.total == pytest.approx(9.5)
     assert ledger.lost_steps.total == pytest.approx(9.5)
     assert ledger.seconds["rework"] == pytest.approx(9)
@@ -196,8 +196,9 @@ def test_holdfast_reads_memory_or_the_store_where_no_replica_is_left() -> None:
     )
     one = [*joins(4), TraceEvent(1004.0, "preempt", "n0")]
     two = [*one, TraceEvent(1004.0, "preempt", "n1")]
-    memory = Simulation(cost, holdfast(cost), Limits(2000)).run(one)
-    store = Simulation(cost, holdfast(cost), Limits(2000)).run(two)
+    rules = HoldfastRules(peer_interval_s=10.0)
+    memory = Simulation(cost, holdfast(cost, rules), Limits(2000)).run(one)
+    store = Simulation(cost, holdfast(cost, rules), Limits(2000)).run(two)
     assert memory.by_reason == {"from_memory": 1}
     assert store.by_reason == {"from_store": 1}
     assert store.read_bytes[DISK] == COSTS.state_bytes

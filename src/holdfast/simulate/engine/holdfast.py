@@ -1,8 +1,8 @@
 """Holdfast's own policy in a simulation: the runtime's policy objects decide.
 
 `policy/saving` chooses tiers and intervals from the failures seen so far. The recovery ladder
-(docs/elastic.md) says what a loss costs: rung 0 where a complete replica is left, rung 4 where the
-memory of other nodes has the state, rung 6 where only the run store has it. The copies of a node's
+(docs/elastic.md) says what a loss costs. Rung 0: a complete replica is left. Rung 4: the memory of
+other nodes has the state. Rung 6: only the run store has it. The copies of a node's
 part lie in the memory of the next node in the order of ranks. Pure.
 """
 
@@ -49,7 +49,7 @@ class HoldfastRules:
     """What a run file sets. Intervals in seconds; 0: decided by the policy.
 
     peers: whether other nodes keep snapshots. grow_gain: a layout on more nodes is taken if it is
-    faster by this share at least. grow_wait_s: seconds that new nodes wait for others to come.
+    faster by this share at least. grow_wait_s: seconds that new nodes wait for more of them.
     rung_s: fixed part of each rung of the ladder.
     """
 

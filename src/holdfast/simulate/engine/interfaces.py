@@ -1,9 +1,9 @@
 """What the engine, a cost model and a policy say to each other. Pure.
 
-A cost model says what machines can do: the throughput on n nodes, the bytes of the state, and how
-long each part of a recovery takes. A policy says what a trainer does: which layout it takes, what a
-loss costs it, when it saves. Many policies run over one cost model, so a comparison of them is one
-of decisions. The engine (`loop.py`) keeps time, work, saves and money.
+A cost model says what machines can do. It knows the throughput on n nodes, the bytes of the state,
+and the seconds of each part of a recovery. A policy says what a trainer does: which layout it
+takes, what a loss costs it, when it saves. Many policies run over one cost model, so a comparison
+of them is one of decisions. The engine (`loop.py`) keeps time, work, saves and money.
 
 Seconds, bytes and tokens everywhere. Time is the time of the trace, from 0.
 """
@@ -27,7 +27,7 @@ LABELS = (
     "stopped",
     "other",
 )
-"""Where a second of a simulated run may go. The names are those of `report/timeledger.py`, of
+"""What a second of a simulated run is spent on. The names are those of `report/timeledger.py`, of
 which a simulation leaves out communication, data_wait and evaluation: they are part of a step."""
 
 
@@ -56,11 +56,11 @@ class OperatingPoint:
 class Costs:
     """Constants of machines that every policy pays alike.
 
-    state_bytes: of the whole training state. detection_s: until a loss is noticed. start_s: of
+    state_bytes: of the complete training state. detection_s: until a loss is noticed. start_s: of
     processes, from nothing to the first step, without loading. regroup_s: until survivors have a
     new membership. communicator_s: until an accelerator's groups work again. store_bandwidth: of
     the run store, shared by all nodes. node_store_bandwidth: of one node to it. peer_bandwidth: of
-    one node to another. save_pause_s: training waits for a save that goes on beside it. sent_share:
+    one node to another. save_pause_s: training waits for a save in the background. sent_share:
     of the time that a save's bytes take on the network, the part that training feels.
     staging_bytes: memory of one node for snapshots; inf: enough. usd_per_node_hour,
     grams_co2_per_kwh: where no event gives another one. busy_watts, idle_watts: of one node.
@@ -84,7 +84,7 @@ class Costs:
 
     def store_s(self, nodes: int, copies: int = 1) -> float:
         """Seconds in which so many nodes move the state to or from the run store, each its share.
-        copies: times that the whole is read, once for each replica."""
+        copies: times that all of it is read, once for each replica."""
         if not self.state_bytes:
             return 0.0
         return copies * self.state_bytes / self._to_store(nodes)
@@ -133,8 +133,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What changed at one instant. lost: places in `View.used` of nodes that went, rising; nodes
-    that were not in use are gone without a word. joined, noticed, slowed: names. review: the policy
+    """What changed at one instant. lost: places in `View.used` of nodes that went, rising; a node
+    that was not in use is not mentioned. joined, noticed, slowed: names. review: the policy
     had asked to be called at this time."""
 
     lost: tuple[int, ...] = ()
@@ -152,7 +152,7 @@ class View(Protocol):
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """Those that are there, the oldest first; lost ones are gone already."""
+        """Those that are there, the oldest first; lost ones are removed already."""
         ...
 
     @property
@@ -187,14 +187,13 @@ NOTHING, STEP, SAVE = "nothing", "step", "save"
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The run goes over to another layout.
+    """The run takes another layout.
 
     point: the layout that follows; None: the run waits for nodes. pauses: (label, seconds), in
     order. loses: NOTHING, STEP or SAVE. tiers: whose saves survived, for SAVE; saves of other tiers
-    are gone. used: names of the nodes in the order of ranks; None: the engine keeps those in use
-    and adds the oldest others. read: bytes by tier that the transition reads. reason: for people.
-    rung: of the recovery ladder, -1 without one. A transition during a pause replaces what is left
-    of it.
+    are dropped. used: names of the nodes in the order of ranks; None: the engine keeps those in use
+    and adds the oldest of the rest. read: bytes by tier that are read. reason: for people. rung: of
+    the recovery ladder, -1 without one. A transition during a pause replaces what is left of it.
     """
 
     point: OperatingPoint | None
@@ -209,7 +208,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """transition: None if the run goes on as it is. After a loss of nodes in use it is required.
+    """transition: None if the run continues as it is. After a loss of nodes in use it is required.
     review_s: seconds until the policy wants to be called with `Change(review=True)`."""
 
     transition: Transition | None = None

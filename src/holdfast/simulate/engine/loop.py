@@ -1,18 +1,19 @@
 """The engine: a run over the events of a trace, in closed form between two changes.
 
-Something changes only when an event comes, a pause ends, or a policy asked to be called. Between
-two such times everything follows from formulas (`progress.py`, `meter.py`). Events may come from a
-generator: the engine keeps the nodes that are there and totals, so its memory does not grow with
-the time that is simulated. It draws no random number. Pure.
+Something changes only at an event, at the end of a pause, or when a policy asked to be called.
+Between two such times everything follows from formulas (`progress.py`, `meter.py`). Events may come
+from a generator. The engine keeps totals and the nodes that are there: its memory does not grow
+with the time that is simulated. It draws no random number. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+from holdfast.simulate.engine.fleet import Fleet, instants, seats
 from holdfast.simulate.engine.interfaces import (
     NOTHING,
     SAVE,
@@ -47,7 +48,7 @@ class Observer(Protocol):
         """Nodes have a notice."""
 
     def changed(self, simulation: Simulation, transition: Transition, lost: LostWork) -> None:
-        """The run goes over to another layout."""
+        """The run takes another layout."""
 
     def planned(self, simulation: Simulation, plan: SavePlan) -> None:
         """How often the run saves from now on."""
@@ -73,15 +74,13 @@ class Simulation:
     limits: Limits
     observer: Observer | None = None
     now: float = 0.0
-    nodes: dict[str, Node] = field(default_factory=dict)
+    fleet: Fleet = field(default_factory=Fleet)
     used: list[str] = field(default_factory=list)
     point: OperatingPoint | None = None
     ledger: Ledger = field(default_factory=Ledger)
     progress: Progress = field(init=False)
     meter: Meter = field(init=False)
-    links: dict[str, TraceEvent] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
-    _failed: dict[str, Node] = field(default_factory=dict)
     _pauses: list[tuple[str, float]] = field(default_factory=list)
     _review_at: float = inf
     _saves_at: float = inf
@@ -101,6 +100,10 @@ class Simulation:
 
     # --- the policy's view ----------------------------------------------------------------------
     @property
+    def nodes(self) -> Mapping[str, Node]:
+        return self.fleet.nodes
+
+    @property
     def pause_left(self) -> float:
         return sum(seconds for _, seconds in self._pauses)
 
@@ -115,7 +118,7 @@ class Simulation:
     # --- the run --------------------------------------------------------------------------------
     def run(self, events: Iterable[TraceEvent]) -> Ledger:
         """Simulate the run until its end, or that of the time."""
-        for at, group in _instants(events):
+        for at, group in instants(events):
             if at >= self.limits.seconds or self._advance_to(at):
                 break
             self._take(group)
@@ -202,68 +205,19 @@ class Simulation:
     # --- events ---------------------------------------------------------------------------------
     def _take(self, group: Sequence[TraceEvent]) -> None:
         """Take in all events of one instant, and let the policy decide once."""
-        lost: list[int] = []
-        gone: list[Node] = []
-        joined: list[str] = []
-        noticed: list[str] = []
-        slowed: list[str] = []
-        for event in group:
-            kind, name = event.kind, event.node
-            if kind in ("preempt", "fail"):
-                node = self.nodes.pop(name, None)
-                if node is None:
-                    continue
-                self._dirty = True
-                if kind == "fail":
-                    self._failed[name] = node
-                place = self._places.get(name)
-                if place is not None and self.point is not None:
-                    lost.append(place)
-                    gone.append(node)
-            elif kind == "join":
-                self.nodes[name] = Node(name, event.zone, event.gpu, event.t_s, event.value)
-                joined.append(name)
-            elif kind == "recover":
-                self._recover(name, event.t_s, joined, slowed)
-            elif kind == "notice":
-                if name in self.nodes:
-                    self.nodes[name].leaves_s = event.t_s + event.value
-                    noticed.append(name)
-            elif kind == "slow":
-                if name in self.nodes:
-                    self.nodes[name].slow = event.value
-                    slowed.append(name)
-            elif kind == "net":
-                self.links[name] = event
-            else:
-                self.meter.observe(event)
-                self._dirty = True
-        if joined:
-            self._dirty = True
-        if lost or joined or noticed or slowed:
-            lost.sort()
-            self._tell(gone, noticed)
-            change = Change(tuple(lost), tuple(joined), tuple(noticed), tuple(slowed))
-            self._decide(change)
-
-    def _recover(self, name: str, now: float, joined: list[str], slowed: list[str]) -> None:
-        node = self._failed.pop(name, None)
-        if node is not None:
-            node.joined_s, node.slow, node.leaves_s = now, 1.0, inf
-            self.nodes[name] = node
-            joined.append(name)
-        elif name in self.nodes:
-            self.nodes[name].slow = 1.0
-            slowed.append(name)
-
-    def _tell(self, gone: Sequence[Node], noticed: Sequence[str]) -> None:
-        if self.observer is None:
+        taken = self.fleet.take(group, self._places)
+        self._dirty = self._dirty or taken.is_new
+        for event in taken.levels:
+            self.meter.observe(event)
+        change = taken.change()
+        if change is None:
             return
-        if gone:
-            self.observer.lost(self, gone, "lost")
-        if noticed:
-            left = min(self.nodes[name].leaves_s for name in noticed) - self.now
-            self.observer.noticed(self, noticed, left)
+        if self.observer and taken.departed:
+            self.observer.lost(self, taken.departed, "lost")
+        if self.observer and taken.noticed:
+            left = min(self.nodes[name].leaves_s for name in taken.noticed) - self.now
+            self.observer.noticed(self, taken.noticed, left)
+        self._decide(change)
 
     # --- decisions ------------------------------------------------------------------------------
     def _decide(self, change: Change) -> None:
@@ -314,7 +268,7 @@ class Simulation:
         """Give the layout its nodes: a lost one's place goes to the oldest that has none."""
         point = transition.point
         if point is None:
-            self.used = []
+            self.used = []  # nothing is lost any more
         elif transition.used is not None:
             self.used = list(transition.used)
         else:
@@ -345,36 +299,3 @@ class Simulation:
         if self._fault_at is not None and self._commit_at <= self.now:
             self.ledger.rto_s.add(self._commit_at - self._fault_at)
             self._fault_at = None
-
-
-def seats(used: Sequence[str], nodes: Mapping[str, Node], number: int) -> list[str]:
-    """Names of `number` nodes in the order of ranks. A node in use keeps its place where that is
-    possible; nodes with a notice come last."""
-    kept = [name if name in nodes else "" for name in used]
-    if len(used) != number or not all(kept):
-        taken = set(kept)
-        free = [name for name, node in nodes.items() if name not in taken]
-        free.sort(key=lambda name: nodes[name].leaves_s < inf)
-        spare = iter(free)
-        if len(kept) < number:
-            kept += [""] * (number - len(kept))
-        missing = kept.count("")
-        if len(kept) > number:
-            kept = [name for name in kept if name]
-            kept += [""] * max(0, number - len(kept))
-            missing = kept.count("")
-        if missing:
-            kept = [name or next(spare, "") for name in kept]
-    return [name for name in kept if name][:number]
-
-
-def _instants(events: Iterable[TraceEvent]) -> Iterator[tuple[float, list[TraceEvent]]]:
-    """Events of one instant together."""
-    group: list[TraceEvent] = []
-    for event in events:
-        if group and event.t_s != group[0].t_s:
-            yield group[0].t_s, group
-            group = []
-        group.append(event)
-    if group:
-        yield group[0].t_s, group

@@ -12,7 +12,7 @@ from holdfast.simulate.traces.events import TraceEvent
 
 @dataclass(slots=True)
 class Meter:
-    """Prices by (zone, gpu) and intensities by zone, as events give them, else those of the costs.
+    """Prices by (zone, gpu) and intensities by zone, as events give them, or those of the costs.
     A price or an intensity of a place without a name holds everywhere."""
 
     costs: Costs
@@ -56,7 +56,7 @@ class Meter:
             self.grams_per_joule = self.costs.grams_co2_per_kwh / 3.6e6
 
     def run(self, ledger: Ledger, seconds: float, used: int, watts: float) -> None:
-        """Seconds pass. watts: of the nodes in use; the others are idle."""
+        """Seconds pass. watts: of the nodes in use; the rest are idle."""
         ledger.node_s += self.nodes * seconds
         ledger.used_node_s += used * seconds
         ledger.usd += self.usd_per_s * seconds

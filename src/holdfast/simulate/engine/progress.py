@@ -1,8 +1,7 @@
 """Work and saves of a run between two changes, in closed form.
 
-A stretch of constant speed is a sequence of work and saves. How many saves it has, when the last
-ones were, and what they hold follows from the intervals: no step and no save is walked through one
-by one. Pure.
+A stretch of constant speed is a sequence of work and saves. The intervals say how many saves it
+has, when the last ones were, and what they hold. So no step and no save is walked through. Pure.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Progress:
             tier.since = min(tier.since, tier.interval)  # a save that is overdue comes at once
 
     def save_now(self, tiers: Collection[int], usable_s: float) -> None:
-        """Everything up to the last finished step is saved into these tiers, beside the plan."""
+        """All up to the last finished step is saved into these tiers, in addition to the plan."""
         for tier in tiers:
             if tier in self._tiers:
                 self._tiers[tier].since = 0.0
@@ -215,7 +214,7 @@ class Progress:
         self.bytes[name] = self.bytes.get(name, 0.0) + number * tier.plan.bytes
 
     def _mark(self, usable: float, tokens: float, productive: float, blocked: float) -> Mark:
-        """A save holds whole steps."""
+        """A save holds complete steps."""
         whole = self._whole(tokens)
         if self.rate > 0:
             productive -= (tokens - whole) / self.rate
@@ -244,7 +243,7 @@ class Progress:
         return LostWork(partial, seconds, 0.0, seconds, self.tokens)
 
     def return_to_save(self, now: float, tiers: Collection[int]) -> LostWork:
-        """Go back to the newest save of these tiers that is usable now. Other saves are gone."""
+        """Go back to the newest save of these tiers that is usable now. Later saves are dropped."""
         partial = self.lose_step()
         best = _START
         for tier, marks in self._marks.items():

@@ -1,0 +1,122 @@
+"""The nodes that are there, as the events of a trace say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from holdfast.simulate.engine.interfaces import Change, Node
+from holdfast.simulate.traces.events import TraceEvent
+
+
+@dataclass(slots=True)
+class Taken:
+    """What the events of one instant changed. departed: nodes in use that were lost; lost:
+    their places. levels: prices and intensities. is_new: nodes came or went, or prices changed."""
+
+    lost: list[int] = field(default_factory=list)
+    departed: list[Node] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    noticed: list[str] = field(default_factory=list)
+    slowed: list[str] = field(default_factory=list)
+    levels: list[TraceEvent] = field(default_factory=list)
+    is_new: bool = False
+
+    def change(self) -> Change | None:
+        """None if nothing happened to a node that matters to a run."""
+        if not (self.lost or self.joined or self.noticed or self.slowed):
+            return None
+        return Change(
+            tuple(sorted(self.lost)),
+            tuple(self.joined),
+            tuple(self.noticed),
+            tuple(self.slowed),
+        )
+
+
+@dataclass
+class Fleet:
+    """nodes: those that are there, by name, the oldest first. links: the last event of each."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    links: dict[str, TraceEvent] = field(default_factory=dict)
+    _failed: dict[str, Node] = field(default_factory=dict)
+
+    def take(self, group: Sequence[TraceEvent], places: Mapping[str, int]) -> Taken:
+        """Take in the events of one instant. places: of the nodes in use, in the order of ranks."""
+        taken = Taken()
+        for event in group:
+            kind, name = event.kind, event.node
+            if kind in ("preempt", "fail"):
+                self._lose(event, places, taken)
+            elif kind == "join":
+                self.nodes[name] = Node(name, event.zone, event.gpu, event.t_s, event.value)
+                taken.joined.append(name)
+            elif kind == "recover":
+                self._recover(event, taken)
+            elif kind == "notice":
+                if name in self.nodes:
+                    self.nodes[name].leaves_s = event.t_s + event.value
+                    taken.noticed.append(name)
+            elif kind == "slow":
+                if name in self.nodes:
+                    self.nodes[name].slow = event.value
+                    taken.slowed.append(name)
+            elif kind == "net":
+                self.links[name] = event
+            else:
+                taken.levels.append(event)
+        taken.is_new = taken.is_new or bool(taken.joined or taken.levels)
+        return taken
+
+    def _lose(self, event: TraceEvent, places: Mapping[str, int], taken: Taken) -> None:
+        node = self.nodes.pop(event.node, None)
+        if node is None:
+            return
+        taken.is_new = True
+        if event.kind == "fail":
+            self._failed[event.node] = node
+        place = places.get(event.node)
+        if place is not None:
+            taken.lost.append(place)
+            taken.departed.append(node)
+
+    def _recover(self, event: TraceEvent, taken: Taken) -> None:
+        name = event.node
+        node = self._failed.pop(name, None)
+        if node is not None:
+            node.joined_s, node.slow, node.leaves_s = event.t_s, 1.0, inf
+            self.nodes[name] = node
+            taken.joined.append(name)
+        elif name in self.nodes:
+            self.nodes[name].slow = 1.0
+            taken.slowed.append(name)
+
+
+def seats(used: Sequence[str], nodes: Mapping[str, Node], number: int) -> list[str]:
+    """Names of `number` nodes in the order of ranks, or of all if there are fewer. A node in use
+    keeps its place where that is possible. Nodes with a notice come last."""
+    kept = [name if name in nodes else "" for name in used]
+    if len(kept) == number and all(kept):
+        return kept
+    if len(kept) > number:
+        kept = [name for name in kept if name][:number]
+    kept += [""] * (number - len(kept))
+    taken = set(kept)
+    free = [name for name in nodes if name not in taken]
+    free.sort(key=lambda name: nodes[name].leaves_s < inf)
+    spare = iter(free)
+    return [name for name in (each or next(spare, "") for each in kept) if name]
+
+
+def instants(events: Iterable[TraceEvent]) -> Iterator[tuple[float, list[TraceEvent]]]:
+    """Events of one instant together."""
+    group: list[TraceEvent] = []
+    for event in events:
+        if group and event.t_s != group[0].t_s:
+            yield group[0].t_s, group
+            group = []
+        group.append(event)
+    if group:
+        yield group[0].t_s, group
