@@ -89,9 +89,15 @@ def options_of(command: Any) -> set[str]:
 def parse(command: Any, words: list[str]) -> None:
     """Parse a complete command line, and do nothing. Raises what the parser raises."""
     if inner := subcommands(command):
-        command, words = inner[words[0]], words[1:]
+        name, *rest = words
+        # `holdfast simulate RUN` is short for `holdfast simulate run RUN`.
+        command, words = (inner["run"], words) if _is_short(inner, name) else (inner[name], rest)
     with command.make_context("holdfast", list(words)):
         pass
+
+
+def _is_short(inner: dict[str, Any], name: str) -> bool:
+    return name not in inner and set(inner) <= {"run", "admission"}
 
 
 def problem_of(quote: str, text: str) -> str | None:

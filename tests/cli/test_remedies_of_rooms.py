@@ -47,6 +47,7 @@ from tests.cli.remedies import (
     of_runs_cases,
     of_sets_and_faults,
     of_sharding,
+    of_simulations,
     of_slurm,
     of_sources,
     of_ssh,
@@ -102,6 +103,7 @@ TABLES = (
     of_remote_datasets,
     of_ray_preparation,
     of_traces,
+    of_simulations,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

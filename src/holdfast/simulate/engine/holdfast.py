@@ -27,6 +27,7 @@ from holdfast.simulate.engine.interfaces import (
     Change,
     CostModel,
     Decision,
+    Node,
     OperatingPoint,
     SavePlan,
     TierSave,
@@ -48,12 +49,14 @@ about a rate hardly moves in less."""
 class HoldfastRules:
     """What a run file sets. Intervals in seconds; 0: decided by the policy.
 
-    peers: whether other nodes keep snapshots. grow_gain: a layout on more nodes is taken if it is
+    peers: whether other nodes keep snapshots. staged: they lie on a node of their own that is never
+    lost (`holdfast stage`). grow_gain: a layout on more nodes is taken if it is
     faster by this share at least. grow_wait_s: seconds that new nodes wait for more of them.
     rung_s: fixed part of each rung of the ladder.
     """
 
     peers: bool = True
+    staged: bool = False
     peer_interval_s: float = 0.0
     store_interval_s: float = 0.0
     min_interval_s: float = 5.0
@@ -63,6 +66,14 @@ class HoldfastRules:
     grow_wait_s: float = 0.0
     replicas_go_on: bool = True
     rung_s: Mapping[int, float] = field(default_factory=lambda: RUNG_S)
+
+
+FALSE_NOTICE_S = 60.0
+"""A node that is still there so long after its notice stays."""
+
+
+def _stays(node: Node, now: float) -> bool:
+    return node.leaves_s == inf or node.leaves_s + FALSE_NOTICE_S <= now
 
 
 def holdfast(cost: CostModel, rules: HoldfastRules | None = None) -> HoldfastPolicy:
@@ -101,7 +112,8 @@ class HoldfastPolicy:
         if view.point is None:
             return self._start(view)
         if change.noticed and (moved := self._before_departure(view)):
-            return Decision(moved)
+            last = max(view.nodes[name].leaves_s for name in change.noticed)
+            return Decision(moved, last + FALSE_NOTICE_S - view.now)
         return self._maybe_grow(view)
 
     def _start(self, view: View) -> Decision:
@@ -125,11 +137,12 @@ class HoldfastPolicy:
         if point is None:
             return Decision(Transition(None, (), SAVE, (DISK,), reason=need, rung=6))
         base = costs.detection_s + costs.communicator_s
+        moving = self._moving(view, point)
         if need == CONTINUES:
-            seconds = base + rung[0]
+            seconds = base + rung[0] + moving
             made = Transition(point, (("recovery", seconds),), STEP, reason=need, rung=0)
         elif need == FROM_MEMORY:
-            seconds = base + rung[4] + costs.peer_s(point.nodes)
+            seconds = base + rung[4] + costs.peer_s(point.nodes_per_replica)
             made = Transition(
                 point,
                 (("recovery", seconds),),
@@ -152,6 +165,17 @@ class HoldfastPolicy:
             )
         return Decision(made)
 
+    def _moving(self, view: View, point: OperatingPoint) -> float:
+        """Seconds until nodes have a new part of the state. They take one if a replica is added, or
+        if replicas lie on another number of nodes."""
+        now = view.point
+        if now is None or point.nodes_per_replica != now.nodes_per_replica:
+            return self.cost.costs.peer_s(point.nodes_per_replica)
+        left = [name in view.nodes for name in view.used]
+        each = now.nodes_per_replica
+        complete = sum(all(left[k * each : (k + 1) * each]) for k in range(now.replicas))
+        return self.cost.costs.peer_s(each) if point.replicas > complete else 0.0
+
     def _need(self, view: View, lost: tuple[int, ...]) -> str:
         """What has the state of the nodes that went: a replica, another node, or the store."""
         point, used = view.point, view.used
@@ -162,7 +186,9 @@ class HoldfastPolicy:
             return CONTINUES
         number = len(used)
         gone = set(lost)
-        safe = number > 1 and all((place + 1) % number not in gone for place in lost)
+        safe = self.rules.staged or (
+            number > 1 and all((place + 1) % number not in gone for place in lost)
+        )
         return FROM_MEMORY if safe and PEERS in self._saved_tiers() else FROM_STORE
 
     def _saved_tiers(self) -> set[int]:
@@ -178,15 +204,16 @@ class HoldfastPolicy:
     def _before_departure(self, view: View) -> Transition | None:
         """Leave nodes with a notice at a step boundary, with the state they hold: nothing is
         lost."""
-        staying = [name for name, node in view.nodes.items() if node.leaves_s == inf]
-        leaving = any(name in view.nodes and view.nodes[name].leaves_s < inf for name in view.used)
+        staying = [name for name, node in view.nodes.items() if _stays(node, view.now)]
+        leaving = len(set(view.used) & set(staying)) < len(view.used)
         point = self.cost.point(len(staying))
         if not leaving or point is None or view.pause_left > 0:
             return None
         costs = self.cost.costs
-        left = min(n.leaves_s for n in view.nodes.values()) - view.now
+        due = (n.leaves_s for n in view.nodes.values() if not _stays(n, view.now))
+        left = min(due) - view.now
         step = view.point.step_s if view.point else 0.0
-        moving = costs.peer_s(point.nodes)
+        moving = self._moving(view, point)
         if step + moving > left:
             return None
         keep = [name for name in view.used if name in set(staying)]
@@ -201,7 +228,7 @@ class HoldfastPolicy:
         if view.pause_left > 0:
             return Decision(None, view.pause_left)
         assert view.point is not None
-        staying = sum(node.leaves_s == inf for node in view.nodes.values())
+        staying = sum(_stays(node, view.now) for node in view.nodes.values())
         point = self.cost.point(max(staying, view.point.nodes))
         if point is None or not self._is_better(point, view.point):
             return STAY
@@ -209,12 +236,10 @@ class HoldfastPolicy:
         ripe = newest + self.rules.grow_wait_s - view.now
         if ripe > 0 and point.nodes < self.cost.wanted:
             return Decision(None, ripe)
+        moving = self._moving(view, point)
         costs = self.cost.costs
-        moving = costs.peer_s(point.nodes)
         pause = self.rules.rung_s[5] + costs.communicator_s + moving
-        return Decision(
-            Transition(point, (("recovery", pause),), NOTHING, read={PEERS: 0.0}, rung=5)
-        )
+        return Decision(Transition(point, (("recovery", pause),), NOTHING, reason="grow", rung=5))
 
     def _is_better(self, point: OperatingPoint, now: OperatingPoint) -> bool:
         return point.tokens_per_s > now.tokens_per_s * (1 + self.rules.grow_gain) + 1e-9

@@ -82,10 +82,13 @@ class Simulation:
     meter: Meter = field(init=False)
     _places: dict[str, int] = field(default_factory=dict)
     _pauses: list[tuple[str, float]] = field(default_factory=list)
+    _planned: Transition | None = None
+    _planned_at: float = inf
     _review_at: float = inf
     _saves_at: float = inf
     _fault_at: float | None = None
     _commit_at: float = inf
+    _is_starting: bool = False
     _ideal: float = 0.0
     _full: float = 0.0
     _watts: float = 0.0
@@ -148,7 +151,7 @@ class Simulation:
             if self._pauses:
                 until = min(until, self.now + self._pauses[0][1])
             elif training:
-                until = min(until, self._saves_at)
+                until = min(until, self._saves_at, self._planned_at)
             if self._pass(max(0.0, until - self.now), training):
                 return True
             self.now = max(self.now, until)
@@ -156,7 +159,9 @@ class Simulation:
                 self._pauses.pop(0)
                 if not self._pauses:
                     self._resume()
-            if self.now >= self._review_at:
+            if self.now >= self._planned_at and self._planned is not None:
+                self._change(self._planned, False)
+            elif self.now >= self._review_at:
                 self._review_at = inf
                 self._decide(Change(review=True))
             elif training and self.now >= self._saves_at:
@@ -228,13 +233,23 @@ class Simulation:
         decision = self.policy.decide(self, change)
         self._review_at = self.now + decision.review_s
         if decision.transition is not None:
-            self._change(decision.transition, bool(change.lost))
+            self._plan(decision.transition, bool(change.lost))
         elif change.lost:
             raise RuntimeError(f"{self.policy.name} has no answer to a loss of nodes in use")
         elif change.slowed and self.point is not None and not self._pauses:
             self._set_rate()
 
+    def _plan(self, transition: Transition, is_loss: bool) -> None:
+        """A transition that loses nothing waits for the end of the step."""
+        training = self.point is not None and not self._pauses
+        left = self.progress.until_step_end() if training else 0.0
+        if transition.loses != NOTHING or left <= _TINY:
+            self._change(transition, is_loss)
+        else:
+            self._planned, self._planned_at = transition, self.now + left
+
     def _change(self, transition: Transition, is_loss: bool) -> None:
+        self._planned, self._planned_at = None, inf
         lost = _NO_WORK
         if transition.loses == SAVE:
             lost = self.progress.return_to_save(self.now, transition.tiers)
@@ -254,11 +269,18 @@ class Simulation:
             ledger.by_reason[transition.reason] = ledger.by_reason.get(transition.reason, 0) + 1
         for tier, amount in transition.read.items():
             ledger.read_bytes[tier] = ledger.read_bytes.get(tier, 0.0) + amount
-        before = self.point
+        before, commit_at = self.point, self._commit_at
         self.point, self._commit_at = transition.point, inf
         ledger.changes += before != transition.point
         self._seat(transition)
-        self._pauses = [pause for pause in transition.pauses if pause[1] > 0]
+        # As in the report of a real run: it has not started until a step is done.
+        is_first = bool(transition.pauses) and transition.pauses[0][0] == "startup"
+        self._is_starting = is_first or (self._is_starting and self.now < commit_at)
+        self._pauses = [
+            ("startup" if self._is_starting else label, seconds)
+            for label, seconds in transition.pauses
+            if seconds > 0
+        ]
         if self.observer:
             self.observer.changed(self, transition, lost)
         if self.point is not None and not self._pauses:

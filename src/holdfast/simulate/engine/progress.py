@@ -201,6 +201,13 @@ class Progress:
         )
         return self.block_left + work + saves
 
+    def until_step_end(self) -> float:
+        """Seconds until the step ends that is under way; 0 if none is."""
+        if not self.step_tokens or self.rate <= 0:
+            return 0.0
+        left = self.step_tokens - (self.tokens - self._whole(self.tokens))
+        return self.block_left + (left / self.rate if left < self.step_tokens * (1 - 1e-6) else 0.0)
+
     @property
     def unsaved_s(self) -> float:
         """Seconds of work since the newest save, of any tier."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.simulate.traces.events import EventStream, TraceEvent, in_order
@@ -11,19 +13,52 @@ from holdfast.simulate.traces.events import EventStream, TraceEvent, in_order
 GapRule = Literal["hold", "cut", "skip"]
 
 
-def with_notices(stream: EventStream, seconds: float) -> EventStream:
+@dataclass(frozen=True)
+class Notices:
+    """What notices get wrong. missed_share: of departures without one. false_per_node_day: notices
+    of a node that stays, a day. seed: for which of them, and when."""
+
+    missed_share: float = 0.0
+    false_per_node_day: float = 0.0
+    seed: int = 0
+
+
+ALL_TRUE = Notices()
+
+
+def with_notices(stream: EventStream, seconds: float, notices: Notices = ALL_TRUE) -> EventStream:
     """Each node that is taken has a notice before, at the earliest when it joins."""
+    draw = random.Random(f"{notices.seed}/notices")
     joined: dict[str, float] = {}
     added: list[TraceEvent] = []
+    stays: list[tuple[TraceEvent, float]] = []
+    here: dict[str, TraceEvent] = {}
     for event in stream.events:
         if event.kind == "join":
             joined[event.node] = event.t_s
+            here[event.node] = event
         elif event.kind == "preempt" and seconds > 0:
             at = max(event.t_s - seconds, joined.get(event.node, 0.0))
-            if at < event.t_s:
+            if event.node in here:
+                stays.append((here.pop(event.node), at))
+            if at < event.t_s and draw.random() >= notices.missed_share:
                 notice = replace(event, t_s=at, kind="notice", value=event.t_s - at, extra={})
                 added.append(notice)
+    if notices.false_per_node_day and seconds > 0:
+        stays += [(event, stream.seconds) for event in here.values()]
+        added += _false_notices(stays, seconds, notices.false_per_node_day, draw)
     return EventStream(stream.header, in_order([*stream.events, *added]))
+
+
+def _false_notices(
+    stays: list[tuple[TraceEvent, float]], seconds: float, a_day: float, draw: random.Random
+) -> Iterator[TraceEvent]:
+    """Notices that no departure follows. stays: joins, and until when a notice would be false."""
+    for event, until in stays:
+        at = event.t_s + draw.expovariate(a_day / 86_400)
+        while at + seconds < until:
+            yield replace(event, t_s=at, kind="notice", value=seconds, extra={})
+            at += draw.expovariate(a_day / 86_400)
 
 
 def without_gaps(stream: EventStream, rule: GapRule) -> EventStream:
@@ -36,7 +71,7 @@ def without_gaps(stream: EventStream, rule: GapRule) -> EventStream:
         edges = [0.0, *(time for gap in gaps for time in gap), stream.seconds]
         parts = list(zip(edges[::2], edges[1::2], strict=True))
         start, stop = max(parts, key=lambda part: part[1] - part[0])
-        return _part(stream, start, stop)
+        return stream_part(stream, start, stop)
     ends = [stop for _, stop in gaps]
     lost = [0.0]
     for start, stop in gaps:
@@ -46,7 +81,7 @@ def without_gaps(stream: EventStream, rule: GapRule) -> EventStream:
     return EventStream(header, in_order(events))
 
 
-def _part(stream: EventStream, start: float, stop: float) -> EventStream:
+def stream_part(stream: EventStream, start: float, stop: float) -> EventStream:
     """The events of (start, stop], after the state at its start."""
     state: dict[tuple[str, ...], TraceEvent] = {}
     later = []

@@ -1,0 +1,116 @@
+"""`holdfast simulate`: what a trace of machines would do to a run, and to other policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.output import print_json, say, write_text
+
+RUN = "run"
+
+
+class RunFileFirst(TyperGroup):
+    """A group whose first argument may be a run file in place of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = [RUN, *args]
+        return super().parse_args(ctx, args)
+
+
+app = make_app(
+    "Simulate a run on machines that come and go: holdfast simulate RUN --trace FILE. "
+    "Starts nothing."
+)
+app.info.cls = RunFileFirst
+
+
+@app.callback()
+def simulate() -> None:
+    """Simulate a run on machines that come and go: holdfast simulate RUN --trace FILE."""
+
+
+@app.command(RUN)
+def run_file(
+    run_file: Annotated[Path, typer.Argument(help="the run file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="a file of any kind that `holdfast trace` reads; repeatable"),
+    ] = None,
+    make: Annotated[
+        Literal["spot", "gang", "lives", "failures"] | None,
+        typer.Option("--make", help="a synthetic trace in place of a file; one for each seed"),
+    ] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="a constant or rule (docs/simulate.md), or one of --make"),
+    ] = None,
+    days: Annotated[float | None, typer.Option(min=0.01, help="length of --make")] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="the machines; none: plan.cluster, or this machine")
+    ] = "",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="holdfast, or the policy of another trainer; repeatable"),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", help="key=a,b,c: a setting, or a key of the run file"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="histories to simulate")] = 1,
+    until_done: Annotated[
+        bool, typer.Option("--until-done", help="repeat the trace until the run is done")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="a run folder to write, for `holdfast report`"),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="draw the comparison as SVG")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Replay a trace through a run's plan and policies.
+
+    The table has kept tokens, goodput, lost work, recoveries, traffic, money and energy. With more
+    than one history it has their means, and 95 % intervals by bootstrap. docs/simulate.md says how
+    time is counted, and what the model leaves out.
+
+    \b
+    Example:
+      holdfast simulate run.yaml --cluster 16x8xA100-80 --trace p3.csv
+      holdfast simulate run.yaml --trace p3.csv --policy holdfast --policy restart --seeds 5
+      holdfast simulate run.yaml --trace p3.csv --sweep store_interval_s=60,300,900
+      holdfast simulate run.yaml --make failures --days 90 --out simulated
+    """
+    from holdfast.cli.simulate_request import Asked, study_of
+    from holdfast.cli.simulate_show import as_json, comparison_svg, print_outcomes
+
+    asked = Asked(
+        run_file=run_file,
+        overrides=tuple(overrides or ()),
+        cluster=cluster,
+        traces=tuple(trace or ()),
+        made=make or "",
+        days=days,
+        given=tuple(given or ()),
+        policies=tuple(policy or ("holdfast",)),
+        sweeps=tuple(sweep or ()),
+        seeds=seeds,
+        is_until_done=until_done,
+        out=out,
+    )
+    study = study_of(asked)
+    for note in study.notes:
+        say(note)
+    if json:
+        answer: dict[str, Any] = as_json(study)
+        print_json(answer)
+    else:
+        print_outcomes(study)
+    if svg is not None:
+        write_text(svg, comparison_svg(study))

@@ -1,0 +1,189 @@
+"""What `holdfast simulate` is asked, and the runs that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from pathlib import Path
+
+from holdfast.cli.plan_request import PlanRequest, read_plan_request
+from holdfast.cli.trace import read_files
+from holdfast.errors import ConfigError
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.simulate.engine.holdfast import HoldfastRules, holdfast
+from holdfast.simulate.engine.interfaces import CostModel, PolicyMaker
+from holdfast.simulate.engine.loop import Observer
+from holdfast.simulate.engine.planned_cost import PlannedCost, planned_cost
+from holdfast.simulate.engine.settings import Settings, as_number, is_setting, parse_setting
+from holdfast.simulate.engine.study import Case, Outcome, histories_of, run_case, with_all_nodes
+from holdfast.simulate.generators import GENERATORS, make_trace
+from holdfast.simulate.traces.events import EventStream
+from holdfast.simulate.traces.node_changes import ReadOptions
+
+OURS = "holdfast"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    run_file: Path
+    overrides: tuple[str, ...] = ()
+    cluster: str = ""
+    traces: tuple[Path, ...] = ()
+    made: str = ""
+    days: float | None = None
+    given: tuple[str, ...] = ()
+    policies: tuple[str, ...] = (OURS,)
+    sweeps: tuple[str, ...] = ()
+    seeds: int = 1
+    is_until_done: bool = False
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """outcomes: in the order of the policies, and of the sweep in each. request: the first plan."""
+
+    asked: Asked
+    request: PlanRequest
+    trace: str
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One point of the sweeps."""
+
+    words: str
+    settings: Settings
+    overrides: tuple[str, ...] = ()
+
+
+def study_of(asked: Asked) -> StudyResult:
+    """Simulate what is asked. Raises UserError."""
+    fixed, of_generator = _fixed_settings(asked)
+    _refuse_no_trace(asked)
+    variants = list(_variants(asked, fixed))
+    plans: dict[tuple[str, ...], PlanRequest] = {}
+    outcomes, notes, trace = list[Outcome](), list[str](), ""
+    makers = {name: _maker(name) for name in asked.policies}
+    observer = None
+    for name, variant in product(asked.policies, variants):
+        if variant.overrides not in plans:
+            given = [*asked.overrides, *variant.overrides]
+            plans[variant.overrides] = read_plan_request(asked.run_file, given, asked.cluster)
+        request = plans[variant.overrides]
+        cost = _cost_of(request, variant.settings)
+        histories, trace = _histories(asked, of_generator, cost, variant.settings)
+        words = " ".join(part for part in (name, variant.words) if part)
+        case = Case(words, makers[name] or _ours(request, variant.settings), cost)
+        if asked.out is not None and not outcomes:
+            seconds = histories[0].seconds
+            observer = _journal(asked.out, request, words, seconds)
+        tokens = _tokens_of(request) if asked.is_until_done else inf
+        outcomes.append(run_case(case, histories, tokens, observer if not outcomes else None))
+    first = plans[variants[0].overrides]
+    notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
+    return StudyResult(asked, first, trace, tuple(outcomes), tuple(notes))
+
+
+def _tokens_of(request: PlanRequest) -> float:
+    return request.problem.workload.step_tokens * request.loaded.config.train.steps
+
+
+def _refuse_no_trace(asked: Asked) -> None:
+    if bool(asked.traces) == bool(asked.made):
+        raise ConfigError(
+            "there is no trace" if not asked.traces else "--trace and --make name two traces",
+            where="command line",
+            remedy="give one of: --trace FILE, --make spot",
+        )
+
+
+# --- settings -----------------------------------------------------------------------------------
+def _fixed_settings(asked: Asked) -> tuple[dict[str, float], dict[str, float]]:
+    """Values of --set for the simulation, and for the generator."""
+    known = GENERATORS[asked.made].defaults if asked.made else {}
+    ours: dict[str, float] = {}
+    made: dict[str, float] = {}
+    for text in asked.given:
+        name, values = parse_setting(text, "--set")
+        (made if name in known else ours)[name] = as_number(name, values[0], "--set")
+        if name not in known and not is_setting(name):
+            raise ConfigError(
+                f"there is no setting {name!r}",
+                where="--set",
+                remedy="docs/simulate.md has the names; a key of the run file goes without --set",
+            )
+    return ours, made
+
+
+def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
+    parsed = [parse_setting(text, "--sweep") for text in asked.sweeps]
+    for chosen in product(*([(name, value) for value in values] for name, values in parsed)):
+        values = dict(fixed)
+        overrides = []
+        for name, value in chosen:
+            if is_setting(name):
+                values[name] = as_number(name, value, "--sweep")
+            else:
+                overrides.append(f"{name}={value}")
+        words = " ".join(f"{name}={value}" for name, value in chosen)
+        yield _Variant(words, Settings(values), tuple(overrides))
+
+
+# --- what runs ----------------------------------------------------------------------------------
+def _maker(name: str) -> PolicyMaker | None:
+    """None for our own policy, which needs the run file."""
+    if name == OURS:
+        return None
+    raise ConfigError(f"there is no policy {name!r}", where="--policy", remedy=f"use {OURS}")
+
+
+def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:
+    rules = settings.rules(rules_of(request))
+    return lambda cost: holdfast(cost, rules)
+
+
+def rules_of(request: PlanRequest) -> HoldfastRules:
+    """What the run file says of saves."""
+    saves = request.loaded.config.checkpoint
+    return HoldfastRules(
+        min_interval_s=saves.min_seconds,
+        max_interval_s=saves.max_seconds,
+    )
+
+
+def _cost_of(request: PlanRequest, settings: Settings) -> PlannedCost:
+    beat = request.loaded.config.cluster.beat_seconds
+    model = GoodputModel(request.problem, replace(RecoveryCosts(), detection_s=3 * beat))
+    best = request.plan.best
+    made = planned_cost(model, best.choice, best.cost)
+    return replace(made, costs=settings.costs(made.costs))
+
+
+def _histories(
+    asked: Asked, of_generator: dict[str, float], cost: CostModel, settings: Settings
+) -> tuple[Sequence[EventStream], str]:
+    """The histories, and words for them."""
+    wanted = int(settings.values.get("nodes", cost.wanted) + settings.values.get("spares", 0))
+    if asked.made:
+        known = GENERATORS[asked.made].defaults
+        given = ({"nodes": float(wanted)} if "nodes" in known else {}) | of_generator
+        made = [make_trace(asked.made, seed, asked.days, given) for seed in range(asked.seeds)]
+        return [settings.stream(each, i) for i, each in enumerate(made)], f"made: {asked.made}"
+    stream = read_files(list(asked.traces), ReadOptions(), None)
+    found = histories_of(with_all_nodes(stream, wanted), asked.seeds)
+    words = ", ".join(path.name for path in asked.traces)
+    return [settings.stream(each, i) for i, each in enumerate(found)], words
+
+
+def _journal(folder: Path, request: PlanRequest, words: str, seconds: float) -> Observer:
+    from holdfast.cli.simulate_journal import JournalObserver
+
+    return JournalObserver.in_folder(folder, request, words, seconds)
