@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say, write_text
+from holdfast.cli.simulate_mix import mix
 
 RUN = "run"
 
@@ -114,3 +115,6 @@ def run_file(
         print_outcomes(study)
     if svg is not None:
         write_text(svg, comparison_svg(study))
+
+
+app.command()(mix)

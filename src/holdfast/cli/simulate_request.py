@@ -20,6 +20,7 @@ from holdfast.simulate.engine.planned_cost import PlannedCost, planned_cost
 from holdfast.simulate.engine.settings import Settings, as_number, is_setting, parse_setting
 from holdfast.simulate.engine.study import Case, Outcome, histories_of, run_case, with_all_nodes
 from holdfast.simulate.generators import GENERATORS, make_trace
+from holdfast.simulate.rivals.registry import policy_named
 from holdfast.simulate.traces.events import EventStream
 from holdfast.simulate.traces.node_changes import ReadOptions
 
@@ -142,7 +143,7 @@ def _maker(name: str) -> PolicyMaker | None:
     """None for our own policy, which needs the run file."""
     if name == OURS:
         return None
-    raise ConfigError(f"there is no policy {name!r}", where="--policy", remedy=f"use {OURS}")
+    return policy_named(name)
 
 
 def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:

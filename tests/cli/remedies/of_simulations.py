@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from holdfast.cli.simulate_journal import JournalObserver
+from holdfast.cli.simulate_mix import mix
 from holdfast.cli.simulate_request import Asked, study_of
 from holdfast.simulate.engine.settings import as_number, parse_setting
+from holdfast.simulate.rivals.parcae import parse_saved
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 
 RUN = """\
@@ -25,6 +29,40 @@ def run_file(lab: Lab) -> None:
 def simulate(lab: Lab) -> None:
     given = {"made": "spot", **lab.settings}
     study_of(Asked(Path(lab.path("run.yaml")), cluster="2x1xA100-80", days=0.01, **given))
+
+
+PRICES = """\
+date,machine_type,region,usd_per_hour_on_demand,usd_per_hour_spot
+2023-05-08,m,mars-1,3.0,1.0
+"""
+
+
+def mix_lab(**settings: Any) -> Callable[[Lab], None]:
+    def prepare(lab: Lab) -> None:
+        lab.write("c.json", '{"metadata": {"gap_seconds": 900}, "data": [1, 1, 1, 0]}')
+        lab.write("prices.csv", PRICES)
+        given = {"spot": ["us-east-1=0.5"], "deadline": 20.0, "begin": "", "machine": ""}
+        zone = f"us-east-1c={lab.path('c.json')}"
+        lab.settings.update(given | {"zone": zone} | settings)
+
+    return prepare
+
+
+def mixed(lab: Lab) -> None:
+    given = lab.settings
+    uses_table = given["machine"] or given["begin"]
+    mix(
+        [given["zone"]],
+        10.0,
+        1,
+        given["deadline"],
+        on_demand=3.0,
+        spot=given["spot"],
+        prices=Path(lab.path("prices.csv")) if uses_table else None,
+        machine=given["machine"],
+        prices_from=given["begin"],
+        replays=2,
+    )
 
 
 CASES: list[Case] = [
@@ -57,11 +95,22 @@ CASES: list[Case] = [
         fixed(given=("detection_s=3",)),
     ),
     case(
-        "cli/simulate_request.py: there is no policy …",
+        "simulate/rivals/registry.py: there is no policy …",
         lambda lab: (run_file(lab), lab.settings.update(policies=("pray",))),
         simulate,
         r"use (\w+)",
         lambda lab, found: lab.settings.update(policies=(found[1],)),
+    ),
+    case(
+        "simulate/rivals/parcae.py: this is no file of Parcae's decisions",
+        lambda lab: lab.settings.update(text="[3]"),
+        lambda lab: parse_saved(lab.settings["text"], "saved.json"),
+        "give a JSON list with 'interval', 'throughut-opt', 'liveput-truth' and "
+        "'liveput-predict' for each minute",
+        fixed(
+            text='[{"interval": [0, 2, 0], "throughut-opt": [1, 2], "liveput-truth": [1, 2], '
+            '"liveput-predict": [1, 2]}]'
+        ),
     ),
     case(
         "cli/simulate_journal.py: this folder is not empty",
@@ -69,5 +118,49 @@ CASES: list[Case] = [
         lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
         "give --out a folder that does not exist",
         fixed(out="made"),
+    ),
+    case(
+        "cli/simulate_mix.py: … is no zone",
+        mix_lab(zone="c.json"),
+        mixed,
+        r"write NAME=FILE: us-east-1c=(\S+)",
+        lambda lab, found: lab.settings.update(zone=f"us-east-1c={lab.path(found[1])}"),
+    ),
+    case(
+        "cli/simulate_mix.py: … is no price",
+        mix_lab(spot=["0.61"]),
+        mixed,
+        r"write NAME=DOLLARS: (\S+)",
+        lambda lab, found: lab.settings.update(spot=[found[1]]),
+    ),
+    case(
+        "cli/simulate_mix.py: zone … has no price",
+        mix_lab(spot=[]),
+        mixed,
+        r"add --spot (\S+)=DOLLARS and --on-demand DOLLARS, or --prices FILE with --machine TYPE",
+        lambda lab, found: lab.settings.update(spot=[f"{found[1]}=0.5"]),
+    ),
+    case(
+        "cli/simulate_mix.py: … is no date",
+        mix_lab(begin="27 August"),
+        mixed,
+        r"write it as (\S+)",
+        lambda lab, found: lab.settings.update(begin=found[1]),
+    ),
+    case(
+        "simulate/spot_mix.py: … nodes that are always there need … h",
+        mix_lab(deadline=1.0),
+        mixed,
+        r"give (\S+) hours or more",
+        lambda lab, found: lab.settings.update(deadline=float(found[1])),
+    ),
+    case(
+        "simulate/spot_mix.py: there is no price of … in …",
+        mix_lab(spot=[], machine="m"),
+        mixed,
+        r"use a zone of (\S+)",
+        lambda lab, found: lab.settings.update(
+            machine="m", zone=f"{found[1]}a={lab.path('c.json')}"
+        ),
     ),
 ]

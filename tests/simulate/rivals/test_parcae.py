@@ -42,7 +42,7 @@ ROWS = read_rows(Path(grid_cost.__file__).with_name("parcae_throughput.csv"))
 
 def test_the_measured_grids_have_the_published_best_layouts():
     bert = workloads.measured_grid(ROWS, workloads.BERT_LARGE)
-    assert len(bert.shapes) == 56
+    assert len(bert.shapes) == 62
     assert bert.point(32).layout == "8 x 4"
     assert bert.point(1) is None
     assert bert.point(32).step_s == pytest.approx(1.842692, rel=1e-4)

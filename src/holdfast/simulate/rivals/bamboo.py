@@ -10,6 +10,7 @@ from holdfast.simulate.engine.interfaces import (
     DISK,
     NOTHING,
     SAVE,
+    STEP,
     Change,
     Decision,
     OperatingPoint,
@@ -61,7 +62,7 @@ class BambooPolicy:
             transition: Transition | None = self._lose(view, {view.used[p] for p in change.lost})
         elif view.point is None:
             transition = self._begin(view, NOTHING, 0.0)
-        elif view.pause_left > 0:
+        elif view.pause_left > 0 or not change.review or self._is_forming(view):
             transition = None
         else:
             transition = self._reconfigure(view)
@@ -71,9 +72,13 @@ class BambooPolicy:
         """After each step it looks whether to reconfigure: so once a step after each change."""
         if transition is not None and transition.point is not None:
             return sum(s for _, s in transition.pauses) + transition.point.step_s
-        if view.pause_left > 0 and view.point is not None:
+        if view.point is not None and (view.nodes.keys() - set(view.used) or self._doubled):
             return view.pause_left + view.point.step_s
         return inf
+
+    def _is_forming(self, view: View) -> bool:
+        """New pipelines are decided and begin at the end of the step."""
+        return set(self._names.values()) != set(view.used)
 
     # --- layouts --------------------------------------------------------------------------------
     def _point(self, pipelines: int, slow: float = 1.0) -> OperatingPoint | None:
@@ -117,6 +122,8 @@ class BambooPolicy:
     # --- losses ---------------------------------------------------------------------------------
     def _lose(self, view: View, gone: Collection[str]) -> Transition | None:
         costs = self.cost.costs
+        if self._is_forming(view):
+            return self._form_again(view)
         if self._is_fatal(gone):
             self._saves.saw_failure()
             # the rendezvous replaces the time for processes and membership
@@ -130,6 +137,20 @@ class BambooPolicy:
         at_work = replace(point, nodes=len(used))
         return Transition(
             at_work, ((RECOVERY, pause),), NOTHING, used=used, reason="neighbour stands in"
+        )
+
+    def _form_again(self, view: View) -> Transition:
+        """A loss while new pipelines form: they form with the rest."""
+        self._doubled = set()
+        point = self._point(len(view.nodes) // self.stages)
+        if point is None:
+            self._names = {}
+            return Transition(None, loses=SAVE, reason="too few nodes")
+        self._names = dict(enumerate(list(view.nodes)[: point.nodes]))
+        costs = self.cost.costs
+        pause = costs.detection_s + RENDEZVOUS_S + regroup_s(costs, 1 / self.stages)
+        return Transition(
+            point, ((RECOVERY, pause),), STEP, used=tuple(self._names.values()), reason="forms"
         )
 
     def _is_fatal(self, gone: Collection[str]) -> bool:

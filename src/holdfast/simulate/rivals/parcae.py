@@ -98,15 +98,18 @@ class MinutelyPolicy:
         point = self.cost.shaped(dp, pp)
         assert point is not None
         self._shape = wanted
-        if before is None or view.point is None:
+        if view.point is None:
             pause = restart_s(costs, dp * pp, dp)
             used = tuple(view.nodes)[: dp * pp]
             return Transition(point, ((STARTUP, pause),), used=used, reason="start")
-        used, moved = place_nodes(view, change.lost, before[1], wanted)
+        stages = view.point.nodes_per_replica
+        if (view.point.replicas, stages) == wanted and not change.lost:  # it stays after all
+            return Transition(point, used=tuple(view.used))
+        used, moved = place_nodes(view, change.lost, stages, wanted)
         pause = regroup_s(costs, moved) + (costs.detection_s if change.lost else 0.0)
         pause = max(pause, view.pause_left)
         loses = STEP if change.lost else NOTHING
-        reason = "migrates" if pp == before[1] else "changes depth"
+        reason = "migrates" if pp == stages else "changes depth"
         return Transition(point, ((RECOVERY, pause),), loses, used=used, reason=reason)
 
     def saves(self, view: View) -> SavePlan:
@@ -216,6 +219,8 @@ def parse_saved(text: str, source: str) -> SavedDecisions:
     """
     try:
         items = parse_json(text)
+        if not isinstance(items, list):
+            raise TypeError
         intervals = tuple(tuple(int(n) for n in item["interval"]) for item in items)
         by_kind = {
             name: tuple((int(item[key][0]), int(item[key][1])) for item in items)

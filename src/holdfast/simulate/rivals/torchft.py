@@ -85,7 +85,6 @@ class TorchftPolicy:
         left = self._point(len(complete))
         if left is None:
             self._saves.saw_failure()
-            self._healing, self._ready_at = (), inf
             return self._restart(view, SAVE, costs.detection_s)
         used = tuple(name for group in complete[: left.replicas] for name in group)
         pause = max(costs.detection_s + regroup_s(costs), view.pause_left)
@@ -102,6 +101,7 @@ class TorchftPolicy:
     def _restart(
         self, view: View, loses: str, before_s: float, label: str = RECOVERY
     ) -> Transition | None:
+        self._healing, self._ready_at = (), inf
         point = self._point(len(view.nodes) // self._depth())
         if point is None:
             return None if loses != SAVE else Transition(None, loses=SAVE, reason="no group left")
@@ -115,6 +115,8 @@ class TorchftPolicy:
     def _grow(self, view: View) -> Transition | None:
         """Groups that have healed join."""
         assert view.point is not None
+        if self._healing and set(self._healing) <= set(view.used):
+            self._healing, self._ready_at = (), inf
         if not self._healing:
             self._plan_growth(view)
             return None
@@ -122,7 +124,6 @@ class TorchftPolicy:
             return None
         used = (*view.used, *self._healing)
         point = self.cost.shaped(len(used) // self._depth(), self._depth())
-        self._healing, self._ready_at = (), inf
         if point is None:
             return None
         pause = regroup_s(self.cost.costs)
@@ -139,9 +140,10 @@ class TorchftPolicy:
         self._ready_at = view.now + costs.peer_s(depth)
 
     def _next_review(self, view: View, transition: Transition | None) -> float:
-        """Groups of nodes that have no work begin to heal after the next change."""
-        if not self._healing and transition is not None and transition.point is not None:
-            return 1.0 + sum(seconds for _, seconds in transition.pauses)
+        """Groups of nodes that have no work begin to heal after the next change. One that joins at
+        the end of the step is looked at after it."""
+        if transition is not None and transition.point is not None:
+            return transition.point.step_s + sum(seconds for _, seconds in transition.pauses)
         if self._healing:
             return max(1.0, self._ready_at - view.now, view.pause_left)
         return inf
