@@ -97,7 +97,7 @@ def parse(command: Any, words: list[str]) -> None:
 
 
 def _is_short(inner: dict[str, Any], name: str) -> bool:
-    return name not in inner and set(inner) <= {"run", "admission"}
+    return name not in inner and {"run", "mix"} <= set(inner)
 
 
 def problem_of(quote: str, text: str) -> str | None:

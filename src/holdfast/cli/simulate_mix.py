@@ -72,8 +72,7 @@ def mix(
 
     \b
     Example:
-      holdfast simulate mix --zone us-east-1c=c.json --zone us-east-1d=d.json --spot us-east-1=0.61
-        --on-demand 3.06 --work 100 --nodes 2 --deadline 60
+      holdfast simulate mix --zone a=a.json --spot a=1 --on-demand 3 --work 9 --nodes 2 --deadline 6
     """
     asked = Work(work, nodes, deadline, tick, change, move)
     streams = {name: _stream(path) for name, path in map(_zone_of, zone)}
@@ -124,7 +123,7 @@ def _price_of(text: str) -> tuple[str, float]:
 
 
 class _Prices:
-    """Where each zone's prices come from."""
+    """The prices of each zone."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """The cheapest mix of spot and on-demand nodes that meets a deadline in most replays. Pure.
 
 `policy/mix.py` chooses from what one moment shows. This searches over plans that are fixed
-beforehand: which zones' spot nodes, how many on-demand nodes beside them, and how early on-demand
-nodes replace the rest. Each plan runs through the same replays: a replay is a beginning in the
-recorded availability and prices. The answer is the cheapest plan that ends in time in the wanted
-share of them.
+beforehand. A plan has zones for spot nodes, a number of on-demand nodes, and the moment at which
+on-demand nodes replace missing spot nodes. Each plan runs through the same replays, each with
+another beginning in the recorded availability and prices. The answer is the cheapest plan that ends
+in time in the wanted share of them.
 """
 
 from __future__ import annotations

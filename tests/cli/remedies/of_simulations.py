@@ -98,7 +98,7 @@ CASES: list[Case] = [
         "simulate/rivals/registry.py: there is no policy …",
         lambda lab: (run_file(lab), lab.settings.update(policies=("pray",))),
         simulate,
-        r"use (\w+)",
+        r"use (\w+), .*",
         lambda lab, found: lab.settings.update(policies=(found[1],)),
     ),
     case(
