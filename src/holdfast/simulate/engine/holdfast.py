@@ -41,8 +41,12 @@ _LEVELS = {CONTINUES: 0, FROM_MEMORY: 1, FROM_STORE: 2}
 """Classes of `policy/saving/failure_classes.py`."""
 MIN_REVIEW_S = 60.0
 REVIEW_SHARE = 0.25
-"""The intervals are decided again after this share of the time since the last failure. A belief
-about a rate hardly moves in less."""
+REVIEW_FAILURES = 1.0
+"""The intervals are decided again after this share of the time since the last failure, and after
+the time in which a failure is expected. A belief about a rate hardly moves in less."""
+SAME_RATE = 0.83
+"""A rate within this factor moves no interval: `policy/saving/interval.py` keeps one that would
+change by less than a tenth, and it goes with the root of the rate."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,13 @@ class HoldfastPolicy:
     classes: FailureClassCounts = field(default_factory=FailureClassCounts)
     settings: TierSettings = field(init=False)
     _since: float = 0.0
+    _node_s: float = 0.0
+    _counted_at: float = 0.0
     _last_failure: float = 0.0
+    _decide_at: float = 0.0
+    _decided_for: int = 0
+    _decided_rate: float = 1e-300
+    _saves: dict[int, dict[int, TierSave]] = field(default_factory=dict)
     _current: dict[int, IntervalDecision] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,6 +117,7 @@ class HoldfastPolicy:
 
     # --- nodes change ---------------------------------------------------------------------------
     def decide(self, view: View, change: Change) -> Decision:
+        self._count_nodes(view)
         if change.lost:
             return self._after_loss(view, change)
         if view.point is None:
@@ -132,6 +143,7 @@ class HoldfastPolicy:
         if view.pause_left == 0:
             self._observe(view, failures=1)
             self.classes = self.classes.with_failure(_LEVELS[need])
+            self._decide_at = view.now
         point = self.cost.point(len(view.nodes))
         costs, rung = self.cost.costs, self.rules.rung_s
         if point is None:
@@ -249,39 +261,65 @@ class HoldfastPolicy:
 
     # --- saves ----------------------------------------------------------------------------------
     def _observe(self, view: View, failures: int = 0) -> None:
-        nodes = view.point.nodes if view.point else 1
-        passed = max(0.0, view.now - self._since)
-        self.rate = self.rate.with_observation(passed, nodes, failures)
-        self._since = view.now
+        """Time passed at risk, on the mean number of nodes since the last look; then failures."""
+        self._count_nodes(view)
+        passed = view.now - self._since
+        nodes = self._node_s / passed if passed > 0 else 1.0
+        self.rate = self.rate.with_observation(max(0.0, passed), max(1.0, nodes), failures)
+        self._since, self._node_s = view.now, 0.0
         if failures:
             self._last_failure = view.now
 
+    def _count_nodes(self, view: View) -> None:
+        used = view.point.nodes if view.point else 1
+        self._node_s += used * (view.now - self._counted_at)
+        self._counted_at = view.now
+
     def saves(self, view: View) -> SavePlan:
+        """Decided again after a failure, and when the belief may have moved."""
         point = view.point
         assert point is not None
-        if view.now > self._since:
-            self._observe(view)
-        costs, nodes = self.cost.costs, point.nodes
-        sent = costs.save_pause_s + costs.sent_share * costs.peer_s(nodes)
-        each = {
-            PEERS: TierSave(PEERS, inf, sent, costs.peer_s(nodes), costs.state_bytes),
-            DISK: TierSave(DISK, inf, costs.save_pause_s, costs.store_s(nodes), costs.state_bytes),
-        }
-        if self.settings.automatic:
-            self._current = decide_intervals(
-                self.settings,
-                SaveCosts({tier: SaveCost(save.blocked_s) for tier, save in each.items()}),
-                {tier: save.durable_s for tier, save in each.items()},
-                self.rate,
-                self.classes,
-                nodes,
-                {PEERS: self.rules.peer_interval_s, DISK: self.rules.store_interval_s},
-                self._current,
-            )
+        nodes = point.nodes
+        each = self._saves_on(nodes)
+        is_due = view.now >= self._decide_at
+        if self.settings.automatic and (is_due or nodes != self._decided_for):
+            if is_due and view.now > self._since:
+                self._observe(view)
+            rate = self.rate.failures_per_second(nodes)
+            quiet = REVIEW_SHARE * (view.now - self._last_failure)
+            self._decide_at = view.now + max(MIN_REVIEW_S, REVIEW_FAILURES / rate, quiet)
+            self._decided_for = nodes
+            if not SAME_RATE < rate / self._decided_rate < 1 / SAME_RATE:
+                self._decide_intervals(nodes, each)
+                self._decided_rate = rate
         tiers = tuple(
             replace(each[tier], interval_s=self._interval(tier))
             for tier in self.settings.present
             if self._interval(tier) < inf
         )
-        quiet = max(MIN_REVIEW_S, REVIEW_SHARE * (view.now - self._last_failure))
-        return SavePlan(tiers, quiet)
+        due = self._decide_at - view.now if self.settings.automatic else inf
+        return SavePlan(tiers, max(MIN_REVIEW_S, due))
+
+    def _saves_on(self, nodes: int) -> dict[int, TierSave]:
+        """What a save into each tier takes on so many nodes."""
+        if nodes not in self._saves:
+            costs = self.cost.costs
+            sent = costs.save_pause_s + costs.sent_share * costs.peer_s(nodes)
+            size, stored = costs.state_bytes, costs.store_s(nodes)
+            self._saves[nodes] = {
+                PEERS: TierSave(PEERS, inf, sent, costs.peer_s(nodes), size),
+                DISK: TierSave(DISK, inf, costs.save_pause_s, stored, size),
+            }
+        return self._saves[nodes]
+
+    def _decide_intervals(self, nodes: int, each: Mapping[int, TierSave]) -> None:
+        self._current = decide_intervals(
+            self.settings,
+            SaveCosts({tier: SaveCost(save.blocked_s) for tier, save in each.items()}),
+            {tier: save.durable_s for tier, save in each.items()},
+            self.rate,
+            self.classes,
+            nodes,
+            {PEERS: self.rules.peer_interval_s, DISK: self.rules.store_interval_s},
+            self._current,
+        )

@@ -33,6 +33,8 @@ from holdfast.simulate.traces.events import TraceEvent
 
 _NO_WORK = LostWork(0.0, 0.0, 0.0, 0.0, 0.0)
 _TINY = 1e-9
+MIN_REVIEW_S = 0.1
+"""A policy is asked again no sooner than after so many seconds."""
 
 
 class Observer(Protocol):
@@ -231,7 +233,7 @@ class Simulation:
             self.ledger.interruptions += 1
             self._fault_at = self.now if self._fault_at is None else self._fault_at
         decision = self.policy.decide(self, change)
-        self._review_at = self.now + decision.review_s
+        self._review_at = self.now + max(MIN_REVIEW_S, decision.review_s)
         if decision.transition is not None:
             self._plan(decision.transition, bool(change.lost))
         elif change.lost:
@@ -311,7 +313,7 @@ class Simulation:
 
     def _ask_saves(self) -> None:
         plan = self.policy.saves(self)
-        self._saves_at = self.now + plan.review_s
+        self._saves_at = self.now + max(MIN_REVIEW_S, plan.review_s)
         self.progress.set_plan(plan)
         if self.observer:
             self.observer.planned(self, plan)
