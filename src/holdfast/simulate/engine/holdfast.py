@@ -42,8 +42,8 @@ _LEVELS = {CONTINUES: 0, FROM_MEMORY: 1, FROM_STORE: 2}
 MIN_REVIEW_S = 60.0
 REVIEW_SHARE = 0.25
 REVIEW_FAILURES = 1.0
-"""The intervals are decided again after this share of the time since the last failure, and after
-the time in which a failure is expected. A belief about a rate hardly moves in less."""
+"""The intervals are decided again when a failure was to be expected, and at the latest after this
+share of the time since the last one. A belief about a rate hardly moves in less."""
 SAME_RATE = 0.83
 """A rate within this factor moves no interval: `policy/saving/interval.py` keeps one that would
 change by less than a tenth, and it goes with the root of the rate."""

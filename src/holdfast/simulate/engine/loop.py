@@ -162,7 +162,7 @@ class Simulation:
                 if not self._pauses:
                     self._resume()
             if self.now >= self._planned_at and self._planned is not None:
-                self._change(self._planned, False)
+                self._carry_out(self._planned)
             elif self.now >= self._review_at:
                 self._review_at = inf
                 self._decide(Change(review=True))
@@ -249,6 +249,14 @@ class Simulation:
             self._change(transition, is_loss)
         else:
             self._planned, self._planned_at = transition, self.now + left
+
+    def _carry_out(self, planned: Transition) -> None:
+        """The step has ended; a node that was to join may be lost by now."""
+        self._planned, self._planned_at = None, inf
+        if all(name in self.nodes for name in planned.used or ()):
+            self._change(planned, False)
+        else:
+            self._decide(Change(review=True))
 
     def _change(self, transition: Transition, is_loss: bool) -> None:
         self._planned, self._planned_at = None, inf
