@@ -42,11 +42,11 @@ _LEVELS = {CONTINUES: 0, FROM_MEMORY: 1, FROM_STORE: 2}
 MIN_REVIEW_S = 60.0
 REVIEW_SHARE = 0.25
 REVIEW_FAILURES = 1.0
-"""The intervals are decided again when a failure was to be expected, and at the latest after this
-share of the time since the last one. A belief about a rate hardly moves in less."""
+"""Intervals are decided again when a failure was to be expected, at the latest after this share of
+the time since the last one."""
 SAME_RATE = 0.83
-"""A rate within this factor moves no interval: `policy/saving/interval.py` keeps one that would
-change by less than a tenth, and it goes with the root of the rate."""
+"""A rate within this factor moves no interval. An interval goes with the root of the rate, and
+`policy/saving/interval.py` keeps one that would change by less than a tenth."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class HoldfastRules:
     """What a run file sets. Intervals in seconds; 0: decided by the policy.
 
     peers: whether other nodes keep snapshots. staged: they lie on a node of their own that is never
-    lost (`holdfast stage`). grow_gain: a layout on more nodes is taken if it is
-    faster by this share at least. grow_wait_s: seconds that new nodes wait for more of them.
+    lost (`holdfast stage`). grow_gain: a layout on more nodes is taken if it is faster by this
+    share at least. grow_wait_s: seconds that new nodes wait for more of them.
     rung_s: fixed part of each rung of the ladder.
     """
 
