@@ -29,6 +29,7 @@ from holdfast.plan.hardware.this_machine import detect_machine
 from holdfast.plan.placing.topology_cost import Fleet
 
 MOST_ERROR, WITHIN = 0.10, 0.05
+EXPERTS = "experts"
 
 
 def fleet_here() -> Fleet:
@@ -104,7 +105,7 @@ def table(
     choose: bool = True,
 ) -> int:
     """Print it; 0 if the median error and the chosen layout are within what is asked. choose: the
-    rows are layouts of one problem."""
+    rows are layouts of one problem, and of a second one with experts."""
     print(f"load {os.getloadavg()[0]:.1f}")
     print(f"{'layout':<34}{'predicted ms':>13}{'measured ms':>13}{'error':>8}")
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
@@ -112,14 +113,19 @@ def table(
         ms = f"{1e3 * predicted[at]:13.1f}{1e3 * measured[at]:13.1f}"
         print(f"{name:<34}{ms}{errors[at]:>+8.1%}  {notes[at] if notes else ''}")
     median = statistics.median(map(abs, errors))
+    print(f"median error {median:.1%} (asked: at most {MOST_ERROR:.0%})")
     if not choose:
         return 0 if median <= MOST_ERROR else 1
-    chosen = min(range(len(names)), key=lambda at: predicted[at])
-    behind = measured[chosen] / min(measured) - 1
-    best = min(range(len(names)), key=lambda at: measured[at])
-    print(f"median error {median:.1%} (asked: at most {MOST_ERROR:.0%})")
-    print(f"chosen {names[chosen]}: {behind:+.1%} of the best measured, {names[best]}")
-    return 0 if median <= MOST_ERROR and behind <= WITHIN else 1
+    is_near = True
+    problems = [name.startswith(EXPERTS) for name in names]
+    for problem in sorted(set(problems)):
+        rows = [at for at, each in enumerate(problems) if each == problem]
+        chosen = min(rows, key=lambda at: predicted[at])
+        best = min(rows, key=lambda at: measured[at])
+        behind = measured[chosen] / measured[best] - 1
+        is_near = is_near and behind <= WITHIN
+        print(f"chosen {names[chosen]}: {behind:+.1%} of the best measured, {names[best]}")
+    return 0 if median <= MOST_ERROR and is_near else 1
 
 
 def main() -> int:

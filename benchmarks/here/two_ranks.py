@@ -35,11 +35,12 @@ NODE = "here"
 @dataclass(frozen=True)
 class Case:
     """One layout of two ranks. loop: a name of `benchmarks/peers/worker.py`. microbatches: parts of
-    a step."""
+    a step. experts: of each block; layouts of the same model are compared with each other."""
 
     name: str
     loop: str
     microbatches: int = 1
+    experts: int = 0
 
 
 CASES = (
@@ -47,9 +48,11 @@ CASES = (
     Case("dp2, 4 microbatches", "holdfast", 4),
     Case("dp_shard2 zero 1", "holdfast-zero1"),
     Case("dp_shard2 zero 2", "holdfast-zero2"),
+    Case("dp_shard2 zero 2, at the step's end", "holdfast-zero2-step", 4),
     Case("dp_shard2 zero 3", "holdfast-zero3"),
     Case("dp_shard2 zero 3, 4 microbatches", "holdfast-zero3", 4),
     Case("tp2", "holdfast-tp2"),
+    Case("tp2, tokens not cut", "holdfast-tp2-whole"),
     Case("cp2 allgather", "holdfast-cp2"),
     Case("cp2 ring", "holdfast-cp2-ring"),
     Case("cp2 ulysses", "holdfast-cp2-ulysses"),
@@ -59,6 +62,10 @@ CASES = (
     Case("pp2 zb-h1", "holdfast-pp2-zb-h1", 8),
     Case("pp2 zbv", "holdfast-pp2-zbv", 8),
     Case("pp2 dualpipev", "holdfast-pp2-dualpipev", 8),
+    Case("experts: dp2", "holdfast", experts=8),
+    Case("experts: zero 3", "holdfast-zero3", experts=8),
+    Case("experts: ep2 zero 3", "holdfast-ep2", experts=8),
+    Case("experts: ep2 with copies", "holdfast-ep2-copies", experts=8),
 )
 
 
@@ -79,7 +86,9 @@ def placed(case: Case, work: Work) -> tuple[RunConfig, Topology]:
         stages=work.stages(pp * named.stages_a_worker) if pp > 1 else (),
         is_folded=named.is_folded and pp > 1,
     )
-    more = {"cp_method": settings.get("cp_method", "allgather")}
+    keys = ("cp_method", "ep", "zero2_reduce", "sequence_parallel")
+    more: dict[str, Any] = {key: settings[key] for key in keys if key in settings}
+    more["expert_replicas"] = settings.get("copies", "off")
     zero = int(str(settings.get("zero", 3)))
     config = run_config(work, 2, layout, zero, schedule, **more)
     return config, place_layout(layout, 1, (NODE, NODE))
@@ -93,7 +102,7 @@ def predicted(case: Case, work: Work, fleet: Fleet, times: LayerTimes | None = N
 
 
 def works(cases: Sequence[Case], shape: dict[str, Any]) -> list[Work]:
-    return [Work(**shape, microbatches=case.microbatches) for case in cases]
+    return [Work(**shape, microbatches=case.microbatches, experts=case.experts) for case in cases]
 
 
 def measured(

@@ -85,6 +85,7 @@ def run(
     ep: int = 1,
     copies: str = "off",
     zero2_reduce: str = "microbatch",
+    sequence_parallel: bool = True,
 ) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
     keep_freed_memory()
@@ -99,8 +100,8 @@ def run(
         stages=work.stages(pp * named.stages_a_worker) if pp > 1 else (),
         is_folded=named.is_folded and pp > 1,
     )
-    more = {"cp_method": cp_method, "ep": ep, "expert_replicas": copies}
-    more["zero2_reduce"] = zero2_reduce
+    more: dict[str, Any] = {"cp_method": cp_method, "ep": ep, "expert_replicas": copies}
+    more |= {"zero2_reduce": zero2_reduce, "sequence_parallel": sequence_parallel}
     config = run_config(work, bench.world, layout, zero, schedule, **more)
     topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)

@@ -20,6 +20,7 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast-zero2-step": ("ours", {"shards": 2, "zero": 2, "zero2_reduce": "step"}),
     "holdfast-zero3": ("ours", {"shards": 2}),
     "holdfast-tp2": ("ours", {"tp": 2}),
+    "holdfast-tp2-whole": ("ours", {"tp": 2, "sequence_parallel": False}),
     "holdfast-cp2": ("ours", {"cp": 2}),
     "holdfast-cp2-ring": ("ours", {"cp": 2, "cp_method": "ring"}),
     "holdfast-cp2-ulysses": ("ours", {"cp": 2, "cp_method": "ulysses"}),

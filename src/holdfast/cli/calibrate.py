@@ -38,6 +38,7 @@ from holdfast.plan.hardware.fit import (
     samples_from_json,
 )
 from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.plan.probing.step_fit import compare_steps, with_steps
 from holdfast.wire.child_command import module_command
 
 RANK_MODULE = "holdfast.train.measure_machine"
@@ -85,8 +86,13 @@ def calibrate(
         raise
     today = date.today().isoformat()
     found = fit_calibration(samples, known, today, hardware.node, name, torch)
+    in_steps = list[FittedSample]()
+    of_table = load_devices().get(name)
+    if of_table is not None:
+        found = with_steps(found, of_table)
+        in_steps = compare_steps(samples, found, of_table)
     write_calibration(found, path)
-    compared = compare(samples, found)
+    compared = compare(samples, found) + in_steps
     if json:
         print_json(found.to_json() | {"file": str(path), "errors": _errors(compared)})
         return
@@ -170,19 +176,25 @@ def _print_samples(compared: list[FittedSample]) -> None:
     rows = []
     for each in compared:
         one = each.sample
+        if one.name:
+            rows.append((one.kind, one.name, *_times(each), ""))
+            continue
         size = f"{one.flops / 1e9:.3g} GFLOP" if one.flops else _bytes(one.size)
         rate = one.flops / one.seconds if one.flops else one.size / one.seconds
         rows.append(
             (
                 f"{one.kind} {one.precision}".strip(),
                 size,
-                f"{one.seconds * 1e6:.1f}",
-                f"{each.fitted_s * 1e6:.1f}",
-                f"{each.error:+.0%}",
+                *_times(each),
                 f"{rate / 1e9:.3g} {'GFLOP/s' if one.flops else 'GB/s'}",
             )
         )
     print_table(rows, ("what", "size", "measured us", "fitted us", "error", "measured rate"))
+
+
+def _times(found: FittedSample) -> tuple[str, str, str]:
+    measured, fitted = found.sample.seconds, found.fitted_s
+    return f"{measured * 1e6:.1f}", f"{fitted * 1e6:.1f}", f"{found.error:+.0%}"
 
 
 def _bytes(size: float) -> str:
@@ -214,6 +226,18 @@ def _print_constants(found: Calibration, compared: list[FittedSample]) -> None:
         )
         for kind, link in names.items()
         if link is not None and kind in errors
+    ]
+    if "step" in errors:
+        steps = found.steps
+        words = (
+            f"kernel {steps.kernel_s * 1e6:.3g} us, microbatch {steps.microbatch_s * 1e3:.2g} ms, "
+            f"step {steps.step_s * 1e3:.2g} ms, products x {steps.products:.2f}, "
+            f"moves x {steps.moves:.2f}, gradients x {steps.gradient_moves:.1f}"
+        )
+        rows.append(("step", words, f"{errors['step']:.1%}"))
+    rows += [
+        (way, f"{link.latency_s * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s", "")
+        for way, link in found.ways
     ]
     print_table(rows, ("fitted", "constants", "mean error"))
 

@@ -23,8 +23,15 @@ from holdfast.core.devices import device_kind
 from holdfast.parallel.devices import has_bf16_products, select_device
 from holdfast.plan.cost.layer_times import ATTENTION_BACKWARD
 from holdfast.plan.hardware.fit import Sample
+from holdfast.plan.probing.probes import probes_for
+from holdfast.train.malloc import keep_freed_memory
+from holdfast.train.measure_steps import measure_steps
 from holdfast.train.precision import same_kernels_each_time, same_products_on_any_threads
 
+OF_STEPS = 0.6
+"""Share of the time that goes to steps of probes."""
+_QUEUE_S, _MOST_QUEUED = 0.02, 64
+"""Work of an accelerator between two waits for it, in seconds and in operations."""
 FEWEST = 3
 """Repetitions of an operation, however long it takes."""
 QUANTILE = 0.2
@@ -34,8 +41,8 @@ _CHAIN = 32
 _CPU_EDGES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CARD_EDGES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
 _CPU_ATTENTION = ((4, 32, 128), (8, 32, 256), (4, 64, 512))
-_CARD_ATTENTION = ((16, 128, 2048), (32, 64, 4096), (64, 128, 4096))
-"""Heads, elements of a head, and tokens of a sample."""
+_CARD_ATTENTION = ((128, 64, 2048), (128, 64, 4096), (64, 128, 4096))
+"""Heads of all samples, elements of a head, and tokens of a sample."""
 _CPU_SIZES = tuple(2**power for power in range(12, 25, 2))
 _CARD_SIZES = tuple(2**power for power in range(14, 30, 2))
 _MESSAGE_SIZES = tuple(2**power for power in range(8, 24, 2))
@@ -58,15 +65,27 @@ class Stopwatch:
         act()
         self._settle()
         found: list[float] = []
+        queued = 1 if alike else self._queued(act)
         end = time.monotonic() + self.share_s
         while True:
             begin = time.perf_counter()
-            act()
+            for _ in range(queued):
+                act()
             self._settle()
-            found.append(time.perf_counter() - begin)
+            found.append((time.perf_counter() - begin) / queued)
             over = time.monotonic() > end and len(found) >= FEWEST
             if self._agree(over) if alike else over:
                 return sorted(found)[int(QUANTILE * len(found))]
+
+    def _queued(self, act: Callable[[], object]) -> int:
+        """Calls between two waits for the device. A wait, and the launch before it, take longer
+        than a small operation; in a step they pass while the device computes."""
+        if self.device.type == "cpu":
+            return 1
+        begin = time.perf_counter()
+        act()
+        self._settle()
+        return max(1, min(_MOST_QUEUED, int(_QUEUE_S / (time.perf_counter() - begin))))
 
     def _settle(self) -> None:
         if self.device.type != "cpu":
@@ -194,6 +213,7 @@ def main(arguments: list[str]) -> None:
     device = torch.device(kind.device(rank))
     if kind.is_host:  # as a worker does
         same_products_on_any_threads()
+        keep_freed_memory()
     else:
         same_kernels_each_time(compiled=False)
     select_device(device)
@@ -203,9 +223,11 @@ def main(arguments: list[str]) -> None:
         store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         group = dist.new_group(backend="gloo")
-    operations = count_operations(kind.is_host, ranks)
+    probes = len(probes_for(ranks, kind.is_host))
+    singly = count_operations(kind.is_host, ranks)
+    operations = singly + probes
     _print(rank, {"torch": torch.__version__, "operations": operations, "ranks": ranks})
-    watch = Stopwatch(device, seconds / operations, group)
+    watch = Stopwatch(device, (1 - OF_STEPS) * seconds / singly, group)
     for sample in measure(watch):
         _print(rank, vars(sample))
         if group is not None:
@@ -214,6 +236,9 @@ def main(arguments: list[str]) -> None:
         for sample in measure_links(watch, rank, ranks):
             _print(rank, vars(sample))
         dist.destroy_process_group()
+    share_s = OF_STEPS * seconds / probes
+    for sample in measure_steps(share_s, QUANTILE, device, rank, ranks, folder):
+        _print(rank, vars(sample))
 
 
 def _print(rank: int, value: dict[str, object]) -> None:

@@ -10,13 +10,13 @@ that of its schedule's own table with the stages' durations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import gather_s, scatter_s
-from holdfast.plan.cost.group_links import GroupLinks, group_links
+from holdfast.plan.cost.group_links import GroupLinks, Ways, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
@@ -162,11 +162,12 @@ class Evaluator:
     def _of_places(self, choice: Choice, group: ReplicaChoice) -> tuple[_Place, ...]:
         """The pool and the links of each index on pp."""
         number = choice.number_of_replicas
-        key = (group.mesh_shape, group.pools, group.count, number, choice.ep)
+        key = (group.mesh_shape, group.pools, group.count, number, choice.ep, choice.zero)
         if key not in self._links:
-            found = []
+            found, cluster = [], self.problem.cluster
+            ways = Ways.of(choice.zero, self.problem.workload.cp_method)
             for index in range(group.pp):
-                links = group_links(self.problem.cluster, group, index, number, choice.ep)
+                links = group_links(cluster, group, index, number, choice.ep, ways)
                 place = _Place(group.pool_at(index), links)
                 found.append(self._places.setdefault((place.pool, links), place))
             self._links[key] = tuple(found)
@@ -254,7 +255,8 @@ class Evaluator:
         cut = group.tp if choice.sequence_parallel else 1
         size = tokens * workload.layers[0].width * workload.item / cut
         send = place.links.pp.message_s(size)
-        stage = StageTimes.of(times, send, self.problem.waits_for_sends)
+        fixed = self._device(place.pool).steps.microbatch_s
+        stage = StageTimes.of(times, send, self.problem.waits_for_sends, fixed)
         return stage.slowed(self.problem.slow.get(index, 1.0))
 
     def layer_times(
@@ -282,7 +284,7 @@ class Evaluator:
         if found is None:
             device = self._device(pool)
             times = self.problem.times or ShapeTimes.of_workload(workload)
-            found = self._times[key] = _with_gathers(
+            passes = _with_gathers(
                 workload,
                 times.of(layer, Part(*part), device, place.links),
                 choice,
@@ -291,6 +293,7 @@ class Evaluator:
                 place.links,
                 device.hides,
             )
+            found = self._times[key] = _with_sums(workload, passes, choice, group, layer, device)
         return found
 
     def _tail(
@@ -298,7 +301,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Seconds of the stage that takes longest after the passes."""
         stages = self._stage_times(choice, group, places)
-        shared = (choice.zero, choice.ep, group.tp, group.dp_shard, choice.host)
+        shared = (choice.zero, choice.ep, group.mesh_shape[1:], group.microbatches, choice.host)
         tails = []
         for index, place in enumerate(places):
             counts = counts_at(self.problem.workload, choice, group, index)
@@ -315,7 +318,8 @@ class Evaluator:
         """Return the seconds after the passes of a rank with these layers, if its backward hides
         all sums of gradients."""
         place = self._of_places(choice, group)[index]
-        key = (choice.zero, choice.ep, group.mesh_shape[1:], choice.host, id(place), counts)
+        shared = (choice.zero, choice.ep, group.mesh_shape[1:], group.microbatches, choice.host)
+        key = (shared, id(place), counts)
         if key not in self._tails:
             self._tails[key] = self._tail_of(choice, group, place, counts, inf)
         return sum(self._tails[key].values())
@@ -326,6 +330,7 @@ class Evaluator:
         """Seconds of a step after its passes."""
         problem = self.problem
         device = self._device(place.pool)
+        is_split = problem.workload.scatters_each and choice.zero == 2
         return step_tail(
             problem.workload.state,
             choice,
@@ -336,6 +341,8 @@ class Evaluator:
             bucket_bytes=problem.bucket_bytes,
             touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
             update=_measured_update(self, choice, group, place, counts),
+            scatters=group.microbatches if is_split else 1,
+            costs=device.steps,
         )
 
 
@@ -372,6 +379,24 @@ def _with_gathers(
     gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
     scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
     return with_collectives(times, gathers, gathers + scatters, hides)
+
+
+def _with_sums(
+    workload: Workload,
+    times: PassTimes,
+    choice: Choice,
+    group: ReplicaChoice,
+    layer: Layer,
+    device: DeviceType,
+) -> PassTimes:
+    """With the time that the gradients of a microbatch take to be added to the step's."""
+    if not device.steps.gradient_moves:
+        return times
+    own = layer_parameters(layer, group.tp, choice.ep)
+    own /= group.dp_shard if choice.zero > 1 else 1
+    touched_a_second = device.bandwidth * device.reached(workload.precision).memory
+    seconds = device.steps.gradient_moves * own * workload.state.gradients / touched_a_second
+    return replace(times, weights=times.weights + seconds)
 
 
 def _measured_update(

@@ -12,7 +12,7 @@ other share a node's cards, and each has its own devices' part. Measured on two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from holdfast.plan.cost.choice import ReplicaChoice
@@ -24,7 +24,8 @@ from holdfast.plan.hardware.link import Link
 @dataclass(frozen=True)
 class GroupLinks:
     """Of one replica's stage: the link of each axis, and of gradients between replicas. pp: to the
-    next stage. shards: of dp_shard and cp together, which share parameters. experts: of the
+    next stage. shards: of dp_shard and cp together, which share parameters. replicas: of ranks that
+    sum gradients, those of cp and of all replicas. experts: of the
     all-to-all of ep. copies: of ranks with the same experts."""
 
     tp: Link
@@ -36,8 +37,25 @@ class GroupLinks:
     copies: Link
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How a run's ranks exchange data: names of `NodePool.ways`."""
+
+    cp: str = ""
+    shards: str = ""
+
+    @staticmethod
+    def of(zero: int, cp_method: str) -> Ways:
+        return Ways(f"cp {cp_method}", f"zero {zero}")
+
+
 def group_links(
-    cluster: Cluster, group: ReplicaChoice, index: int, number_of_replicas: int, ep: int = 1
+    cluster: Cluster,
+    group: ReplicaChoice,
+    index: int,
+    number_of_replicas: int,
+    ep: int = 1,
+    ways: Ways = Ways(),
 ) -> GroupLinks:
     """Return the links of the stage at `index` on pp of a kind of replica."""
     pool = cluster.pool(group.pool_at(index))
@@ -46,13 +64,19 @@ def group_links(
     to_next = (
         _farthest(pool, 2 * stage) if following == pool else cluster.link_between(pool, following)
     )
+    known = dict(pool.ways)
+
+    def seen(link: Link, way: str) -> Link:
+        return known.get(way, link) if link == pool.inside else link
+
+    experts = exchange_links(pool, ep, group.tp)
     return GroupLinks(
-        tp=ring_link(pool, group.tp, 1),
-        cp=ring_link(pool, group.cp, group.tp),
-        shards=ring_link(pool, group.dp_shard * group.cp, group.tp),
-        pp=to_next,
-        replicas=_between_replicas(cluster, pool, group, number_of_replicas),
-        experts=exchange_links(pool, ep, group.tp),
+        tp=seen(ring_link(pool, group.tp, 1), "tp"),
+        cp=seen(ring_link(pool, group.cp, group.tp), ways.cp),
+        shards=seen(ring_link(pool, group.dp_shard * group.cp, group.tp), ways.shards),
+        pp=seen(to_next, "pp"),
+        replicas=seen(_between_replicas(cluster, pool, group, number_of_replicas), "replicas"),
+        experts=replace(experts, inside=known.get("ep", experts.inside)),
         copies=ring_link(pool, max(1, group.dp_shard * group.cp // ep), group.tp * ep),
     )
 
@@ -81,6 +105,8 @@ def _between_replicas(
     cluster: Cluster, pool: NodePool, group: ReplicaChoice, number_of_replicas: int
 ) -> Link:
     inside = ring_link(pool, min(number_of_replicas, max(1, group.count)), group.size)
+    if number_of_replicas == 1:
+        return ring_link(pool, group.cp, group.tp)
     zones = [each for each in cluster.pools if each.zone != pool.zone]
     if number_of_replicas <= group.count or not zones:
         return inside

@@ -12,7 +12,7 @@ in bf16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from holdfast.plan.cost.collectives import gather_s
@@ -56,15 +56,19 @@ class LayerTimes(Protocol):
 
 @dataclass(frozen=True)
 class ShapeTimes:
-    """From shapes. item: bytes of an element between kernels. repeats_all: see `Workload`."""
+    """From shapes. item: bytes of an element between kernels. repeats_all, is_compiled: see
+    `Workload`."""
 
     precision: str
     item: float
     repeats_all: bool = False
+    is_compiled: bool = True
 
     @staticmethod
     def of_workload(workload: Workload) -> ShapeTimes:
-        return ShapeTimes(workload.precision, workload.item, workload.repeats_all)
+        return ShapeTimes(
+            workload.precision, workload.item, workload.repeats_all, workload.is_compiled
+        )
 
     def of(self, layer: Layer, part: Part, device: DeviceType, links: GroupLinks) -> PassTimes:
         one = _Device.of(device, self.precision, self.item)
@@ -73,6 +77,7 @@ class ShapeTimes:
         attention = self._attention_s(one, layer, part)
         cut = part.tp if part.sequence_parallel else 1
         moved = layer.whole_moved / cut + layer.cut_moved / part.tp
+        moved *= 1.0 if self.is_compiled else device.steps.moves
         other = one.moved_s(part.tokens * moved, layer.kernels)
         rounding = one.rounding_s(layer, part)
         other += rounding
@@ -85,13 +90,9 @@ class ShapeTimes:
         again = {"none": 0.0, "selective": dropped, "full": forward - left_out}
         inputs = products + ATTENTION_BACKWARD * attention + 2 * other + sum(sent.values())
         times = 3 if part.recompute == "full" else 2
-        return PassTimes(
-            forward,
-            inputs,
-            products,
-            again[part.recompute],
-            {axis: times * s for axis, s in sent.items()},
-        )
+        communication = {axis: times * s for axis, s in sent.items()}
+        found = PassTimes(forward, inputs, products, again[part.recompute], communication)
+        return _with_host(found, layer, part, device)
 
     def _attention_s(self, one: _Device, layer: Layer, part: Part) -> float:
         if layer.attention is None:
@@ -130,10 +131,35 @@ class ShapeTimes:
         return sent
 
 
+def _with_host(times: PassTimes, layer: Layer, part: Part, device: DeviceType) -> PassTimes:
+    """With the host's part of each kernel. It passes while an accelerator computes what was
+    launched before, so the slower of the two counts. A CPU does one after the other."""
+    kernel_s = device.steps.kernel_s
+    if not kernel_s:
+        return times
+    products = float(len(layer.products))
+    if layer.experts is not None:
+        own = 1.0 if layer.experts.is_fused else layer.experts.count / part.ep
+        products += own * len(layer.experts.products)
+    others = layer.kernels + 2 * layer.reductions + (layer.attention is not None)
+
+    def slower(computing_s: float, kernels: float) -> float:
+        host_s = kernel_s * kernels
+        return max(computing_s, host_s) if device.hides else computing_s + host_s
+
+    return replace(
+        times,
+        forward=slower(times.forward, others + products),
+        inputs=slower(times.inputs, 2 * others + products),
+        weights=slower(times.weights, products),
+        again=slower(times.again, others + products) if times.again else 0.0,
+    )
+
+
 @dataclass(frozen=True)
 class _Device:
     """products, attention: FLOP/s. bytes: of memory a second. item, operand: bytes of an element,
-    and of one that a product reads."""
+    and of one that a product reads. slower: see `StepCosts.products`."""
 
     products: float
     attention: float
@@ -142,6 +168,7 @@ class _Device:
     launch_s: float
     item: float
     operand: float
+    slower: float
 
     @staticmethod
     def of(device: DeviceType, precision: str, item: float) -> _Device:
@@ -155,6 +182,7 @@ class _Device:
             reached.launch_s,
             item,
             NARROW.get(precision, item),
+            device.steps.products,
         )
 
     def product_s(self, tokens: float, product: Product, tp: int) -> float:
@@ -164,7 +192,7 @@ class _Device:
         flops = 2 * tokens * product.parameters / cut
         read = self.operand * (tokens * inputs + product.parameters / cut)
         size = read + self.item * tokens * outputs
-        return self.ramp_s + max(flops / self.products, size / self.bytes)
+        return self.slower * (self.ramp_s + max(flops / self.products, size / self.bytes))
 
     def rounding_s(self, layer: Layer, part: Part) -> float:
         """Seconds to round what products of narrow precisions read."""

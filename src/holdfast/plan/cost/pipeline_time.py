@@ -44,15 +44,20 @@ class StageTimes:
         return StageTimes(forward, inputs, weights, again, self.send, communication, self.waits)
 
     @staticmethod
-    def of(layers: Sequence[tuple[PassTimes, int]], send: float, waits: bool = False) -> StageTimes:
-        """The stage that holds so many of each of these layers."""
+    def of(
+        layers: Sequence[tuple[PassTimes, int]],
+        send: float,
+        waits: bool = False,
+        fixed: float = 0.0,
+    ) -> StageTimes:
+        """The stage that holds so many of each of these layers. fixed: seconds of its passes."""
         sent: dict[str, float] = {}
         for layer, number in layers:
             for axis, seconds in (layer.communication or {}).items():
                 sent[axis] = sent.get(axis, 0.0) + number * seconds
         return StageTimes(
-            sum(n * layer.forward for layer, n in layers),
-            sum(n * layer.inputs for layer, n in layers),
+            sum(n * layer.forward for layer, n in layers) + fixed / 2,
+            sum(n * layer.inputs for layer, n in layers) + fixed / 2,
             sum(n * layer.weights for layer, n in layers),
             sum(n * layer.again for layer, n in layers),
             send,

@@ -47,6 +47,9 @@ def workload_of(config: RunConfig) -> Workload:
         CHUNK_ELEMENTS[device],
         config.layout.reduction == "tree",
         device != "cpu",
+        is_compiled=config.train.compile,
+        cp_method=config.layout.cp_method,
+        scatters_each=config.layout.zero2_reduce == "microbatch",
     )
 
 

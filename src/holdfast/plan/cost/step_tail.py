@@ -19,6 +19,7 @@ from holdfast.plan.cost.stage_memory import (
     rank_parameters,
 )
 from holdfast.plan.cost.workload import StateBytes
+from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 
 
 def step_tail(
@@ -32,6 +33,8 @@ def step_tail(
     bucket_bytes: float,
     touched_a_second: float,
     update: float | None,
+    scatters: int = 1,
+    costs: StepCosts = NOT_MEASURED,
 ) -> dict[str, float]:
     """Return the seconds by part, for the ranks with these layers.
 
@@ -40,6 +43,7 @@ def step_tail(
         bucket_bytes: of gradients that travel together; 0: all do.
         touched_a_second: bytes that an update reads and writes in a second.
         update: measured seconds of the update of all parameters; None: from bytes.
+        scatters: how many times the shards of a replica sum their gradients.
     """
     shards, number = group.dp_shard, choice.number_of_replicas
     experts = expert_parameters(layers, group.tp, choice.ep)
@@ -51,8 +55,8 @@ def step_tail(
     def sums_s(parameters: float) -> float:
         pieces = max(1, round(parameters / bucket)) if bucket else 1
         size = parameters * state.gradients / pieces
-        scatter = scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
-        return pieces * (allreduce_s(links.replicas, size / shards, number) + scatter)
+        scatter = scatters * scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
+        return pieces * (allreduce_s(links.replicas, size / shards, number * group.cp) + scatter)
 
     sums, gathers = sums_s(dense), 0.0
     if experts:
@@ -62,10 +66,11 @@ def step_tail(
         if experts:
             sums += scatter_s(links.copies, experts * state.gradients, copies)
             gathers += gather_s(links.copies, experts * state.weights, copies)
+    moved_s = costs.update_moves * own * state.updated / touched_a_second
     first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
     last = 0.0 if hidden == inf else sums_s(max(min(first, dense), min(dense, bucket)))
     return {
         "gradients": max(last, sums - hidden),
         "parameters": gathers,
-        "update": own * state.updated / touched_a_second if update is None else update / shards,
+        "update": costs.step_s + (moved_s if update is None else update / shards),
     }

@@ -138,7 +138,9 @@ class Workload:
     0: there are no chunks. sums_in_tree: gradients of microbatches are summed in the order of a
     binary tree, which needs partial sums. loses_pieces: free memory lies in pieces, as on an
     accelerator. repeats_all: full recomputation repeats the complete forward pass, as Megatron
-    does; torch leaves out each layer's last product."""
+    does; torch leaves out each layer's last product. is_compiled: kernels are fused. cp_method: a
+    word of `layout.cp_method`. scatters_each: with ZeRO 2, shards sum the gradients of each
+    microbatch, not once a step."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -153,6 +155,9 @@ class Workload:
     sums_in_tree: bool = False
     loses_pieces: bool = True
     repeats_all: bool = False
+    is_compiled: bool = True
+    cp_method: str = "allgather"
+    scatters_each: bool = False
 
     @property
     def blocks(self) -> tuple[Layer, ...]:

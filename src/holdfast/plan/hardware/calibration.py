@@ -19,6 +19,7 @@ from holdfast.config.run_place import cache_folder
 from holdfast.errors import DataError
 from holdfast.plan.hardware.devices import DeviceType, Efficiency
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 
 VERSION = 1
 
@@ -31,7 +32,7 @@ class Calibration:
     messages: the same of single messages. host: copies between a device and the host's memory.
     cache_bytes, cache_bandwidth: what a kernel may move for its data to be in a cache, and its
     speed. call_s: of an operation that is in no training step, which pays no backward's
-    bookkeeping."""
+    bookkeeping. steps: what steps take beyond that. ways: see `NodePool`."""
 
     date: str
     node: str
@@ -47,6 +48,8 @@ class Calibration:
     cache_bandwidth: float = 0.0
     call_s: float = 0.0
     samples: tuple[Mapping[str, Any], ...] = field(default=())
+    steps: StepCosts = NOT_MEASURED
+    ways: tuple[tuple[str, Link], ...] = ()
 
     @property
     def summary(self) -> str:
@@ -65,6 +68,7 @@ class Calibration:
             bandwidth=self.bandwidth,
             efficiency={**device.efficiency, **self.efficiency},
             measured=self.date,
+            steps=self.steps,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +84,8 @@ class Calibration:
             "cache_bytes": self.cache_bytes,
             "cache_bandwidth": self.cache_bandwidth,
             "call_s": self.call_s,
+            "steps": vars(self.steps),
+            "ways": {name: vars(link) for name, link in self.ways},
             **{
                 name: vars(link) if link else None
                 for name, link in (
@@ -114,6 +120,8 @@ class Calibration:
             float(data["cache_bandwidth"]),
             float(data.get("call_s", 0.0)),
             tuple(data["samples"]),
+            StepCosts(**data.get("steps", {})),
+            tuple((name, Link(**link)) for name, link in data.get("ways", {}).items()),
         )
 
 

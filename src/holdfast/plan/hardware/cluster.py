@@ -22,7 +22,8 @@ class NodePool:
     node. outside: of one device to a device of another node, while all devices of the node send.
     nodes_per_rack: 0 where racks are not known. usd_per_hour: of one node. losses_per_day: of one
     node; several may go at once, see `burst`: the nodes that an interruption takes on average.
-    nodes_per_power_domain: 0 where they are not known. priced: date of the price.
+    nodes_per_power_domain: 0 where they are not known. priced: date of the price. ways: what
+    collectives of an axis see of `inside` by its name (`group_links.py`), if that was measured.
     """
 
     name: str
@@ -41,6 +42,7 @@ class NodePool:
     grams_co2_per_kwh: float = 0.0
     nodes_per_power_domain: int = 0
     priced: str = ""
+    ways: tuple[tuple[str, Link], ...] = ()
 
     @property
     def size(self) -> int:

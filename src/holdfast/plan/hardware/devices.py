@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import DataError
+from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 from holdfast.plan.hardware.tables import missing_name, read_rows
 
 DEVICES_FILE = Path(__file__).with_name("devices.csv")
@@ -55,6 +56,7 @@ class DeviceType:
     network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
     columns without a source. measured: date if `holdfast calibrate` measured it. hides:
     share of a message's time that computing may hide; 0 if the cores that compute carry it.
+    steps: what steps take beyond that.
     """
 
     name: str
@@ -75,6 +77,7 @@ class DeviceType:
     source: str = ""
     measured: str = ""
     hides: float = 1.0
+    steps: StepCosts = NOT_MEASURED
 
     @property
     def found_bytes(self) -> float:

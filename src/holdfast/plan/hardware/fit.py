@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from holdfast.plan.hardware.calibration import Calibration
-from holdfast.plan.hardware.devices import DeviceType, Efficiency
+from holdfast.plan.hardware.devices import ASSUMED, DeviceType, Efficiency
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.hardware.this_machine import CPU
 
 MOST_RAMP = 2.0
 """Largest weight of a link's root term: one more buffer in its chain."""
@@ -37,7 +38,7 @@ class Sample:
 
     kind: product, attention (fused, causal, forward and backward), kernel (element-wise), copy,
         message or allreduce. host: to or from the host's memory. call: a kernel of one element.
-        launch: the same in a training step.
+        launch: the same in a training step. step: of the engine, on the probe `name`.
     size: bytes that move, or the message's; 0: none. flops: 0: none.
     precision: "" if it has no part in it.
     """
@@ -48,6 +49,7 @@ class Sample:
     flops: float = 0.0
     precision: str = ""
     ranks: int = 1
+    name: str = ""
 
     @property
     def steps(self) -> int:
@@ -72,16 +74,21 @@ class FittedSample:
         return self.fitted_s / self.sample.seconds - 1
 
 
-def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """x >= 0 with the least sum of (row . x - 1)^2. A column whose x would be negative is left out.
+def least_squares(
+    rows: Sequence[Sequence[float]], right: Sequence[float] | None = None
+) -> list[float]:
+    """x >= 0 with the least sum of (row . x - right)^2. A column whose x would be negative is left
+    out.
 
-    Each row is one measurement's terms, divided by its time.
+    Each row is one measurement's terms, divided by its time. right: what they add up to, likewise
+    divided; None: the complete time, so 1.
     """
+    wanted = [1.0] * len(rows) if right is None else right
     kept = list(range(len(rows[0])))
     while True:
         found = _solve(
             [[sum(row[i] * row[j] for row in rows) for j in kept] for i in kept],
-            [sum(row[i] for row in rows) for i in kept],
+            [sum(row[i] * one for row, one in zip(rows, wanted, strict=True)) for i in kept],
         )
         worst = min(range(len(kept)), key=lambda at: found[at])
         if found[worst] >= 0 or len(kept) == 1:
@@ -124,6 +131,8 @@ def fit_calibration(
         median([each.seconds for each in samples if each.kind == kind])
         for kind in ("launch", "call")
     )
+    if device != CPU:  # the host's part is measured in steps (`StepCosts.kernel_s`)
+        launch = ASSUMED.launch_s
     moved = [each for each in samples if each.kind == "kernel"]
     large = [each for each in moved if each.size >= BEYOND_CACHES] or moved
     per_byte = _slope(large, call)

@@ -10,6 +10,7 @@ from holdfast.errors import DataError
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import DeviceType, device_reported, load_devices
+from holdfast.plan.hardware.link import Link
 from holdfast.plan.hardware.links import load_links
 from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.machine.links import detect_links
@@ -93,6 +94,8 @@ def _pool(
     types = load_links()
     fast = device.scale_up_link and (links.cards or device.name == CPU)
     inside = types[device.scale_up_link if fast else device.host_link].link
+    ways: tuple[tuple[str, Link], ...] = ()
     if calibration is not None and calibration.device == device.name and calibration.inside:
-        inside = calibration.inside
-    return NodePool(device.name, 1, count, device.name, inside, types[device.network_link].link)
+        inside, ways = calibration.inside, calibration.ways
+    outside = types[device.network_link].link
+    return NodePool(device.name, 1, count, device.name, inside, outside, ways=ways)

@@ -1,0 +1,169 @@
+"""Small models whose steps `holdfast calibrate` measures, each for what one constant adds to it.
+
+Probes "alone" run in every process at the same time, without peers: they show what the passes, the
+sums of gradients and the update take. The others run in one layout of two ranks. They show what the
+exchange of an axis takes as the engine does it: copies, Python and waits are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.layout import AXES, Layout, Topology, place_layout
+
+NODE = "here"
+HEAD = 32
+"""Elements of a head of attention."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One model and layout.
+
+    way: what of a pool's links it measures (`NodePool.ways`), "" for a rank alone. tokens: of a
+    sample. samples: of a microbatch. microbatches: of a step and replica. layout: keys of the run
+    file's `layout`. experts: of each block; 0: none. is_large: an accelerator computes longer than
+    its host.
+    """
+
+    name: str
+    way: str
+    layers: int
+    dim: int
+    tokens: int
+    samples: int = 2
+    microbatches: int = 1
+    vocabulary: int = 512
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    experts: int = 0
+    precision: str = "fp32"
+    is_large: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return 2 if self.way else 1
+
+    @property
+    def replicas(self) -> int:
+        degrees = (int(self.layout.get(axis, 1)) for axis in AXES)
+        found = self.ranks
+        for degree in degrees:
+            found //= degree
+        return found
+
+    def config(self, device: str = "cpu") -> RunConfig:
+        """The probe as a run file."""
+        heads = max(2, self.dim // (2 * HEAD if self.is_large else HEAD))
+        model: dict[str, Any] = {
+            "preset": None,
+            "layers": self.layers,
+            "dim": self.dim,
+            "heads": heads,
+            "kv_heads": heads,
+            "ffn_dim": 5 * self.dim // 2,
+            "vocab_size": self.vocabulary,
+            "tied_embeddings": False,
+        }
+        if self.experts:
+            experts = {"count": self.experts, "top_k": 2, "width": self.dim // 2}
+            model |= {"family": "mixtral", "experts": experts}
+        layout = {"workers": self.ranks} | dict(self.layout)
+        if layout.get("pp", 1) > 1:
+            layout["stages"] = self.stages
+        size = self.samples * self.microbatches * self.replicas
+        return RunConfig.model_validate(
+            {
+                "device": device,
+                "model": model,
+                "data": {"sequence_length": self.tokens},
+                "layout": layout,
+                "train": {
+                    "steps": 10**6,
+                    "batch_size": size,
+                    "microbatch_size": self.samples,
+                    "precision": self.precision,
+                },
+            }
+        )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Blocks of each pipeline stage; () without a pipeline."""
+        pp = int(self.layout.get("pp", 1))
+        return (self.layers // pp,) * pp if pp > 1 else ()
+
+    def topology(self) -> Topology:
+        degrees = {axis: int(self.layout.get(axis, 1)) for axis in AXES}
+        layout = Layout(dp_replicate=self.replicas, **degrees, stages=self.stages)
+        return place_layout(layout, 1, (NODE,) * self.ranks)
+
+
+ALONE = (
+    Probe("alone: tiny", "", 1, 64, 16),
+    Probe("alone: deep", "", 6, 64, 16),
+    Probe("alone: many microbatches", "", 2, 64, 16, microbatches=6),
+    Probe("alone: tokens", "", 2, 96, 192, samples=6),
+    Probe("alone: wide", "", 2, 320, 96, samples=4, vocabulary=1536),
+    Probe("alone: parameters", "", 1, 512, 16),
+    Probe("alone: sums", "", 1, 384, 32, microbatches=4),
+    Probe("alone: blocks", "", 3, 192, 144, samples=3, vocabulary=1024),
+    Probe("alone: few tokens", "", 2, 256, 48, microbatches=4),
+    Probe("alone: products", "", 1, 448, 256, samples=2, vocabulary=1024),
+    Probe("alone: long", "", 2, 128, 640, samples=1),
+)
+LARGE = tuple(
+    Probe(
+        f"large: {name}", "", layers, dim, tokens, samples, **more, precision="bf16", is_large=True
+    )
+    for name, layers, dim, tokens, samples, more in (
+        ("wide", 2, 3072, 1024, 8, {"vocabulary": 4096}),
+        ("tokens", 4, 1024, 2048, 8, {"vocabulary": 4096}),
+        ("long", 2, 1536, 8192, 1, {"vocabulary": 4096}),
+    )
+)
+"""For accelerators alone."""
+_WAYS: Mapping[str, Mapping[str, Any]] = {
+    "replicas": {},
+    "zero 1": {"dp_shard": 2, "zero": 1},
+    "zero 2": {"dp_shard": 2, "zero": 2},
+    "zero 3": {"dp_shard": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "cp allgather": {"cp": 2},
+    "cp ring": {"cp": 2, "cp_method": "ring"},
+    "cp ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "pp": {"pp": 2},
+    "ep": {"dp_shard": 2, "zero": 3, "ep": 2},
+}
+_OF_PARAMETERS = ("replicas", "zero 1", "zero 2", "zero 3")
+"""Ways whose messages are parameters or gradients; those of the others are tokens."""
+
+
+def _of_ways() -> Iterator[Probe]:
+    for way, layout in _WAYS.items():
+        microbatches = 4 if way == "pp" else 1
+        experts = 4 if way == "ep" else 0
+
+        def probe(
+            size: str, layers: int, dim: int, tokens: int, way: str = way, more: Any = None
+        ) -> Probe:
+            return Probe(f"{way}: {size}", way, layers, dim, tokens, **more)
+
+        more = {"microbatches": microbatches, "layout": layout, "experts": experts}
+        yield probe("small", 4, 64, 32, more=more)
+        if way in _OF_PARAMETERS:
+            yield probe("large", 2, 448, 32, more=more)
+        else:
+            yield probe("large", 2, 192, 320, more=more)
+
+
+PROBES = (*ALONE, *LARGE, *_of_ways())
+"""In the order in which they run."""
+
+
+def probes_for(ranks: int, is_host: bool) -> tuple[Probe, ...]:
+    """Those that so many processes can run. is_host: on a CPU."""
+    small = tuple(probe for probe in PROBES if not (is_host and probe.is_large))
+    return tuple(probe for probe in small if probe.ranks <= ranks)
