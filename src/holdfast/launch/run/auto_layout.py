@@ -25,6 +25,7 @@ from holdfast.plan.auto.search_run import (
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
+from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.search.search import Found
 from holdfast.report.formatting import (
@@ -115,8 +116,10 @@ def _describe(config: RunConfig, plan: RunPlan, found: Found, figures: Figures) 
 
 def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
     rate = format_si(figures.tokens_per_second)
+    # this machine's devices may be others
+    where = " on the devices of plan.cluster" if config.plan.cluster not in ("", HERE) else ""
     lines = [
-        f"planned: {format_duration(figures.step_s)} a step, {rate} tokens/s, "
+        f"planned: {format_duration(figures.step_s)} a step{where}, {rate} tokens/s, "
         f"{format_bytes(figures.peak_bytes)} of {format_bytes(figures.room)} on a device",
     ]
     if usd := figures.usd_of(config.train.steps):

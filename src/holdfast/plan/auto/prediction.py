@@ -9,6 +9,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.prediction import StepPredicted
 from holdfast.layout import Topology
 from holdfast.plan.auto.machines import Machines
+from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.hardware.devices import device_named
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
@@ -38,4 +39,6 @@ class Predictor:
         cost = TopologyCost(self.config, Fleet(machines.devices, pool), nodes).cost(topology)
         measured = device_named(pool.device, machines.devices).measured
         source = f"measured {measured}" if measured else "assumed"
+        if self.config.plan.cluster not in ("", HERE):  # whatever this run computes on
+            source += f", for {pool.device} of plan.cluster"
         return StepPredicted(cost.step_s, dict(cost.parts), round(cost.peak_bytes), source)

@@ -18,6 +18,10 @@ SCAN_CHUNK = 128
 _FEED_KEPT = {True: 4, False: 2}
 """Inner units that a feed-forward keeps, for each of its width: with a gate, and without."""
 
+_GATE_AGAIN = 1
+"""Of those with a gate, what the compiler computes again: the activation of the gate. Peaks of
+`python -m benchmarks.gpu --only plan` with two, four and eight samples differ by that."""
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -64,11 +68,13 @@ class KeptByRuntime:
     """How much a runtime keeps for the backward pass. norms: elements for each one of a norm's
     input. holds_inputs: a product's input is held complete on each rank of tp. Otherwise sequence
     parallelism cuts it, and the backward pass gathers it again (Korthikanti et al., 2022). masks:
-    elements for each one that attention or feed-forward gives; 0.5 for a byte of dropout."""
+    elements for each one that attention or feed-forward gives; 0.5 for a byte of dropout.
+    is_compiled: what a fused kernel can compute again is not kept."""
 
     norms: float = 1.0
     holds_inputs: bool = False
     masks: float = 0.0
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def block(
     is_joined: products with the same input are one product, as in Megatron.
     """
     mixing = _mixer(dim, mixer)
-    feeding = _feed(dim, feed) if feed else _Part()
+    feeding = _feed(dim, feed, kept.is_compiled) if feed else _Part()
     parts = (mixing, feeding)
     number = (mixer is not None) + (feed is not None)
     products = mixing.products + feeding.products
@@ -240,14 +246,15 @@ def _scan(dim: int, kind: Scan) -> _Part:
     )
 
 
-def _feed(dim: int, kind: FeedForward) -> _Part:
+def _feed(dim: int, kind: FeedForward, is_compiled: bool = False) -> _Part:
     width = 3 if kind.is_gated else 2
     if not kind.experts:
+        units = _FEED_KEPT[kind.is_gated] - _GATE_AGAIN * (is_compiled and kind.is_gated)
         return _Part(
             _feed_products(dim, kind.inner, kind.is_gated),
             cut_moved=width * kind.inner,
             kernels=4,
-            cut_kept=_FEED_KEPT[kind.is_gated] * kind.inner,
+            cut_kept=units * kind.inner,
         )
     space = kind.latent or dim
     products = [Product(dim, kind.experts)]

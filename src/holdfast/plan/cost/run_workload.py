@@ -29,7 +29,8 @@ def workload_of(config: RunConfig) -> Workload:
     item = 2 if is_mixed else state_item
     device = device_kind(config)
     # a CPU's norm keeps two wide copies, a fused one its input
-    kept = KeptByRuntime(2 * max(4, item) / item if device == "cpu" else 1.0, holds_inputs=True)
+    norms = 2 * max(4, item) / item if device == "cpu" else 1.0
+    kept = KeptByRuntime(norms, holds_inputs=True, is_compiled=config.train.compile)
     layers = [embedding(model.dim, model.vocab_rows)]
     layers += [_block(model, number, kept) for number in range(model.layers)]
     layers.append(head(model.dim, model.vocab_rows, kept))
