@@ -116,7 +116,7 @@ def _describe(config: RunConfig, plan: RunPlan, found: Found, figures: Figures) 
 
 def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
     rate = format_si(figures.tokens_per_second)
-    # this machine's devices may be others
+    # the devices of this run may differ from those
     where = " on the devices of plan.cluster" if config.plan.cluster not in ("", HERE) else ""
     lines = [
         f"planned: {format_duration(figures.step_s)} a step{where}, {rate} tokens/s, "

@@ -284,15 +284,8 @@ class Evaluator:
         if found is None:
             device = self._device(pool)
             times = self.problem.times or ShapeTimes.of_workload(workload)
-            passes = _with_gathers(
-                workload,
-                times.of(layer, Part(*part), device, place.links),
-                choice,
-                group,
-                layer,
-                place.links,
-                device.hides,
-            )
+            own, links = times.of(layer, Part(*part), device, place.links), place.links
+            passes = _with_gathers(workload, own, choice, group, layer, links, device.hides)
             found = self._times[key] = _with_sums(workload, passes, choice, group, layer, device)
         return found
 

@@ -1,7 +1,7 @@
 """What a step takes beyond its products, its attention and the bytes of fused kernels.
 
-`holdfast calibrate` measures steps of small models and fits these constants (`plan/probing`). Where
-nothing was measured, they change nothing.
+`holdfast calibrate` measures steps of small models and fits these constants (`plan/probing`). The
+values here, of a device without measured steps, change nothing.
 """
 
 from __future__ import annotations

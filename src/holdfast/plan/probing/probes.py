@@ -1,7 +1,7 @@
 """Small models whose steps `holdfast calibrate` measures, each for what one constant adds to it.
 
 Probes "alone" run in every process at the same time, without peers: they show what the passes, the
-sums of gradients and the update take. The others run in one layout of two ranks. They show what the
+sums of gradients and the update take. The rest run in one layout of two ranks. They show what the
 exchange of an axis takes as the engine does it: copies, Python and waits are in it.
 """
 
@@ -96,8 +96,8 @@ class Probe:
         return (self.layers // pp,) * pp if pp > 1 else ()
 
     def topology(self) -> Topology:
-        degrees = {axis: int(self.layout.get(axis, 1)) for axis in AXES}
-        layout = Layout(dp_replicate=self.replicas, **degrees, stages=self.stages)
+        degrees: dict[str, Any] = {axis: int(self.layout.get(axis, 1)) for axis in AXES}
+        layout = Layout(dp_replicate=self.replicas, stages=self.stages, **degrees)
         return place_layout(layout, 1, (NODE,) * self.ranks)
 
 
@@ -114,15 +114,10 @@ ALONE = (
     Probe("alone: products", "", 1, 448, 256, samples=2, vocabulary=1024),
     Probe("alone: long", "", 2, 128, 640, samples=1),
 )
-LARGE = tuple(
-    Probe(
-        f"large: {name}", "", layers, dim, tokens, samples, **more, precision="bf16", is_large=True
-    )
-    for name, layers, dim, tokens, samples, more in (
-        ("wide", 2, 3072, 1024, 8, {"vocabulary": 4096}),
-        ("tokens", 4, 1024, 2048, 8, {"vocabulary": 4096}),
-        ("long", 2, 1536, 8192, 1, {"vocabulary": 4096}),
-    )
+LARGE = (
+    Probe("large: wide", "", 2, 3072, 1024, 8, 1, 4096, precision="bf16", is_large=True),
+    Probe("large: tokens", "", 4, 1024, 2048, 8, 1, 4096, precision="bf16", is_large=True),
+    Probe("large: long", "", 2, 1536, 8192, 1, 1, 4096, precision="bf16", is_large=True),
 )
 """For accelerators alone."""
 _WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -138,7 +133,7 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "ep": {"dp_shard": 2, "zero": 3, "ep": 2},
 }
 _OF_PARAMETERS = ("replicas", "zero 1", "zero 2", "zero 3")
-"""Ways whose messages are parameters or gradients; those of the others are tokens."""
+"""Ways whose messages are parameters or gradients; those of the rest are tokens."""
 
 
 def _of_ways() -> Iterator[Probe]:
