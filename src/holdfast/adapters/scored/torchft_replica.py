@@ -1,0 +1,130 @@
+"""The loop of `holdfast score --trainer torchft`: one replica group of one process.
+
+    python -m holdfast.adapters.scored.torchft_replica REPLICA REPLICAS LIGHTHOUSE
+
+As in torchft's own examples, each replica computes its fixed share of a step. The share of a
+replica that is lost is left out of that step. A replica that starts is sent the state by another
+one. Nothing is written to disk. If HOLDFAST_SCORE_RESILIENT is 0, gradients go through a plain gloo
+group instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from holdfast.adapters.scored.workload import (
+    BATCH,
+    Lines,
+    is_resilient,
+    microbatch_seconds,
+    module,
+    samples,
+    share_of,
+    summed_loss,
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    replica, replicas, lighthouse = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.manual_seed(1)
+    model = module()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if is_resilient():
+        _train_resilient(replica, replicas, lighthouse, model, inner)
+    else:
+        _train_plain(replica, replicas, lighthouse, model, inner)
+
+
+def _train_resilient(
+    replica: int, replicas: int, lighthouse: str, model: nn.Module, inner: torch.optim.Optimizer
+) -> None:
+    torchft = import_module("torchft")
+    lines = Lines()
+    store = import_module("torch.distributed").TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    share = share_of(1, replica % replicas, replicas)
+    # A process in gloo's ring learns of a loss by this deadline alone. So it is as short as a
+    # steady step allows.
+    patience = timedelta(seconds=microbatch_seconds() * len(share) + 0.5)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=patience),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"r{replica}_{os.getpid()}",
+        hostname="127.0.0.1",
+        heartbeat_interval=timedelta(milliseconds=50),
+        timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=10),
+    )
+    optimizer = torchft.Optimizer(manager, inner)
+    while True:
+        optimizer.zero_grad(set_to_none=False)
+        step = int(manager.current_step()) + 1
+        ranges = share_of(step, replica % replicas, replicas)
+        total = _gradients(model, ranges, BATCH // replicas)
+        # The hook of torchft's own DDP fails once a peer is lost (0.2): one reduction of them all.
+        _reduced(model, lambda whole: manager.allreduce(whole).wait())
+        optimizer.step()
+        if int(manager.current_step()) == step:
+            workers, quorum = int(manager.num_participants()), int(manager._quorum_id)
+            lines.write(step, quorum, replica, workers, ranges, float(total))
+
+
+def _train_plain(
+    replica: int, replicas: int, address: str, model: nn.Module, inner: torch.optim.Optimizer
+) -> None:
+    lines = Lines()
+    dist.init_process_group("gloo", init_method=address, rank=replica, world_size=replicas)
+    step = 0
+    while True:
+        inner.zero_grad(set_to_none=False)
+        ranges = share_of(step + 1, replica, replicas)
+        total = _gradients(model, ranges, BATCH // replicas)
+        _reduced(model, lambda whole: dist.all_reduce(whole.div_(replicas)))
+        inner.step()
+        step += 1
+        lines.write(step, 1, replica, replicas, ranges, float(total))
+
+
+def _gradients(model: nn.Module, ranges: list[tuple[int, int]], divisor: int) -> Tensor:
+    total = torch.zeros(())
+    for start, stop in ranges:
+        loss = summed_loss(model, *samples(start, stop))
+        torch.autograd.backward([loss / divisor])
+        total += loss.detach()
+    return total
+
+
+def _reduced(model: nn.Module, reduce: Callable[[Tensor], object]) -> None:
+    """Replace the gradients by their mean over the replicas."""
+    made = [p.grad for p in model.parameters() if p.grad is not None]
+    whole = torch.cat([gradient.flatten() for gradient in made])
+    reduce(whole)
+    for gradient, part in zip(made, torch.split(whole, [g.numel() for g in made]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Holdfast as a trainer of `holdfast score`: an agent on each node, started by the real command.
+
+Steps, samples and losses come from the journal and its data ledger.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.agents import Fleet
+from holdfast.chaos.scoring.torchrun_trainer import flip_bytes
+from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.events import BatchFed, GenerationStarted, Record, StepDone
+from holdfast.simulate.score.record import Commit
+from holdfast.wire.child_command import module_command
+from holdfast.wire.journal import JournalTail
+from holdfast.wire.store.run_store import FolderStore
+
+_RUN_FILE = """\
+name: score
+folder: {folder}/run
+device: cpu
+task: holdfast.adapters.scored.workload:ScoreTask
+train:
+  steps: 1000000
+  batch_size: 24
+  microbatch_size: 2
+  optimizer: {{learning_rate: 0.001, weight_decay: 0.01, clip_norm: 1000000}}
+  schedule: {{warmup_steps: 0}}
+  evaluate: {{every: 0}}
+"""
+_BEAT_S, _SETTLE_S, _ALONE_S = 16.0, 12.0, 80.0
+"""Seconds of the real world, divided by k: heartbeats (a node is lost after three), how long a new
+node must be reachable, and how long a minority waits."""
+_LEAST_BEAT_S = 0.2
+
+
+class HoldfastTrainer:
+    name = "holdfast"
+
+    def why_unavailable(self, python: str) -> str:
+        return ""
+
+    def open(self, workplace: Workplace) -> TrainerRun:
+        return _HoldfastRun(workplace)
+
+
+class _HoldfastRun:
+    def __init__(self, workplace: Workplace) -> None:
+        self._at, folder = workplace, workplace.folder.absolute()
+        self._notices = folder / "notices"
+        self._notices.mkdir(parents=True)
+        run_file = folder / "run.yaml"
+        run_file.write_text(_RUN_FILE.format(folder=folder))
+        self._fleet = Fleet(
+            folder / "agents",
+            [*module_command("holdfast.cli.main"), "train", str(run_file)],
+            self._settings(),
+            node_settings=lambda node: [f"cluster.notices_at={self._notices / node}"],
+            environment=workplace.environment(),
+        )
+        self._run_folder = folder / "run"
+        self._tail: JournalTail | None = None
+        self._records: list[Record] = []
+
+    def _settings(self) -> list[str]:
+        k, on = self._at.k, self._at.is_resilient
+        every_s = max(1.0, self._at.between_s / 4)
+        return [
+            f"layout.workers={self._at.places}",
+            "layout.dp_shard=1",
+            "cluster.places=1",
+            "cluster.min_nodes=1",
+            f"cluster.beat_seconds={max(_LEAST_BEAT_S, _BEAT_S / k)}",
+            f"cluster.settle_seconds={_SETTLE_S / k}",
+            f"cluster.alone_seconds={_ALONE_S / k}",
+            "cluster.heartbeat_seconds=0.05",
+            "cluster.gather_seconds=30",
+            "cluster.threads_per_worker=1",
+            "cluster.notices=file",
+            "cluster.notices_every_seconds=0.2",
+            "cluster.max_restarts_without_progress=20",
+            f"checkpoint.every_steps={0 if not on else 1000000}",
+            f"checkpoint.every_seconds={every_s if on else 0}",
+            f"checkpoint.memory_every_steps={1 if on else 0}",
+        ]
+
+    def start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            (self._notices / node).unlink(missing_ok=True)
+        self._fleet.start(*nodes)
+
+    def kill(self, node: str) -> None:
+        pids = self._fleet.process_tree(node) if node in self._fleet.alive_nodes else []
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._fleet.take_ended()
+
+    def warn(self, node: str, seconds: float) -> None:
+        (self._notices / node).write_text(f"{seconds:.3f}")
+
+    def worker_pids(self, node: str) -> list[int]:
+        return self._fleet.worker_pids(node)
+
+    def commits(self) -> list[Commit]:
+        if self._tail is None:
+            if not self._run_folder.exists():
+                return []
+            self._tail = JournalTail(FolderStore(self._run_folder))
+        self._records += self._tail.read_new()
+        return commits_of_journal(self._records)
+
+    def corrupt_checkpoint(self) -> bool:
+        commits = list_commits(FolderStore(self._run_folder))
+        if not commits:
+            return False
+        return flip_bytes(_blobs_of(self._run_folder, commits))
+
+    def stop(self) -> None:
+        for node in self._fleet.alive_nodes:
+            self.kill(node)
+        self._fleet.kill_all()
+
+
+def _blobs_of(folder: Path, commits: Sequence[Any]) -> list[Path]:
+    """The blobs of the newest checkpoint: the newest files of tensors of the run folder."""
+    blobs = sorted(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    if not blobs:
+        return []
+    return [path for path in blobs if path.parent == blobs[-1].parent]
+
+
+def commits_of_journal(records: Sequence[Record]) -> list[Commit]:
+    """The committed steps of a journal, in order of time. A step that two writers tell of counts
+    from the first."""
+    workers: dict[int, int] = {}
+    fed: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    done: dict[tuple[int, int], Record] = {}
+    for record in records:
+        match record.event:
+            case GenerationStarted(topology=topology):
+                workers[record.generation] = len(topology.get("nodes", ()))
+            case BatchFed(step=step, entries=entries):
+                ranges = fed.setdefault((record.generation, step), set())
+                ranges.update((int(e["start"]), int(e["stop"])) for e in entries)
+            case StepDone(step=step):
+                known = done.get((record.generation, step))
+                if known is None or record.time < known.time:
+                    done[record.generation, step] = record
+            case _:
+                pass
+    made = []
+    for (generation, step), record in done.items():
+        event = record.event
+        assert isinstance(event, StepDone)
+        ranges_of_step = tuple(sorted(fed.get((generation, step), ())))
+        made.append(
+            Commit(
+                record.time,
+                step,
+                float(event.samples or event.tokens),
+                workers.get(generation, 0),
+                event.loss,
+                ranges_of_step,
+            )
+        )
+    return sorted(made, key=lambda commit: (commit.t_s, commit.step))

@@ -1,0 +1,76 @@
+"""torchft as a trainer of `holdfast score`: each node is a replica group of one process.
+
+Its lighthouse runs outside of the nodes, so no fault hits it. It is told to give a replica up after
+half a second. torchft keeps no durable state by itself: if all replicas are lost, it starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses, free_port
+from holdfast.chaos.scoring.torchrun_trainer import why_no_module
+from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
+from holdfast.simulate.score.record import Commit
+
+_LIGHTHOUSE = (
+    "import time\nfrom torchft.coordination import LighthouseServer as L\n"
+    "server = L(bind='127.0.0.1:{port}', min_replicas=1, join_timeout_ms={join_ms}, "
+    "quorum_tick_ms=20, heartbeat_timeout_ms=500)\nwhile True: time.sleep(60)"
+)
+_JOIN_TIMEOUT_MS = 60_000
+"""torchft's own default, which is divided by k."""
+
+
+class TorchftTrainer:
+    name = "torchft"
+
+    def why_unavailable(self, python: str) -> str:
+        return why_no_module(python, "torchft", "holdfast[torchft]")
+
+    def open(self, workplace: Workplace) -> TrainerRun:
+        return _TorchftRun(workplace)
+
+
+class _TorchftRun:
+    def __init__(self, workplace: Workplace) -> None:
+        self._at = workplace
+        self._processes = NodeProcesses(workplace.folder / "nodes", workplace.environment())
+        port = free_port()
+        self._lighthouse = f"http://127.0.0.1:{port}"
+        self._free_places = list(range(workplace.places))
+        self._place_of: dict[str, int] = {}
+        self._reader = LineReader(workplace.folder / "lines")
+        if workplace.is_resilient:
+            join_ms = max(500, round(_JOIN_TIMEOUT_MS / workplace.k))
+            code = _LIGHTHOUSE.format(port=port, join_ms=join_ms)
+            self._processes.start_helper("lighthouse", [workplace.python, "-c", code])
+        else:
+            self._lighthouse = f"file://{workplace.folder / 'meeting'}"
+
+    def start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            place = self._place_of[node] = self._free_places.pop(0)
+            command = [self._at.python, "-m", "holdfast.adapters.scored.torchft_replica"]
+            command += [str(place), str(self._at.places), self._lighthouse]
+            self._processes.start(node, command)
+
+    def kill(self, node: str) -> None:
+        self._processes.kill(node)
+        if node in self._place_of:
+            self._free_places.append(self._place_of.pop(node))
+
+    def warn(self, node: str, seconds: float) -> None:
+        """torchft knows no notices."""
+
+    def worker_pids(self, node: str) -> list[int]:
+        return self._processes.tree(node)
+
+    def commits(self) -> list[Commit]:
+        return self._reader.commits()
+
+    def corrupt_checkpoint(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self._processes.stop()

@@ -1,0 +1,120 @@
+"""torchrun with DCP as a trainer of `holdfast score`: an elastic agent on each node.
+
+A rendezvous store runs outside of the nodes, so no fault hits it. Any loss restarts all processes
+from the newest checkpoint, on the nodes that are there; a new node restarts them, too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses, free_port
+from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
+from holdfast.simulate.score.record import Commit
+
+_STORE = (
+    "import time\nfrom torch.distributed import TCPStore\n"
+    "s = TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)\n"
+    "while True: time.sleep(60)"
+)
+_LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 5.0
+_LEAST_S = 3
+"""torchrun's own defaults, which are divided by k. It takes whole seconds. With less than 3, agents
+of a busy machine give each other up."""
+
+
+class TorchrunTrainer:
+    name = "torchrun-dcp"
+
+    def why_unavailable(self, python: str) -> str:
+        return why_no_module(python, "torch.distributed.run", "torch")
+
+    def open(self, workplace: Workplace) -> TrainerRun:
+        return _TorchrunRun(workplace)
+
+
+def why_no_module(python: str, module: str, package: str) -> str:
+    """A sentence if an interpreter cannot import a module."""
+    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+    return f"{python} cannot import {module} ({last}): install {package} there"
+
+
+class _TorchrunRun:
+    def __init__(self, workplace: Workplace) -> None:
+        self._at, self._port = workplace, free_port()
+        self._processes = NodeProcesses(workplace.folder / "nodes", workplace.environment())
+        self._checkpoints = workplace.folder / "checkpoints"
+        self._checkpoints.mkdir()
+        self._processes.start_helper(
+            "store", [workplace.python, "-c", _STORE.format(port=self._port)]
+        )
+        self._reader = LineReader(workplace.folder / "lines")
+
+    def start(self, nodes: Sequence[str]) -> None:
+        last_call = max(_LEAST_S, round(_LAST_CALL_S / self._at.k))
+        keep_alive = max(1, round(_KEEP_ALIVE_S / self._at.k))
+        attempts = -(-_LEAST_S // keep_alive)
+        settings = {
+            "is_host": "false",
+            "last_call_timeout": last_call,
+            "keep_alive_interval": keep_alive,
+            "keep_alive_max_attempt": max(3, attempts),
+            "join_timeout": 300,
+            "read_timeout": 30,
+        }
+        for node in nodes:
+            command = [
+                self._at.python,
+                "-m",
+                "torch.distributed.run",
+                f"--nnodes=1:{self._at.places}",
+                "--nproc-per-node=1",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{self._port}",
+                "--rdzv-id=score",
+                f"--rdzv-conf={','.join(f'{k}={v}' for k, v in settings.items())}",
+                "--max-restarts=1000",
+                "--monitor-interval=0.1",
+                "--local-addr=127.0.0.1",
+                "-m",
+                "holdfast.adapters.scored.torchrun_dcp",
+                str(self._checkpoints),
+            ]
+            # torch 2.13 keeps one store over all restarts, without a prefix for each: restarted
+            # processes would find the addresses of dead ones
+            self._processes.start(node, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    def kill(self, node: str) -> None:
+        self._processes.kill(node)
+
+    def warn(self, node: str, seconds: float) -> None:
+        """torchrun knows no notices."""
+
+    def worker_pids(self, node: str) -> list[int]:
+        return self._processes.tree(node)[1:]
+
+    def commits(self) -> list[Commit]:
+        return self._reader.commits()
+
+    def corrupt_checkpoint(self) -> bool:
+        found = sorted(p for p in self._checkpoints.glob("at-*") if (p / ".metadata").exists())
+        return bool(found) and flip_bytes(sorted(found[-1].glob("*.distcp")))
+
+    def stop(self) -> None:
+        self._processes.stop()
+
+
+def flip_bytes(files: Sequence[Path]) -> bool:
+    """Turn one bit in each 97th byte of the middle of some files, headers left alone. Returns
+    whether a file was changed."""
+    for file in files:
+        data = bytearray(file.read_bytes())
+        for place in range(len(data) // 3, 2 * len(data) // 3, 97):
+            data[place] ^= 0x08
+        file.write_bytes(bytes(data))
+    return bool(files)

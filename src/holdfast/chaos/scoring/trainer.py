@@ -1,0 +1,138 @@
+"""What `holdfast score` at level 1 asks of a trainer, and how a trainer is named.
+
+A trainer runs on nodes that the harness starts, kills, warns and freezes. It tells which steps it
+has committed, out of its own journal or a file that its loop writes, never by a summary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.errors import ConfigError
+from holdfast.simulate.score.record import Commit
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where and how one run takes place.
+
+    Attributes:
+        folder: for everything of the run.
+        places: nodes that the run is made for, one worker each.
+        microbatch_s: seconds of one of the 12 microbatches of a step.
+        between_s: T_b of the scenario, in compressed seconds.
+        k: compression; detection time-outs and waiting times are divided by it.
+        is_resilient: False: as fast as the trainer can be if it saves nothing.
+        python: the interpreter in which the trainer is installed.
+    """
+
+    folder: Path
+    places: int
+    microbatch_s: float
+    between_s: float
+    k: float
+    is_resilient: bool
+    python: str
+
+    def environment(self) -> dict[str, str]:
+        """For all processes of the run."""
+        return {
+            "HOLDFAST_SCORE_MICROBATCH_S": str(self.microbatch_s),
+            "HOLDFAST_SCORE_LINES": str(self.folder / "lines"),
+            "HOLDFAST_SCORE_BETWEEN_S": str(self.between_s),
+            "HOLDFAST_SCORE_RESILIENT": "1" if self.is_resilient else "0",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+class TrainerRun(Protocol):
+    """One run of a trainer. Its nodes have the names of the scenario."""
+
+    def start(self, nodes: Sequence[str]) -> None:
+        """Start nodes: at the beginning, and whenever one joins or is repaired."""
+        ...
+
+    def kill(self, node: str) -> None:
+        """SIGKILL to all processes of a node."""
+        ...
+
+    def warn(self, node: str, seconds: float) -> None:
+        """The node will be taken so many seconds from now. A trainer may ignore it."""
+        ...
+
+    def worker_pids(self, node: str) -> list[int]:
+        """Processes that compute: the harness stops and continues them to make a node slow."""
+        ...
+
+    def commits(self) -> list[Commit]:
+        """All committed steps so far, in order of time; t_s in seconds since the epoch."""
+        ...
+
+    def corrupt_checkpoint(self) -> bool:
+        """Damage the newest durable checkpoint; False: there is none."""
+        ...
+
+    def stop(self) -> None:
+        """End everything that was started."""
+        ...
+
+
+class Trainer(Protocol):
+    """A kind of trainer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def why_unavailable(self, python: str) -> str:
+        """A sentence on what is missing on this machine; "": it can run."""
+        ...
+
+    def open(self, workplace: Workplace) -> TrainerRun:
+        """Prepare a run; no node has been started yet."""
+        ...
+
+
+_TRAINERS = {
+    "holdfast": "holdfast.chaos.scoring.holdfast_trainer:HoldfastTrainer",
+    "torchrun-dcp": "holdfast.chaos.scoring.torchrun_trainer:TorchrunTrainer",
+    "torchft": "holdfast.chaos.scoring.torchft_trainer:TorchftTrainer",
+    "ray-train": "holdfast.chaos.scoring.ray_trainer:RayTrainer",
+}
+TRAINERS = tuple(_TRAINERS)
+
+
+def trainer_named(name: str) -> Trainer:
+    """A trainer by its name, or of an adapter file as FILE.py:CLASS. Raises ConfigError."""
+    if name in _TRAINERS:
+        module, _, attribute = _TRAINERS[name].partition(":")
+        made: Callable[[], Trainer] = getattr(import_module(module), attribute)
+        return made()
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py"):
+        raise ConfigError(
+            f"there is no trainer {name!r}",
+            where="command line, --trainer",
+            remedy=f"use one of {', '.join(TRAINERS)}, or FILE.py:CLASS",
+        )
+    spec = importlib.util.spec_from_file_location("holdfast_score_adapter", file)
+    if spec is None or spec.loader is None or not Path(file).exists():
+        raise ConfigError(
+            f"there is no file {file}",
+            where="command line, --trainer",
+            remedy="name a Python file that has the class, as FILE.py:CLASS",
+        )
+    module_of_user = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module_of_user)
+    found: Callable[[], Trainer] | None = getattr(module_of_user, attribute, None)
+    if found is None:
+        raise ConfigError(
+            f"{file} has no {attribute}",
+            where="command line, --trainer",
+            remedy="name a class of that file, as FILE.py:CLASS (docs/score.md)",
+        )
+    return found()
