@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("config", "show a run file with every value's origin; its schema"),
     "trace": ("trace", "read, show and make traces of machines that come and go"),
     "simulate": ("simulate", "simulate a run on machines that come and go"),
+    "score": ("score", "score how well a trainer or a policy survives losses"),
     "scale": ("scale", "show how a run scales from 8 to 16,384 devices"),
     "plan": ("plan", "show which layout a run would get, and what that costs"),
     "claims": ("claims", "show claims of surveys next to what was measured here"),

@@ -46,9 +46,6 @@ class RunRecord:
         start_step: committed before time 0.
         off_rate: tokens a second of the same run without a fault and with resilience off; 0 if it
             was not measured.
-        kept_tokens: given by a simulator that knows no steps; -1: from the commits.
-        lost_s, recovery_s: one value for each fault, given by such a simulator.
-        usd, grams_co2: of the judged time; 0 if there is no price.
         corrupted: of F10: 1 if a checkpoint was damaged, 0 if there was none; -1: not tried.
     """
 
@@ -62,11 +59,6 @@ class RunRecord:
     between_s: float
     start_step: int = 0
     off_rate: float = 0.0
-    kept_tokens: float = -1.0
-    lost_s: tuple[float, ...] = ()
-    recovery_s: tuple[float, ...] = ()
-    usd: float = 0.0
-    grams_co2: float = 0.0
     corrupted: int = -1
 
 
@@ -123,9 +115,7 @@ def history_of(record: RunRecord) -> History:
 def goodput(record: RunRecord, reference: ReferenceTable) -> float:
     """G: kept tokens over what the reference makes on the nodes that were there; not clamped."""
     ideal = reference.tokens(record.capacity, 0.0, record.seconds)
-    tokens = record.kept_tokens
-    if tokens < 0:
-        tokens = sum(c.tokens for c in history_of(record).kept if c.t_s <= record.seconds)
+    tokens = sum(c.tokens for c in history_of(record).kept if c.t_s <= record.seconds)
     return tokens / ideal if ideal > 0 else 0.0
 
 
@@ -133,8 +123,6 @@ def mean_lost_seconds(record: RunRecord) -> float:
     """x: lost steps of an interruption, in seconds of steps without a fault; the mean."""
     if not record.faults:
         return 0.0
-    if record.kept_tokens >= 0:
-        return sum(record.lost_s) / len(record.faults)
     steps = sum(count for _, count in history_of(record).lost)
     return steps * record.step_s / len(record.faults)
 
@@ -142,8 +130,6 @@ def mean_lost_seconds(record: RunRecord) -> float:
 def recovery_times(record: RunRecord, reference: ReferenceTable) -> list[float]:
     """For each fault, seconds until the end of the first new step at 90 % of the ideal. A fault
     after which none comes counts until the end of the record."""
-    if record.kept_tokens >= 0:
-        return list(record.recovery_s)
     found = []
     for fault in record.faults:
         reached = max((c.step for c in record.commits if c.t_s <= fault), default=record.start_step)
@@ -175,8 +161,6 @@ def _is_unbroken(
 
 def first_new_step_times(record: RunRecord) -> list[float]:
     """For each fault, seconds until the first new committed step: the RTO of docs/elastic.md."""
-    if record.kept_tokens >= 0:
-        return list(record.recovery_s)
     found = []
     for fault in record.faults:
         reached = max((c.step for c in record.commits if c.t_s <= fault), default=record.start_step)

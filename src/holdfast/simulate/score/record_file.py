@@ -24,8 +24,8 @@ def parse_record(text: str, source: str) -> RunRecord:
             for c in row["commits"]
         )
         pairs = tuple((float(at), int(count)) for at, count in row["capacity"])
-        lists = {name: tuple(row[name]) for name in ("faults", "lost_s", "recovery_s")}
-        return RunRecord(**{**row, **lists, "commits": commits, "capacity": pairs})
+        lists = {"commits": commits, "capacity": pairs, "faults": tuple(row["faults"])}
+        return RunRecord(**{**row, **lists})
     except (ValueError, KeyError, TypeError):
         raise DataError(
             "this is no record of a run", where=source, remedy="remove it, and run the score again"

@@ -172,8 +172,6 @@ def score_pair(record: RunRecord, reference: ReferenceTable) -> PairScore:
         recovery,
         percentile(first_new_step_times(record), 0.95),
         kept,
-        record.usd,
-        record.grams_co2,
     )
 
 
@@ -193,16 +191,14 @@ def vector_of(pairs: Sequence[PairScore]) -> Vector:
     )
 
 
-def score_runs(
-    records: Sequence[RunRecord],
-    reference: ReferenceTable,
+def score_pairs(
+    given: Sequence[PairScore],
     gate: Sequence[GateCheck],
     weights: Weights | None = None,
     seed: int = 0,
 ) -> Score:
-    """The score of some runs. seed: of the bootstrap."""
-    weights = weights or Weights()
-    pairs = tuple(score_pair(record, reference) for record in records)
+    """The score of some pairs. seed: of the bootstrap."""
+    weights, pairs = weights or Weights(), tuple(given)
     vector = vector_of(pairs)
     is_open = all(check.holds is not False for check in gate)
     ungated = vector.score(weights)

@@ -1,0 +1,155 @@
+"""`holdfast score`: the Resilience Score of a trainer (level 1) or of a policy (level 0)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.output import say, write_text
+from holdfast.cli.score_card import card_of, print_score
+from holdfast.config.load import read_text
+from holdfast.errors import ConfigError, UserError
+from holdfast.report.score_card import card_page, card_svg
+from holdfast.simulate.score.gate import gate_checks
+from holdfast.simulate.score.record_file import parse_reference
+from holdfast.simulate.score.replay import simulated_pairs
+from holdfast.simulate.score.scenarios import SCENARIOS, scoring_seeds
+from holdfast.simulate.score.score import GateCheck, PairScore, Weights, parse_weights
+from holdfast.simulate.score.score import score_pairs as score_of
+
+DEFAULT_REAL = ("F0", "F1", "F3", "F7", "F8", "F10", "F11")
+_NOT_YET = ("F9",)
+"""Scenarios of level 1 that no harness carries out."""
+TUNING_SEEDS = (0, 1, 2, 3, 4)
+
+app = make_app("Score how well a trainer survives.")
+
+
+@app.command()
+def score(
+    level: Annotated[int, typer.Option(help="0: simulated; 1: real processes")] = 1,
+    trainer: Annotated[
+        str,
+        typer.Option(help="level 1: holdfast, torchrun-dcp, torchft, ray-train, or FILE.py:CLASS"),
+    ] = "holdfast",
+    policy: Annotated[str, typer.Option(help="level 0: the policy's name")] = "holdfast",
+    scenario: Annotated[
+        str, typer.Option(help="F0 to F13, several with commas; empty: the level's own set")
+    ] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="how many seeds each scenario gets")] = 1,
+    tuning: Annotated[
+        bool, typer.Option("--tuning", help="use seeds 0 to 4, which never score")
+    ] = False,
+    k: Annotated[float, typer.Option(min=1, help="level 1: by how much time is compressed")] = 40.0,
+    weights: Annotated[Path | None, typer.Option(help="a JSON file of weights")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="a table of throughputs; otherwise it is measured")
+    ] = None,
+    python: Annotated[str, typer.Option(help="the interpreter of another trainer")] = "",
+    out: Annotated[Path, typer.Option(help="the folder for everything")] = Path("score"),
+) -> int:
+    """Run fixed scenarios of losses, and print the Resilience Score.
+
+    Level 0 simulates a policy over 64 nodes. Level 1 starts real processes on four nodes of this
+    machine, kills and stops them, and reads what was committed. Results of different levels are
+    never compared. Runs that lie in --out are not repeated: a set can be done in parts.
+
+    The vector, the gate, the score, its 95 % interval and the literature's own formula are printed.
+    A card lies in --out, as HTML and as SVG. docs/score.md defines everything.
+
+    \b
+    Example:
+      holdfast score                                        Holdfast, real processes, one seed
+      holdfast score --trainer torchrun-dcp --scenario F1
+      holdfast score --level 0 --policy holdfast --seeds 5
+    """
+    names = _scenarios(scenario, level)
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
+    given = Weights() if weights is None else parse_weights(read_text(weights), str(weights))
+    gate: Sequence[GateCheck] = ()
+    if level == 0:
+        pairs, subject = _simulated(policy, names, chosen), policy
+        setting = f"64 nodes, {len(names)} scenarios, {len(chosen)} seeds"
+    else:
+        subject = trainer
+        pairs, gate = _real(trainer, names, chosen, k, python, reference, out)
+        setting = f"k = {k:g}, {len(names)} scenarios, {len(chosen)} seeds"
+    if not pairs:
+        say("no run could be made")
+        return 1
+    found = score_of(pairs, gate, given)
+    card = card_of(found, subject, level, setting)
+    print_score(found, card)
+    stem = f"card-{level}-{Path(subject).name.replace(':', '-')}"
+    write_text(out / f"{stem}.svg", card_svg(card) + "\n")
+    write_text(out / f"{stem}.html", card_page(card))
+    print(f"card: {out / stem}.html")
+    return 0
+
+
+def _scenarios(text: str, level: int) -> tuple[str, ...]:
+    """The scenarios that a user names, or those of the level. Raises ConfigError."""
+    if level not in (0, 1):
+        raise ConfigError(
+            f"there is no level {level} here",
+            where="command line, --level",
+            remedy="use 0 (simulated) or 1 (real processes)",
+        )
+    possible = [
+        name
+        for name, each in SCENARIOS.items()
+        if level in each.levels and not (level == 1 and name in _NOT_YET)
+    ]
+    if not text:
+        return DEFAULT_REAL if level else tuple(possible)
+    names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+    for name in names:
+        if name not in possible:
+            raise ConfigError(
+                f"level {level} has no scenario {name!r}",
+                where="command line, --scenario",
+                remedy=f"use some of {', '.join(possible)}",
+            )
+    return names
+
+
+def _simulated(policy: str, names: Sequence[str], seeds: Sequence[int]) -> list[PairScore]:
+    from holdfast.cli.score_policies import policy_maker
+
+    return simulated_pairs(policy_maker(policy), names, seeds)
+
+
+def _real(
+    trainer: str,
+    names: Sequence[str],
+    seeds: Sequence[int],
+    k: float,
+    python: str,
+    reference: Path | None,
+    out: Path,
+) -> tuple[list[PairScore], Sequence[GateCheck]]:
+    from holdfast.chaos.scoring.campaign import RealCampaign
+    from holdfast.chaos.scoring.harness import RunOptions
+    from holdfast.chaos.scoring.trainer import trainer_named
+    from holdfast.simulate.score.score import score_pair
+
+    python = python or sys.executable
+    if why := trainer_named(trainer).why_unavailable(python):
+        raise UserError(
+            f"{trainer} cannot run: {why}",
+            where="command line, --trainer",
+            remedy="or name an interpreter that has it with --python",
+        )
+    given = None
+    if reference is not None:
+        given = parse_reference(read_text(reference), str(reference))
+    campaign = RealCampaign(trainer, out, RunOptions(k, python), say, given)
+    table = campaign.reference_table()
+    records = campaign.records(names, seeds)
+    return [score_pair(record, table) for record in records], gate_checks(records)
