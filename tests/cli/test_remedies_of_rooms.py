@@ -45,6 +45,7 @@ from tests.cli.remedies import (
     of_rest,
     of_run_files,
     of_runs_cases,
+    of_scores,
     of_sets_and_faults,
     of_sharding,
     of_simulations,
@@ -104,6 +105,7 @@ TABLES = (
     of_ray_preparation,
     of_traces,
     of_simulations,
+    of_scores,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -68,7 +68,7 @@ def score(
       holdfast score --trainer torchrun-dcp --scenario F1
       holdfast score --level 0 --policy holdfast --seeds 5
     """
-    names = _scenarios(scenario, level)
+    names = scenarios_of(scenario, level)
     out.mkdir(parents=True, exist_ok=True)
     chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
     given = Weights() if weights is None else parse_weights(read_text(weights), str(weights))
@@ -93,7 +93,7 @@ def score(
     return 0
 
 
-def _scenarios(text: str, level: int) -> tuple[str, ...]:
+def scenarios_of(text: str, level: int) -> tuple[str, ...]:
     """The scenarios that a user names, or those of the level. Raises ConfigError."""
     if level not in (0, 1):
         raise ConfigError(
@@ -136,16 +136,10 @@ def _real(
 ) -> tuple[list[PairScore], Sequence[GateCheck]]:
     from holdfast.chaos.scoring.campaign import RealCampaign
     from holdfast.chaos.scoring.harness import RunOptions
-    from holdfast.chaos.scoring.trainer import trainer_named
     from holdfast.simulate.score.score import score_pair
 
     python = python or sys.executable
-    if why := trainer_named(trainer).why_unavailable(python):
-        raise UserError(
-            f"{trainer} cannot run: {why}",
-            where="command line, --trainer",
-            remedy="or name an interpreter that has it with --python",
-        )
+    refuse_unavailable(trainer, python)
     given = None
     if reference is not None:
         given = parse_reference(read_text(reference), str(reference))
@@ -153,3 +147,15 @@ def _real(
     table = campaign.reference_table()
     records = campaign.records(names, seeds)
     return [score_pair(record, table) for record in records], gate_checks(records)
+
+
+def refuse_unavailable(trainer: str, python: str) -> None:
+    """Raise UserError if a trainer cannot run in an interpreter."""
+    from holdfast.chaos.scoring.trainer import trainer_named
+
+    if why := trainer_named(trainer).why_unavailable(python):
+        raise UserError(
+            f"{trainer} cannot run: {why}",
+            where="command line, --trainer",
+            remedy="or name an interpreter that has it with --python",
+        )

@@ -10,7 +10,7 @@ POLICIES = ("holdfast",)
 
 
 def policy_maker(name: str) -> PolicyMaker:
-    """A policy that is made anew for each run. Raises ConfigError."""
+    """A policy that is made again for each run. Raises ConfigError."""
     if name == "holdfast":
         return _holdfast
     raise ConfigError(

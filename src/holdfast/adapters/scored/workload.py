@@ -6,9 +6,12 @@ because the process sleeps, as if it waited for an accelerator. So four workers 
 like four machines. The process sleeps in short parts and counts them. If it is stopped meanwhile
 (SIGSTOP), the part that was stopped does not count.
 
-Environment: HOLDFAST_SCORE_MICROBATCH_S (seconds of a microbatch), HOLDFAST_SCORE_LINES (the file
-into which loops of other trainers write), HOLDFAST_SCORE_BETWEEN_S (seconds between interruptions,
-for an interval of saves), HOLDFAST_SCORE_RESILIENT (0: save nothing).
+Variables of the environment:
+
+    HOLDFAST_SCORE_MICROBATCH_S   seconds of a microbatch
+    HOLDFAST_SCORE_LINES          the file into which loops of other trainers write
+    HOLDFAST_SCORE_BETWEEN_S      seconds between interruptions, for an interval of saves
+    HOLDFAST_SCORE_RESILIENT      0: save nothing
 """
 
 from __future__ import annotations
@@ -97,8 +100,7 @@ class ScoreTask(holdfast.Task):
 
 
 class Lines:
-    """Where the loop of another trainer tells of each step that it has applied, a JSON line each.
-    One write a line: several processes share the file."""
+    """The file in which the loop of another trainer reports each step, a JSON line each. One write a line: several processes share the file."""
 
     def __init__(self) -> None:
         path = os.environ["HOLDFAST_SCORE_LINES"]

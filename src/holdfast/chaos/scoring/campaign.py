@@ -123,7 +123,7 @@ def step_seconds(record: RunRecord) -> dict[int, float]:
 
 
 def _rate(record: RunRecord) -> float:
-    """Tokens a second over whole steps."""
+    """Tokens a second, from the first commit to the last."""
     first, last = record.commits[0], record.commits[-1]
     tokens = sum(commit.tokens for commit in record.commits[1:])
     return tokens / (last.t_s - first.t_s)

@@ -37,8 +37,8 @@ class RunFailedError(HoldfastError):
 class RunOptions:
     """k: compression of time. python: of the trainer. keeps_folder: leave logs and state.
 
-    boot_s: seconds of a process's start that count as the machine's, as it takes as long at any k:
-    the processes of a node start so long before it joins."""
+    boot_s: seconds of a process's start that count as the machine's, as they are the same at any k.
+    The processes of a node start so long before it joins."""
 
     k: float
     python: str = sys.executable
@@ -98,7 +98,7 @@ def run_scenario(
 
 
 def _wait_until_steady(job: TrainerRun, nodes: int) -> float:
-    """Return the time of a commit that all nodes have made, after some others."""
+    """Return the time of a commit that all nodes have made, after some earlier ones."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -166,8 +166,9 @@ def _starting(job: TrainerRun, node: str) -> Callable[[float], None]:
 
 
 def _start_times(events: Sequence[TraceEvent], boot_s: float) -> list[float | None]:
-    """When the processes of nodes that join or were repaired are started: before the event, by the
-    time of a boot, which compression does not shorten, but after the node went. None: no start."""
+    """When the processes of nodes that join or were repaired are started. That is before the event
+    by the time of a boot, which compression does not shorten, but after the node went. None: no
+    start."""
     found: list[float | None] = []
     gone: dict[str, float] = {}
     for event in events:

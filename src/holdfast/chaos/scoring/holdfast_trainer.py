@@ -10,7 +10,6 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from holdfast.chaos.agents import Fleet
 from holdfast.chaos.scoring.torchrun_trainer import flip_bytes
@@ -36,8 +35,8 @@ train:
   evaluate: {{every: 0}}
 """
 _BEAT_S, _SETTLE_S, _ALONE_S = 16.0, 12.0, 80.0
-"""Seconds of the real world, divided by k: heartbeats (a node is lost after three), how long a new
-node must be reachable, and how long a minority waits."""
+"""Seconds of the real world, divided by k. They are the heartbeats (a node is lost after three),
+how long a new node must be reachable, and how long a minority waits."""
 _LEAST_BEAT_S = 0.2
 
 
@@ -118,10 +117,9 @@ class _HoldfastRun:
         return commits_of_journal(self._records)
 
     def corrupt_checkpoint(self) -> bool:
-        commits = list_commits(FolderStore(self._run_folder))
-        if not commits:
+        if not list_commits(FolderStore(self._run_folder)):
             return False
-        return flip_bytes(_blobs_of(self._run_folder, commits))
+        return flip_bytes(_newest_blobs(self._run_folder))
 
     def stop(self) -> None:
         for node in self._fleet.alive_nodes:
@@ -129,12 +127,11 @@ class _HoldfastRun:
         self._fleet.kill_all()
 
 
-def _blobs_of(folder: Path, commits: Sequence[Any]) -> list[Path]:
-    """The blobs of the newest checkpoint: the newest files of tensors of the run folder."""
-    blobs = sorted(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
-    if not blobs:
-        return []
-    return [path for path in blobs if path.parent == blobs[-1].parent]
+def _newest_blobs(folder: Path) -> list[Path]:
+    """The blobs of the newest checkpoint, which begin with its step."""
+    blobs = sorted(folder.glob("data/*/*.safetensors"), key=lambda path: path.name)
+    newest = blobs[-1].name.partition("-")[0] if blobs else ""
+    return [path for path in blobs if path.name.partition("-")[0] == newest]
 
 
 def commits_of_journal(records: Sequence[Record]) -> list[Commit]:

@@ -21,7 +21,7 @@ _STORE = (
 )
 _LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 5.0
 _LEAST_S = 3
-"""torchrun's own defaults, which are divided by k. It takes whole seconds. With less than 3, agents
+"""torchrun's own defaults, which are divided by k. It takes full seconds. With less than 3, agents
 of a busy machine give each other up."""
 
 

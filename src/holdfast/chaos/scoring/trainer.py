@@ -19,7 +19,7 @@ from holdfast.simulate.score.record import Commit
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where and how one run takes place.
+    """The place and the settings of one run.
 
     Attributes:
         folder: for everything of the run.

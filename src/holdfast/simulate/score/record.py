@@ -1,6 +1,6 @@
 """What a run did, told without its own summary, and what follows from it. Pure.
 
-A record holds three histories on one clock: the nodes that were there, the steps that were
+A record holds three histories on one clock. They are the nodes that were there, the steps that were
 committed, and the moments at which the scenario took something away. Every number of the score is
 computed from them, alike for all trainers and for both levels.
 """
@@ -137,26 +137,13 @@ def recovery_times(record: RunRecord, reference: ReferenceTable) -> list[float]:
         for before, commit in itertools.pairwise(record.commits):
             if commit.t_s <= fault or commit.step <= reached:
                 continue
-            start = max(before.t_s, fault)
-            ideal = reference.tokens(record.capacity, before.t_s, commit.t_s)
-            # the step in flight at the fault may end well before anything is repaired
-            if before.t_s >= fault and commit.tokens >= FULL_SPEED_SHARE * ideal:
-                end = commit.t_s
-                break
-            if before.t_s < fault and _is_unbroken(record, reference, start, commit):
+            # of the step in flight at the fault, the time after the fault counts
+            ideal = reference.tokens(record.capacity, max(before.t_s, fault), commit.t_s)
+            if commit.tokens >= FULL_SPEED_SHARE * ideal:
                 end = commit.t_s
                 break
         found.append(min(end, record.seconds) - fault)
     return found
-
-
-def _is_unbroken(
-    record: RunRecord, reference: ReferenceTable, fault: float, commit: Commit
-) -> bool:
-    """Return True if the step in flight at a fault ended as soon as the rest of the nodes could
-    have made it after the fault."""
-    ideal = reference.tokens(record.capacity, fault, commit.t_s)
-    return commit.tokens >= FULL_SPEED_SHARE * ideal
 
 
 def first_new_step_times(record: RunRecord) -> list[float]:
@@ -178,8 +165,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def samples_once(record: RunRecord) -> str:
-    """An empty text if the kept steps trained on consecutive samples, each once; else what is
-    wrong. Steps whose samples are not known are passed over."""
+    """What is wrong if the kept steps did not train on consecutive samples, each once. An empty
+    text: nothing. Steps whose samples are not known are passed over."""
     kept = [c for c in history_of(record).kept if c.samples]
     if not kept:
         return "the trainer does not say which samples it used"

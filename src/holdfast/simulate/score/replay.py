@@ -1,8 +1,9 @@
 """The score at level 0: a policy over the scenarios, in the engine. Pure.
 
-All policies run over one cost model with fixed constants, the reference machine: 64 nodes in
-replicas of 8, a state of 208 GB (13 B parameters), 1 GB/s of a node to the run store and 20 GB/s in
-all, 2.5 GB/s to another node, 2 $ an hour and 2 kW for a node, 400 g of CO2 for a kWh.
+All policies run over one cost model with fixed constants, the reference machine. It has 64 nodes in
+replicas of 8, and a state of 208 GB (13 B parameters). A node moves 1 GB/s to the run store, all of
+them 20 GB/s, and a node 2.5 GB/s to another one. It costs 2 $ an hour and takes 2 kW. A kWh has
+400 g of CO2.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _first_nodes(count: int) -> list[TraceEvent]:
 
 
 class _Drawing:
-    """Draws events for a few nodes; keeps which of them are there, and when others come back."""
+    """Draws events for a few nodes; keeps which of them are there, and when new ones come."""
 
     def __init__(self, chance: random.Random, size: Size) -> None:
         self.chance, self.size = chance, size
@@ -187,7 +187,7 @@ class _Drawing:
             self._back[name] = at + outage_s
 
     def take(self, at: float, count: int, back_s: Sequence[float]) -> None:
-        """The provider takes nodes at one instant; others with new names come later."""
+        """The provider takes nodes at one instant; nodes with new names come later."""
         here = self.present(at)
         for name, later in zip(
             self.chance.sample(here, min(count, len(here))), back_s, strict=False

@@ -1,0 +1,225 @@
+"""Goodput of real runs against their simulation from the same events.
+
+    python -m benchmarks.replay_fidelity [--out score] [--k 40] [--seeds 2] [--scenario F1,F2]
+
+Real runs are those of `holdfast score --level 1`: four nodes of this machine, real SIGKILL, and
+steps that take time without computing. Runs that lie in --out are not repeated. The simulation is
+`holdfast.simulate.engine` with Holdfast's own policy. Its constants come from two calibration runs
+that are not judged. They are the time of a step by the number of nodes, the costs of a loss, of a
+return and of a move after a notice, and the time until a new node takes part.
+
+G is kept tokens over tokens of the reference table on the nodes that were there. The step in flight
+at the end counts by its share, in both. error: G of the simulation relative to that of the real
+run. The bars: at most 5 % on average, and 10 % at worst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from holdfast.chaos.scoring.campaign import RealCampaign, step_seconds
+from holdfast.chaos.scoring.harness import RunOptions, run_scenario
+from holdfast.chaos.scoring.trainer import trainer_named
+from holdfast.simulate.engine.holdfast import HoldfastRules, holdfast
+from holdfast.simulate.engine.interfaces import CostModel, Costs, OperatingPoint, Policy
+from holdfast.simulate.engine.loop import Limits, Simulation
+from holdfast.simulate.engine.table_cost import TableCost
+from holdfast.simulate.score.record import ReferenceTable, RunRecord, history_of
+from holdfast.simulate.score.record_file import format_record, parse_record
+from holdfast.simulate.score.scenarios import (
+    LEVEL_1,
+    ScenarioRun,
+    draw_scenario,
+    scoring_seeds,
+)
+from holdfast.simulate.traces.events import TraceEvent, in_order
+
+JUDGED = ("F1", "F2", "F3", "F4", "F7", "F11", "F12")
+MEAN_BAR, WORST_BAR = 0.05, 0.10
+BATCH_TOKENS = 24.0
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the simulation is given. step_s: by nodes. loss_s: from a loss to the begin of a step
+    of the rest. grow_s: what a return adds to the step in which it comes. join_s: from the moment
+    at which a node is there to the begin of the first step with it. move_s: the same as grow_s, of
+    a departure with a notice."""
+
+    step_s: dict[int, float]
+    loss_s: float
+    grow_s: float
+    join_s: float
+    move_s: float
+
+
+def calibration_scenario() -> ScenarioRun:
+    """Losses down to one node, their return, a notice, a join, one more loss."""
+    step, events = (
+        LEVEL_1.step_s,
+        [TraceEvent(0.0, "join", f"n{n}", value=1.0) for n in range(1, 5)],
+    )
+    for at, name in ((6.3, "n4"), (14.5, "n3"), (22.8, "n2")):
+        events.append(TraceEvent(at * step, "fail", name, value=(36 - at) * step))
+        events.append(TraceEvent(36 * step, "recover", name, value=1.0))
+    events.append(TraceEvent(54 * step, "notice", "n1", value=4 * step))
+    events.append(TraceEvent(58 * step, "preempt", "n1"))
+    events.append(TraceEvent(68 * step, "join", "n5", value=1.0))
+    events.append(TraceEvent(84.6 * step, "fail", "n5", value=step * 100))
+    return ScenarioRun("F0", 0, 4, 92 * step, step, in_order(events), 20 * step)
+
+
+def calibrate(records: Sequence[RunRecord], run: ScenarioRun) -> Constants:
+    """Constants from calibration runs."""
+    steps: dict[int, list[float]] = {}
+    losses, grows, joins, moves = list[float](), list[float](), list[float](), list[float]()
+    for record in records:
+        for n, seconds in step_seconds(record).items():
+            steps.setdefault(n, []).append(seconds)
+    step_s = {n: statistics.mean(values) for n, values in steps.items()}
+    for record in records:
+        for event in run.events:
+            if event.t_s == 0:
+                continue
+            after = [c for c in record.commits if c.t_s > event.t_s]
+            if event.kind == "fail" and after:
+                losses.append(after[0].t_s - event.t_s - step_s[after[0].workers])
+            elif event.kind == "notice":
+                pairs = zip(record.commits, record.commits[1:], strict=False)
+                for one, two in pairs:
+                    if two.t_s > event.t_s and two.workers < one.workers:
+                        moves.append(two.t_s - one.t_s - step_s[two.workers])
+                        break
+            elif event.kind in ("join", "recover") and event.node in ("n2", "n5"):
+                for one, two in zip(record.commits, record.commits[1:], strict=False):
+                    if two.t_s > event.t_s and two.workers > one.workers:
+                        grows.append(two.t_s - one.t_s - step_s[two.workers])
+                        joins.append(one.t_s - event.t_s)
+                        break
+    return Constants(
+        step_s,
+        max(0.0, statistics.mean(losses)),
+        max(0.0, statistics.mean(grows)),
+        max(0.0, statistics.mean(joins)),
+        max(0.0, statistics.mean(moves)),
+    )
+
+
+def simulated_tokens(run: ScenarioRun, constants: Constants) -> float:
+    """Kept tokens of a scenario's simulation. run: compressed."""
+    points = [
+        OperatingPoint(f"{n} nodes", n, BATCH_TOKENS / seconds, seconds, n)
+        for n, seconds in sorted(constants.step_s.items())
+    ]
+    free = Costs(detection_s=0.0, start_s=0.0, communicator_s=0.0, save_pause_s=0.0)
+    rungs = {
+        0: constants.loss_s,
+        4: constants.loss_s,
+        5: constants.grow_s,
+        6: constants.loss_s,
+    }
+    rules = HoldfastRules(rung_s=rungs)
+
+    def policy(cost: CostModel) -> Policy:
+        return holdfast(cost, rules)
+
+    cost = TableCost(points, free)
+    ledger = Simulation(cost, policy(cost), Limits(run.seconds)).run(_delayed(run, constants))
+    return ledger.tokens
+
+
+def _delayed(run: ScenarioRun, constants: Constants) -> tuple[TraceEvent, ...]:
+    """The events, with returns as late as a node takes to take part. A node that goes before that
+    never takes part."""
+    gone = {e.node: e.t_s for e in run.events if e.kind == "preempt"}
+    events = []
+    for event in run.events:
+        if event.t_s > 0 and event.kind in ("join", "recover"):
+            at = event.t_s + constants.join_s
+            if gone.get(event.node, run.seconds) <= at:
+                continue
+            event = replace(event, t_s=at)
+        events.append(event)
+    there = {e.node for e in events if e.kind == "join"}
+    return in_order(e for e in events if e.node in there)
+
+
+def real_tokens(record: RunRecord) -> float:
+    """Kept tokens, with the share of the step in flight at the end."""
+    kept = history_of(record).kept
+    total = sum(commit.tokens for commit in kept)
+    if len(kept) > 1:
+        last = kept[-1].t_s - kept[-2].t_s
+        share = min(1.0, (record.seconds - kept[-1].t_s) / last)
+        total += share * kept[-1].tokens
+    return total
+
+
+def calibration_records(out: Path, options: RunOptions) -> list[RunRecord]:
+    """Two calibration runs, made once."""
+    records = []
+    for number in (1, 2):
+        file = out / f"calibration-k{options.k:g}-{number}.json"
+        if not file.exists():
+            run = calibration_scenario()
+            record = run_scenario(trainer_named("holdfast"), run, out / "calibrating", options)
+            file.write_text(format_record(record) + "\n")
+        records.append(parse_record(file.read_text(), str(file)))
+    return records
+
+
+def compare(
+    records: Sequence[RunRecord], k: float, constants: Constants, reference: ReferenceTable
+) -> list[tuple[str, int, float, float]]:
+    """(scenario, seed, G of the real run, G of the simulation) of each record."""
+    rows = []
+    for record in records:
+        run = draw_scenario(record.scenario, record.seed, LEVEL_1).compressed(k)
+        ideal = reference.tokens(record.capacity, 0.0, record.seconds)
+        real, simulated = real_tokens(record), simulated_tokens(run, constants)
+        rows.append((record.scenario, record.seed, real / ideal, simulated / ideal))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("score"))
+    parser.add_argument("--k", type=float, default=40.0)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--scenario", default=",".join(JUDGED))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    options = RunOptions(given.k)
+    calibration = calibration_records(given.out, options)
+    constants = calibrate(calibration, calibration_scenario().compressed(given.k))
+    steps = ", ".join(f"{n}: {s:.3f}" for n, s in sorted(constants.step_s.items()))
+    print(f"step s by nodes: {steps}")
+    print(
+        f"loss {constants.loss_s:.3f} s, return {constants.grow_s:.3f} s, until a node takes part "
+        f"{constants.join_s:.2f} s, move after a notice {constants.move_s:.3f} s"
+    )
+    campaign = RealCampaign("holdfast", given.out, options, lambda text: print(text, flush=True))
+    reference = campaign.reference_table()
+    records = campaign.records(given.scenario.split(","), scoring_seeds(given.seeds))
+    rows = compare(records, given.k, constants, reference)
+    print(f"{'':<6}{'seed':>10}{'G real':>9}{'G simulated':>13}{'error %':>9}")
+    errors = []
+    for name, seed, real, simulated in rows:
+        errors.append(simulated / real - 1)
+        print(f"{name:<6}{seed:>10}{real:9.3f}{simulated:13.3f}{100 * errors[-1]:9.1f}")
+    mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
+    held = mean <= MEAN_BAR and worst <= WORST_BAR and len(rows) >= 12
+    print(
+        f"{len(rows)} runs: mean absolute error {100 * mean:.1f} % (bar 5), worst "
+        f"{100 * worst:.1f} % (bar 10): {'held' if held else 'MISSED'}"
+    )
+    return int(not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The harness of level 1, with a trainer of its own that is one small process a node."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.chaos.scoring.campaign import RealCampaign, step_seconds
+from holdfast.chaos.scoring.harness import RunFailedError, RunOptions, run_scenario
+from holdfast.chaos.scoring.holdfast_trainer import commits_of_journal
+from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses
+from holdfast.chaos.scoring.trainer import TrainerRun, Workplace, trainer_named
+from holdfast.events import BatchFed, GenerationStarted, Record, StepDone
+from holdfast.simulate.score.record import Commit, ReferenceTable, history_of, samples_once
+from holdfast.simulate.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
+from holdfast.simulate.traces.events import TraceEvent
+
+LOOP = """\
+import json, os, sys, time
+from pathlib import Path
+place = Path(sys.argv[1])
+while True:
+    time.sleep(0.02)
+    step = len((place / "lines").read_text().splitlines()) + 1 if (place / "lines").exists() else 1
+    row = {"t": time.time(), "step": step, "generation": 1, "rank": 0, "workers": 1,
+           "samples": [[step - 1, step]], "loss": 1.0}
+    with (place / "lines").open("a") as out:
+        out.write(json.dumps(row) + "\\n")
+"""
+
+
+class _OneProcess:
+    """Only node n1 trains."""
+
+    def __init__(self, at: Workplace) -> None:
+        self._at = at
+        self.processes = NodeProcesses(at.folder / "nodes", at.environment())
+        self.warned: list[str] = []
+
+    def start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self.processes.start(node, [sys.executable, "-c", LOOP, str(self._at.folder)])
+
+    def kill(self, node: str) -> None:
+        self.processes.kill(node)
+
+    def warn(self, node: str, seconds: float) -> None:
+        self.warned.append(node)
+
+    def worker_pids(self, node: str) -> list[int]:
+        return self.processes.tree(node)
+
+    def commits(self) -> list[Commit]:
+        return LineReader(self._at.folder / "lines").commits()
+
+    def corrupt_checkpoint(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self.processes.stop()
+
+
+class _Trainer:
+    name = "own"
+
+    def __init__(self) -> None:
+        self.runs: list[_OneProcess] = []
+
+    def why_unavailable(self, python: str) -> str:
+        return ""
+
+    def open(self, workplace: Workplace) -> TrainerRun:
+        self.runs.append(_OneProcess(workplace))
+        return self.runs[-1]
+
+
+def scenario(*events: TraceEvent, seconds: float = 40.0) -> ScenarioRun:
+    first = TraceEvent(0.0, "join", "n1", value=1.0)
+    return ScenarioRun("F1", 5, 1, seconds, 1.0, (first, *events), seconds)
+
+
+def test_a_killed_node_commits_nothing_until_it_is_back(tmp_path: Path) -> None:
+    fail = TraceEvent(10.0, "fail", "n1", value=15.0)
+    back = TraceEvent(25.0, "recover", "n1", value=1.0)
+    trainer = _Trainer()
+    record = run_scenario(
+        trainer, scenario(fail, back), tmp_path / "w", RunOptions(40.0, boot_s=0.0)
+    )
+    assert [count for _, count in record.capacity] == [1, 0, 1]
+    (fault,) = record.faults
+    assert fault == pytest.approx(0.25, abs=0.2)
+    away = [c for c in record.commits if fault + 0.05 < c.t_s < record.capacity[2][0]]
+    assert not away
+    assert record.commits[-1].t_s > record.capacity[2][0]
+    assert trainer.runs[0].processes.alive == [], "everything was ended"
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_stopped_node_is_slower_and_runs_on_afterwards(tmp_path: Path) -> None:
+    slow = TraceEvent(0.1, "slow", "n1", value=2.5)
+    record = run_scenario(_Trainer(), scenario(slow), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
+    calm = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
+    assert len(record.commits) < 0.8 * len(calm.commits)
+
+
+def test_a_campaign_does_not_repeat_what_it_has_made(tmp_path: Path) -> None:
+    said: list[str] = []
+    adapter = tmp_path / "own.py"
+    adapter.write_text("from tests.chaos.test_scoring import _Trainer as Own\n")
+    table = ReferenceTable({1: 1.0})
+    folder = tmp_path / "out"
+    (folder / "runs").mkdir(parents=True)
+    drawn = draw_scenario("F1", 5, LEVEL_1)
+    record = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
+    from holdfast.simulate.score.record_file import format_record
+
+    file = folder / "runs" / f"own-k40-F1-{drawn.seed}.json"
+    file.write_text(format_record(record))
+    campaign = RealCampaign(f"{adapter}:Own", folder, RunOptions(40.0), said.append, table)
+    assert campaign.records(["F1"], [5]) == [record]
+    assert said == []
+    assert campaign.reference_table() is table
+
+
+def test_a_run_that_never_trains_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.chaos.scoring.harness.START_TIMEOUT_S", 0.2)
+    two = replace(
+        scenario(), events=tuple(TraceEvent(0.0, "join", f"n{n}", value=1.0) for n in (1, 2))
+    )
+    with pytest.raises(RunFailedError, match="no step of 2 nodes"):
+        run_scenario(_Trainer(), two, tmp_path / "w", RunOptions(40.0))
+
+
+def test_a_journal_gives_steps_with_their_samples() -> None:
+    def at(when: float, generation: int, event: object) -> Record:
+        return Record(generation, "a", 0, when, event)  # type: ignore[arg-type]
+
+    def done(step: int) -> StepDone:
+        return StepDone(
+            step=step, loss=0.5, tokens=2, grad_norm=1, learning_rate=1, seconds=1, samples=2
+        )
+
+    def fed(step: int) -> BatchFed:
+        entry = {"microbatch": 0, "start": 2 * step - 2, "stop": 2 * step}
+        return BatchFed(step=step, rank=0, entries=[entry])
+
+    def started(nodes: int) -> GenerationStarted:
+        return GenerationStarted(topology={"nodes": ["x"] * nodes}, reason="start")
+
+    journal = [
+        at(0, 1, started(2)),
+        at(1, 1, fed(1)),
+        at(1.1, 1, done(1)),
+        at(2, 1, fed(2)),
+        at(2.1, 1, done(2)),
+        at(3, 2, started(1)),
+        at(4, 2, fed(2)),
+        at(4.1, 2, done(2)),
+    ]
+    found = commits_of_journal(journal)
+    assert [(c.t_s, c.step, c.workers, c.tokens) for c in found] == [
+        (1.1, 1, 2, 2.0),
+        (2.1, 2, 2, 2.0),
+        (4.1, 2, 1, 2.0),
+    ]
+    record = run_record(found)
+    assert [c.workers for c in history_of(record).kept] == [2, 1]
+    assert samples_once(record) == ""
+
+
+def run_record(found: list[Commit]):  # type: ignore[no-untyped-def]
+    from holdfast.simulate.score.record import RunRecord
+
+    return RunRecord("F1", 5, 5.0, ((0.0, 2),), (3.0,), tuple(found), 1.0, 5.0)
+
+
+def test_step_times_leave_out_the_step_next_to_a_change() -> None:
+    times = [(0.0, 2), (1.0, 2), (2.0, 2), (3.0, 2), (8.0, 1), (10.0, 1), (12.0, 1)]
+    found = [Commit(at, n, 1.0, workers) for n, (at, workers) in enumerate(times, 1)]
+    assert step_seconds(run_record(found)) == {1: 2.0, 2: 1.0}
+
+
+def test_each_trainer_that_is_named_can_be_made() -> None:
+    for name in ("holdfast", "torchrun-dcp", "torchft"):
+        assert trainer_named(name).name == name
+
+
+@pytest.mark.slow
+def test_holdfast_keeps_each_sample_when_a_node_is_killed(tmp_path: Path) -> None:
+    began = time.time()
+    drawn = draw_scenario("F1", 5, LEVEL_1)
+    record = run_scenario(trainer_named("holdfast"), drawn, tmp_path / "w", RunOptions(40.0))
+    assert time.time() - began < 400
+    assert samples_once(record) == ""
+    assert history_of(record).lost == ()

@@ -1,0 +1,149 @@
+"""Remedies of messages about scores: options, weights, tables and trainers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from re import Match
+from typing import Any
+
+from holdfast.chaos.scoring.trainer import trainer_named
+from holdfast.cli import score as command
+from holdfast.cli.score_policies import policy_maker
+from holdfast.simulate.score.record import RunRecord
+from holdfast.simulate.score.record_file import format_record, parse_record, parse_reference
+from holdfast.simulate.score.score import parse_weights
+from tests.cli.remedies.lab import Case, Lab, case, fixed, remove
+
+SCORE, TRAINER = "cli/score.py: ", "chaos/scoring/trainer.py: "
+FILES = "simulate/score/record_file.py: "
+RECORD = RunRecord("F0", 5, 10.0, ((0.0, 4),), (), (), 0.5, 10.0)
+
+
+def given(**settings: Any) -> Callable[[Lab], object]:
+    return lambda lab: lab.settings.update(settings)
+
+
+def name_trainer(lab: Lab) -> None:
+    trainer_named(str(lab.settings["trainer"]).replace("HERE", str(lab.folder)))
+
+
+def read_weights(lab: Lab) -> None:
+    parse_weights(lab.settings["text"], "w.json")
+
+
+def as_written(lab: Lab, found: Match[str]) -> None:
+    """Write what the remedy shows."""
+    lab.settings["text"] = found[1]
+
+
+def read_table(lab: Lab) -> None:
+    parse_reference(lab.settings["text"], "t.json")
+
+
+def read_record(lab: Lab) -> None:
+    """As a campaign does: a record that is not there is made."""
+    path = lab.folder / "r.json"
+    if path.exists():
+        parse_record(path.read_text(), str(path))
+    else:
+        path.write_text(format_record(RECORD))
+
+
+def score_other(lab: Lab) -> None:
+    """A trainer that this interpreter lacks; another one has it."""
+    python = lab.settings.get("python", str(_without_torch(lab)))
+    command.refuse_unavailable("torchrun-dcp", python)
+
+
+def _without_torch(lab: Lab) -> Path:
+    path = lab.write("python", "#!/bin/sh\necho 'no module torch' >&2; exit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+CASES: list[Case] = [
+    case(
+        SCORE + "there is no level … here",
+        given(level=2),
+        lambda lab: command.scenarios_of("", lab.settings["level"]),
+        r"use (0) \(simulated\) or 1 \(real processes\)",
+        lambda lab, found: lab.settings.update(level=int(found[1])),
+    ),
+    case(
+        SCORE + "level … has no scenario …",
+        given(names="F99"),
+        lambda lab: command.scenarios_of(lab.settings["names"], 1),
+        r"use some of (F0), .*",
+        lambda lab, found: lab.settings.update(names=found[1]),
+    ),
+    case(
+        SCORE + "… cannot run: …",
+        given(),
+        score_other,
+        "or name an interpreter that has it with --python",
+        fixed(python=sys.executable),
+    ),
+    case(
+        "cli/score_policies.py: there is no policy …",
+        given(policy="hope"),
+        lambda lab: policy_maker(lab.settings["policy"]),
+        r"use one of (\w+).*",
+        lambda lab, found: lab.settings.update(policy=found[1]),
+    ),
+    case(
+        TRAINER + "there is no trainer …",
+        given(trainer="luck"),
+        name_trainer,
+        r"use one of (holdfast), .*, or FILE.py:CLASS",
+        lambda lab, found: lab.settings.update(trainer=found[1]),
+    ),
+    case(
+        TRAINER + "there is no file …",
+        given(trainer="HERE/own.py:Own"),
+        name_trainer,
+        "name a Python file that has the class, as FILE.py:CLASS",
+        lambda lab, found: lab.write("own.py", "class Own: pass\n"),
+    ),
+    case(
+        TRAINER + "… has no …",
+        lambda lab: (
+            lab.settings.update(trainer="HERE/own.py:Other"),
+            lab.write("own.py", "class Own: pass\n"),
+        ),
+        name_trainer,
+        r"name a class of that file, as FILE.py:CLASS \(docs/score.md\)",
+        fixed(trainer="HERE/own.py:Own"),
+    ),
+    case(
+        "simulate/score/score.py: this is no file of weights",
+        given(text="[]"),
+        read_weights,
+        "write (.*)",
+        as_written,
+    ),
+    case(
+        "simulate/score/score.py: weights must be numbers of at least 0, one for each sub-score, "
+        "and not all 0",
+        given(text=json.dumps({"version": "v", "weights": {"RPO": 1}})),
+        read_weights,
+        "write (.*)",
+        as_written,
+    ),
+    case(
+        FILES + "this is no table of throughputs",
+        given(text="{}"),
+        read_table,
+        r"write (\{.*\}), by nodes",
+        as_written,
+    ),
+    case(
+        FILES + "this is no record of a run",
+        lambda lab: lab.write("r.json", "{}"),
+        read_record,
+        "remove it, and run the score again",
+        remove("r.json"),
+    ),
+]

@@ -1,0 +1,44 @@
+"""`holdfast score`: what it prints and the card that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from holdfast.cli.main import main
+
+
+def test_a_policy_gets_a_vector_a_score_and_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "score"
+    given = ["score", "--level", "0", "--scenario", "F0,F1,F8,F11,F12", "--out", str(out)]
+    assert main(given) == 0
+    told = capsys.readouterr().out
+    assert "Resilience Score " in told
+    for name in ("S_RPO", "S_RTO", "S_EO", "S_J", "S_P", "w1/RPO", "50 % lower or higher"):
+        assert name in told
+    root = ElementTree.fromstring((out / "card-0-holdfast.svg").read_text())
+    assert root.tag.endswith("svg")
+    page = (out / "card-0-holdfast.html").read_text()
+    assert "F12" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
+
+
+def test_weights_of_a_file_change_the_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "w.json"
+    weights.write_text('{"version": "own", "weights": {"RPO":1,"RTO":0,"EO":0,"J":0,"P":0}}')
+    given = ["score", "--level", "0", "--scenario", "F1", "--out", str(tmp_path / "s")]
+    assert main(given) == 0
+    assert "no score: this set of scenarios does not measure S_EO" in capsys.readouterr().out
+    assert main([*given, "--weights", str(weights)]) == 0
+    assert "weights own: RPO 1.00" in capsys.readouterr().out
+
+
+def test_a_scenario_of_another_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", "--level", "1", "--scenario", "F13"]) == 2
+    assert "level 1 has no scenario 'F13'" in capsys.readouterr().err
