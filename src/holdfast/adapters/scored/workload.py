@@ -100,7 +100,8 @@ class ScoreTask(holdfast.Task):
 
 
 class Lines:
-    """The file in which the loop of another trainer reports each step, a JSON line each. One write a line: several processes share the file."""
+    """The file in which the loop of another trainer reports each step, a JSON line each. One write
+    makes a line, as several processes share the file."""
 
     def __init__(self) -> None:
         path = os.environ["HOLDFAST_SCORE_LINES"]

@@ -1,6 +1,7 @@
 """torchft as a trainer of `holdfast score`: each node is a replica group of one process.
 
-Its lighthouse runs outside of the nodes, so no fault hits it. It gives a replica up after half a second. torchft keeps no durable state by itself: if all replicas are lost, it starts again.
+Its lighthouse runs outside of the nodes, so no fault hits it. It gives a replica up after half a
+second. torchft keeps no durable state by itself. If all replicas are lost, it starts again.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def literal_formula(score: Score) -> tuple[float, str]:
     """w1/RPO + w2/RTO + w3 EO + w4 J + w5 P of the literature, with its units, and a sentence.
 
     RPO and RTO are means over the pairs in seconds. It is infinite if nothing is lost, and changes
-    with the unit of time: it is shown next to the score, and is no part of it.
+    with the unit of time. It is shown next to the score, and is no part of it.
     """
     shares = score.weights.shares()
     faulty = [pair for pair in score.pairs if pair.rpo is not None]
