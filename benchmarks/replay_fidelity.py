@@ -59,29 +59,32 @@ class Constants:
 
 
 def calibration_scenario() -> ScenarioRun:
-    """Losses down to one node, their return, a notice, a join, one more loss."""
+    """Losses down to two nodes, their return, a notice, a join, one more loss."""
     step, events = (
         LEVEL_1.step_s,
         [TraceEvent(0.0, "join", f"n{n}", value=1.0) for n in range(1, 5)],
     )
-    for at, name in ((6.3, "n4"), (14.5, "n3"), (22.8, "n2")):
-        events.append(TraceEvent(at * step, "fail", name, value=(36 - at) * step))
-        events.append(TraceEvent(36 * step, "recover", name, value=1.0))
-    events.append(TraceEvent(54 * step, "notice", "n1", value=4 * step))
-    events.append(TraceEvent(58 * step, "preempt", "n1"))
-    events.append(TraceEvent(68 * step, "join", "n5", value=1.0))
-    events.append(TraceEvent(84.6 * step, "fail", "n5", value=step * 100))
-    return ScenarioRun("F0", 0, 4, 92 * step, step, in_order(events), 20 * step)
+    for at, name in ((6.3, "n4"), (14.5, "n3")):
+        events.append(TraceEvent(at * step, "fail", name, value=(24 - at) * step))
+        events.append(TraceEvent(24 * step, "recover", name, value=1.0))
+    events.append(TraceEvent(42 * step, "notice", "n1", value=4 * step))
+    events.append(TraceEvent(46 * step, "preempt", "n1"))
+    events.append(TraceEvent(54 * step, "join", "n5", value=1.0))
+    events.append(TraceEvent(70.6 * step, "fail", "n5", value=step * 100))
+    return ScenarioRun("F0", 0, 4, 76 * step, step, in_order(events), 20 * step)
 
 
-def calibrate(records: Sequence[RunRecord], run: ScenarioRun) -> Constants:
-    """Constants from calibration runs."""
+def calibrate(
+    records: Sequence[RunRecord], run: ScenarioRun, reference: ReferenceTable
+) -> Constants:
+    """Constants from calibration runs; the step of one node is that of the reference table."""
     steps: dict[int, list[float]] = {}
     losses, grows, joins, moves = list[float](), list[float](), list[float](), list[float]()
     for record in records:
         for n, seconds in step_seconds(record).items():
             steps.setdefault(n, []).append(seconds)
-    step_s = {n: statistics.mean(values) for n, values in steps.items()}
+    step_s = {n: BATCH_TOKENS / reference.rate(n) for n in reference.rates}
+    step_s |= {n: statistics.mean(values) for n, values in steps.items()}
     for record in records:
         for event in run.events:
             if event.t_s == 0:
@@ -95,7 +98,7 @@ def calibrate(records: Sequence[RunRecord], run: ScenarioRun) -> Constants:
                     if two.t_s > event.t_s and two.workers < one.workers:
                         moves.append(two.t_s - one.t_s - step_s[two.workers])
                         break
-            elif event.kind in ("join", "recover") and event.node in ("n2", "n5"):
+            elif event.kind in ("join", "recover") and event.node in ("n3", "n5"):
                 for one, two in zip(record.commits, record.commits[1:], strict=False):
                     if two.t_s > event.t_s and two.workers > one.workers:
                         grows.append(two.t_s - one.t_s - step_s[two.workers])
@@ -196,15 +199,15 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     options = RunOptions(given.k)
     calibration = calibration_records(given.out, options)
-    constants = calibrate(calibration, calibration_scenario().compressed(given.k))
+    campaign = RealCampaign("holdfast", given.out, options, lambda text: print(text, flush=True))
+    reference = campaign.reference_table()
+    constants = calibrate(calibration, calibration_scenario().compressed(given.k), reference)
     steps = ", ".join(f"{n}: {s:.3f}" for n, s in sorted(constants.step_s.items()))
     print(f"step s by nodes: {steps}")
     print(
         f"loss {constants.loss_s:.3f} s, return {constants.grow_s:.3f} s, until a node takes part "
         f"{constants.join_s:.2f} s, move after a notice {constants.move_s:.3f} s"
     )
-    campaign = RealCampaign("holdfast", given.out, options, lambda text: print(text, flush=True))
-    reference = campaign.reference_table()
     records = campaign.records(given.scenario.split(","), scoring_seeds(given.seeds))
     rows = compare(records, given.k, constants, reference)
     print(f"{'':<6}{'seed':>10}{'G real':>9}{'G simulated':>13}{'error %':>9}")

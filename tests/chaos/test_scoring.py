@@ -16,7 +16,14 @@ from holdfast.chaos.scoring.holdfast_trainer import commits_of_journal
 from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses
 from holdfast.chaos.scoring.trainer import TrainerRun, Workplace, trainer_named
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone
-from holdfast.simulate.score.record import Commit, ReferenceTable, history_of, samples_once
+from holdfast.simulate.score.record import (
+    Commit,
+    ReferenceTable,
+    RunRecord,
+    history_of,
+    samples_once,
+)
+from holdfast.simulate.score.record_file import format_record
 from holdfast.simulate.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
 from holdfast.simulate.traces.events import TraceEvent
 
@@ -117,8 +124,6 @@ def test_a_campaign_does_not_repeat_what_it_has_made(tmp_path: Path) -> None:
     (folder / "runs").mkdir(parents=True)
     drawn = draw_scenario("F1", 5, LEVEL_1)
     record = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
-    from holdfast.simulate.score.record_file import format_record
-
     file = folder / "runs" / f"own-k40-F1-{drawn.seed}.json"
     file.write_text(format_record(record))
     campaign = RealCampaign(f"{adapter}:Own", folder, RunOptions(40.0), said.append, table)
@@ -173,9 +178,7 @@ def test_a_journal_gives_steps_with_their_samples() -> None:
     assert samples_once(record) == ""
 
 
-def run_record(found: list[Commit]):  # type: ignore[no-untyped-def]
-    from holdfast.simulate.score.record import RunRecord
-
+def run_record(found: list[Commit]) -> RunRecord:
     return RunRecord("F1", 5, 5.0, ((0.0, 2),), (3.0,), tuple(found), 1.0, 5.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,9 +52,9 @@ def commits(*rows: tuple[float, int]) -> tuple[Commit, ...]:
     )
 
 
-def record(*rows: tuple[float, int], **settings: object) -> RunRecord:
+def record(*rows: tuple[float, int], **settings: Any) -> RunRecord:
     made = RunRecord("F1", 5, 10.0, ((0.0, 2),), (), commits(*rows), 1.0, 10.0)
-    return replace(made, **settings)  # type: ignore[arg-type]
+    return replace(made, **settings)
 
 
 STEADY = [(float(n), n) for n in range(1, 11)]

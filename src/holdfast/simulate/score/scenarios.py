@@ -210,7 +210,7 @@ def _one_kill(draw: _Drawing) -> None:
 def _poisson(draw: _Drawing) -> None:
     """Independent failures, so compressed that one comes every 25 steps on average."""
     draw.between_s = draw.steps(25)
-    at = draw.chance.expovariate(1 / draw.between_s)
+    at = min(draw.steps(30), draw.chance.expovariate(1 / draw.between_s))
     while at < 0.9 * draw.size.seconds:
         draw.fail(at, 1, draw.steps(10))
         at += draw.chance.expovariate(1 / draw.between_s)
@@ -218,7 +218,7 @@ def _poisson(draw: _Drawing) -> None:
 
 def _bursts(draw: _Drawing) -> None:
     draw.between_s = draw.steps(22)
-    at = draw.steps(4) + draw.chance.expovariate(1 / draw.between_s)
+    at = draw.steps(4) + min(draw.steps(20), draw.chance.expovariate(1 / draw.between_s))
     while at < 0.9 * draw.size.seconds:
         (size,) = draw.chance.choices(range(1, 7), P3_BURSTS)
         count = max(1, round(size * draw.size.nodes / 24))
