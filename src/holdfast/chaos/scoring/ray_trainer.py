@@ -28,7 +28,8 @@ class RayTrainer:
     name = "ray-train"
 
     def why_unavailable(self, python: str) -> str:
-        return why_no_module(python, "ray.train.torch", "ray[train]")
+        missing = (why_no_module(python, name, "ray[train]") for name in ("ray", "pyarrow"))
+        return next(filter(None, missing), "")
 
     def open(self, workplace: Workplace) -> TrainerRun:
         return _RayRun(workplace)

@@ -29,19 +29,17 @@ class TorchrunTrainer:
     name = "torchrun-dcp"
 
     def why_unavailable(self, python: str) -> str:
-        return why_no_module(python, "torch.distributed.run", "torch")
+        return why_no_module(python, "torch", "torch")
 
     def open(self, workplace: Workplace) -> TrainerRun:
         return _TorchrunRun(workplace)
 
 
 def why_no_module(python: str, module: str, package: str) -> str:
-    """A sentence if an interpreter cannot import a module."""
-    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True)
-    if done.returncode == 0:
-        return ""
-    last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
-    return f"{python} cannot import {module} ({last}): install {package} there"
+    """A sentence if an interpreter does not find a top-level module. It is not imported."""
+    code = f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"
+    done = subprocess.run([python, "-c", code], capture_output=True, check=False)
+    return "" if done.returncode == 0 else f"{python} has no {module}: install {package} there"
 
 
 class _TorchrunRun:
