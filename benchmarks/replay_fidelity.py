@@ -5,8 +5,8 @@
 Real runs are those of `holdfast score --level 1`: four nodes of this machine, real SIGKILL, and
 steps that take time without computing. Runs that lie in --out are not repeated. The simulation is
 `holdfast.simulate.engine` with Holdfast's own policy. Its constants come from two calibration runs
-that are not judged. They are the time of a step by the number of nodes, and the costs of a loss, a
-return and a move after a notice. The last one is the time until a new node takes part.
+that are not judged. They are step times by the number of nodes, and the costs of a loss, a return
+and a move after a notice. The last one is the time until a new node takes part.
 
 G is kept tokens over tokens of the reference table on the nodes that were there. The step in flight
 at the end counts by its share, in both. error: G of the simulation relative to that of the real
