@@ -96,6 +96,7 @@ class HoldfastPolicy:
     classes: FailureClassCounts = field(default_factory=FailureClassCounts)
     settings: TierSettings = field(init=False)
     _since: float = 0.0
+    _is_warned: bool = False
     _node_s: float = 0.0
     _counted_at: float = 0.0
     _last_failure: float = 0.0
@@ -118,6 +119,7 @@ class HoldfastPolicy:
     # --- nodes change ---------------------------------------------------------------------------
     def decide(self, view: View, change: Change) -> Decision:
         self._count_nodes(view)
+        self._is_warned = self._is_warned or bool(change.noticed)
         if change.lost:
             return self._after_loss(view, change)
         if view.point is None:
@@ -240,14 +242,17 @@ class HoldfastPolicy:
         if view.pause_left > 0:
             return Decision(None, view.pause_left)
         assert view.point is not None
-        staying = sum(_stays(node, view.now) for node in view.nodes.values())
+        staying = len(view.nodes)
+        if self._is_warned:
+            staying = sum(_stays(node, view.now) for node in view.nodes.values())
         point = self.cost.point(max(staying, view.point.nodes))
         if point is None or not self._is_better(point, view.point):
             return STAY
-        newest = max(node.joined_s for node in view.nodes.values())
-        ripe = newest + self.rules.grow_wait_s - view.now
-        if ripe > 0 and point.nodes < self.cost.wanted:
-            return Decision(None, ripe)
+        if self.rules.grow_wait_s and point.nodes < self.cost.wanted:
+            newest = max(node.joined_s for node in view.nodes.values())
+            ripe = newest + self.rules.grow_wait_s - view.now
+            if ripe > 0:
+                return Decision(None, ripe)
         moving = self._moving(view, point)
         costs = self.cost.costs
         pause = self.rules.rung_s[5] + costs.communicator_s + moving

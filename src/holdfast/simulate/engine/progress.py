@@ -27,6 +27,55 @@ class Mark:
     productive: float
     blocked: float
 
+    def mark(self) -> Mark:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Work and saves that were taken at once, from the values at its start. tiers: (seconds since
+    the last save, interval, seconds of a save)."""
+
+    now: float
+    tokens: float
+    productive: float
+    blocked: float
+    rate: float
+    step_tokens: float
+    tiers: tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The save that is made after `work` seconds of a stretch. It is worked out when it is needed,
+    which most saves never are."""
+
+    stretch: _Stretch
+    work: float
+    durable_s: float
+
+    def mark(self) -> Mark:
+        of = self.stretch
+        halted = sum(
+            floor((since + self.work) / interval + 1e-9) * blocked
+            for since, interval, blocked in of.tiers
+        )
+        tokens = of.tokens + self.work * of.rate
+        saved = whole_steps(tokens, of.step_tokens)
+        return Mark(
+            of.now + self.work + halted + self.durable_s,
+            saved,
+            of.productive + self.work - (tokens - saved) / of.rate,
+            of.blocked + halted,
+        )
+
+
+def whole_steps(tokens: float, step_tokens: float) -> float:
+    """Tokens of the steps that are complete; all of them if steps do not matter."""
+    if not step_tokens:
+        return tokens
+    return min(tokens, floor(tokens / step_tokens + 1e-6) * step_tokens)
+
 
 _START = Mark(0.0, 0.0, 0.0, 0.0)
 
@@ -38,7 +87,7 @@ class _Tier:
     plan: TierSave
     interval: float
     since: float = 0.0
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Mark | _Place] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +121,7 @@ class Progress:
     _in_save: list[_Tier] = field(default_factory=list)
     _tiers: dict[int, _Tier] = field(default_factory=dict)
     _planned: tuple[TierSave, ...] = ()
-    _marks: dict[int, list[Mark]] = field(default_factory=dict)
+    _marks: dict[int, list[Mark | _Place]] = field(default_factory=dict)
 
     # --- what holds from now on -----------------------------------------------------------------
     def set_rate(self, tokens_per_s: float) -> None:
@@ -167,24 +216,20 @@ class Progress:
         done = [(tier, tier.since, floor((tier.since + work) / tier.interval)) for tier in tiers]
         spent = sum(count * tier.plan.blocked_s for tier, _, count in done)
 
-        def mark_after(place: float, durable: float) -> Mark:
-            """The save that is made after `place` seconds of this work."""
-            halted = sum(
-                floor((since + place) / tier.interval + 1e-9) * tier.plan.blocked_s
-                for tier, since, _ in done
-            )
-            return self._mark(
-                now + place + halted + durable,
-                self.tokens + place * self.rate,
-                self.productive + place,
-                self.blocked + halted,
-            )
-
+        stretch = _Stretch(
+            now,
+            self.tokens,
+            self.productive,
+            self.blocked,
+            self.rate,
+            self.step_tokens,
+            tuple((since, tier.interval, tier.plan.blocked_s) for tier, since, _ in done),
+        )
         for tier, since, count in done:
-            first = max(1, count - _newest(tier))
-            for number in range(first, count + 1):
+            for number in range(max(1, count - _newest(tier)), count + 1):
                 place = number * tier.interval - since
-                self._add(tier, mark_after(place, tier.plan.durable_s))
+                tier.marks.append(_Place(stretch, place, tier.plan.durable_s))
+            del tier.marks[:-_MARKS]
             self._count(tier, count)
         for tier, since, count in done:
             tier.since = max(0.0, since + work - count * tier.interval)
@@ -211,7 +256,7 @@ class Progress:
     @property
     def unsaved_s(self) -> float:
         """Seconds of work since the newest save, of any tier."""
-        marks = [marks[-1].productive for marks in self._marks.values() if marks]
+        marks = [marks[-1].mark().productive for marks in self._marks.values() if marks]
         return self.productive - max(marks, default=0.0)
 
     # --- saves ----------------------------------------------------------------------------------
@@ -228,9 +273,7 @@ class Progress:
         return Mark(usable, whole, productive, blocked)
 
     def _whole(self, tokens: float) -> float:
-        if not self.step_tokens:
-            return tokens
-        return min(tokens, floor(tokens / self.step_tokens + 1e-6) * self.step_tokens)
+        return whole_steps(tokens, self.step_tokens)
 
     @staticmethod
     def _add(tier: _Tier, mark: Mark) -> None:
@@ -257,12 +300,13 @@ class Progress:
             if tier not in tiers:
                 marks.clear()
                 continue
-            for mark in reversed(marks):
+            for each in reversed(marks):
+                mark = each.mark()
                 if mark.usable_s <= now + _TINY:
                     best = mark if mark.tokens > best.tokens else best
                     break
         for marks in self._marks.values():
-            marks[:] = [mark for mark in marks if mark.tokens <= best.tokens]
+            marks[:] = [each for each in marks if each.mark().tokens <= best.tokens]
         lost = LostWork(
             self.tokens - best.tokens + partial.tokens,
             self.productive - best.productive + partial.productive,
@@ -271,11 +315,11 @@ class Progress:
             best.tokens,
         )
         self.tokens, self.productive, self.blocked = best.tokens, best.productive, best.blocked
-        for each in self._tiers.values():
-            each.since = 0.0
+        for tier_state in self._tiers.values():
+            tier_state.since = 0.0
         return lost
 
 
 def _newest(tier: _Tier) -> int:
     """Saves before the last one that may be the newest usable one."""
-    return min(_MARKS - 2, 1 + ceil(tier.plan.durable_s / max(tier.interval, _TINY)))
+    return min(_MARKS - 2, ceil(tier.plan.durable_s / max(tier.interval, _TINY)))
