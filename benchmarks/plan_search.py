@@ -2,6 +2,7 @@
 
 python -m benchmarks.plan_search exact [N]    N small problems (500), from a seed (exact 9 491)
 python -m benchmarks.plan_search times        seconds of one core, and of a loop of plain Python
+python -m benchmarks.plan_search cache        the same from the plan cache, and from like plans
 python -m benchmarks.plan_search baselines    20 large problems at equal time (pip install deap)
 python -m benchmarks.plan_search wide         175 B on 1,024 devices; tp inside and across nodes
 python -m benchmarks.plan_search replan       a node goes: with the next plans and without
@@ -13,7 +14,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, log, prod, sqrt
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Any
 
@@ -22,6 +25,7 @@ from tests.support.plan_brute_force import least_step, small_problem
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
+from holdfast.plan.auto.plan_cache import PlanCache, Rules
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
@@ -32,6 +36,7 @@ from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
 from holdfast.plan.placing.searched import SearchedPlanner
 from holdfast.plan.placing.topology_cost import Fleet
+from holdfast.plan.search.limits import Limits, SearchResult, step_seconds
 from holdfast.plan.search.search import search
 from holdfast.plan.search.space import divisors, tensor_degrees
 from holdfast.plan.search.splits import even_split
@@ -123,6 +128,34 @@ def times() -> bool:
             f"gap {found.gap:.1%}  executed {found.tried}  bounds {found.bounded}"
         )
     return True
+
+
+def cache() -> bool:
+    """Seconds of a search, of the same one from the cache, and of one that begins with the plan of
+    a cluster with a node less in each pool. In the end: whether the answers are the same."""
+    print(f"a loop of plain Python: {loop_seconds():.3f} s")
+    devices, same = load_devices(), True
+    rules = Rules(step_seconds, lambda choice: True, "time")
+    for name, model, pools, _ in TIMED:
+        problem = Problem(MODELS[model], Cluster(pools), devices)
+        fewer = Cluster(tuple(replace(pool, nodes=pool.nodes - 1) for pool in pools))
+        found, seconds = list[SearchResult](), list[float]()
+        with TemporaryDirectory() as one, TemporaryDirectory() as other:
+            PlanCache(Path(other)).search(replace(problem, cluster=fewer), Limits(), rules)
+            for folder in (one, one, other):
+                begin = process_time()
+                found.append(PlanCache(Path(folder)).search(problem, Limits(), rules))
+                seconds.append(process_time() - begin)
+        cold, again, warm = found
+        same = same and again.best == cold.best and warm.best.score <= cold.best.score
+        print(
+            f"{name:16} {model:5} {cold.source} {seconds[0]:.2f} s, {again.source} "
+            f"{seconds[1]:.3f} s, {warm.source} {seconds[2]:.2f} s; step {cold.best.score:.4f} s, "
+            f"{again.best.score:.4f} s, {warm.best.score:.4f} s",
+            flush=True,
+        )
+    print(f"the cache's answers are {'the same, others no worse' if same else 'NOT THE SAME'}")
+    return same
 
 
 @dataclass
@@ -344,7 +377,7 @@ def main(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "times"
     if name == "exact":
         return not exact(*(map(int, arguments[1:]) if len(arguments) > 1 else (500,)))
-    parts = {"times": times, "baselines": baselines, "wide": wide, "replan": replan}
+    parts = {"times": times, "cache": cache, "baselines": baselines, "wide": wide, "replan": replan}
     return not parts[name]()
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).resolve().parent
 REPORTED_FROM, SLOWEST = 100, 10  # seconds of all tests; files
 _SERVER = pytest.StashKey[Server]()
+_CACHE = pytest.StashKey[TemporaryDirectory[str]]()
 
 # How long an example takes says how busy the machine is, not whether the code is right. The same
 # examples each time, so that a change is judged by what it changes; HYPOTHESIS=search draws others.
@@ -41,7 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    is_worker = hasattr(config, "workerinput")  # xdist workers inherit the address
+    is_worker = hasattr(config, "workerinput")  # xdist workers inherit the address and the cache
+    if not is_worker:
+        config.stash[_CACHE] = TemporaryDirectory(prefix="holdfast-tests-cache-")
+        os.environ["XDG_CACHE_HOME"] = config.stash[_CACHE].name
     if not is_worker and ADDRESS not in os.environ:
         server = Server()
         config.stash[_SERVER] = server
@@ -103,6 +108,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server is not None:
         os.environ.pop(ADDRESS, None)
         server.close()
+    cache = config.stash.get(_CACHE, None)
+    if cache is not None:
+        cache.cleanup()
 
 
 @pytest.fixture(scope="module")

@@ -58,10 +58,12 @@ class RunStarted(Event):
     """An agent opened the run folder; `resumed` when it had been opened before."""
 
     kind: ClassVar[str] = "run_started"
+    absent_if_empty = frozenset({"plan"})
     run: str
     config_hash: str
     dataset_version: str
     resumed: bool = False
+    plan: str = ""  # where a planned layout came from; "" if the run file gives it
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,26 @@ def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path, capsys: 
     assert best["usd_per_hour"] > 0
     assert best["score"] <= min(layout["score"] for layout in value["layouts"])
     again = json.loads(here(capsys, "plan", *asked).out)
+    assert (value.pop("source"), again.pop("source")) == ("searched", "from the plan cache")
     assert again == value
+
+
+def test_the_plan_cache_is_named(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = ("plan", run_file, *SMALL, "--cluster", "2x4xA100-80")
+    titles = [here(capsys, *asked).out.splitlines()[0] for _ in range(2)]
+    assert titles[1] == f"{titles[0]}, from the plan cache"
+    for path in (tmp_path / "cache" / "holdfast" / "plans").iterdir():
+        path.write_text("{")
+    both = here(capsys, *asked)
+    assert both.out.splitlines()[0] == titles[0]
+    assert "is damaged" in both.err
+    larger = here(capsys, "plan", run_file, *SMALL, "--cluster", "4x4xA100-80").out
+    assert larger.splitlines()[0].endswith(", searched from a cached plan")
+    after_loss = here(capsys, "plan", run_file, *SMALL, "--cluster", "3x4xA100-80").out
+    assert after_loss.splitlines()[0].endswith(", from the plan cache")  # it is a next plan
 
 
 def test_the_sources_of_the_numbers_are_said(

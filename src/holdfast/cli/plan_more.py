@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from math import isinf
 from pathlib import Path
 from typing import Any
 
 from holdfast.cli.output import print_table, write_text
 from holdfast.cli.plan_request import PlanRequest
-from holdfast.config.run import RunConfig
 from holdfast.core.schedule.draw import draw_svg, draw_text
 from holdfast.errors import LayoutError
-from holdfast.plan.auto.objective import refusal_of
+from holdfast.plan.auto.objective import fastest_of
 from holdfast.plan.auto.search_run import RunPlan, plan_run
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
@@ -23,7 +21,6 @@ from holdfast.plan.explain.timeline import drawn_microbatches, timeline_of
 from holdfast.plan.explain.what_if import after_loss
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.next_plans import NextPlan, next_plans
-from holdfast.plan.search.search import search
 from holdfast.report.formatting import (
     format_bytes,
     format_duration,
@@ -127,7 +124,8 @@ def plan_after_loss(request: PlanRequest, text: str) -> tuple[str, RunPlan | Non
     for workers in range(cluster.size, 0, -min(pool.devices for pool in cluster.pools)):
         try:  # fewer devices, if the batch does not divide by all of them
             part = machines.with_workers(workers)
-            return words, plan_run(request.loaded, part, workers=part.cluster.size)
+            own = part.cluster.size
+            return words, plan_run(request.loaded, part, workers=own, cache=request.cache)
         except LayoutError:
             continue
     return words, None
@@ -169,16 +167,12 @@ def next_plans_of(request: PlanRequest) -> tuple[NextPlan, ...]:
 
     def search_rest(problem: Problem) -> Choice | None:
         try:
-            allows = partial(_is_allowed, config)
-            return search(problem, request.plan.limits, allows=allows).best.choice
+            found = request.cache.search(problem, request.plan.limits, fastest_of(config))
+            return found.best.choice
         except LayoutError:
             return None
 
     return next_plans(GoodputModel(request.problem), best.choice, best.cost, search_rest).plans
-
-
-def _is_allowed(config: RunConfig, choice: Choice) -> bool:
-    return not refusal_of(config, choice)
 
 
 def _layout_of(request: PlanRequest, plan: NextPlan) -> str | None:

@@ -9,6 +9,7 @@ from holdfast.cli.train import with_device, with_vocabulary
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.plan.auto.machines import Machines, machines_of
+from holdfast.plan.auto.plan_cache import PlanCache, plan_cache_folder
 from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops
@@ -18,12 +19,14 @@ from holdfast.plan.search.search import Found
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """loaded: the run with the chosen layout left open. notes: for the reader, before the plan."""
+    """loaded: the run with the chosen layout left open. notes: for the reader, before the plan.
+    cache: of earlier plans."""
 
     loaded: LoadedConfig
     machines: Machines
     plan: RunPlan
     notes: tuple[str, ...]
+    cache: PlanCache
 
     @property
     def problem(self) -> Problem:
@@ -44,7 +47,9 @@ def read_plan_request(
         loaded = with_device(loaded, hardware)
         _refuse_absent_device(loaded, hardware)
     machines = machines_of(loaded.config, hardware, cluster)
-    return PlanRequest(loaded, machines, plan_run(loaded, machines), tuple(notes))
+    cache = PlanCache(plan_cache_folder())
+    plan = plan_run(loaded, machines, cache=cache)
+    return PlanRequest(loaded, machines, plan, (*notes, *cache.notes), cache)
 
 
 def _refuse_absent_device(loaded: LoadedConfig, hardware: HardwareInfo) -> None:

@@ -14,7 +14,7 @@ from holdfast.plan.auto.objective import end_in_words
 from holdfast.plan.explain.figures import Figures, words_of_layout, words_of_way
 from holdfast.plan.explain.warnings import warnings_of
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.search.search import Found
+from holdfast.plan.search.limits import SEARCHED, Found
 from holdfast.report.formatting import (
     format_bytes,
     format_count,
@@ -71,8 +71,12 @@ def _title(request: PlanRequest) -> str:
         f"{request.loaded.config.name}: {format_si(workload.parameters)} parameters, "
         f"{format_count(workload.step_tokens)} tokens a step, {precision}, on "
         f"{request.machines.name}: {pools}; best by {request.loaded.config.plan.objective} of "
-        f"{format_count(tried)} {layouts}"
+        f"{format_count(tried)} {layouts}{_source(request.plan.result.source)}"
     )
+
+
+def _source(source: str) -> str:
+    return "" if source == SEARCHED else f", {source}"
 
 
 def _row(request: PlanRequest, found: Found, is_chosen: bool) -> list[str]:
@@ -155,6 +159,7 @@ def plan_as_json(request: PlanRequest) -> dict[str, Any]:
         "parameters": request.problem.workload.parameters,
         "step_tokens": request.problem.workload.step_tokens,
         "tried": request.plan.result.tried,
+        "source": request.plan.result.source,
         "layouts": [_layout_as_json(request, each) for each in found],
         "notes": [
             *request.notes,

@@ -34,7 +34,7 @@ class RunContext:
     node only. generation_floor: searches for the content of a lost run folder and returns a
     generation. The run's next generations must be newer than that one. The first coordinator of the
     run calls it. trackers: run next to the agent that leads. predict: the plan of a generation, for
-    the journal."""
+    the journal. plan: where the layout of the run came from, likewise."""
 
     config: RunConfig
     store: RunStore
@@ -49,6 +49,7 @@ class RunContext:
     generation_floor: Callable[[], int] = lambda: 0
     trackers: tuple[TrackerProgram, ...] = ()
     predict: Callable[[Topology], Event | None] = lambda topology: None
+    plan: str = ""
 
     @property
     def node_suffix(self) -> str:

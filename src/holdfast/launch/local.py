@@ -34,7 +34,7 @@ from holdfast.launch.node.addresses import NodeAddress, plan_addresses, uses_tls
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.node.trackers import tracker_programs
-from holdfast.launch.run.auto_layout import predictor_of
+from holdfast.launch.run.auto_layout import predictor_of, source_of_plan
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.planner import planner_of
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
@@ -97,6 +97,7 @@ def train_locally(
         generation_floor=start.restore_and_find_floor,
         trackers=tracker_programs(config, folder),
         predict=predictor_of(config),
+        plan=source_of_plan(loaded),
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics}
     views |= {"say": say, "say_last": say_last}

@@ -163,6 +163,6 @@ def test_another_objective_finds_another_layout() -> None:
 def test_the_last_layout_is_the_first_bound_of_the_next_search() -> None:
     problem, limits = small_problem(3)
     cold = search(problem, limits)
-    warm = search(problem, limits, first=cold.best.choice)
+    warm = search(problem, limits, first=[cold.best.choice])
     assert warm.best.score == cold.best.score
     assert warm.bounded <= cold.bounded

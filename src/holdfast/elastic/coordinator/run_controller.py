@@ -131,7 +131,9 @@ class SessionStart:
             it = self._context
             self._event_log.emit(
                 "agent",
-                RunStarted(it.config.name, it.config_hash, it.dataset_version, self.is_resumed),
+                RunStarted(
+                    it.config.name, it.config_hash, it.dataset_version, self.is_resumed, it.plan
+                ),
             )
         self.is_logged = self.is_resumed = True
 

@@ -14,6 +14,7 @@ from holdfast.layout import AXES, Topology
 from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.objective import end_in_words
+from holdfast.plan.auto.plan_cache import PlanCache, plan_cache_folder
 from holdfast.plan.auto.prediction import Predictor, has_prediction
 from holdfast.plan.auto.search_run import (
     RunPlan,
@@ -27,7 +28,7 @@ from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
 from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
-from holdfast.plan.search.search import Found
+from holdfast.plan.search.limits import SEARCHED, Found
 from holdfast.report.formatting import (
     format_bytes,
     format_count,
@@ -68,12 +69,15 @@ def with_auto_layout(
     if not loaded.config.train.microbatch_size and (size := known_microbatch_size(run_folder)):
         loaded = loaded.with_planned({KEY: size}, "that of the run")
     number = loaded.config.layout.workers if several else 0
-    plan = plan_run(loaded, machines_of(loaded.config, hardware), workers=number)
-    reason = f"{plan.machines.name}: the best of {format_plural(plan.result.tried, 'layout')}"
+    cache = PlanCache(plan_cache_folder(), starts_warm=not several)  # all nodes choose the same
+    machines = machines_of(loaded.config, hardware)
+    plan = plan_run(loaded, machines, workers=number, cache=cache)
+    tried = format_plural(plan.result.tried, "layout")
+    reason = f"{plan.machines.name}: the best of {tried}, {plan.result.source}"
     loaded, found = with_plan(loaded, plan, reason)
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
-    about = _describe(loaded.config, plan, found, figures)
+    about = [*cache.notes, *_describe(loaded.config, plan, found, figures)]
     if late := end_in_words(loaded, plan.problem, found):
         about.append(late)
     return loaded, AutoLayout(tuple(about), usd)
@@ -110,8 +114,13 @@ def _describe(config: RunConfig, plan: RunPlan, found: Found, figures: Figures) 
     choice = (
         f"layout: {words}, the best by {config.plan.objective} of "
         f"{format_plural(plan.result.tried, 'layout')} on {plan.machines.name}"
+        f"{_source_in_words(plan)}"
     )
     return [choice, *_figures_in_words(config, figures)]
+
+
+def _source_in_words(plan: RunPlan) -> str:
+    return "" if plan.result.source == SEARCHED else f", {plan.result.source}"
 
 
 def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
@@ -128,6 +137,18 @@ def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
             f"${figures.usd_per_hour:,.2f} an hour"
         )
     return lines
+
+
+def source_of_plan(loaded: LoadedConfig) -> str:
+    """Where the planned layout of a run came from, in words; "" if the run file gives it."""
+    if loaded.config.layout.mode != "auto":
+        return ""
+    planned = (
+        origin.place
+        for key, origin in loaded.origins.items()
+        if key.startswith("layout.") and key != "layout.fixed" and origin.kind == "planned"
+    )
+    return next(planned, "")
 
 
 def predictor_of(config: RunConfig) -> Callable[[Topology], Event | None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
 from holdfast.plan.auto.choices import with_choice
+from holdfast.plan.auto.plan_cache import Rules
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.objective.objectives import Deadline, FinishBy, objective_named
@@ -48,3 +50,38 @@ def refusal_of(config: RunConfig, choice: Choice) -> str:
     sized = with_choice(config, choice)
     length = sized.data.sequence_length
     return find_impossible_degrees(sized.layout, sized.model, sized.train, length, None) or ""
+
+
+def is_allowed(config: RunConfig, choice: Choice) -> bool:
+    """Return True if no rule of the run file refuses a layout."""
+    return not refusal_of(config, choice)
+
+
+def rules_of(loaded: LoadedConfig, problem: Problem, now: datetime | None = None) -> Rules:
+    """The objective and the rules of a run's search. now: for an objective with a date. Raises
+    ConfigError as `objective_of` does."""
+    config = loaded.config
+    objective = objective_of(loaded, problem, now)
+    return Rules(
+        objective,
+        partial(is_allowed, config),
+        f"{config.plan.objective} {_rules_in_words(config)}",
+        config.plan.objective != "finish_by",
+    )
+
+
+def fastest_of(config: RunConfig) -> Rules:
+    """The rules of a run's search for the shortest step."""
+    return Rules(step_seconds, partial(is_allowed, config), f"time {_rules_in_words(config)}")
+
+
+def _rules_in_words(config: RunConfig) -> str:
+    """All values that `refusal_of` depends on, besides the layout."""
+    return "\n".join(
+        (
+            config.layout.model_dump_json(),
+            config.model.model_dump_json(),
+            config.train.model_dump_json(exclude={"steps"}),
+            str(config.data.sequence_length),
+        )
+    )

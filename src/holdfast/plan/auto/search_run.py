@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from holdfast.config.load import LoadedConfig
@@ -11,7 +12,8 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
-from holdfast.plan.auto.objective import objective_of, refusal_of
+from holdfast.plan.auto.objective import is_allowed, rules_of
+from holdfast.plan.auto.plan_cache import PlanCache
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import workload_of
@@ -97,9 +99,12 @@ def plan_run(
     machines: Machines,
     workers: int = 0,
     now: datetime | None = None,
+    cache: PlanCache | None = None,
 ) -> RunPlan:
     """Choose the layout of a run on these machines. workers: their number, if it is not free.
-    now: for an objective with a date. Raises LayoutError if no layout works there."""
+    now: for an objective with a date. cache: of earlier plans. Raises LayoutError if no layout
+    works there."""
+    cache = cache or PlanCache(None)
     config, limits = loaded.config, limits_of(loaded)
     given = config.layout.workers if is_given(loaded, "layout.workers") else workers
     workload = workload_of(_with_vocabulary(config))
@@ -118,12 +123,8 @@ def plan_run(
             workload, part.cluster, part.devices, memory_share=config.plan.memory_share
         )
         try:
-            result = search(
-                problem,
-                replace(limits, devices=number if given or machines.cores else 0),
-                objective_of(loaded, problem, now),
-                allows=lambda choice: not refusal_of(config, choice),
-            )
+            own = replace(limits, devices=number if given or machines.cores else 0)
+            result = cache.search(problem, own, rules_of(loaded, problem, now))
             plans.append(RunPlan(problem, part, result, limits))
         except LayoutError as error:
             refused.append(_more_workers(loaded, machines, number, limits) or error)
@@ -141,10 +142,7 @@ def _more_workers(
     if machines.cores or given >= machines.cluster.size:
         return None
     workload, share = workload_of(_with_vocabulary(config)), config.plan.memory_share
-
-    def allows(choice: Choice) -> bool:
-        return not refusal_of(config, choice)
-
+    allows = partial(is_allowed, config)
     problem = Problem(workload, machines.cluster, machines.devices, memory_share=share)
     try:
         number = search(problem, replace(limits, effort=_SHORT), allows=allows).best.choice.devices

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 Recompute = str
 """A word of `train.recompute`: none, selective, full."""
@@ -83,3 +85,19 @@ class Choice:
     def microbatches(self) -> int:
         """Logical microbatches of a step."""
         return sum(group.count * group.microbatches for group in self.replicas)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "host": sorted(self.host)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Choice:
+        """Read what `to_json` wrote. Raises KeyError or TypeError for other values."""
+        groups = tuple(
+            ReplicaChoice(**{name: _without_lists(given) for name, given in group.items()})
+            for group in value["replicas"]
+        )
+        return Choice(**{**value, "replicas": groups, "host": frozenset(value["host"])})
+
+
+def _without_lists(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given

@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from holdfast.errors import LayoutError
-from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.objective.goodput import GoodputModel
@@ -80,9 +80,13 @@ class NextPlans:
         value = json.loads(text)
         if value.get("format") != FORMAT:
             return None
-        plans = (NextPlan(**{**p, "layout": _choice(p["layout"])}) for p in value["plans"])
-        present = _choice(value["present"])
-        return None if present is None else NextPlans(present, tuple(plans))
+        plans = (
+            NextPlan(
+                **{**plan, "layout": Choice.from_json(plan["layout"]) if plan["layout"] else None}
+            )
+            for plan in value["plans"]
+        )
+        return NextPlans(Choice.from_json(value["present"]), tuple(plans))
 
 
 def next_plans(
@@ -181,15 +185,5 @@ def _need(cluster: Cluster, choice: Choice, lost: Mapping[str, int]) -> int:
     return FROM_MEMORY if sum(lost.values()) == 1 else FROM_STORE
 
 
-def _value(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else given
-
-
 def _choice(value: dict[str, Any] | None) -> Choice | None:
-    if value is None:
-        return None
-    groups = tuple(
-        ReplicaChoice(**{name: _value(given) for name, given in group.items()})
-        for group in value["replicas"]
-    )
-    return Choice(**{**value, "replicas": groups, "host": frozenset(value["host"])})
+    return None if value is None else Choice.from_json(value)

@@ -19,6 +19,12 @@ SYNCHRONOUS = tuple(name for name, kind in SCHEDULE_KINDS.items() if not kind.is
 """Schedules that give the curve of a run without a pipeline."""
 
 
+SEARCHED = "searched"
+SEARCHED_FROM_CACHE = "searched from a cached plan"
+FROM_CACHE = "from the plan cache"
+"""Sources of a result: without hints, with the layout of an earlier search, and no search."""
+
+
 def step_seconds(_: Choice, cost: StepCost) -> float:
     return cost.step_s
 
@@ -57,13 +63,24 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a search. work: groups that were opened. gap: as that of the result, at its end."""
+
+    work: float
+    gap: float
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """best first; `runners_up` follow it. tried: layouts whose timeline was executed. bounded:
     layouts and groups of layouts that have a bound. gap: share by which a layout that was not
-    looked at may be better, at most. With 0 none is better."""
+    looked at may be better, at most. With 0 none is better. source: how it was found, in words.
+    phases: with like replicas, and with unlike ones."""
 
     best: Found
     runners_up: tuple[Found, ...]
     tried: int
     bounded: int = 0
     gap: float = 0.0
+    source: str = SEARCHED
+    phases: tuple[Phase, ...] = ()

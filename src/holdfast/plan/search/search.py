@@ -26,6 +26,7 @@ from holdfast.plan.search.limits import (
     Found,
     Limits,
     Objective,
+    Phase,
     SearchResult,
     step_seconds,
 )
@@ -56,6 +57,7 @@ _COMPLETE = 16
 _EFFORT = 250
 """Groups of a large problem that are opened without a better layout."""
 _SMALL_GAP = 0.15
+_SAME_GAP = 1.01
 _PATIENCE = 8
 """Times as many groups are opened while the gap is not small."""
 _DESPERATE = 10
@@ -74,18 +76,23 @@ def search(
     problem: Problem,
     limits: Limits | None = None,
     objective: Objective = step_seconds,
-    first: Choice | None = None,
+    first: Sequence[Choice] = (),
     allows: Callable[[Choice], bool] = _allows_all,
+    earlier: Sequence[Phase] = (),
 ) -> SearchResult:
     """Return the best layout.
 
     Args:
-        first: a layout that is likely to be good, of an earlier search.
+        first: layouts of this problem that are likely to be good, the best one first.
+        earlier: phases of the search that found them. This one has to open as many groups, unless
+            it is as close to its bounds. A first layout is seldom beaten, so a search for a large
+            cluster would end too early.
         allows: False for layouts that rules of a run file refuse.
 
     Raises LayoutError if nothing fits, with the nearest that would.
     """
-    return Search(problem, limits or Limits(), objective, allows).run(first)
+    found = Search(problem, limits or Limits(), objective, allows, earlier=tuple(earlier))
+    return found.run(first)
 
 
 @dataclass
@@ -99,6 +106,8 @@ class Search:
     evaluator: Evaluator = field(init=False)
     best: Found | None = None
     is_short: bool = False
+    earlier: tuple[Phase, ...] = ()
+    _phases: list[Phase] = field(default_factory=list)
     _found: list[Found] = field(default_factory=list)
     _groups: list[tuple[float, float, int, _Group]] = field(default_factory=list)
     _leaves: list[tuple[float, int, Choice]] = field(default_factory=list)
@@ -113,18 +122,26 @@ class Search:
         self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
         self._pushed = 0
 
-    def run(self, first: Choice | None) -> SearchResult:
-        if first is not None and self._is_wanted(first) and self.evaluator.least(first).fits:
-            self._execute(first)
+    def run(self, first: Sequence[Choice]) -> SearchResult:
+        known = [each for each in first if self._is_wanted(each)]
+        known = [each for each in known if self.evaluator.least(each).fits]
+        for choice in known[:1]:
+            self._execute(choice)
         best = self.find()
         if best is None:
             raise nothing_fits_error(self.problem, self.limits, self._any)
         gap = self._gap()
+        for choice in known[1:]:  # a good first layout leaves few others
+            score = self._scores.of_layout(choice, self.evaluator.least(choice))
+            heappush(self._leaves, (score, next(self._order), choice))
         self._execute_runners_up()
         others = [each for each in self._found if each is not best]
         others.sort(key=lambda each: each.score)
         tried = len(self._found)
-        return SearchResult(best, tuple(others[:_RUNNERS_UP]), tried, self._pushed, gap)
+        others = others[:_RUNNERS_UP]
+        return SearchResult(
+            best, tuple(others), tried, self._pushed, gap, phases=tuple(self._phases)
+        )
 
     def find(self) -> Found | None:
         """The best layout; None if none fits. Replicas that are alike come first."""
@@ -154,7 +171,8 @@ class Search:
     def _search(self, patience: float) -> None:
         """Open groups, the most promising first. Layouts are executed when they are the most
         promising, or after some groups: a good layout makes the heaps shorter."""
-        idle, since = 0.0, 0.0
+        idle, since, work = 0.0, 0.0, 0.0
+        earlier = next(iter(self.earlier[len(self._phases) :]), None)
         while self._groups and self._groups[0][0] < self._least():
             if self._leaves and (self._leaves[0][0] <= self._groups[0][0] or since >= _PACE):
                 before = self._least()
@@ -163,19 +181,30 @@ class Search:
                 continue
             if self.is_short and (self.best or idle >= _DESPERATE * self._effort):
                 break
-            if self.best and idle >= self._effort * (1 if self._gap() < _SMALL_GAP else patience):
+            if self.best and self._is_enough(idle, work, patience, earlier):
                 break
             node = heappop(self._groups)[3]
-            work = node.work if isinstance(node, Family) else 1.0
+            own = node.work if isinstance(node, Family) else 1.0
             self._open(node)
-            idle, since = idle + work, since + work
+            idle, since, work = idle + own, since + own, work + own
         else:
             self._groups.clear()
+        self._phases.append(Phase(work, self._gap()))
         most = _LAST if self._groups else len(self._leaves)
         for _ in range(most):
             if not self._leaves or self._leaves[0][0] >= self._least():
                 break
             self._execute_next()
+
+    def _is_enough(self, idle: float, work: float, patience: float, earlier: Phase | None) -> bool:
+        """Return True if no more groups are opened. idle: those without a better layout. work: all
+        of this phase."""
+        if idle < self._effort:
+            return False
+        gap = self._gap()
+        if gap < _SMALL_GAP or (earlier is not None and gap <= earlier.gap * _SAME_GAP):
+            return True
+        return idle >= patience * self._effort and (earlier is None or work >= earlier.work)
 
     @property
     def _effort(self) -> float:
