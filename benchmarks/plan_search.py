@@ -131,8 +131,8 @@ def times() -> bool:
 
 
 def cache() -> bool:
-    """Seconds of a search, of the same one from the cache, and of one that begins with the plan of
-    a cluster with a node less in each pool. In the end: whether the answers are the same."""
+    """Seconds of a search, of the same one from the cache, and of one that begins with a plan. That
+    plan is for a cluster with a node less in each pool. Return True if the answers are the same."""
     print(f"a loop of plain Python: {loop_seconds():.3f} s")
     devices, same = load_devices(), True
     rules = Rules(step_seconds, lambda choice: True, "time")

@@ -55,6 +55,7 @@ from tests.cli.remedies import (
     of_stores_cases,
     of_task_code,
     of_traces,
+    of_trackers,
     of_trainers,
 )
 from tests.cli.remedies.lab import Case, Lab, carry_out
@@ -88,6 +89,7 @@ TABLES = (
     of_campaigns,
     of_clusters,
     of_nodes,
+    of_trackers,
     of_disks,
     of_hardware,
     of_objectives,

@@ -145,8 +145,8 @@ def test_nothing_that_fits_is_not_kept(problem: Problem, tmp_path: Path) -> None
 
 
 def test_first_layouts_are_layouts_of_the_other_problem() -> None:
-    """Of random pairs of problems with one model: no first layout breaks a limit, needs devices
-    that are not there, loses microbatches, or has no place in memory."""
+    """Pairs of problems with one model. No first layout breaks a limit, or needs devices that are
+    not there. Each has all microbatches, and fits."""
     seen = 0
     for seed in range(9):
         problem, limits = small_problem(seed)

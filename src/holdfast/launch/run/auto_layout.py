@@ -140,7 +140,7 @@ def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
 
 
 def source_of_plan(loaded: LoadedConfig) -> str:
-    """Where the planned layout of a run came from, in words; "" if the run file gives it."""
+    """Return the source of a planned layout, in words; "" if the run file gives it."""
     if loaded.config.layout.mode != "auto":
         return ""
     planned = (

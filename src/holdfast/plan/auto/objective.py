@@ -76,7 +76,7 @@ def fastest_of(config: RunConfig) -> Rules:
 
 
 def _rules_in_words(config: RunConfig) -> str:
-    """All values that `refusal_of` depends on, besides the layout."""
+    """All values that `refusal_of` depends on, without the layout."""
     return "\n".join(
         (
             config.layout.model_dump_json(),

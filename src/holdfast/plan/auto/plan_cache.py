@@ -44,14 +44,14 @@ _KEPT = 256
 
 
 def plan_cache_folder() -> Path:
-    """Where the plans of this user are."""
+    """The folder of this user's plans."""
     return Path(cache_folder()) / "holdfast" / "plans"
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search obeys besides its limits. words: all that `objective` and `allows` depend on,
-    besides the problem. is_timeless: False for an objective that depends on the clock."""
+    """What a search obeys in addition to its limits. words: all that `objective` and `allows`
+    depend on, without the problem. is_timeless: False if the objective depends on the clock."""
 
     objective: Objective
     allows: Callable[[Choice], bool]
@@ -79,8 +79,8 @@ class PlanCache:
         model = _digest(planner_digest(), _model_of(problem))[:16]
         key = _digest(planner_digest(), repr((problem, limits)), rules.words)[:32]
         path = self.folder / f"{model}-{key}.json"
-        if rules.is_timeless and (known := self._result(path, problem, rules.objective)):
-            return known
+        if rules.is_timeless and (kept := self._result(path, problem, rules.objective)):
+            return kept
         plans = list(self._plans(model)) if self.starts_warm else []
         known = [Choice.from_json(value) for body in plans for value in body["layouts"]]
         first = first_layouts(problem, limits, rules.objective, rules.allows, known)

@@ -20,6 +20,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.bounds import Bounds
+from holdfast.plan.search.candidates import Candidates
 from holdfast.plan.search.fleets import Family, Fleets, first_of_each
 from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
 from holdfast.plan.search.limits import (
@@ -47,7 +48,6 @@ from holdfast.plan.search.space import (
 
 __all__ = ["Found", "Limits", "Objective", "SearchResult", "search", "step_seconds"]
 
-_RUNNERS_UP = 8
 _PACE = 50
 """Groups that are opened before a layout is executed out of turn."""
 _MOST_CHAINED = 4
@@ -104,13 +104,10 @@ class Search:
     objective: Objective
     allows: Callable[[Choice], bool] = _allows_all
     evaluator: Evaluator = field(init=False)
-    best: Found | None = None
     is_short: bool = False
     earlier: tuple[Phase, ...] = ()
     _phases: list[Phase] = field(default_factory=list)
-    _found: list[Found] = field(default_factory=list)
     _groups: list[tuple[float, float, int, _Group]] = field(default_factory=list)
-    _leaves: list[tuple[float, int, Choice]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -120,28 +117,22 @@ class Search:
         self._layouts = Layouts(self.evaluator, self.limits)
         self._room = Room(self.evaluator, self.limits)
         self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
+        self._candidates = Candidates(self.evaluator, self._scores, self._is_wanted)
         self._pushed = 0
 
     def run(self, first: Sequence[Choice]) -> SearchResult:
         known = [each for each in first if self._is_wanted(each)]
         known = [each for each in known if self.evaluator.least(each).fits]
         for choice in known[:1]:
-            self._execute(choice)
-        best = self.find()
+            self._candidates.execute(choice)
+        best, gap = self.find(), self._gap()
         if best is None:
             raise nothing_fits_error(self.problem, self.limits, self._any)
-        gap = self._gap()
-        for choice in known[1:]:  # a good first layout leaves few others
-            score = self._scores.of_layout(choice, self.evaluator.least(choice))
-            heappush(self._leaves, (score, next(self._order), choice))
-        self._execute_runners_up()
-        others = [each for each in self._found if each is not best]
-        others.sort(key=lambda each: each.score)
-        tried = len(self._found)
-        others = others[:_RUNNERS_UP]
-        return SearchResult(
-            best, tuple(others), tried, self._pushed, gap, phases=tuple(self._phases)
-        )
+        for choice in known[1:]:  # a good first layout leaves few runners-up
+            self._candidates.push(choice, even_if_worse=True)
+        others, tried = self._candidates.execute_runners_up(), len(self._candidates.executed)
+        bounded = self._pushed + self._candidates.pushed
+        return SearchResult(best, others, tried, bounded, gap, phases=tuple(self._phases))
 
     def find(self) -> Found | None:
         """The best layout; None if none fits. Replicas that are alike come first."""
@@ -156,7 +147,7 @@ class Search:
             self._push(self._scores.of_pools(seconds, names), seconds, family)
         self._search(1)
         self._groups += rest[:1]
-        return self.best
+        return self._candidates.best
 
     def _any(self, problem: Problem, limits: Limits) -> Choice | None:
         """A layout that fits another problem or other limits, after a short search."""
@@ -173,15 +164,16 @@ class Search:
         promising, or after some groups: a good layout makes the heaps shorter."""
         idle, since, work = 0.0, 0.0, 0.0
         earlier = next(iter(self.earlier[len(self._phases) :]), None)
-        while self._groups and self._groups[0][0] < self._least():
-            if self._leaves and (self._leaves[0][0] <= self._groups[0][0] or since >= _PACE):
-                before = self._least()
-                self._execute_next()
-                since, idle = 0.0, idle if self._least() == before else 0.0
+        waiting = self._candidates
+        while self._groups and self._groups[0][0] < waiting.best_score:
+            if waiting.least <= self._groups[0][0] or (since >= _PACE and waiting):
+                before = waiting.best_score
+                waiting.execute_next()
+                since, idle = 0.0, idle if waiting.best_score == before else 0.0
                 continue
-            if self.is_short and (self.best or idle >= _DESPERATE * self._effort):
+            if self.is_short and (waiting.best or idle >= _DESPERATE * self._effort):
                 break
-            if self.best and self._is_enough(idle, work, patience, earlier):
+            if waiting.best and self._is_enough(idle, work, patience, earlier):
                 break
             node = heappop(self._groups)[3]
             own = node.work if isinstance(node, Family) else 1.0
@@ -190,11 +182,9 @@ class Search:
         else:
             self._groups.clear()
         self._phases.append(Phase(work, self._gap()))
-        most = _LAST if self._groups else len(self._leaves)
-        for _ in range(most):
-            if not self._leaves or self._leaves[0][0] >= self._least():
+        for _ in range(_LAST if self._groups else len(waiting)):
+            if not waiting.execute_next():
                 break
-            self._execute_next()
 
     def _is_enough(self, idle: float, work: float, patience: float, earlier: Phase | None) -> bool:
         """Return True if no more groups are opened. idle: those without a better layout. work: all
@@ -214,23 +204,13 @@ class Search:
 
     def _gap(self) -> float:
         """The share by which a layout that was not looked at may be better, at most."""
-        rest = [heap[0][0] for heap in (self._groups, self._leaves) if heap]
-        least = min(rest, default=inf)
-        if self.best is None or least >= self.best.score:
-            return 0.0
-        return 1 - max(0.0, least) / self.best.score
-
-    def _execute_next(self) -> None:
-        score, _, choice = heappop(self._leaves)
-        if score < self._least():
-            self._execute(choice)
-
-    def _least(self) -> float:
-        return self.best.score if self.best else inf
+        least = min(self._groups[0][0] if self._groups else inf, self._candidates.least)
+        best = self._candidates.best_score
+        return 0.0 if least >= best or best == inf else 1 - max(0.0, least) / best
 
     def _push(self, score: float, seconds: float, node: _Group) -> None:
         self._pushed += 1
-        if score < self._least():
+        if score < self._candidates.best_score:
             heappush(self._groups, (score, seconds, next(self._order), node))
 
     def sites(self) -> list[Site]:
@@ -256,7 +236,7 @@ class Search:
     def _open_family(self, family: Family) -> None:
         if family.offers:
             for choice in self._fleets.layouts_of(family):
-                self._push_layout(choice)
+                self._candidates.push(choice)
             return
         offered = self._fleets.with_offers(family)
         if offered is not None:
@@ -326,30 +306,7 @@ class Search:
         for variant in node.variants:
             for group in self._layouts.groups(variant, most, node.number):
                 groups = tuple(dealt(group, node.number, each, more))
-                self._push_layout(choice_of(variant, groups))
-
-    def _push_layout(self, choice: Choice) -> None:
-        cost = self.evaluator.least(choice)
-        self._pushed += 1
-        score = self._scores.of_layout(choice, cost)
-        if score < self._least() and self._is_wanted(choice):
-            heappush(self._leaves, (score, next(self._order), choice))
-
-    def _execute(self, choice: Choice) -> None:
-        cost = self.evaluator.cost(choice)
-        found = Found(choice, cost, self.objective(choice, cost))
-        self._found.append(found)
-        if found.score < self._least():
-            self.best = found
-
-    def _execute_runners_up(self) -> None:
-        """The next layouts of the heap with degrees of their own."""
-        seen = {_degrees_of(each.choice) for each in self._found}
-        while self._leaves and len(seen) <= _RUNNERS_UP:
-            node = heappop(self._leaves)[2]
-            if _degrees_of(node) not in seen:
-                seen.add(_degrees_of(node))
-                self._execute(node)
+                self._candidates.push(choice_of(variant, groups))
 
     def _score_of_variant(
         self,
@@ -391,7 +348,3 @@ class _Scheduled:
 
 
 _Group = Cut | _Piped | _Scheduled | Family
-
-
-def _degrees_of(choice: Choice) -> object:
-    return choice.microbatch, tuple((g.count, g.mesh_shape, g.pools) for g in choice.replicas)
