@@ -37,7 +37,9 @@ def score(
         str,
         typer.Option(help="level 1: holdfast, torchrun-dcp, torchft, ray-train, or FILE.py:CLASS"),
     ] = "holdfast",
-    policy: Annotated[str, typer.Option(help="level 0: the policy's name")] = "holdfast",
+    policy: Annotated[
+        str, typer.Option(help="level 0: holdfast, or a policy of docs/rivals.md")
+    ] = "holdfast",
     scenario: Annotated[
         str, typer.Option(help="F0 to F13, several with commas; empty: the level's own set")
     ] = "",

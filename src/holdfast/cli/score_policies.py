@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from holdfast.errors import ConfigError
 from holdfast.simulate.engine.holdfast import holdfast
 from holdfast.simulate.engine.interfaces import CostModel, Policy, PolicyMaker
+from holdfast.simulate.rivals.registry import POLICIES as OTHERS
+from holdfast.simulate.rivals.registry import policy_named
 
-POLICIES = ("holdfast",)
+OURS = "holdfast"
+POLICIES = (OURS, *OTHERS)
 
 
 def policy_maker(name: str) -> PolicyMaker:
     """A policy that is made again for each run. Raises ConfigError."""
-    if name == "holdfast":
-        return _holdfast
-    raise ConfigError(
-        f"there is no policy {name!r}",
-        where="command line, --policy",
-        remedy=f"use one of {', '.join(POLICIES)}",
-    )
+    return _holdfast if name == OURS else policy_named(name)
 
 
 def _holdfast(cost: CostModel) -> Policy:

@@ -11,7 +11,6 @@ from typing import Any
 
 from holdfast.chaos.scoring.trainer import trainer_named
 from holdfast.cli import score as command
-from holdfast.cli.score_policies import policy_maker
 from holdfast.simulate.score.record import RunRecord
 from holdfast.simulate.score.record_file import format_record, parse_record, parse_reference
 from holdfast.simulate.score.score import parse_weights
@@ -85,13 +84,6 @@ CASES: list[Case] = [
         score_other,
         "or name an interpreter that has it with --python",
         fixed(python=sys.executable),
-    ),
-    case(
-        "cli/score_policies.py: there is no policy …",
-        given(policy="hope"),
-        lambda lab: policy_maker(lab.settings["policy"]),
-        r"use one of (\w+).*",
-        lambda lab, found: lab.settings.update(policy=found[1]),
     ),
     case(
         TRAINER + "there is no trainer …",
