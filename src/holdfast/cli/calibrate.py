@@ -58,7 +58,7 @@ def calibrate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Measure matrix products, kernels, copies and messages, and fit the planner's constants.
+    """Measure products, kernels, messages and steps of small models; fit the planner's constants.
 
     Two processes measure at the same time, as the workers of a run compute. Plans for this machine
     use the result in place of the table's numbers. A call that is interrupted changes nothing.

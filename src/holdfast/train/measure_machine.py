@@ -28,7 +28,7 @@ from holdfast.train.malloc import keep_freed_memory
 from holdfast.train.measure_steps import measure_steps
 from holdfast.train.precision import same_kernels_each_time, same_products_on_any_threads
 
-OF_STEPS = 0.6
+OF_STEPS = 0.7
 """Share of the time that goes to steps of probes."""
 _QUEUE_S, _MOST_QUEUED = 0.02, 64
 """Work of an accelerator between two waits for it, in seconds and in operations."""

@@ -34,13 +34,14 @@ def measure_steps(
     """Time a step of each probe that so many ranks can run.
 
     Args:
-        share_s: seconds of a probe, about.
+        share_s: seconds of a probe with its engine's start, about.
         quantile: of a step's times, the one that counts.
         folder: where the ranks meet.
     """
     meeting = dist.FileStore(str(folder / "probes"), ranks)  # type: ignore[attr-defined]
     for number, probe in enumerate(probes_for(ranks, device.type == "cpu")):
         alone = probe.ranks == 1
+        started = time.monotonic()
         name = f"probe{number}.{rank}" if alone else f"probe{number}"
         engine = _engine(probe, device, 0 if alone else rank, folder / name)
         for step in (1, 2):  # the first one makes what all need
@@ -48,7 +49,9 @@ def measure_steps(
             _train(engine, probe, step)
             first_s = time.perf_counter() - begin
         if rank == 0:
-            meeting.set(f"steps{number}", str(min(_MOST, max(_FEWEST, int(share_s / first_s)))))
+            left_s = share_s - (time.monotonic() - started)
+            count = min(_MOST, max(_FEWEST, int(left_s / first_s)))
+            meeting.set(f"steps{number}", str(count))
         found = []
         for step in range(3, 3 + int(meeting.get(f"steps{number}"))):
             begin = time.perf_counter()
