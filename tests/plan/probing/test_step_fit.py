@@ -82,11 +82,12 @@ def test_the_constants_that_made_the_steps_are_found() -> None:
 
 def test_steps_of_an_accelerator_show_its_host_and_what_eager_kernels_move() -> None:
     card = load_devices()["H100-80"]
-    made = replace(bare("H100-80"), steps=StepCosts(kernel_s=20e-6, step_s=1e-3, moves=2.5))
+    steps = StepCosts(kernel_s=20e-6, step_s=1e-3, moves=2.5, gradient_moves=2.5)
+    made = replace(bare("H100-80"), steps=steps)
     found = fitted(measured(made, card, ranks=1), made, card).steps
     assert found.kernel_s == pytest.approx(20e-6, rel=0.05)
     assert found.moves == pytest.approx(2.5, rel=0.05)
-    assert (found.products, found.gradient_moves, found.update_moves) == (1.0, 0.0, 1.0)
+    assert (found.products, found.gradient_moves, found.update_moves) == (1.0, 2.5, 1.0)
 
 
 def test_a_calibration_without_steps_stays_as_it_is() -> None:

@@ -28,6 +28,9 @@ CACHE_GAIN = 2.0
 """How much faster than the memory a kernel has to move bytes to count as one of a cache."""
 BEYOND_CACHES = 2**20
 """Bytes of a kernel from which on the memory, not a cache, bounds it."""
+HOST_BOUND = 2.0
+"""Of an accelerator's operations in a queue, those up to so many times as long as the shortest one
+wait for the host."""
 _ROUNDS = 5
 """Rounds that decide which products the memory bounds."""
 
@@ -131,18 +134,20 @@ def fit_calibration(
         median([each.seconds for each in samples if each.kind == kind])
         for kind in ("launch", "call")
     )
-    if device != CPU:  # the host's part is measured in steps (`StepCosts.kernel_s`)
+    is_host = device == CPU
+    if not is_host:  # the host's part is measured in steps (`StepCosts.kernel_s`)
         launch = ASSUMED.launch_s
     moved = [each for each in samples if each.kind == "kernel"]
     large = [each for each in moved if each.size >= BEYOND_CACHES] or moved
-    per_byte = _slope(large, call)
+    per_byte = _slope(large, call) if is_host else _slope(_longer_than_host(large), 0.0)
     best = max(each.size / each.seconds for each in large)
     bandwidth = known.bandwidth if known else max(best, 1 / per_byte)
     memory = 1 / per_byte / bandwidth
     flops, efficiency = {}, {}
     for precision in dict.fromkeys(each.precision for each in samples if each.kind == "product"):
         products = [e for e in samples if e.kind == "product" and e.precision == precision]
-        ramp, rate = _fit_products(products, per_byte)
+        fitted = products if is_host else _longer_than_host(products)
+        ramp, rate = _fit_products(fitted, per_byte)
         highest = max(rate, *(each.flops / each.seconds for each in products))
         peak = known.flops.get(precision, highest) if known else highest
         flops[precision] = peak
@@ -202,6 +207,13 @@ def _fitted_s(sample: Sample, fitted: Calibration) -> float | None:
 def mean_error(found: Sequence[FittedSample]) -> float:
     """Mean of the absolute relative errors."""
     return sum(abs(each.error) for each in found) / len(found)
+
+
+def _longer_than_host(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that an accelerator computes for longer than its host launches them."""
+    least = min(each.seconds for each in samples)
+    longer = [each for each in samples if each.seconds > HOST_BOUND * least]
+    return longer or [max(samples, key=lambda each: each.seconds)]
 
 
 def _attention_rate(samples: Sequence[Sample]) -> float:

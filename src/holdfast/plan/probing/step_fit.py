@@ -27,7 +27,9 @@ _NOTHING = StepCosts(products=0.0, moves=0.0, update_moves=0.0)
 _UNITS = StepCosts(1e-5, 1e-3, 1e-3, 1.0, 1.0, 1.0, 1.0)
 """A step of each constant of which the model is asked."""
 _ALL = tuple(each.name for each in fields(StepCosts))
-_SLOW_HOST, _MANY_MOVES = StepCosts(kernel_s=1e-4), 3.0
+_SUM_MOVES = 2.5
+"""Of a gradient's four bytes: two of it are read in 16 bits, and its sum is read and written."""
+_SLOW_HOST, _MANY_MOVES = StepCosts(kernel_s=1e-4, gradient_moves=_SUM_MOVES), 3.0
 """Start of the search for an accelerator's constants: models wait for the host, or for memory."""
 _LATENCY_S, _BYTES_A_SECOND, _LEAST = 1e-3, 1e8, 1e-2
 """The same of a link; later rounds ask for a tenth of what the one before found."""
