@@ -95,15 +95,22 @@ def run_case(
     observer: Observer | None = None,
 ) -> Outcome:
     """Simulate a case over each history. tokens: at which a run is done. A history is repeated
-    until then, for `MAX_SECONDS` at most. observer: of the first history."""
+    until then, for `MAX_SECONDS` at most, unless a pass of it keeps no token. observer: of the
+    first history."""
     ledgers = []
     for index, history in enumerate(histories):
-        is_endless = tokens < inf
-        limits = Limits(MAX_SECONDS if is_endless else history.seconds, tokens)
         heard = observer if index == 0 else None
+        is_endless = tokens < inf and _once(case, history).tokens > 0
+        limits = Limits(MAX_SECONDS if is_endless else history.seconds, tokens)
         run = Simulation(case.cost, case.policy(case.cost), limits, heard)
         ledgers.append(run.run(repeated(history) if is_endless else history.events))
     return Outcome(case, tuple(ledgers))
+
+
+def _once(case: Case, history: EventStream) -> Ledger:
+    """What one pass of a history gives: a run that keeps nothing of it is never done."""
+    run = Simulation(case.cost, case.policy(case.cost), Limits(history.seconds))
+    return run.run(history.events)
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
