@@ -172,7 +172,7 @@ def belief_path(spells: Sequence[RunSpell], hazard: FailureRate, grain: float = 
             hazard = hazard.with_observation(ahead, spell.nodes)
             at = at + ahead if ahead > 1e-9 else spell.seconds
         if spell.failed:
-            hazard = hazard.with_observation(0.0, failures=1)
+            hazard = hazard.with_observation(0.0, spell.nodes, failures=1)
         path.append(tuple(points))
     return tuple(path)
 

@@ -90,14 +90,25 @@ def test_without_any_failure_the_rate_falls_as_time_passes() -> None:
     assert found[-1] < 1 / (100 * HOUR)
 
 
-def test_more_nodes_are_at_more_risk_but_some_go_together() -> None:
-    """Twice the rate on four times the nodes."""
-    hazard = FailureRate.from_prior().with_observation(HOUR, nodes=8, failures=1)
-    assert hazard.failures_per_second(32) == pytest.approx(2 * hazard.failures_per_second(8))
-    assert hazard.failures_per_second(8) == pytest.approx(
-        FailureRate.from_prior().with_observation(2 * HOUR, 2, 1).failures_per_second(2) * 2
-    )
+def test_before_anything_is_known_the_rate_grows_with_the_root_of_the_number_of_nodes() -> None:
+    prior = FailureRate.from_prior()
+    assert prior.failures_per_second(16) == pytest.approx(4 * prior.failures_per_second(1))
+    hazard = prior.with_observation(HOUR, nodes=8, failures=1)
+    assert hazard.failures_per_second(16) > hazard.failures_per_second(8)
     assert hazard.failures == 1
+
+
+@pytest.mark.parametrize(("exponent", "least", "most"), [(0.0, 0.8, 1.5), (1.0, 10.0, 16.5)])
+def test_it_learns_how_the_rate_grows_with_the_number_of_nodes(
+    exponent: float, least: float, most: float
+) -> None:
+    """4 nodes and 64 by turns, 16 times as many: the rates differ by 16 to the exponent."""
+    draw, hazard = random.Random(3), FailureRate.from_prior()
+    for number in range(60):
+        nodes = 4 * 16 ** (number % 2)
+        gap = draw.expovariate((nodes / 4) ** exponent / HOUR)
+        hazard = hazard.with_observation(gap, nodes, failures=1)
+    assert least < hazard.failures_per_second(64) / hazard.failures_per_second(4) < most
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.integers(0, 2)), max_size=12), st.floats(0.25, 64))
@@ -110,7 +121,7 @@ def test_it_is_a_sound_value_whatever_happens(seen: list[tuple[float, int]], nod
         assert seconds == 0 or hazard.failures_per_second(nodes) < before * 1.05
         hazard = hazard.with_observation(0.0, nodes, failures)
         assert 0 < hazard.failures_per_second(nodes) < float("inf")
-        assert sum(hazard.weights) == pytest.approx(1)
+        assert sum(map(sum, hazard.weights)) == pytest.approx(1)
     assert FailureRate.from_json(json.loads(json.dumps(hazard.to_json()))) == hazard
 
 
@@ -124,8 +135,9 @@ def test_a_clouds_statistic_makes_a_prior() -> None:
 
 def test_a_state_of_other_rates_begins_anew() -> None:
     told = FailureRate.from_prior(HOUR).with_observation(50.0, failures=1).to_json()
-    told["weights"] = [1.0]
-    assert FailureRate.from_json(told) == FailureRate.from_prior(HOUR)
+    for other in ([1.0], [[1.0], [0.0]]):
+        told["weights"] = other
+        assert FailureRate.from_json(told) == FailureRate.from_prior(HOUR)
     with pytest.raises(ValueError, match="must be positive"):
         FailureRate.from_prior(0.0)
 

@@ -16,19 +16,25 @@ distribution along (Rabiner, Proceedings of the IEEE 77(2), 1989):
   within months in a cluster.
 
 The lost time is linear in the rate, so a decision needs the mean of the distribution, and no
-quantile. Rates are those of one node. A run on n nodes fails more often by the square root of n, so
-a run that grows is at more risk at once.
+quantile. Rates are those of one node. How they grow with the number of nodes differs from fleet to
+fleet. If machines fail one by one, twice as many nodes fail twice as often. If a cloud takes back
+all of them together, the number does not matter. So there are two hypotheses, an exponent of 1 and
+one of 0, and each has a distribution of its own. Both say the same of the number of nodes that the
+run had first. They compete as soon as the number changes.
 
-Pure: a value; `after` gives the next one. Time comes in as seconds that have passed.
+Pure: a value; `with_observation` gives the next one. Time comes in as seconds that have passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, log, pow
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
 _HOUR_S = 3600.0
 
 _RATE_FACTOR = 1.5
@@ -46,15 +52,19 @@ MEAN_LOG_RATE_JUMP = 1.0
 spot trace differ by a factor of e. A hundredfold change is still believed after two or three
 failures, as each of them then tells more than the leap costs."""
 
-NODE_COUNT_EXPONENT = 0.5
-"""A run on n nodes fails n to this power times as often as one on a single node. The exponent is 1
-if machines fail independently, and 0 if all fail together. In public spot traces it lies near the
-middle: a departure takes two nodes in the mean, and often many."""
+PRIOR_NODE_COUNT_EXPONENT = 0.5
+"""Before anything is known, a run on n nodes fails n to this power times as often as one on a
+single node. In public spot traces the exponent lies near the middle: a departure takes two nodes in
+the mean, and often many."""
 
-PRIOR_SHAPE = 0.25
+NODE_COUNT_EXPONENTS = (0.0, 1.0)
+"""Failures follow the number of nodes, relative to the first one, to one of these powers. A mean of
+two hypotheses lies between them, so a power between them needs no hypothesis of its own."""
+
+PRIOR_SHAPE = 0.5
 """Shape of the gamma prior, in failures that it is worth. The logarithm of such a variable spreads
-by 4.1 either way (the root of the trigamma function), a factor of 60. Published rates lie between 4
-failures in 1,000 node-days (a large cluster) and 15 in one (a spot pool)."""
+by 2.2 either way (the root of the trigamma function), a factor of 9. A rate far below the mean is
+learnt by waiting. After a time T without a failure, the mean is shape / (shape x mtbf + T)."""
 
 PRIOR_NODE_MTBF_S = 1.5 * _HOUR_S
 """Seconds between failures of one node before anything is known, the mean of the prior: as in the
@@ -69,11 +79,13 @@ _MAX_FAILURES_PER_UPDATE = 0.25  # failures expected within a piece of time that
 class FailureRate:
     """The knowledge about the rate of failures. Begin with `FailureRate.from_prior`.
 
-    weights: of RATES, adding up to one. failures, seconds: seen so far, for people.
+    weights: by exponent, of FAILURE_RATES; together they add up to one. first_nodes: nodes of the
+    first observation; 0: none yet. failures, seconds: seen so far, for people.
     """
 
     mtbf: float
-    weights: tuple[float, ...]
+    weights: tuple[tuple[float, ...], ...]
+    first_nodes: float = 0.0
     failures: int = 0
     seconds: float = 0.0
 
@@ -82,11 +94,22 @@ class FailureRate:
         """Nothing seen yet; `mtbf`: expected seconds between failures of one node."""
         if not (isfinite(mtbf) and mtbf > 0):
             raise ValueError(f"the mean time between failures must be positive, not {mtbf}")
-        return FailureRate(mtbf, _gamma_prior_density(mtbf))
+        share = 1 / len(NODE_COUNT_EXPONENTS)
+        prior = tuple(weight * share for weight in _gamma_prior_density(mtbf))
+        return FailureRate(mtbf, (prior,) * len(NODE_COUNT_EXPONENTS))
 
     def failures_per_second(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
-        return pow(nodes, NODE_COUNT_EXPONENT) * _mean_rate(self.weights)
+        return float((self._node_factors(nodes) * np.array(self.weights)).sum(axis=0) @ _RATES)
+
+    def _node_factors(self, nodes: float) -> Array:
+        """By exponent: failures of a run on `nodes` nodes, for one of a single node.
+
+        The shape is (hypotheses, 1).
+        """
+        first = self.first_nodes or nodes
+        at_first = pow(first, PRIOR_NODE_COUNT_EXPONENT)
+        return np.array([[at_first * pow(nodes / first, each)] for each in NODE_COUNT_EXPONENTS])
 
     def with_observation(
         self, seconds: float, nodes: float = 1.0, failures: int = 0
@@ -96,16 +119,20 @@ class FailureRate:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        weights, left = list(self.weights), pow(nodes, NODE_COUNT_EXPONENT) * seconds
+        factors, weights, left = self._node_factors(nodes), np.array(self.weights), seconds
+        rates = factors * _RATES
         while left > 0:
             # Pieces in which hardly anything is expected: what is believed changes between them.
-            piece = min(left, _MAX_FAILURES_PER_UPDATE / _mean_rate(weights))
-            weights, left = _update_without_failure(weights, piece), left - piece
+            piece = min(left, _MAX_FAILURES_PER_UPDATE / float((weights * rates).sum()))
+            weights = _without_failure(weights, factors * piece)
+            weights, left = weights / weights.sum(), left - piece
         for _ in range(failures):
-            weights = _normalise([w * rate for w, rate in zip(weights, FAILURE_RATES, strict=True)])
+            weights = weights * rates
+            weights = weights / weights.sum()
         return replace(
             self,
-            weights=tuple(weights),
+            weights=tuple(map(tuple, weights.tolist())),
+            first_nodes=self.first_nodes or nodes,
             failures=self.failures + failures,
             seconds=self.seconds + max(0.0, seconds),
         )
@@ -121,64 +148,63 @@ class FailureRate:
     def to_json(self) -> dict[str, Any]:
         return {
             "mtbf": self.mtbf,
-            "weights": list(self.weights),
+            "weights": [list(each) for each in self.weights],
+            "first_nodes": self.first_nodes,
             "failures": self.failures,
             "seconds": self.seconds,
         }
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> FailureRate:
-        """Read the value; restart from the prior if it has other rates."""
-        mtbf, weights = float(value["mtbf"]), tuple(map(float, value["weights"]))
-        if len(weights) != len(FAILURE_RATES):
-            return FailureRate.from_prior(mtbf)
-        return FailureRate(mtbf, weights, int(value["failures"]), float(value["seconds"]))
+        """Read the value; restart from the prior if it has other rates or hypotheses."""
+        prior = FailureRate.from_prior(float(value["mtbf"]))
+        found = value["weights"]
+        shapes = [len(each) if isinstance(each, list) else 0 for each in found]
+        if shapes != [len(each) for each in prior.weights]:
+            return prior
+        return FailureRate(
+            prior.mtbf,
+            tuple(tuple(map(float, each)) for each in found),
+            float(value["first_nodes"]),
+            int(value["failures"]),
+            float(value["seconds"]),
+        )
 
 
-def _mean_rate(weights: Sequence[float]) -> float:
-    return sum(weight * rate for weight, rate in zip(weights, FAILURE_RATES, strict=True))
+def _without_failure(weights: Array, passed: Array) -> Array:
+    """Return the weights, times the chance of no failure in `passed` seconds of one node.
+
+    In that time a regime of rate r may have ended at the rate r / REGIME. A rate that came in
+    meanwhile had to be quiet for the rest of the time only: the mean of exp(-r t) over it.
+
+    weights: of shape (hypotheses, rates). passed: of shape (hypotheses, 1).
+    """
+    at_risk = passed * _RATES
+    stayed = weights * np.exp(-at_risk * (1 + 1 / FAILURES_PER_REGIME))
+    moved = (weights - stayed) / (1 + FAILURES_PER_REGIME)  # out of the regime, quiet until then
+    quiet = -np.expm1(-at_risk) / np.maximum(at_risk, 1e-300)
+    found: Array = stayed + moved @ _REGIME_CHANGES * quiet
+    return found
 
 
-def _update_without_failure(weights: Sequence[float], passed: float) -> list[float]:
-    """Return the weights after `passed` seconds of one node without a failure. In that time a
-    regime of rate r may have ended at the rate r / REGIME. A rate that came in meanwhile had to be
-    quiet for the rest of the time only. That factor is the mean of exp(-r t) over it."""
-    stayed, moved = [], []
-    for weight, rate in zip(weights, FAILURE_RATES, strict=True):
-        left = weight * exp(-rate * passed * (1 + 1 / FAILURES_PER_REGIME))
-        # out of the regime, quiet until then
-        moved.append((weight - left) / (1 + FAILURES_PER_REGIME))
-        stayed.append(left)
-    for index, (share, rate) in enumerate(
-        zip(_spread_regime_change(moved), FAILURE_RATES, strict=True)
-    ):
-        at_risk = rate * passed
-        stayed[index] += share * ((1 - exp(-at_risk)) / at_risk if at_risk > 1e-9 else 1.0)
-    return _normalise(stayed)
-
-
-def _spread_regime_change(weights: Sequence[float]) -> list[float]:
-    """Each weight dealt out to both sides, falling by the same factor from rate to rate."""
+def _regime_changes() -> Array:
+    """The chance of each next rate: it falls to both sides by the same factor from rate to rate."""
     fall = exp(-log(_RATE_FACTOR) / MEAN_LOG_RATE_JUMP)
-    out = [0.0] * len(weights)
-    for order in (range(len(weights)), range(len(weights) - 1, -1, -1)):
-        carried = 0.0
-        for index in order:
-            carried = carried * fall + weights[index]
-            out[index] += carried
-    whole = (1 + fall) / (1 - fall)
-    return [(o - w) / whole for o, w in zip(out, weights, strict=True)]
+    number = np.arange(len(FAILURE_RATES))
+    changes: Array = fall ** np.abs(number[:, None] - number) * (1 - fall) / (1 + fall)
+    return changes
+
+
+_RATES = np.array(FAILURE_RATES)
+_REGIME_CHANGES = _regime_changes()
 
 
 def _gamma_prior_density(mtbf: float) -> tuple[float, ...]:
     """The prior's density over the logarithm of the rate, at each of RATES."""
     scale = PRIOR_SHAPE * mtbf
-    return tuple(_normalise([rate**PRIOR_SHAPE * exp(-scale * rate) for rate in FAILURE_RATES]))
-
-
-def _normalise(weights: Sequence[float]) -> list[float]:
-    total = sum(weights)
-    return [weight / total for weight in weights]
+    density = [rate**PRIOR_SHAPE * exp(-scale * rate) for rate in FAILURE_RATES]
+    total = sum(density)
+    return tuple(each / total for each in density)
 
 
 def format_duration(seconds: float) -> str:
