@@ -9,9 +9,9 @@ fewer, the best of 65 swept intervals is the one with the luckiest phase, and no
 
 The best fixed interval is found by a sweep on that very trace, which no policy could know
 beforehand. The adaptive policy begins with the default prior and sees each failure when it happens.
-Its bars: it costs at most 1.05 of the best fixed interval, and less than 10 min and 30 min. It also
-costs less than Young's interval with a rate that is 10 times too high or too low. Where one of
-these is itself within 5 % of the best fixed interval, the row says so, and it counts apart.
+Its bar: it costs at most 1.05 of the best fixed interval. It is also compared with 10 min, 30 min,
+and Young's interval with a rate that is 10 times too high or too low. If one of these is itself
+within 5 % of the best fixed interval, the row says so and counts apart.
 
     python -m benchmarks.interval [--traces DIR] [--plot FILE.svg] [--held-out] [--processes N]
 
