@@ -35,6 +35,7 @@ SIX_OF_EIGHT = replace(H100_NODE, busy_w=6 * 700.0 + 2 * 70.0)
 """A node of which the run uses six devices."""
 LONGEST = 1.1
 STARTS = 6
+GRIDS = ("CISO", "ERCO", "NYIS")
 GPU = "a3-highgpu-8g"
 
 
@@ -144,7 +145,8 @@ def table(name: str, hours: Sequence[Hour], homes: Sequence[str], priced: bool) 
         print(
             f"{case.name:<34}{found.cost / base.cost - 1:>+11.1%}{found.kwh / base.kwh - 1:>+8.1%}"
             f"{found.longest:>9.3f}{found.pauses:>8.1f}{found.moves:>7.1f}"
-            f"{'  LATE' if found.has_late or found.longest > LONGEST + 1e-6 else ''}"
+            f"{'  LATE' if found.has_late or found.longest > LONGEST + 1e-6 else ''}",
+            flush=True,
         )
 
 
@@ -167,15 +169,14 @@ def carbon_tables(folder: Path) -> None:
     """Average intensities: each grid alone, then three grids among which the run moves."""
     grids: dict[str, Sequence[TraceEvent]] = {}
     for path in sorted(folder.rglob("*_avgCI.csv")):
-        grids[path.name.split("_")[0]] = _read(path, ReadOptions())
+        if (name := path.name.split("_")[0]) in GRIDS:
+            grids[name] = _read(path, ReadOptions())
     for name, events in grids.items():
         hours = hours_of(merged({name: events}), "carbon")
         table(f"average intensity, {name} alone", hours, [name], priced=False)
-    several = {name: grids[name] for name in ("CISO", "ERCO", "NYIS") if name in grids}
-    if len(several) == 3:
-        hours = hours_of(merged(several), "carbon")
-        title = f"average intensity, {', '.join(several)}, from each in turn"
-        table(title, hours, list(several), priced=False)
+    if len(grids) > 1:
+        title = f"average intensity, {', '.join(grids)}, from each in turn"
+        table(title, hours_of(merged(grids), "carbon"), list(grids), priced=False)
     for path in sorted(folder.rglob("watttime*.csv")):
         hours = hours_of(_read(path, ReadOptions(carbon="marginal")), "carbon")
         table("marginal intensity, one month", hours, [next(iter(hours[0][1]))], priced=False)
@@ -188,8 +189,9 @@ def price_tables(folder: Path) -> None:
         home = [e for e in events if e.kind == "price" and e.zone.startswith("europe-")]
         hours = hours_of(home, "price")
         zones = sorted(hours[0][1])
-        title = f"spot prices of {GPU}, {len(zones)} regions of one continent, from each in turn"
-        table(title, hours, zones, priced=True)
+        homes = zones[:: max(1, len(zones) // 3)][:3]
+        title = f"spot prices of {GPU}, {len(zones)} regions, from {', '.join(homes)}"
+        table(title, hours, homes, priced=True)
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ within 5 % of the best fixed interval, the row says so and counts apart.
 
 DIR: files of the kinds that `holdfast.simulate.traces` reads; other files are named and skipped.
 The policy's constants were chosen on these traces and on synthetic ones of seeds 11 to 16.
---held-out runs data that was not used for this choice: the further clusters of tables that hold
-several, and synthetic traces of seeds 3 and 4.
+--held-out runs data that was not used for this choice. These are the further clusters of tables
+that hold several, and synthetic traces of seeds 3 and 4.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ the part that waits for memory, links or the host does not:
 
     time(c) = bound / c + 1 - bound          relative to full clock, c in (0, 1]
 
-The power of switching is C V^2 f, and the voltage falls with the clock. So the power
-falls with the cube of the clock (Horowitz, Indermaur and Gonzalez, IEEE Symposium on Low Power Electronics, 1994):
+The power of switching is C V^2 f, and the voltage falls with the clock. So the power falls with the
+cube of the clock (Horowitz, Indermaur and Gonzalez, IEEE Symposium on Low Power Electronics, 1994):
 
     watts(c) = host + idle + (busy - idle) c^3
 
-BOUND comes from one published pair. Devices of 250 W under a cap of 150 W used 13.7 % less energy,
-and language models trained 6.8 % longer (McDonald et al., Findings of NAACL 2022, arXiv
-2205.09646). A model with 40 W idle gives both with a bound of 0.7. The best cap differs from device
+BOUND comes from one published pair (McDonald et al., Findings of NAACL 2022, arXiv 2205.09646).
+Under a cap of 150 W, devices of 250 W used 13.7 % less energy. Models trained 6.8 % longer. A model
+with 40 W idle gives both with a bound of 0.7. The best cap differs from device
 to device, so measure it before you rely on it.
 """
 

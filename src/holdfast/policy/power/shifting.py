@@ -11,8 +11,8 @@ The future is not known. So v is the one under which the hours of the last day w
 W / H of the work. Each decision finds v again. A run that falls behind gets a higher v, so no
 forecast is needed. Two rules come on top:
 
-    hysteresis         A pause, a start and a move cost seconds of work. Their price v x seconds is
-                       spread over `dwell_s`, the time that an action usually holds.
+    hysteresis         A pause, a start and a move cost seconds of work. Their price is spread
+                       over `dwell_s`, the time that an action usually holds.
     the last moment    Once the rest needs all hours that are left, the run trains at full clock
                        where it is. ("Can't Be Late", Wu et al., NSDI 2024.)
 """
@@ -138,8 +138,11 @@ def _best(
     if rules.can_pause:
         actions.append(PAUSED)
 
+    # A lost second of work costs at least what it costs to do it later.
+    worth = max(value, rules.cost_per_s(Action(zone, 1.0), signal[zone]))
+
     def gain(action: Action) -> float:
         earned = value * rules.rate(action) - rules.cost_per_s(action, signal[action.zone or stays])
-        return earned - value * rules.changing_s(held, action) / rules.dwell_s
+        return earned - worth * rules.changing_s(held, action) / rules.dwell_s
 
     return max(actions, key=gain)
