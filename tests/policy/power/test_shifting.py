@@ -26,6 +26,13 @@ def test_it_pauses_at_dirty_hours_and_trains_at_clean_ones() -> None:
     assert decide(_moment(100.0), rules) == Action("a", 1.0)
 
 
+def test_a_pause_that_costs_more_than_it_spares_is_not_made() -> None:
+    """The nodes wait at 0.6 kW, and the hours hardly differ."""
+    rules = ShiftRules(NODE, can_pause=True)
+    even = [{"a": 390.0 + hour % 2} for hour in range(24)]
+    assert decide(_moment(391.0, past=even), rules) == Action("a", 1.0)
+
+
 def test_without_slack_it_trains_at_full_clock_however_dirty_the_hour_is() -> None:
     rules = ShiftRules(NODE, can_cap=True, can_pause=True, powers_down=True)
     late = _moment(1000.0, left_s=100.5 * HOUR, action=PAUSED)

@@ -9,7 +9,8 @@ of work, each hour takes the action with the most
 
 The future is not known. So v is the one under which the hours of the last day would have done
 W / H of the work. Each decision finds v again. A run that falls behind gets a higher v, so no
-forecast is needed. Two rules come on top:
+forecast is needed. v is never so low that these hours would gain less than nothing in the mean: an
+early end costs nothing. Two rules come on top:
 
     hysteresis         A pause, a start and a move cost seconds of work. Their price is spread
                        over `dwell_s`, the time that an action usually holds.
@@ -117,8 +118,10 @@ def decide(moment: Moment, rules: ShiftRules) -> Action:
     low, high = 0.0, 100 * float(costs.max())
     for _ in range(_HALVINGS):
         value = (low + high) / 2
-        mean = float(rates[(value * rates - costs).argmax(axis=1)].mean())
-        low, high = (value, high) if mean < needed else (low, value)
+        gains = value * rates - costs
+        is_late = float(rates[gains.argmax(axis=1)].mean()) < needed
+        is_worse_than_an_early_end = float(gains.max(axis=1).mean()) < 0
+        low, high = (value, high) if is_late or is_worse_than_an_early_end else (low, value)
     return _best(high, moment.now, zones, rules, moment.action)
 
 
