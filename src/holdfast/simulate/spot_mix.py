@@ -61,9 +61,9 @@ class Work:
 @dataclass(frozen=True)
 class MixPlan:
     """zones: whose spot nodes the run takes, in one region at a time. on_demand: nodes that it
-    holds from the begin. slack_h: it fills up with on-demand nodes when it could end no later than
-    so many hours before the deadline. hold_h: hours for which it keeps on-demand nodes after that,
-    and a region, before it changes again."""
+    holds from the begin. slack_h: it fills up with on-demand nodes so many hours before the last
+    moment. hold_h: hours for which it keeps them after that, and a region, before it changes again.
+    At the last moment it takes on-demand nodes alone, whatever the plan: they still end in time."""
 
     zones: tuple[str, ...]
     on_demand: int
@@ -127,6 +127,7 @@ class _Replay:
     moves: int = 0
     _held_until: float = 0.0
     _filled: bool = False
+    _is_last: bool = False
     _spot_hours: float = 0.0
     _hours: float = 0.0
 
@@ -166,14 +167,18 @@ class _Replay:
         if not regions:
             self.region, self.demand, self.spot = self.zones[0].region, work.nodes, 0
             return self._cost_of_change(before)
+        last = self.left / work.nodes + 2 * work.change_h + work.tick_h
+        if self._is_last or work.deadline_h - at <= last:
+            self._is_last, self.region = True, self.region or regions[0]
+            self.spot, self.demand = 0, work.nodes
+            return self._cost_of_change(before)
         best = max(regions, key=lambda region: min(work.nodes, self._offered(region, place)))
         here = self._offered(self.region, place) if self.region else -1
         wants_more = self._offered(best, place) > here and here < work.nodes - self.demand
         if not self.region or (wants_more and at >= self._held_until):
             self.region = best
             self._held_until = at + plan.hold_h
-        needed = self.left / work.nodes + 2 * work.change_h + work.tick_h + plan.slack_h
-        if work.deadline_h - at <= needed:
+        if work.deadline_h - at <= last + plan.slack_h:
             self._filled = True
             self._held_until = max(self._held_until, at + plan.hold_h)
         elif self._filled and at >= self._held_until:

@@ -54,14 +54,11 @@ def regroup_s(costs: Costs, moved_share: float = 0.0) -> float:
     )
 
 
-def save_blocked_s(costs: Costs, nodes: int) -> float:
-    """Training waits for an asynchronous save, with what it feels of the bytes on the network."""
-    return costs.save_pause_s + costs.sent_share * costs.store_s(nodes)
-
-
 @dataclass
 class YoungSaves:
     """Saves into the run store at Young's interval, by the rate that the run has seen so far.
+
+    A save is asynchronous and costs training the pause that ours has.
 
     The interval is sqrt(2 C / r) for a save that costs C and failures at the rate r (Young, CACM
     17(9), 1974). It is at least the time until a save is durable. prior_s: seconds in which the
@@ -80,7 +77,7 @@ class YoungSaves:
 
     def plan(self, view: View, costs: Costs) -> SavePlan:
         nodes = view.point.nodes if view.point else 1
-        blocked, durable = save_blocked_s(costs, nodes), costs.store_s(nodes)
+        blocked, durable = costs.save_pause_s, costs.store_s(nodes)
         interval = max(self.interval_s(blocked, view.now), durable, 1e-3)
         save = TierSave(DISK, interval, blocked, durable, costs.state_bytes)
         return SavePlan((save,), review_s=1800.0)

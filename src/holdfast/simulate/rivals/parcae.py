@@ -29,6 +29,8 @@ from holdfast.simulate.rivals.liveput import (
 )
 from holdfast.simulate.rivals.moves import RECOVERY, STARTUP, regroup_s, restart_s, stage_order
 
+GRADIENT_SHARE = 1 / 6
+"""Bytes of a gradient in 16 bits, of those of a parameter and two moments in fp32."""
 _AFTER_EVENTS_S = 0.01
 """A minute's decision comes so long after the events of its first instant."""
 
@@ -41,9 +43,10 @@ class MinutelyPolicy:
     """Takes a layout once a minute and after each loss, and moves to it in living processes.
 
     A server outside the spot nodes holds a copy of the state after each step, so no loss goes
-    further back (Parcae's ParcaePS). Its price is not charged: the paper's machines for it are not
-    in the trace. A change of depth moves every stage; one of width only needs new groups, unless a
-    stage has too few copies.
+    further back (Parcae's ParcaePS). Each stage sends it the reduced gradient of a step, of which
+    training feels the same share as of a save. Its price is not charged: the paper's machines for
+    it are not in the trace. A change of depth moves every stage. One of width needs new groups, and
+    moves a stage that has too few copies.
     """
 
     cost: GridModel
@@ -116,7 +119,12 @@ class MinutelyPolicy:
         return SavePlan()
 
     def slowdown(self, view: View) -> float:
-        return slowest(view)
+        """Slow nodes, and what training feels of the gradients that go to the server."""
+        costs, point = self.cost.costs, view.point
+        if point is None or point.step_s <= 0:
+            return slowest(view)
+        sent = GRADIENT_SHARE * costs.peer_s(point.nodes_per_replica)
+        return slowest(view) * (1 + costs.sent_share * sent / point.step_s)
 
 
 def place_nodes(
