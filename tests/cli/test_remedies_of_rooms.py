@@ -38,6 +38,7 @@ from tests.cli.remedies import (
     of_plan_search,
     of_plans,
     of_pods,
+    of_predictions,
     of_profiles,
     of_ray,
     of_ray_preparation,
@@ -108,6 +109,7 @@ TABLES = (
     of_traces,
     of_simulations,
     of_scores,
+    of_predictions,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

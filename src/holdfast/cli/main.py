@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("trace", "read, show and make traces of machines that come and go"),
     "simulate": ("simulate", "simulate a run on machines that come and go"),
     "score": ("score", "score how well a trainer or a policy survives losses"),
+    "predict": ("predict", "fit a predictor of lost nodes to traces, and judge it"),
     "scale": ("scale", "show how a run scales from 8 to 16,384 devices"),
     "plan": ("plan", "show which layout a run would get, and what that costs"),
     "claims": ("claims", "show claims of surveys next to what was measured here"),

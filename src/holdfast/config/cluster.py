@@ -89,6 +89,11 @@ class ClusterConfig(Section):
         description="Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated "
         "by commas; a KEY may end with *",
     )
+    prediction: str = Field(
+        "",
+        description="path of what `holdfast predict fit` wrote: while this node is likely to be "
+        "lost, its part of each snapshot goes to peers; empty: no prediction",
+    )
     left_exit_code: int = Field(
         0,
         ge=0,

@@ -93,15 +93,17 @@ def run_training(
     clock: Callable[[], float] = time.monotonic,
     stats: FailureStats | None = None,
     tier_durations_s: Callable[[], Mapping[int, float]] = dict,
+    is_in_danger: Callable[[], bool] = lambda: False,
     retry: StepRetry | None = None,
 ) -> TrainingOutcome:
     """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
 
     loader: this rank's shares, beginning with step `start_step` + 1. stats: number of failures of
     the run so far, needed if a cadence is to be decided. tier_durations_s: asked at each step on
-    rank 0 for the seconds that each tier takes until it is done. retry: of a bad step that is
-    repeated. Raises PeerLostError when a rank is lost. Raises on every rank alike JumpError and
-    NonFiniteError, which rank 0 journals. In all cases the step was not applied.
+    rank 0 for the seconds that each tier takes until it is done. is_in_danger: asked at each
+    snapshot whether this rank's part goes to peers in any case. retry: of a bad step. Raises
+    PeerLostError when a rank is lost. Raises on every rank alike JumpError and NonFiniteError,
+    which rank 0 journals. In all cases the step was not applied.
     """
     loop = _TrainingLoop(
         engine,
@@ -115,6 +117,7 @@ def run_training(
         clock,
         stats or FailureStats(),
         tier_durations_s,
+        is_in_danger,
         retry,
     )
     if start_step >= config.train.steps:
@@ -154,10 +157,11 @@ class _SaveScheduler:
         start_step: int,
         timer: _StepTimer,
         durations: Callable[[], Mapping[int, float]],
+        is_in_danger: Callable[[], bool],
     ):
         self._cadence, self._saver, self._reporter = cadence, saver, reporter
         self._config, self._rank, self._timer = config, rank, timer
-        self._tier_durations_s = durations
+        self._tier_durations_s, self._is_in_danger = durations, is_in_danger
         self._saved_step = start_step
         self._is_save_owed = False  # a durable save found no slot: made as soon as there is one
         self._is_copy_owed = False  # the same of a snapshot that peers were to get
@@ -239,7 +243,7 @@ class _SaveScheduler:
     def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
         """Return the destinations of a capture. The state left behind at the end goes to all."""
         decided = PEERS in self._cadence.tiers.automatic
-        wanted = wishes.copy or self._is_copy_owed
+        wanted = wishes.copy or self._is_copy_owed or self._is_in_danger()
         copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
         if decided and copied is None:
             copied = False
@@ -285,6 +289,7 @@ class _TrainingLoop:
         clock: Callable[[], float],
         stats: FailureStats,
         durations: Callable[[], Mapping[int, float]],
+        in_danger: Callable[[], bool],
         retry: StepRetry | None,
     ):
         self.engine, self.membership, self.reporter = engine, membership, reporter
@@ -302,7 +307,7 @@ class _TrainingLoop:
         nodes = len(set(engine.groups.topology.nodes))
         cadence = SaveCadence(config.checkpoint, stats, nodes, clock())
         self.saves = _SaveScheduler(
-            cadence, saver, reporter, config, rank, start_step, self.timer, durations
+            cadence, saver, reporter, config, rank, start_step, self.timer, durations, in_danger
         )
         self.retry = retry
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit, engine.objective)

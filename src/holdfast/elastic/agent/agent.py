@@ -37,7 +37,7 @@ from typing import Any
 
 from holdfast.elastic.agent.event_loop import run_to_end
 from holdfast.elastic.agent.health import HealthApplication
-from holdfast.elastic.agent.monitors import check_progress_forever
+from holdfast.elastic.agent.monitors import check_prediction_forever, check_progress_forever
 from holdfast.elastic.agent.node_result import NodeResult
 from holdfast.elastic.agent.parts import AgentParts
 from holdfast.elastic.agent.requests import RequestHandlers
@@ -45,6 +45,7 @@ from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.event_log import Observer, Say, logged
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.poller import NoticePoller
+from holdfast.elastic.notices.prediction import load_prediction_watch
 from holdfast.elastic.run_context import RunContext
 from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
 from holdfast.errors import HoldfastError, UserError
@@ -90,6 +91,7 @@ class NodeAgent:
         self._say_last = say if say_last is None else logged(say_last)
         self._records = RunRecords(context, observers, say)
         self._notice_source = make_notice_source(context.config.cluster)
+        self._prediction = load_prediction_watch(context.config.cluster.prediction, context.node)
         self._is_exiting_at_once = False  # exit at once, wait for nothing
         self._exit_code = 1  # the exit code known so far
         self._cleanup_timer: threading.Timer | None = None
@@ -162,6 +164,9 @@ class NodeAgent:
             asyncio.create_task(self._parts.trackers.watch()),
             asyncio.create_task(self._parts.term_monitor.run_forever()),
         ]
+        if self._prediction is not None:
+            check = self._parts.shutdown_controller.check_prediction
+            watches.append(asyncio.create_task(check_prediction_forever(self._prediction, check)))
         self._run_task = asyncio.create_task(self._take_part_in_run())
         self._catch_signals()
         watch = NoticePoller(

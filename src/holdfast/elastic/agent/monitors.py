@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.worker_group import WorkerGroup
+from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.events import RequestsRefused
 from holdfast.wire.http.refusals import Refusals, describe_refusals
 
@@ -35,6 +36,15 @@ async def check_progress_forever(
     finally:
         if flushing is not None:
             flushing.cancel()
+
+
+async def check_prediction_forever(
+    watch: PredictionWatch, check: Callable[[PredictionWatch], None]
+) -> None:
+    """Ask the predictor again and again; never ends."""
+    while True:
+        await asyncio.sleep(watch.check_interval_s)
+        check(watch)
 
 
 def make_refusal_counter(

@@ -23,6 +23,7 @@ from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.notices.clouds import TerminationWarning
 from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
+from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.elastic.protocol.notice_messages import EmergencyReply, Notice
 from holdfast.elastic.run_result import EndReason
 from holdfast.events import NoticeReceived, StopRequested
@@ -197,6 +198,19 @@ class ShutdownController:
             self._log_notice(notice)  # no worker sits there
         else:
             self._notice_handler.handle_notice(notice, current.topology, self._newest_step)
+
+    def check_prediction(self, watch: PredictionWatch) -> None:
+        """Save this node's part early if a predictor says so. Called again and again."""
+        current = self._node_runner.worker_group
+        if current is None or self.reason is not None:
+            return
+        watch.observe_nodes(frozenset(current.topology.nodes), self._clock())
+        prices = self._notice_handler.response_prices(current.topology)
+        due = watch.check(self._clock(), prices)
+        if due is not None and self._node in current.topology.nodes:
+            self._notice_handler.handle_prediction(
+                due, self._node, current.topology, self._newest_step
+            )
 
     def _log_notice(self, notice: Notice) -> None:
         if self._node_runner.generation:

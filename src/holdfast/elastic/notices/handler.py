@@ -11,6 +11,7 @@ From the measured bandwidth of each tier `policy/saving/emergency.py` picks the 
 save will be complete in time:
 
     the run continues   rank 0 receives one request for a save into those tiers, after the next step
+    a prediction        this node's part of the next snapshots goes to peers (`prediction.py`)
     the run leaves      a durable save, as always. If the disk would be too slow and a peer is not,
                         a snapshot for peers instead ("brief"), and the agent waits until they have
                         it
@@ -26,9 +27,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_state_table
+from holdfast.elastic.notices.prediction import DueSave
 from holdfast.elastic.protocol.notice_messages import Notice
 from holdfast.elastic.protocol.worker_messages import SaveRequest, WorkerReply
 from holdfast.events import (
@@ -39,9 +42,11 @@ from holdfast.events import (
     GenerationStarted,
     NoticeReceived,
     Record,
+    SaveInterval,
     SnapshotKept,
 )
 from holdfast.layout import Topology
+from holdfast.policy.prediction.response import ResponsePrices
 from holdfast.policy.saving.emergency import (
     DEADLINE_MARGIN_SHARE,
     EmergencyPlan,
@@ -50,11 +55,21 @@ from holdfast.policy.saving.emergency import (
     plan_emergency,
 )
 from holdfast.policy.saving.tier_durations import TierMeasurements
-from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, TierSettings
+from holdfast.policy.saving.tiers import (
+    BUCKET,
+    DISK,
+    MEMORY,
+    PEERS,
+    PRIOR_SAVE_COST_S,
+    TierSettings,
+)
 from holdfast.wire.waiting import wait_event
 
 ASSUMED_BYTES_PER_SECOND = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
 """Bytes per second of a tier before the first measurement: a link of 1 Gbit/s, a slow disk."""
+RECOVERY_S = 5.0
+"""Seconds that the loss of a node is assumed to cost, without the work that is repeated."""
+PREDICTION_SOURCE = "prediction"
 
 
 class DeferredNotices:
@@ -103,6 +118,8 @@ class NoticeHandler:
         self._requested_tiers: tuple[int, ...] = ()
         self._deadline: float | None = None
         self._is_peer_copy_enough = False
+        self._danger_until = 0.0  # of this node, on the monotonic clock
+        self._save_intervals_s: dict[int, float] = {}  # the run's own decisions, by tier
         self._peer_copy_step = -1  # the newest step of this generation that a peer has
         # the step of a durable save that a new generation cut off
         self._owed_save_step: int | None = None
@@ -134,6 +151,36 @@ class NoticeHandler:
             fed = BUCKET in chosen and DISK not in chosen
             self._requested_tiers = (*chosen, DISK) if fed else tuple(chosen)
         return plan
+
+    def handle_prediction(self, due: DueSave, node: str, topology: Topology, step: int) -> None:
+        """Save because this node may be lost soon. All ranks take a snapshot into their own memory,
+        and only the ranks of this node send their parts to peers. Without peers, the run saves
+        durably."""
+        has_peers = self._has_peers(topology)
+        self._request_number += 1
+        self._requested_tiers = (MEMORY,) if has_peers else (DISK,)
+        self._danger_until = time.monotonic() + due.left_s
+        if not due.is_first:
+            return
+        lost = boxes_at_risk(topology, run_state_table(self._config), (node,))
+        tiers = [PEERS] if has_peers else [DISK]
+        self._emit(NoticeReceived(due.left_s, [node], False, PREDICTION_SOURCE, step=step))
+        self._emit(EmergencyPlanned(tiers, due.left_s, lost.bytes, due.reason, step=step))
+        self._say(f"{node} may be lost: {due.reason}")
+
+    def _has_peers(self, topology: Topology) -> bool:
+        """Return True if another machine keeps snapshots: one that is named, or another node."""
+        return PEERS in self._available_tiers or len(set(topology.nodes)) > 1
+
+    def response_prices(self, topology: Topology) -> ResponsePrices:
+        """What an early save costs and can gain, from what was measured."""
+        tier = PEERS if self._has_peers(topology) else DISK
+        rules, step = self._config.checkpoint, self.measurements.usual_step_s
+        every = self._save_intervals_s.get(tier, 0.0)
+        if not every:
+            fixed = rules.peer_every_steps if tier == PEERS else rules.by_steps
+            every = step * fixed if isinstance(fixed, int) and fixed else rules.every_seconds
+        return ResponsePrices(PRIOR_SAVE_COST_S[tier], every or inf, RECOVERY_S)
 
     def save_routes(self, nbytes: int) -> tuple[SaveRoute, ...]:
         """Return the ways out of this machine, as measured.
@@ -173,6 +220,7 @@ class NoticeHandler:
             is_peer_copy_enough=self._is_peer_copy_enough,
             save=save if rank == first_rank else None,
             tier_durations_s=self.measurements.durations_s() if rank == 0 else None,
+            is_in_danger=time.monotonic() < self._danger_until,
         )
 
     def begin_generation(self) -> None:
@@ -191,6 +239,8 @@ class NoticeHandler:
         elif isinstance(record.event, SnapshotKept):
             self._peer_copy_step = max(self._peer_copy_step, record.event.step)
             self._snapshot_kept.set()
+        elif isinstance(record.event, SaveInterval):
+            self._save_intervals_s[record.event.tier] = record.event.seconds
         elif isinstance(record.event, CheckpointFailed):
             if 0 < record.event.generation < record.generation:
                 self._request_owed_save(record.event.step)

@@ -148,6 +148,7 @@ class WorkerReply:
     pause_generation     the generation whose workers are to end their step and wait; 0: none
     is_node_leaving      pausing: a node leaves then, with the state that its workers hold
     is_peer_copy_enough  stopping: a snapshot that peers get is enough
+    is_in_danger         this node may be lost soon: its part of each snapshot goes to peers
     save                 None for a rank that does not pass such requests on
     tier_durations_s     seconds until a save is done, by tier; None for ranks that need not know
     durable_below        all events of this rank with a lower number are durable
@@ -162,6 +163,7 @@ class WorkerReply:
     save: SaveRequest | None = None
     tier_durations_s: Mapping[int, float] | None = None
     durable_below: int = 0
+    is_in_danger: bool = False
 
     def to_json(self) -> JsonObject:
         save, durations = self.save, self.tier_durations_s
@@ -173,6 +175,7 @@ class WorkerReply:
             "parting": self.is_node_leaving,
             "brief": self.is_peer_copy_enough,
             **({"durable": self.durable_below} if self.durable_below else {}),
+            **({"danger": True} if self.is_in_danger else {}),
             **({} if save is None else {"request": save.number, "into": list(save.tiers)}),
             **(
                 {}
@@ -197,4 +200,5 @@ class WorkerReply:
             else None,
             None if durations is None else durations_from_json(durations),
             int(value.get("durable", 0)),
+            bool(value.get("danger")),
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from holdfast.elastic.protocol.worker_messages import SaveRequest
 from holdfast.elastic.worker.reporter import AgentReporter
-from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS
+from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.vote import Wishes
 
 MAX_UNSENT_STEPS = 3
@@ -51,7 +51,7 @@ class AgentMembership:
             stop=told.should_stop,
             is_snapshot_enough=told.is_peer_copy_enough,
             save=DISK in into,
-            snapshot=PEERS in into,
+            snapshot=MEMORY in into or PEERS in into,
             copy=PEERS in into,
             upload=BUCKET in into,
             pause=pause,

@@ -168,6 +168,7 @@ class Worker:
                     start_step=self.step,
                     stats=_failure_stats(self._setup.spec),
                     tier_durations_s=lambda: self.reporter.requests.tier_durations_s or {},
+                    is_in_danger=lambda: self.reporter.requests.is_in_danger,
                     retry=retry,
                 )
         finally:

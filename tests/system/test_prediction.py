@@ -1,0 +1,89 @@
+"""`cluster.prediction` on real processes: an alarm leads to a copy of this node's part alone.
+
+Nothing else is saved durably or sent to a peer. A false alarm changes nothing else; after a true
+one the rest continues from its own memory and the copy.
+"""
+
+from __future__ import annotations
+
+import json
+from math import log
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import (
+    CheckpointRestored,
+    GenerationStarted,
+    NoticeReceived,
+    RestorePointFound,
+    SnapshotKept,
+    StepDone,
+)
+from holdfast.policy.prediction.models import BaseRateModel
+from holdfast.policy.prediction.predictor import FittedModels, ModelVerdict
+from tests.support.nodes import nodes_of
+
+SETTINGS = (
+    "train.steps=100000",
+    "train.batch_size=6",
+    "train.microbatch_size=2",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=0",
+    "checkpoint.memory_every_steps=5",
+    "checkpoint.peer_every_steps=100000",
+    "layout.workers=2",
+    "layout.dp_shard=2",
+    "cluster.min_nodes=1",
+    "cluster.gather_seconds=120",
+)
+
+
+def fit_file(path: Path, horizon_s: float) -> Path:
+    """A model that foresees the loss of every node, always, with a chance of 0.6."""
+    model = BaseRateModel(-log(0.4) / horizon_s)
+    fit = FittedModels(
+        horizon_s,
+        (horizon_s,),
+        horizon_s,
+        (model,),
+        None,
+        model.name,
+        {model.name: ModelVerdict(0.5, 0.6, 1.0, 0.6)},
+        (),
+    )
+    path.write_text(json.dumps(fit.to_json()))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_true", [False, True])
+def test_an_alarm_copies_the_part_of_its_node(
+    run_file: Path, tmp_path: Path, is_true: bool
+) -> None:
+    model = fit_file(tmp_path / "model.json", 600.0 if is_true else 3.0)
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS) as nodes:
+        nodes.start("a")
+        nodes.wait_until(lambda: nodes.leader == "a", "a does not lead")
+        nodes.start("b", settings=(f"cluster.prediction={model}",))
+        nodes.wait_step(1, nodes={"a", "b"})
+        nodes.wait_until(lambda: len(nodes.events(SnapshotKept)) >= 2, "no early copy")
+        alarms = [e for e in nodes.events(NoticeReceived) if e.source == "prediction"]
+        assert {tuple(e.nodes) for e in alarms} == {("b",)}
+        assert not any(e.leave for e in alarms)
+        kept = nodes.events(SnapshotKept)
+        assert {event.peer for event in kept} == {"a"}, "only the part of b has travelled"
+        step = max(event.step for event in nodes.events(StepDone))
+        if is_true:
+            before = nodes.newest
+            nodes.kill("b")
+            nodes.wait_step(1, before, {"a"})
+            assert nodes.events(GenerationStarted)[-1].step >= kept[0].step
+            assert [e.durable for e in nodes.events(RestorePointFound)] == [False]
+            assert [set(e.sources) for e in nodes.events(CheckpointRestored)] == [{"memory"}]
+        else:
+            nodes.wait_step(step + 20, nodes={"a", "b"})
+            assert len(nodes.events(GenerationStarted)) == 1
+        for agent in nodes.agents.values():
+            agent.terminate()
+        assert set(nodes.end().values()) == {0}, nodes.story()
