@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_admissions,
     of_brokers,
     of_buckets,
     of_campaigns,
@@ -110,6 +111,7 @@ TABLES = (
     of_simulations,
     of_scores,
     of_predictions,
+    of_admissions,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

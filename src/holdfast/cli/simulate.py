@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say, write_text
+from holdfast.cli.simulate_admission import admission
 from holdfast.cli.simulate_mix import mix
 
 RUN = "run"
@@ -118,3 +119,4 @@ def run_file(
 
 
 app.command()(mix)
+app.command()(admission)

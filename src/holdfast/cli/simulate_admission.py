@@ -1,0 +1,215 @@
+"""`holdfast simulate admission`: the same jobs under several ways to admit them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from holdfast.cli.output import print_json, say
+from holdfast.errors import DataError
+
+if TYPE_CHECKING:
+    from holdfast.simulate.admission.engine import Setup
+    from holdfast.simulate.admission.fabric import Fabric
+    from holdfast.simulate.admission.jobs import Job, Rules, Team
+    from holdfast.simulate.admission.stragglers import JitterProfile
+    from holdfast.simulate.admission.workload import Workload
+
+_EXAMPLE = "example"
+_PUBLIC_JITTER = "jitter/bytedance-straggler/data/trace-SE.parquet"
+Quotas = Literal["reclaim", "borrow", "hard"]
+
+
+class PolicyName(StrEnum):
+    """Names of `holdfast.simulate.admission.policies.POLICIES`."""
+
+    PODS = "pods"
+    GANG = "gang"
+    TOPOLOGY = "topology"
+    BACKFILL = "backfill"
+    ELASTIC = "elastic"
+
+
+Jobs = Annotated[Path | None, typer.Option(help="a CSV file; without, they are drawn")]
+Policies = Annotated[list[PolicyName] | None, typer.Option(help="repeatable; without, all")]
+Seeds = Annotated[int, typer.Option(min=1, help="workloads to draw, for the intervals")]
+Seed = Annotated[int, typer.Option(help="the first of them")]
+ClusterName = Annotated[
+    str, typer.Option(help="a cluster file, or NODESxDEVICESxNAME; without, 64 nodes of 8")
+]
+Zones = Annotated[int, typer.Option(min=1, help="of the cluster that is not named")]
+Teams = Annotated[
+    list[str] | None, typer.Option(help="NAME=DEVICES: a team and its quota; repeatable")
+]
+QuotaRule = Annotated[
+    Quotas, typer.Option(help="reclaim: borrowed devices are taken back; hard: none are lent")
+]
+Load = Annotated[float, typer.Option(min=0.01, help="demand over devices, of drawn jobs")]
+Days = Annotated[float, typer.Option(min=0.01, help="in which drawn jobs are submitted")]
+Elastic = Annotated[
+    float, typer.Option(min=0, max=1, help="share of elastic jobs of those with several pods")
+]
+Jitter = Annotated[
+    Path | None, typer.Option(help="a trace of operations, such as ByteDance's, in Parquet")
+]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds until an incomplete group gives up")]
+Saves = Annotated[
+    bool, typer.Option("--save-on-eviction", help="an evicted job saves first, and loses none")
+]
+Out = Annotated[Path | None, typer.Option(help="a folder for charts, JSON and jobs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def admission(
+    jobs: Jobs = None,
+    policy: Policies = None,
+    seeds: Seeds = 10,
+    seed: Seed = 0,
+    cluster: ClusterName = _EXAMPLE,
+    zones: Zones = 1,
+    team: Teams = None,
+    quotas: QuotaRule = "reclaim",
+    load: Load = 1.0,
+    days: Days = 7.0,
+    elastic: Elastic = 0.5,
+    jitter: Jitter = None,
+    group_timeout: Timeout = 600.0,
+    save_on_eviction: Saves = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Compare how jobs of several teams are admitted: waiting, fragments, fairness.
+
+    Each job has a fixed decomposition into pods. They are admitted pod by pod, as gangs, near to
+    each other, with backfill, or as elastic jobs. All seeds are drawn alike for every policy.
+    docs/admission.md explains the figures.
+
+    \b
+    Example:
+      holdfast simulate admission --seeds 10 --out admission
+      holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
+    """
+    from holdfast.cli.simulate_admission_show import StudyReport
+    from holdfast.simulate.admission.jobs import Rules
+    from holdfast.simulate.admission.policies import POLICIES
+    from holdfast.simulate.admission.study import run_study
+    from holdfast.simulate.admission.workload import Workload
+
+    rules = Rules(
+        group_timeout_s=group_timeout, evicted_save=save_on_eviction, reclaims=quotas == "reclaim"
+    )
+    cases = _Cases(
+        _fabric_of(cluster, zones),
+        _jobs_of(jobs),
+        Workload(load=load, days=days, elastic=elastic),
+        _jitter_of(jitter),
+        rules,
+        tuple(team or ()),
+        quotas == "hard",
+    )
+    chosen = [POLICIES[name] for name in policy or list(PolicyName)]
+    numbers = range(seed, seed + seeds)
+    study = run_study(cases.setup_of, chosen, numbers, say)
+    report = StudyReport(study, cases.setup_of(seed), numbers)
+    if json:
+        print_json(report.to_json())
+    else:
+        report.print_tables()
+    if out is not None:
+        report.write(out)
+
+
+@dataclass(frozen=True)
+class _Cases:
+    """What was asked for. given: jobs of a file; without, each seed draws its own."""
+
+    fabric: Fabric
+    given: tuple[Job, ...]
+    workload: Workload
+    jitter: JitterProfile
+    rules: Rules
+    quotas: tuple[str, ...]
+    is_hard: bool
+
+    def setup_of(self, seed: int) -> Setup:
+        from holdfast.simulate.admission.engine import Setup
+        from holdfast.simulate.admission.workload import make_jobs, slow_nodes
+
+        teams = _teams_of(self.quotas, self.fabric, self.given, self.is_hard)
+        names = tuple(team.name for team in teams) if self.quotas else ()
+        jobs = self.given or make_jobs(self.workload, self.fabric, seed, names)
+        slow = slow_nodes(self.fabric, seed)
+        return Setup(self.fabric, teams, jobs, self.jitter, slow, self.rules)
+
+
+def _fabric_of(cluster: str, zones: int) -> Fabric:
+    from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
+    from holdfast.simulate.admission.fabric import Fabric, example_cluster
+
+    if cluster == _EXAMPLE:
+        return Fabric(example_cluster(zones))
+    path = Path(cluster)
+    return Fabric(load_cluster(path) if path.suffix in (".yaml", ".yml") else read_cluster(cluster))
+
+
+def _jobs_of(path: Path | None) -> tuple[Job, ...]:
+    from holdfast.cli.trace import read_bytes
+    from holdfast.simulate.admission.jobs_file import read_jobs
+
+    if path is None:
+        return ()
+    return read_jobs(read_bytes(path).decode("utf-8", "replace"), str(path))
+
+
+def _teams_of(
+    given: Sequence[str], fabric: Fabric, jobs: tuple[Job, ...], is_hard: bool
+) -> tuple[Team, ...]:
+    """Teams with the quotas that are given. Without them, the teams of a file share evenly."""
+    from holdfast.simulate.admission.jobs import Team
+    from holdfast.simulate.admission.workload import example_teams
+
+    if given:
+        teams = tuple(_team_of(words) for words in given)
+    elif jobs:
+        names = sorted({job.team for job in jobs})
+        parts = [fabric.devices * k // len(names) for k in range(len(names) + 1)]
+        sizes = [stop - start for start, stop in pairwise(parts)]
+        teams = tuple(Team(name, size) for name, size in zip(names, sizes, strict=True))
+    else:
+        teams = example_teams(fabric)
+    return tuple(replace(team, borrow=0) for team in teams) if is_hard else teams
+
+
+def _team_of(words: str) -> Team:
+    from holdfast.simulate.admission.jobs import Team
+
+    name, _, quota = words.partition("=")
+    if not name or not quota.isascii() or not quota.isdigit():
+        raise DataError(
+            f"{words!r} is no team with a quota",
+            where="command line, --team",
+            remedy="write NAME=DEVICES, such as --team red=96",
+        )
+    return Team(name, int(quota))
+
+
+def _jitter_of(path: Path | None) -> JitterProfile:
+    """The trace that is given, or the one of the public data, or the shipped generator."""
+    from holdfast.cli.trace import read_bytes
+    from holdfast.simulate.admission.stragglers import lognormal_profile, profile_of_trace
+    from holdfast.simulate.traces.node_changes import DEFAULTS
+    from holdfast.simulate.traces.reading import read_stream
+
+    if path is None and (folder := os.environ.get("HOLDFAST_DATA")):
+        public = Path(folder) / _PUBLIC_JITTER
+        path = public if public.is_file() else None
+    if path is None:
+        return lognormal_profile()
+    return profile_of_trace(read_stream(read_bytes(path), path.name, DEFAULTS))

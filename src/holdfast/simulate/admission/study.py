@@ -1,0 +1,67 @@
+"""The same jobs under several policies, over several seeds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from holdfast.simulate.admission.engine import Setup, simulate
+from holdfast.simulate.admission.outcome import Interval, Outcome, interval, outcome_of
+from holdfast.simulate.admission.policies import Admission
+
+
+@dataclass(frozen=True)
+class Study:
+    """outcomes: of each policy, one for each seed, in the order of the seeds."""
+
+    outcomes: Mapping[str, tuple[Outcome, ...]]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(self.outcomes)
+
+    def figure(self, policy: str, name: str) -> Interval:
+        return interval([each.figures[name] for each in self.outcomes[policy]])
+
+    def label(self, policy: str, label: str) -> Interval:
+        """Share of the held device-hours with a label."""
+        return self.sum(policy, (label,))
+
+    def sum(self, policy: str, labels: Sequence[str]) -> Interval:
+        """Share of the held device-hours with any of these labels."""
+        return interval(
+            [
+                sum(each.labels[label] for label in labels) / sum(each.labels.values())
+                for each in self.outcomes[policy]
+            ]
+        )
+
+    def team_wait(self, policy: str, team: str) -> Interval:
+        return interval([each.team_waits_h.get(team, 0.0) for each in self.outcomes[policy]])
+
+    def team_use(self, policy: str, team: str) -> Interval:
+        return interval([each.team_use.get(team, 0.0) for each in self.outcomes[policy]])
+
+    def difference(self, policy: str, other: str, name: str) -> Interval:
+        """Of two policies, seed by seed: both had the same jobs and the same slow nodes."""
+        pairs = zip(self.outcomes[policy], self.outcomes[other], strict=True)
+        return interval([one.figures[name] - two.figures[name] for one, two in pairs])
+
+
+def run_study(
+    setup_of: Callable[[int], Setup],
+    policies: Iterable[Admission],
+    seeds: Sequence[int],
+    progress: Callable[[str], None] = lambda text: None,
+) -> Study:
+    """Simulate each policy for each seed. setup_of: jobs and slow nodes of a seed."""
+    chosen = tuple(policies)
+    found: dict[str, list[Outcome]] = {policy.name: [] for policy in chosen}
+    for seed in seeds:
+        setup = setup_of(seed)
+        progress(f"seed {seed}: {len(setup.jobs)} jobs")
+        for policy in chosen:
+            run = simulate(setup, policy, Random(f"{seed}/admission policy"))
+            found[policy.name].append(outcome_of(run))
+    return Study({name: tuple(outcomes) for name, outcomes in found.items()})
