@@ -63,7 +63,7 @@ class PredictingPolicy:
     predictor: Predictor
     response: ResponsePolicy
     may_move: bool = True
-    name: str = "holdfast with prediction"
+    name: str = "prediction"
     actions: Counter[str] = field(default_factory=Counter)
     _known: dict[str, str] = field(default_factory=dict)
     _alarm: tuple[float, frozenset[str], float] | None = None  # chance, nodes, until
