@@ -3,8 +3,8 @@
     HOLDFAST_DATA=... python -m benchmarks.simulate_speed
 
 Three rows. Node-days a second on the p3 trace (bar: 1,000; Bamboo's own simulator did 6 and 12).
-Seconds for 1,024 nodes over 90 days at the rates of a cluster (bar: 10). Peak memory of a hundred
-times the p3 trace, of that of ten times (bar: 1.1). The floor of the first row reads the events and
+Seconds for 1,024 nodes over 90 days at the rates of a cluster (bar: 10). Peak memory of 30
+times the p3 trace, of that of 3 times (bar: 1.1). The floor of the first row reads the events and
 counts the nodes, without any policy. Seconds are CPU seconds, the least of several rounds.
 """
 
