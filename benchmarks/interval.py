@@ -101,6 +101,7 @@ class Job:
     trace: Trace
     nodes: int
     phases: int  # at most
+    failures: int  # that all phases together replay
     recovery: float
     mtbf: float
 
@@ -108,7 +109,7 @@ class Job:
 def measure(job: Job) -> list[Row]:
     """One row a cost, or none where too little fails."""
     once = sum(spell.failed for spell in job_spells(job.trace, job.nodes))
-    phases = max(2, min(job.phases, round(FAILURES / max(1, once))))
+    phases = max(2, min(job.phases, round(job.failures / max(1, once))))
     histories = [
         rotate_spells(job_spells(job.trace, job.nodes, seed), seed / phases)
         for seed in range(phases)
@@ -222,7 +223,9 @@ def made(seeds: Sequence[int] = (1, 2)) -> list[Trace]:
     ]
 
 
-def jobs(traces: Sequence[Trace], phases: int, recovery: float, mtbf: float) -> list[Job]:
+def jobs(
+    traces: Sequence[Trace], phases: int, failures: int, recovery: float, mtbf: float
+) -> list[Job]:
     """All nodes that ever are there at a time, a quarter and a sixteenth of them."""
     out = []
     for trace in traces:
@@ -231,7 +234,7 @@ def jobs(traces: Sequence[Trace], phases: int, recovery: float, mtbf: float) -> 
             count += len(joined) - len(gone)
             peak = max(peak, count)
         sizes = sorted({max(1, peak // part) for part in (1, 4, 16)}, reverse=True)
-        out += [Job(trace, nodes, phases, recovery, mtbf) for nodes in sizes]
+        out += [Job(trace, nodes, phases, failures, recovery, mtbf) for nodes in sizes]
     return out
 
 
@@ -357,6 +360,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=os.environ.get("HOLDFAST_DATA"))
     parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--phases", type=int, default=128)
+    parser.add_argument("--failures", type=int, default=FAILURES, help="replayed in each case")
     parser.add_argument("--recovery", type=float, default=60.0, help="seconds a failure costs")
     parser.add_argument(
         "--node-mtbf", type=float, default=PRIOR_NODE_MTBF_S, help="the prior, in seconds"
@@ -378,7 +382,7 @@ def main() -> None:
     traces = [trace for trace in traces if given.only in trace.source]
     print(HEAD)
     rows: list[Row] = []
-    asked = jobs(traces, given.phases, given.recovery, given.node_mtbf)
+    asked = jobs(traces, given.phases, given.failures, given.recovery, given.node_mtbf)
     with Pool(given.processes) as pool:
         for job, measured in zip(asked, pool.imap(measure, asked), strict=True):
             rows += measured

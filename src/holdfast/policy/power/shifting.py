@@ -104,7 +104,8 @@ class Moment:
 def decide(moment: Moment, rules: ShiftRules) -> Action:
     """Return the action until the signal changes."""
     zones = sorted(moment.now) if rules.can_move else [moment.home]
-    last = moment.action.zone if moment.action.zone in zones else zones[0]
+    cheapest = min(zones, key=lambda each: (moment.now[each], each))
+    last = moment.action.zone if moment.action.zone in zones else cheapest
     reserve = rules.decide_s + max(rules.change_s, rules.move_s if rules.can_move else 0.0)
     slack = moment.left_s - moment.work_s
     if slack <= reserve:
@@ -132,20 +133,21 @@ def _best(
     rules: ShiftRules,
     held: Action,
 ) -> Action:
-    """The action with the most value for its cost. held: in force; a change from it costs."""
+    """The zone first, then the action with the most value for its cost. held: in force. A move
+    costs, and so does a pause, because a start follows it."""
     zone = min(zones, key=lambda each: (signal[each], each))
-    stays = held.zone if held.zone in zones else zone
-    actions = [
-        Action(place, clock) for place in sorted({zone, stays}) for clock in clocks(rules.can_cap)
-    ]
+    full = {each: rules.cost_per_s(Action(each, 1.0), signal[each]) for each in zones}
+    # A lost second of work costs at least what it costs to do it later.
+    worth = max(value, full[zone]) / rules.dwell_s
+    if held.zone in zones and full[held.zone] - full[zone] <= worth * rules.move_s:
+        zone = held.zone
+    actions = [Action(zone, clock) for clock in clocks(rules.can_cap)]
     if rules.can_pause:
         actions.append(PAUSED)
 
-    # A lost second of work costs at least what it costs to do it later.
-    worth = max(value, rules.cost_per_s(Action(zone, 1.0), signal[zone]))
-
     def gain(action: Action) -> float:
-        earned = value * rules.rate(action) - rules.cost_per_s(action, signal[action.zone or stays])
-        return earned - worth * rules.changing_s(held, action) / rules.dwell_s
+        earned = value * rules.rate(action) - rules.cost_per_s(action, signal[zone])
+        is_new_pause = action == PAUSED and held != PAUSED
+        return earned - (worth * rules.change_s if is_new_pause else 0.0)
 
     return max(actions, key=gain)
