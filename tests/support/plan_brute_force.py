@@ -6,6 +6,7 @@ Nothing here is shared with `plan/search/` but the limits and the evaluator.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from math import inf, prod
 from random import Random
@@ -25,7 +26,8 @@ Mesh = tuple[int, int, int, int]
 def least_step(problem: Problem, limits: Limits) -> float:
     """Seconds of the fastest layout that fits; infinite if none does."""
     evaluator, best = Evaluator(problem), inf
-    for choice in every_choice(problem, limits):
+    every = (replace(c, host=h) for c in every_choice(problem, limits) for h in limits.offloads)
+    for choice in every:
         cost = evaluator.cost(choice)
         if cost.fits:
             best = min(best, cost.step_s)

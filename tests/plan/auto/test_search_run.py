@@ -117,3 +117,22 @@ def test_a_short_form_and_other_objectives_are_accepted_and_mistakes_refused() -
         run_of("plan.objective=finish_by")
     with pytest.raises(ConfigError, match=r"is no date and time; use 2026-12-24T18:00"):
         run_of("plan.finish_by=tomorrow")
+
+
+def test_optimizer_state_moves_to_the_host_if_the_run_file_leaves_it_open() -> None:
+    wide = ("model.dim=4096", "model.heads=32", "model.kv_heads=32", "model.layers=24")
+    one = (*wide, "train.precision=bf16", "plan.cluster=1x1xA100-80", "train.microbatch_size=1")
+
+    def plan(*overrides: str) -> LoadedConfig:
+        loaded = run_of("device=auto", *one, *overrides)
+        machines = machines_of(loaded.config, BOX)
+        return with_plan(loaded, plan_run(loaded, machines), "a test")[0]
+
+    free = plan()
+    assert free.config.train.memory.optimizer == "host"
+    assert str(free.origins["train.memory.optimizer"]) == "planned (a test)"
+    assert plan("train.memory.optimizer=host").config.train.memory.optimizer == "host"
+    for kept in ("train.memory.optimizer=device", "train.optimizer.name=muon"):
+        with pytest.raises(LayoutError, match="fits"):
+            plan(kept)
+    assert planned().config.train.memory.optimizer == "device"  # a CPU has no other memory

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.config.layout import DegreesConfig
+from holdfast.config.memory import HOST
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology, place_replicas
@@ -87,6 +88,8 @@ def values_of(choice: Choice) -> dict[str, Any]:
         "train.recompute": first.recompute[0] if len(first.recompute) == 1 else first.recompute,
         "train.microbatch_size": choice.microbatch,
     }
+    if "optimizer" in choice.host:
+        values["train.memory.optimizer"] = HOST
     alike = {(group.mesh_shape, group.stages) for group in choice.replicas}
     if len(alike) == 1:
         return values | {f"layout.{key}": value for key, value in _degrees(first).items()}
@@ -113,6 +116,8 @@ def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
     values = values_of(choice)
     layout = {k[7:]: v for k, v in values.items() if k.startswith("layout.")}
     train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
+    if place := train.pop("memory.optimizer", ""):
+        train["memory"] = config.train.memory.model_copy(update={"optimizer": place})
     if "replicas" in layout:
         layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
     return config.model_copy(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.config.load import LoadedConfig
+from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
@@ -16,7 +17,7 @@ from holdfast.plan.auto.objective import is_allowed, rules_of
 from holdfast.plan.auto.plan_cache import PlanCache
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.cost.run_workload import workload_of
+from holdfast.plan.cost.run_workload import unmodelled_key, workload_of
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.search.search import (
     Found,
@@ -52,25 +53,20 @@ def is_given(loaded: LoadedConfig, key: str) -> bool:
 
 def why_not_searched(config: RunConfig) -> str:
     """The key that keeps a run from the search, with its value; "" if it can be searched."""
-    if config.task.name:
-        return f"task.name {config.task.name}"
-    if config.lora.rank:
-        return f"lora.rank {config.lora.rank}"
-    if config.layout.replicas:
-        return "layout.replicas"
+    if key := unmodelled_key(config)[0]:
+        return key
     if config.layout.stages:
         return "layout.stages"
     if len(config.train.recompute_words) > 1:
         return "train.recompute of each stage"
-    if config.layout.is_asynchronous:
-        return f"layout.schedule {config.layout.schedule}"
     if config.layout.quantized != "none":
         return f"layout.quantized {config.layout.quantized}"
     return ""
 
 
-def limits_of(loaded: LoadedConfig) -> Limits:
-    """What the run file fixes: keys of `layout`, recompute and microbatch that it gives."""
+def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
+    """What the run file fixes: keys of `layout`, recompute and microbatch that it gives. has_host:
+    devices have a memory of their own, so state may be on the host."""
     config = loaded.config
     layout, train = config.layout, config.train
 
@@ -91,7 +87,17 @@ def limits_of(loaded: LoadedConfig) -> Limits:
         virtual=fixed("virtual_stages"),
         sequence_parallel=layout.sequence_parallel,
         recompute=(train.recompute_words[0],) if given_words else ("none", "selective", "full"),
+        offloads=_offloads(loaded, has_host),
     )
+
+
+def _offloads(loaded: LoadedConfig, has_host: bool) -> tuple[frozenset[str], ...]:
+    """Places of the optimizer's state: that of the run file, or both."""
+    train, key = loaded.config.train, "train.memory.optimizer"
+    moved, kept = frozenset({"optimizer"}), frozenset[str]()
+    if is_given(loaded, key) or train.optimizer.name_with_state != "adamw":
+        return (kept if train.memory.optimizer == DEVICE else moved,)
+    return (kept, moved) if has_host else (kept,)
 
 
 def plan_run(
@@ -105,7 +111,7 @@ def plan_run(
     now: for an objective with a date. cache: of earlier plans. Raises LayoutError if no layout
     works there."""
     cache = cache or PlanCache(None)
-    config, limits = loaded.config, limits_of(loaded)
+    config, limits = loaded.config, limits_of(loaded, has_host=not machines.cores)
     given = config.layout.workers if is_given(loaded, "layout.workers") else workers
     workload = workload_of(_with_vocabulary(config))
     plans, refused = list[RunPlan](), list[UserError]()

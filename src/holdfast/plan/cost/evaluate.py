@@ -103,6 +103,7 @@ class Evaluator:
     _devices: dict[str, DeviceType] = field(default_factory=dict)
     _places: dict[object, _Place] = field(default_factory=dict)
     _pipelines: dict[object, PipelineTime] = field(default_factory=dict)
+    _counts: dict[object, tuple[Counts, ...]] = field(default_factory=dict)
 
     def cost(self, choice: Choice) -> StepCost:
         """Return the cost, with the timeline of the schedule executed."""
@@ -177,9 +178,18 @@ class Evaluator:
         self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float
     ) -> StageMemory:
         """Return the bytes of the fullest rank at `index` on pp."""
-        return self.memory_of(
-            choice, group, index, in_flight, counts_at(self.problem.workload, choice, group, index)
-        )
+        counts = self.counts_of_ranks(choice, group)[index]
+        return self.memory_of(choice, group, index, in_flight, counts)
+
+    def counts_of_ranks(self, choice: Choice, group: ReplicaChoice) -> tuple[Counts, ...]:
+        """Return the layers of the ranks at each index on pp."""
+        key = (group.pp, group.stages, SCHEDULE_KINDS[choice.schedule].is_folded)
+        found = self._counts.get(key)
+        if found is None:
+            workload, ranks = self.problem.workload, range(group.pp)
+            found = tuple(counts_at(workload, choice, group, index) for index in ranks)
+            self._counts[key] = found
+        return found
 
     def memory_of(
         self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float, held: Counts
@@ -295,9 +305,9 @@ class Evaluator:
         """Seconds of the stage that takes longest after the passes."""
         stages = self._stage_times(choice, group, places)
         shared = (choice.zero, choice.ep, group.mesh_shape[1:], group.microbatches, choice.host)
-        tails = []
+        tails, held = [], self.counts_of_ranks(choice, group)
         for index, place in enumerate(places):
-            counts = counts_at(self.problem.workload, choice, group, index)
+            counts = held[index]
             hides = self._device(place.pool).hides if self.problem.hides_gradients else 0.0
             hidden = hides * stages[index].backward
             key = (shared, id(place), counts, hidden, choice.number_of_replicas)
@@ -333,6 +343,7 @@ class Evaluator:
             hidden=hidden,
             bucket_bytes=problem.bucket_bytes,
             touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
+            host_bytes_s=device.host_bytes_s,
             update=_measured_update(self, choice, group, place, counts),
             scatters=group.microbatches if is_split else 1,
             costs=device.steps,

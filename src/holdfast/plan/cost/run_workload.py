@@ -62,3 +62,18 @@ def _block(model: ModelConfig, number: int, kept: KeptByRuntime) -> Layer:
         feed = FeedForward(inner, experts=kind.count, top_k=kind.top_k, shared=inner * kind.shared)
     heads = Heads(model.heads, model.kv_heads, model.head_size, window=window)
     return block(model.dim, heads, feed, kept=kept)
+
+
+def unmodelled_key(config: RunConfig) -> tuple[str, str]:
+    """Return the key that keeps a run from the cost model, with its value, and the reason; "" twice
+    if the model knows the run."""
+    layout = config.layout
+    if config.lora.rank:
+        return f"lora.rank {config.lora.rank}", "the cost model does not know adapters"
+    if not config.trains_decoder:
+        return f"task.name {config.task.name}", "the shapes of its layers are not known"
+    if layout.replicas:
+        return "layout.replicas", "the run file says what each replica is"
+    if layout.is_asynchronous:
+        return f"layout.schedule {layout.schedule}", "its curve depends on layout.pp"
+    return "", ""

@@ -22,7 +22,7 @@ from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.gradient_copies import GradientCopies, gradient_copies
 from holdfast.plan.cost.pipeline_time import late_passes
-from holdfast.plan.cost.workload import Layer, Workload
+from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 
 FRAGMENTATION = 0.05
 """Share of what is not state that an accelerator's allocator may lose between pieces."""
@@ -127,12 +127,21 @@ def stage_memory(
     return StageMemory(
         weights,
         summed * copies.sums,
-        0.0 if "optimizer" in choice.host else cut * state.optimizer,
+        cut * (state.optimizer - moved_to_host(state, choice, group)),
         activations,
         logits,
         working + summed * copies.arrivals + stage.messages(),
         overhead,
     )
+
+
+def moved_to_host(state: StateBytes, choice: Choice, group: ReplicaChoice) -> float:
+    """Bytes of a parameter's optimizer state that are on the host. ZeRO 2 and 3 keep the fp32
+    parameters on the device: they are the shards."""
+    if "optimizer" not in choice.host:
+        return 0.0
+    has_shards = choice.zero >= 2 and group.dp_shard > 1 and state.has_masters
+    return state.optimizer * (2 / 3 if has_shards else 1)
 
 
 def kept_elements(workload: Workload, layer: Layer, tp: int, is_cut: bool, word: str) -> float:

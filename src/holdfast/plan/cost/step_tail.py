@@ -16,6 +16,7 @@ from holdfast.plan.cost.stage_memory import (
     Held,
     expert_parameters,
     layer_parameters,
+    moved_to_host,
     rank_parameters,
 )
 from holdfast.plan.cost.workload import StateBytes
@@ -32,6 +33,7 @@ def step_tail(
     hidden: float,
     bucket_bytes: float,
     touched_a_second: float,
+    host_bytes_s: float,
     update: float | None,
     scatters: int = 1,
     costs: StepCosts = NOT_MEASURED,
@@ -42,6 +44,7 @@ def step_tail(
         hidden: seconds of a backward that hides sums; inf: it hides all of them.
         bucket_bytes: of gradients that travel together; 0: all do.
         touched_a_second: bytes that an update reads and writes in a second.
+        host_bytes_s: bytes a second to the host's memory, one way; 0: it is the device's own.
         update: measured seconds of the update of all parameters; None: from bytes.
         scatters: how many times the shards of a replica sum their gradients.
     """
@@ -69,8 +72,10 @@ def step_tail(
     moved_s = costs.update_moves * own * state.updated / touched_a_second
     first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
     last = 0.0 if hidden == inf else sums_s(max(min(first, dense), min(dense, bucket)))
+    moved = own * moved_to_host(state, choice, group)
+    copied = 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0  # brought and written back
     return {
         "gradients": max(last, sums - hidden),
         "parameters": gathers,
-        "update": costs.step_s + (moved_s if update is None else update / shards),
+        "update": costs.step_s + copied + (moved_s if update is None else update / shards),
     }

@@ -160,7 +160,8 @@ def words_of_layout(choice: Choice, cluster: Cluster | None = None) -> str:
         words_of_degrees(replace(kind, count=count)) + (_place(kind) if has_pools else "")
         for kind, count in counts.items()
     )
-    return f"{words}, ep {choice.ep}" if choice.ep > 1 else words
+    words += f", ep {choice.ep}" if choice.ep > 1 else ""
+    return f"{words}, optimizer on the host" if "optimizer" in choice.host else words
 
 
 def _place(group: ReplicaChoice) -> str:

@@ -66,6 +66,7 @@ class Calibration:
             device,
             flops={**device.flops, **self.flops},
             bandwidth=self.bandwidth,
+            host_bytes_s=self.host.bandwidth if self.host else device.host_bytes_s,
             efficiency={**device.efficiency, **self.efficiency},
             measured=self.date,
             steps=self.steps,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from holdfast.errors import DataError
 from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
+from holdfast.plan.hardware.links import LinkType, load_links
 from holdfast.plan.hardware.tables import missing_name, read_rows
 
 DEVICES_FILE = Path(__file__).with_name("devices.csv")
@@ -57,6 +58,7 @@ class DeviceType:
     columns without a source. measured: date if `holdfast calibrate` measured it. hides:
     share of a message's time that computing may hide; 0 if the cores that compute carry it.
     steps: what steps take beyond that.
+    host_bytes_s: bytes a second, one way, to its host's memory; 0 if they share one memory.
     """
 
     name: str
@@ -78,6 +80,7 @@ class DeviceType:
     measured: str = ""
     hides: float = 1.0
     steps: StepCosts = NOT_MEASURED
+    host_bytes_s: float = 0.0
 
     @property
     def found_bytes(self) -> float:
@@ -109,8 +112,9 @@ def load_devices(
         names = ("compute", "memory", "ramp_s", "launch_s", "attention")
         numbers = (float(row.get(each) or 0) for each in names)
         shares.setdefault(row["device"], {})[row["precision"]] = Efficiency(*numbers)
+    links = load_links()
     found = [
-        _device(row, shares.get(row["like"], {}) | shares.get(row["name"], {}))
+        _device(row, shares.get(row["like"], {}) | shares.get(row["name"], {}), links)
         for row in read_rows(path)
     ]
     return {device.name: device for device in found}
@@ -197,7 +201,13 @@ def device_reported(
     )
 
 
-def _device(row: dict[str, str], efficiency: Mapping[str, Efficiency]) -> DeviceType:
+def _host_bytes_s(link: LinkType) -> float:
+    return link.link.bandwidth if link.kind == "host" else 0.0
+
+
+def _device(
+    row: dict[str, str], efficiency: Mapping[str, Efficiency], links: Mapping[str, LinkType]
+) -> DeviceType:
     flops = {each: float(row[each]) * 1e12 for each in PRECISIONS if row[each]}
     return DeviceType(
         row["name"],
@@ -217,4 +227,5 @@ def _device(row: dict[str, str], efficiency: Mapping[str, Efficiency]) -> Device
         assumed=tuple(row["assumed"].split()),
         source=row["source"],
         hides=float(row["hides"]) if row["hides"] else 1.0,
+        host_bytes_s=_host_bytes_s(links[row["host_link"]]),
     )

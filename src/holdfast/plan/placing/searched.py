@@ -28,6 +28,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import MeshShape, Topology
 from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.run_workload import unmodelled_key
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.likely_losses import kinds_of, nodes_left
 from holdfast.plan.placing.planner import plan_layout
@@ -296,15 +297,8 @@ class _Trial:
 
 def why_simple(config: RunConfig) -> str:
     """Why the cost model cannot plan this run, with the key; "" if it can."""
-    if config.lora.rank:
-        return f"lora.rank={config.lora.rank}: the cost model does not know adapters"
-    if not config.trains_decoder:
-        return f"task.name={config.task.name}: the shapes of its layers are not known"
-    if config.layout.replicas:
-        return "layout.replicas: the run file says what each replica is"
-    if config.layout.is_asynchronous:
-        return f"layout.schedule={config.layout.schedule}: its curve depends on layout.pp"
-    return ""
+    key, why = unmodelled_key(config)
+    return f"{key.replace(' ', '=')}: {why}" if key else ""
 
 
 def _fixed(config: RunConfig, limits: Limits) -> Limits:

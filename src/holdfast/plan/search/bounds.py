@@ -167,7 +167,9 @@ class Bounds:
         each = self._tails.get(key)
         if each is None:
             group = ReplicaChoice(1, 1, *shape.mesh[1:], (), (pool,), 1)
-            choice = Choice((group,), variant.microbatch, zero=variant.zero, ep=shape.ep)
+            choice = Choice(
+                (group,), variant.microbatch, zero=variant.zero, ep=shape.ep, host=variant.host
+            )
             kinds = [i for i, layer in enumerate(workload.kinds) if layer.kind == "block"]
             each = self._tails[key] = min(
                 self.evaluator.least_tail(choice, group, 0, ((kind, 1),)) for kind in kinds

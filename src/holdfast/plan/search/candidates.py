@@ -18,11 +18,13 @@ RUNNERS_UP = 8
 @dataclass
 class Candidates:
     """A heap of layouts by their least scores. is_wanted: False for layouts that are left out.
+    ceiling: a score that is known already.
     executed: with their costs, in the order of execution. pushed: layouts that got a bound."""
 
     evaluator: Evaluator
     scores: Scores
     is_wanted: Callable[[Choice], bool]
+    ceiling: float = inf
     best: Found | None = None
     executed: list[Found] = field(default_factory=list)
     pushed: int = 0
@@ -30,7 +32,7 @@ class Candidates:
 
     @property
     def best_score(self) -> float:
-        return self.best.score if self.best else inf
+        return self.best.score if self.best else self.ceiling
 
     @property
     def least(self) -> float:

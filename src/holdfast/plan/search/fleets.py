@@ -130,10 +130,8 @@ class Fleets:
                 longest = self.limits.pp or 2
                 for virtual in virtual_stages(schedule, self.limits, blocks, longest) or [1]:
                     for zero in self.limits.zero:
-                        sequence_parallel = self.limits.sequence_parallel
-                        one = Variant(
-                            microbatch, schedule, virtual, zero, experts, sequence_parallel
-                        )
+                        ways = self.limits.sequence_parallel, self.limits.offloads[0]
+                        one = Variant(microbatch, schedule, virtual, zero, experts, *ways)
                         if one not in seen:
                             seen.add(one)
                             yield one

@@ -9,7 +9,7 @@ from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.evaluate import Counts, Evaluator, counts_at
+from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.space import Shape
@@ -43,6 +43,7 @@ class Variant:
     zero: int
     ep: int
     sequence_parallel: bool = True
+    host: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -52,7 +53,6 @@ class Layouts:
     evaluator: Evaluator
     limits: Limits
     _splits: dict[object, tuple[Stages, ...]] = field(default_factory=dict)
-    _held: dict[object, list[Counts]] = field(default_factory=dict)
 
     def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
         """ZeRO stages, by the rules of a run file."""
@@ -64,7 +64,8 @@ class Layouts:
         stages = [zero for zero in stages if zero == 1 or not is_piped]
         for zero in stages if is_cut else stages[:1]:
             one = Variant(shapes[0].microbatch, schedule, virtual, zero, ep)
-            yield replace(one, sequence_parallel=self.limits.sequence_parallel)
+            host = self.limits.offloads[0]
+            yield replace(one, sequence_parallel=self.limits.sequence_parallel, host=host)
 
     def groups(self, variant: Variant, shares: Shares, replicas: int) -> Iterator[ReplicaChoice]:
         """Every way to split and to recompute that fits; nothing if none does. replicas: of the
@@ -100,7 +101,7 @@ class Layouts:
         changes the memory of another."""
         choice = choice_of(variant, (group,))
         kept = kept_microbatches(variant.schedule, group.pp, variant.virtual, group.microbatches)
-        words, held = [], self._held_by(choice, group)
+        words, held = [], self.evaluator.counts_of_ranks(choice, group)
         allowed = [word for word in self.limits.recompute if variant.ep == 1 or word != "selective"]
         tries = [replace(group, recompute=(word,)) for word in allowed]
         for index in range(group.pp):
@@ -114,15 +115,6 @@ class Layouts:
                 return None
         one = words[0] if all(word == words[0] for word in words) else ""
         return tries[allowed.index(one)] if one else replace(group, recompute=tuple(words))
-
-    def _held_by(self, choice: Choice, group: ReplicaChoice) -> list[Counts]:
-        """Layers of the ranks at each index on pp."""
-        key = (group.pp, group.stages, SCHEDULE_KINDS[choice.schedule].is_folded)
-        if key not in self._held:
-            workload = self.evaluator.problem.workload
-            ranks = range(group.pp)
-            self._held[key] = [counts_at(workload, choice, group, index) for index in ranks]
-        return self._held[key]
 
     def _stages(
         self, variant: Variant, group: ReplicaChoice, shape: Shape, virtual: int
@@ -217,4 +209,5 @@ def choice_of(variant: Variant, groups: tuple[ReplicaChoice, ...]) -> Choice:
         variant.zero,
         variant.ep,
         variant.sequence_parallel,
+        variant.host,
     )

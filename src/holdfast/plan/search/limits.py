@@ -35,7 +35,8 @@ class Limits:
     schedules, recompute: what may be chosen, the preferred ones first. virtual: stages of
     each rank, under a schedule that leaves them free. sequence_parallel: with tp. replicas,
     devices: of a layout. effort: groups of layouts that are opened without a better layout; 0: by
-    the number of devices."""
+    the number of devices. offloads: kinds of state on the host, the preferred ones first
+    (`Choice.host`). Those after the first are tried if nothing fits, or on few devices."""
 
     pp: int = 0
     dp_shard: int = 0
@@ -51,6 +52,7 @@ class Limits:
     replicas: int = 0
     devices: int = 0
     effort: int = 0
+    offloads: tuple[frozenset[str], ...] = (frozenset(),)
 
 
 @dataclass(frozen=True)

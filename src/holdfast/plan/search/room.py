@@ -7,7 +7,7 @@ a few calls of the memory formulas give the most blocks of each rank, and all bl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -96,6 +96,7 @@ class Room:
         group = ReplicaChoice(1, *mesh, (1,) * mesh[0], pools, mesh[0], (word,))
         least = [inf, inf, inf]
         choice = Choice((group,), shape.dp_shard, zero=zero, ep=shape.ep)
+        choice = replace(choice, host=self.limits.offloads[0])
         for kind in blocks:
             at = [
                 self.evaluator.memory_of(choice, group, mesh[0] // 2, kept, ((kind, number),)).peak

@@ -91,8 +91,17 @@ def search(
 
     Raises LayoutError if nothing fits, with the nearest that would.
     """
-    found = Search(problem, limits or Limits(), objective, allows, earlier=tuple(earlier))
-    return found.run(first)
+    limits, phases, best = limits or Limits(), tuple(earlier), None
+    tries = [
+        Search(problem, replace(limits, offloads=(host,)), objective, allows, earlier=phases)
+        for host in limits.offloads
+    ]
+    for one in tries:
+        if best is None or problem.cluster.size <= _COMPLETE:
+            best = one.run(first, best)
+    if best is None:
+        raise nothing_fits_error(problem, tries[0].limits, tries[0].find_any)
+    return best
 
 
 @dataclass
@@ -120,18 +129,24 @@ class Search:
         self._candidates = Candidates(self.evaluator, self._scores, self._is_wanted)
         self._pushed = 0
 
-    def run(self, first: Sequence[Choice]) -> SearchResult:
+    def run(self, first: Sequence[Choice], other: SearchResult | None) -> SearchResult | None:
+        """Return the best layout with its runners-up; None if none fits. other: of a search with
+        other limits, which is returned if it has the best layout."""
+        self._candidates.ceiling = other.best.score if other else inf
         known = [each for each in first if self._is_wanted(each)]
         known = [each for each in known if self.evaluator.least(each).fits]
         for choice in known[:1]:
             self._candidates.execute(choice)
         best, gap = self.find(), self._gap()
         if best is None:
-            raise nothing_fits_error(self.problem, self.limits, self._any)
+            return other
         for choice in known[1:]:  # a good first layout leaves few runners-up
             self._candidates.push(choice, even_if_worse=True)
         others, tried = self._candidates.execute_runners_up(), len(self._candidates.executed)
         bounded = self._pushed + self._candidates.pushed
+        if other:
+            others = tuple(sorted((other.best, *others), key=lambda each: each.score))
+            tried, bounded = tried + other.tried, bounded + other.bounded
         return SearchResult(best, others, tried, bounded, gap, phases=tuple(self._phases))
 
     def find(self) -> Found | None:
@@ -149,7 +164,7 @@ class Search:
         self._groups += rest[:1]
         return self._candidates.best
 
-    def _any(self, problem: Problem, limits: Limits) -> Choice | None:
+    def find_any(self, problem: Problem, limits: Limits) -> Choice | None:
         """A layout that fits another problem or other limits, after a short search."""
         other = Search(problem, replace(limits, effort=_SHORT), self.objective, self.allows)
         other.is_short = True
@@ -157,7 +172,8 @@ class Search:
         return found.choice if found else None
 
     def _is_wanted(self, choice: Choice) -> bool:
-        return self.limits.devices in (0, choice.devices) and self.allows(choice)
+        is_here = choice.host == self.limits.offloads[0]
+        return is_here and self.limits.devices in (0, choice.devices) and self.allows(choice)
 
     def _search(self, patience: float) -> None:
         """Open groups, the most promising first. Layouts are executed when they are the most

@@ -77,6 +77,7 @@ def _is_within(choice: Choice, limits: Limits) -> bool:
         and limits.ep in (0, choice.ep)
         and limits.sequence_parallel == choice.sequence_parallel
         and choice.zero in limits.zero
+        and choice.host in limits.offloads
         and choice.schedule in (limits.schedules if is_piped else limits.schedules[:1])
         and (
             not is_piped
