@@ -201,8 +201,8 @@ def device_reported(
     )
 
 
-def _host_bytes_s(link: LinkType) -> float:
-    return link.link.bandwidth if link.kind == "host" else 0.0
+def _host_bytes_s(link: LinkType | None) -> float:
+    return link.link.bandwidth if link is not None and link.kind == "host" else 0.0
 
 
 def _device(
@@ -227,5 +227,5 @@ def _device(
         assumed=tuple(row["assumed"].split()),
         source=row["source"],
         hides=float(row["hides"]) if row["hides"] else 1.0,
-        host_bytes_s=_host_bytes_s(links[row["host_link"]]),
+        host_bytes_s=_host_bytes_s(links.get(row["host_link"])),
     )
