@@ -19,6 +19,7 @@ from holdfast.plan.cost.pipeline_time import StageTimes, in_flight, late_passes,
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import Efficiency, load_devices
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.hardware.step_costs import StepCosts
 from holdfast.plan.search.search import Limits, SearchResult, search
 from holdfast.plan.search.shares import with_best_shares
 from holdfast.plan.search.splits import balanced_split
@@ -38,6 +39,17 @@ def _found(problem: Problem, limits: Limits) -> float:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_search_is_as_good_as_costing_every_layout(seed: int) -> None:
     problem, limits = small_problem(seed)
+    assert _found(problem, limits) == pytest.approx(least_step(problem, limits), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_so_with_measured_constants_of_a_step(seed: int) -> None:
+    """A constant of a step is paid once, whatever number of blocks a rank has."""
+    problem, limits = small_problem(seed)
+    fastest = search(small_problem(0)[0]).best.score
+    steps = StepCosts(fastest / 50, fastest / 5, 3 * fastest, 1.2, 2.0, 1.0, 3.0)
+    devices = {name: replace(each, steps=steps) for name, each in problem.devices.items()}
+    problem = replace(problem, devices=devices)
     assert _found(problem, limits) == pytest.approx(least_step(problem, limits), rel=1e-9)
 
 

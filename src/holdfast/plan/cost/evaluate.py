@@ -327,6 +327,10 @@ class Evaluator:
             self._tails[key] = self._tail_of(choice, group, place, counts, inf)
         return sum(self._tails[key].values())
 
+    def fixed_tail(self, pool: str) -> float:
+        """Return the seconds of a step that do not depend on the layers of a rank."""
+        return self._device(pool).steps.step_s
+
     def _tail_of(
         self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts, hidden: float
     ) -> dict[str, float]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import DataError
-from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 from holdfast.plan.hardware.links import LinkType, load_links
+from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 from holdfast.plan.hardware.tables import missing_name, read_rows
 
 DEVICES_FILE = Path(__file__).with_name("devices.csv")

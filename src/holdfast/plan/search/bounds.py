@@ -174,7 +174,8 @@ class Bounds:
             each = self._tails[key] = min(
                 self.evaluator.least_tail(choice, group, 0, ((kind, 1),)) for kind in kinds
             )
-        return each * (blocks / shape.pp) * _LINEAR
+        fixed = self.evaluator.fixed_tail(pool)
+        return fixed + (each - fixed) * (blocks / shape.pp) * _LINEAR
 
     def _chain_seconds(self, cut: Cut, slots: tuple[int, ...]) -> float:
         """Of one microbatch on the busiest rank, if all pools are as busy."""
