@@ -121,7 +121,7 @@ def test_a_short_form_and_other_objectives_are_accepted_and_mistakes_refused() -
 
 def test_optimizer_state_moves_to_the_host_if_the_run_file_leaves_it_open() -> None:
     wide = ("model.dim=4096", "model.heads=32", "model.kv_heads=32", "model.layers=24")
-    wide += ("model.ffn_dim=11008",)
+    wide += ("model.ffn_dim=11008", "train.batch_size=1")
     one = (*wide, "train.precision=bf16", "plan.cluster=1x1xA100-80", "train.microbatch_size=1")
 
     def plan(*overrides: str) -> LoadedConfig:
