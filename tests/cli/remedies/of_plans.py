@@ -15,6 +15,7 @@ from holdfast.plan.hardware.cluster_file import read_cluster
 from tests.cli.remedies.lab import Case, Lab, case
 
 RUN = "model: {preset: tiny, vocab_size: 512}\ntrain: {batch_size: 1, microbatch_size: 1}\n"
+KEPT = ("train.memory.optimizer=device",)
 
 
 def begin(cluster: str, *overrides: str) -> Callable[[Lab], None]:
@@ -80,7 +81,7 @@ CASES: list[Case] = [
     ),
     case(
         "plan/auto/search_run.py: no layout fits … on … device…",
-        begin("8xV100-16", AUTO, *LARGE, "layout.workers=1"),
+        begin("8xV100-16", AUTO, *LARGE, *KEPT, "layout.workers=1"),
         make_plan,
         r"use (layout.workers=\d)",
         add,
