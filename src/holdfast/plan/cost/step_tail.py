@@ -55,13 +55,21 @@ def step_tail(
     own = dense / shards + experts / copies
     bucket = bucket_bytes / state.gradients
 
-    def sums_s(parameters: float) -> float:
+    def in_buckets(parameters: float) -> tuple[int, float]:
         pieces = max(1, round(parameters / bucket)) if bucket else 1
-        size = parameters * state.gradients / pieces
-        scatter = scatters * scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
-        return pieces * (allreduce_s(links.replicas, size / shards, number * group.cp) + scatter)
+        return pieces, parameters * state.gradients / pieces
+
+    def scatters_s(parameters: float) -> float:
+        pieces, size = in_buckets(parameters)
+        return pieces * scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
+
+    def sums_s(parameters: float) -> float:
+        pieces, size = in_buckets(parameters)
+        reduced = allreduce_s(links.replicas, size / shards, number * group.cp)
+        return pieces * reduced + scatters_s(parameters)
 
     sums, gathers = sums_s(dense), 0.0
+    before = (scatters - 1) * max(0.0, scatters_s(dense) - hidden)  # behind earlier backwards
     if experts:
         sums += allreduce_s(links.replicas, experts / copies * state.gradients, number)
     if choice.zero < 3:
@@ -75,7 +83,7 @@ def step_tail(
     moved = own * moved_to_host(state, choice, group)
     copied = 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0  # brought and written back
     return {
-        "gradients": max(last, sums - hidden),
+        "gradients": before + max(last, sums - hidden),
         "parameters": gathers,
         "update": costs.step_s + copied + (moved_s if update is None else update / shards),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import inf
 
@@ -70,12 +71,13 @@ class Fleets:
     room: Room
     _of_pool: dict[object, list[tuple[float, Shape]]] = field(default_factory=dict)
     _offers: dict[object, list[_Offer]] = field(default_factory=dict)
+    _parameters: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def _pools(self) -> tuple[NodePool, ...]:
         return self.evaluator.problem.cluster.pools
 
-    @property
+    @cached_property
     def is_small(self) -> bool:
         return all(pool.size <= SMALL for pool in self._pools)
 
@@ -203,9 +205,12 @@ class Fleets:
 
     def _tail(self, pool: NodePool, shape: Shape, link: Link) -> float:
         """Seconds, roughly, in which gradients go to other pools and no backward hides them."""
-        workload = self.evaluator.problem.workload
+        workload, cut = self.evaluator.problem.workload, (shape.tp, shape.ep)
         one = self.bounds.pass_of(shape.cut, pool.name)
-        own = sum(layer_parameters(layer, shape.tp, shape.ep) for layer in workload.layers)
+        own = self._parameters.get(cut)
+        if own is None:
+            own = sum(layer_parameters(layer, *cut) for layer in workload.layers)
+            self._parameters[cut] = own
         size = own / shape.pp / shape.dp_shard * workload.state.gradients
         hidden = one.total * (1 - one.forward) / shape.pp
         return max(0.0, allreduce_s(link, size, 2 * shape.most) - hidden)

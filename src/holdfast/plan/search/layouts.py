@@ -104,7 +104,13 @@ class Layouts:
         words, held = [], self.evaluator.counts_of_ranks(choice, group)
         allowed = [word for word in self.limits.recompute if variant.ep == 1 or word != "selective"]
         tries = [replace(group, recompute=(word,)) for word in allowed]
+        is_even = not SCHEDULE_KINDS[variant.schedule].splits_backward
         for index in range(group.pp):
+            if is_even and index > 1 and words[-1] == allowed[0] and kept[index] <= kept[index - 1]:
+                before = held[index - 1], group.pool_at(index - 1)
+                if (held[index], group.pool_at(index)) == before:
+                    words.append(allowed[0])  # it keeps no more than the rank before
+                    continue
             room = self.evaluator.room(group.pool_at(index))
             for word, tried in zip(allowed, tries, strict=True):
                 memory = self.evaluator.memory_of(choice, tried, index, kept[index], held[index])
