@@ -115,9 +115,9 @@ class Evaluator:
 
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
-        return self._device(pool).found_bytes * self.problem.memory_share
+        return self.device(pool).found_bytes * self.problem.memory_share
 
-    def _device(self, pool: str) -> DeviceType:
+    def device(self, pool: str) -> DeviceType:
         found = self._devices.get(pool)
         if found is None:
             name = self.problem.cluster.pool(pool).device
@@ -232,21 +232,14 @@ class Evaluator:
     def _stage_times(
         self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
     ) -> list[StageTimes]:
-        found, common = (
-            [],
-            (
-                choice.microbatch,
-                choice.zero,
-                choice.ep,
-                choice.sequence_parallel,
-                group.mesh_shape[1:],
-            ),
-        )
+        found = list[StageTimes]()
+        common = (choice.microbatch, choice.zero, choice.ep, choice.sequence_parallel)
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
             index = _index_of(choice, group, chunk)
             place, counts = places[index], _chunk(self.problem.workload, group, chunk)
             slow = self.problem.slow.get(index, 1.0)
-            key = (common, id(place), counts, group.recompute_at(index), slow)
+            own = (group.mesh_shape[1:], id(place), counts, group.recompute_at(index), slow)
+            key = (common, own)
             stage = self._stages.get(key)
             if stage is None:
                 stage = self._stages[key] = self._stage(choice, group, index, place, counts)
@@ -265,7 +258,7 @@ class Evaluator:
         cut = group.tp if choice.sequence_parallel else 1
         size = tokens * workload.layers[0].width * workload.item / cut
         send = place.links.pp.message_s(size)
-        fixed = self._device(place.pool).steps.microbatch_s
+        fixed = self.device(place.pool).steps.microbatch_s
         stage = StageTimes.of(times, send, self.problem.waits_for_sends, fixed)
         return stage.slowed(self.problem.slow.get(index, 1.0))
 
@@ -292,7 +285,7 @@ class Evaluator:
         key = (kind, part, id(place), choice.zero, group.dp_shard)
         found = self._times.get(key)
         if found is None:
-            device = self._device(pool)
+            device = self.device(pool)
             times = self.problem.times or ShapeTimes.of_workload(workload)
             own, links = times.of(layer, Part(*part), device, place.links), place.links
             passes = _with_gathers(workload, own, choice, group, layer, links, device.hides)
@@ -308,7 +301,7 @@ class Evaluator:
         tails, held = [], self.counts_of_ranks(choice, group)
         for index, place in enumerate(places):
             counts = held[index]
-            hides = self._device(place.pool).hides if self.problem.hides_gradients else 0.0
+            hides = self.device(place.pool).hides if self.problem.hides_gradients else 0.0
             hidden = hides * stages[index].backward
             key = (shared, id(place), counts, hidden, choice.number_of_replicas)
             tail = self._tails.get(key)
@@ -327,16 +320,11 @@ class Evaluator:
             self._tails[key] = self._tail_of(choice, group, place, counts, inf)
         return sum(self._tails[key].values())
 
-    def fixed_tail(self, pool: str) -> float:
-        """Return the seconds of a step that do not depend on the layers of a rank."""
-        return self._device(pool).steps.step_s
-
     def _tail_of(
         self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts, hidden: float
     ) -> dict[str, float]:
         """Seconds of a step after its passes."""
-        problem = self.problem
-        device = self._device(place.pool)
+        problem, device = self.problem, self.device(place.pool)
         is_split = problem.workload.scatters_each and choice.zero == 2
         return step_tail(
             problem.workload.state,

@@ -7,6 +7,7 @@ dp_shard.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -53,23 +54,9 @@ def step_tail(
     copies = max(1, shards * group.cp // choice.ep) if experts else 1
     dense = rank_parameters(layers, group.tp, choice.ep) - experts
     own = dense / shards + experts / copies
-    bucket = bucket_bytes / state.gradients
-
-    def in_buckets(parameters: float) -> tuple[int, float]:
-        pieces = max(1, round(parameters / bucket)) if bucket else 1
-        return pieces, parameters * state.gradients / pieces
-
-    def scatters_s(parameters: float) -> float:
-        pieces, size = in_buckets(parameters)
-        return pieces * scatter_s(links.shards, size, shards) if choice.zero < 3 else 0.0
-
-    def sums_s(parameters: float) -> float:
-        pieces, size = in_buckets(parameters)
-        reduced = allreduce_s(links.replicas, size / shards, number * group.cp)
-        return pieces * reduced + scatters_s(parameters)
-
-    sums, gathers = sums_s(dense), 0.0
-    before = (scatters - 1) * max(0.0, scatters_s(dense) - hidden)  # behind earlier backwards
+    of = _Sums(state, choice, group, links, bucket_bytes / state.gradients)
+    sums, gathers = of.all_s(dense), 0.0
+    before = (scatters - 1) * max(0.0, of.scatters_s(dense) - hidden)  # behind earlier backwards
     if experts:
         sums += allreduce_s(links.replicas, experts / copies * state.gradients, number)
     if choice.zero < 3:
@@ -77,13 +64,45 @@ def step_tail(
         if experts:
             sums += scatter_s(links.copies, experts * state.gradients, copies)
             gathers += gather_s(links.copies, experts * state.weights, copies)
-    moved_s = costs.update_moves * own * state.updated / touched_a_second
     first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
-    last = 0.0 if hidden == inf else sums_s(max(min(first, dense), min(dense, bucket)))
-    moved = own * moved_to_host(state, choice, group)
-    copied = 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0  # brought and written back
+    last = 0.0 if hidden == inf else of.all_s(max(min(first, dense), min(dense, of.bucket)))
+    moved_s = costs.update_moves * own * state.updated / touched_a_second
+    copied = _copied_s(own * moved_to_host(state, choice, group), host_bytes_s)
     return {
         "gradients": before + max(last, sums - hidden),
         "parameters": gathers,
         "update": costs.step_s + copied + (moved_s if update is None else update / shards),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums of gradients of dense parameters. bucket: parameters that travel together."""
+
+    state: StateBytes
+    choice: Choice
+    group: ReplicaChoice
+    links: GroupLinks
+    bucket: float
+
+    def _in_buckets(self, parameters: float) -> tuple[int, float]:
+        pieces = max(1, round(parameters / self.bucket)) if self.bucket else 1
+        return pieces, parameters * self.state.gradients / pieces
+
+    def scatters_s(self, parameters: float) -> float:
+        """Of one microbatch, between the shards of a replica."""
+        pieces, size = self._in_buckets(parameters)
+        if self.choice.zero == 3:
+            return 0.0
+        return pieces * scatter_s(self.links.shards, size, self.group.dp_shard)
+
+    def all_s(self, parameters: float) -> float:
+        pieces, size = self._in_buckets(parameters)
+        ranks = self.choice.number_of_replicas * self.group.cp
+        reduced = allreduce_s(self.links.replicas, size / self.group.dp_shard, ranks)
+        return pieces * reduced + self.scatters_s(parameters)
+
+
+def _copied_s(moved: float, host_bytes_s: float) -> float:
+    """Seconds in which state comes from the host's memory and is written back."""
+    return 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0

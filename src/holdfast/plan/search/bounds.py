@@ -174,7 +174,7 @@ class Bounds:
             each = self._tails[key] = min(
                 self.evaluator.least_tail(choice, group, 0, ((kind, 1),)) for kind in kinds
             )
-        fixed = self.evaluator.fixed_tail(pool)
+        fixed = self.evaluator.device(pool).steps.step_s
         return fixed + (each - fixed) * (blocks / shape.pp) * _LINEAR
 
     def _chain_seconds(self, cut: Cut, slots: tuple[int, ...]) -> float:

@@ -101,7 +101,7 @@ class Layouts:
         changes the memory of another."""
         choice = choice_of(variant, (group,))
         kept = kept_microbatches(variant.schedule, group.pp, variant.virtual, group.microbatches)
-        words, held = [], self.evaluator.counts_of_ranks(choice, group)
+        words, held = list[str](), self.evaluator.counts_of_ranks(choice, group)
         allowed = [word for word in self.limits.recompute if variant.ep == 1 or word != "selective"]
         tries = [replace(group, recompute=(word,)) for word in allowed]
         is_even = not SCHEDULE_KINDS[variant.schedule].splits_backward
