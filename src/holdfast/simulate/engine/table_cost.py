@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.simulate.engine.interfaces import Costs, OperatingPoint
@@ -18,6 +18,7 @@ class TableCost:
     costs: Costs = field(default_factory=Costs)
     _nodes: tuple[int, ...] = field(init=False, repr=False)
     _best: tuple[OperatingPoint, ...] = field(init=False, repr=False)
+    _shaped: Mapping[tuple[int, int], OperatingPoint] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         best: list[OperatingPoint] = []
@@ -25,6 +26,8 @@ class TableCost:
             is_faster = not best or point.tokens_per_s > best[-1].tokens_per_s
             best.append(point if is_faster else best[-1])
         nodes = tuple(sorted(point.nodes for point in self.points))
+        shaped = {(p.replicas, p.nodes): p for p in reversed(self.points)}  # the first one counts
+        object.__setattr__(self, "_shaped", shaped)
         object.__setattr__(self, "_best", tuple(best))
         object.__setattr__(self, "_nodes", nodes)
 
@@ -38,8 +41,7 @@ class TableCost:
 
     def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
         """Only shapes that the table has."""
-        wanted = replicas, replicas * nodes_per_replica
-        return next((p for p in self.points if (p.replicas, p.nodes) == wanted), None)
+        return self._shaped.get((replicas, replicas * nodes_per_replica))
 
 
 def linear_cost(

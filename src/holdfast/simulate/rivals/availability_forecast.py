@@ -75,6 +75,8 @@ def forecast(
     autoregression sees no change after a window with losses, losses are drawn from a Poisson
     distribution, as in the code.
     """
+    if counts.count(counts[-1]) == len(counts):  # no change, and no draw, in any of the rules below
+        return [min(bounds.most, max(bounds.least, counts[-1]))] * minutes
     window = without_excursions([float(count) for count in counts])
     last = window[-1]
     if pstdev(window) == 0:

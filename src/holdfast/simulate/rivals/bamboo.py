@@ -10,6 +10,7 @@ from holdfast.simulate.engine.interfaces import (
     DISK,
     NOTHING,
     SAVE,
+    STAY,
     STEP,
     Change,
     Decision,
@@ -64,8 +65,8 @@ class BambooPolicy:
             transition = self._begin(view, NOTHING, 0.0)
         elif view.pause_left > 0 or not change.review or self._is_forming(view):
             transition = None
-        else:
-            transition = self._reconfigure(view)
+        elif (transition := self._reconfigure(view)) is None:
+            return STAY  # the answer is the same until nodes change
         return Decision(transition, self._review(view, transition))
 
     def _review(self, view: View, transition: Transition | None) -> float:
