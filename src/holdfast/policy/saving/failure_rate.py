@@ -27,8 +27,9 @@ Pure: a value; `with_observation` gives the next one. Time comes in as seconds t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from math import exp, isfinite, log, pow
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,7 @@ worst published spot pool. Too low a rate costs more than too high a one. A high
 losing work, and from the few failures of a short run. A low rate is learnt by waiting, while saves
 are a little too frequent for some hours of a long run."""
 
+_LEAST_S = 1e-100  # a shorter time tells nothing, and its chances cannot be divided by it
 _MAX_FAILURES_PER_UPDATE = 0.25  # failures expected within a piece of time that is taken in one go
 
 
@@ -79,15 +81,25 @@ _MAX_FAILURES_PER_UPDATE = 0.25  # failures expected within a piece of time that
 class FailureRate:
     """The knowledge about the rate of failures. Begin with `FailureRate.from_prior`.
 
-    weights: by exponent, of FAILURE_RATES; together they add up to one. first_nodes: nodes of the
-    first observation; 0: none yet. failures, seconds: seen so far, for people.
+    packed: the weights, as the bytes of an array of shape (exponents, FAILURE_RATES); together they
+    add up to one. first_nodes: nodes of the first observation; 0: none yet. failures, seconds: seen
+    so far, for people.
     """
 
     mtbf: float
-    weights: tuple[tuple[float, ...], ...]
+    packed: bytes = field(repr=False)
     first_nodes: float = 0.0
     failures: int = 0
     seconds: float = 0.0
+
+    @property
+    def weights(self) -> tuple[tuple[float, ...], ...]:
+        """By exponent, of FAILURE_RATES."""
+        return tuple(map(tuple, self._weights.tolist()))
+
+    @property
+    def _weights(self) -> Array:
+        return np.frombuffer(self.packed).reshape(len(NODE_COUNT_EXPONENTS), -1)
 
     @staticmethod
     def from_prior(mtbf: float = PRIOR_NODE_MTBF_S) -> FailureRate:
@@ -96,20 +108,18 @@ class FailureRate:
             raise ValueError(f"the mean time between failures must be positive, not {mtbf}")
         share = 1 / len(NODE_COUNT_EXPONENTS)
         prior = tuple(weight * share for weight in _gamma_prior_density(mtbf))
-        return FailureRate(mtbf, (prior,) * len(NODE_COUNT_EXPONENTS))
+        return FailureRate(mtbf, np.array((prior,) * len(NODE_COUNT_EXPONENTS)).tobytes())
 
     def failures_per_second(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
-        return float((self._node_factors(nodes) * np.array(self.weights)).sum(axis=0) @ _RATES)
+        factors = self._node_factors(nodes)
+        return float(sum(map(mul, factors, (self._weights @ _RATES).tolist())))
 
-    def _node_factors(self, nodes: float) -> Array:
-        """By exponent: failures of a run on `nodes` nodes, for one of a single node.
-
-        The shape is (hypotheses, 1).
-        """
+    def _node_factors(self, nodes: float) -> tuple[float, ...]:
+        """By exponent: failures of a run on `nodes` nodes, for one of a single node."""
         first = self.first_nodes or nodes
-        at_first = pow(first, PRIOR_NODE_COUNT_EXPONENT)
-        return np.array([[at_first * pow(nodes / first, each)] for each in NODE_COUNT_EXPONENTS])
+        at_first, growth = pow(first, PRIOR_NODE_COUNT_EXPONENT), nodes / first
+        return tuple([at_first * pow(growth, each) for each in NODE_COUNT_EXPONENTS])
 
     def with_observation(
         self, seconds: float, nodes: float = 1.0, failures: int = 0
@@ -119,22 +129,26 @@ class FailureRate:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        factors, weights, left = self._node_factors(nodes), np.array(self.weights), seconds
-        rates = factors * _RATES
-        while left > 0:
+        factors, weights, left = self._node_factors(nodes), self._weights, seconds
+        rates = np.multiply.outer(factors, _RATES)
+        while left > _LEAST_S:
             # Pieces in which hardly anything is expected: what is believed changes between them.
-            piece = min(left, _MAX_FAILURES_PER_UPDATE / float((weights * rates).sum()))
-            weights = _without_failure(weights, factors * piece)
-            weights, left = weights / weights.sum(), left - piece
+            sums = (weights @ _RATES_AND_ONE).tolist()
+            expected = sum(factor * at for factor, (at, _) in zip(factors, sums, strict=True))
+            total = sum(one for _, one in sums)
+            piece = min(left, _MAX_FAILURES_PER_UPDATE * total / expected)
+            weights, left = _without_failure(weights / total, rates * -piece), left - piece
         for _ in range(failures):
             weights = weights * rates
             weights = weights / weights.sum()
-        return replace(
-            self,
-            weights=tuple(map(tuple, weights.tolist())),
-            first_nodes=self.first_nodes or nodes,
-            failures=self.failures + failures,
-            seconds=self.seconds + max(0.0, seconds),
+        if not failures:
+            weights = weights / weights.sum()
+        return FailureRate(
+            self.mtbf,
+            weights.tobytes(),
+            self.first_nodes or nodes,
+            self.failures + failures,
+            self.seconds + max(0.0, seconds),
         )
 
     @property
@@ -164,26 +178,28 @@ class FailureRate:
             return prior
         return FailureRate(
             prior.mtbf,
-            tuple(tuple(map(float, each)) for each in found),
+            np.array([list(map(float, each)) for each in found]).tobytes(),
             float(value["first_nodes"]),
             int(value["failures"]),
             float(value["seconds"]),
         )
 
 
-def _without_failure(weights: Array, passed: Array) -> Array:
-    """Return the weights, times the chance of no failure in `passed` seconds of one node.
+def _without_failure(weights: Array, at_risk: Array) -> Array:
+    """Return the weights, times the chance of no failure in a time.
 
-    In that time a regime of rate r may have ended at the rate r / REGIME. A rate that came in
+    In that time t a regime of rate r may have ended at the rate r / REGIME. A rate that came in
     meanwhile had to be quiet for the rest of the time only: the mean of exp(-r t) over it.
 
-    weights: of shape (hypotheses, rates). passed: of shape (hypotheses, 1).
+    weights: of shape (hypotheses, rates). at_risk: -r t, of the same shape; below 0 everywhere.
     """
-    at_risk = passed * _RATES
-    stayed = weights * np.exp(-at_risk * (1 + 1 / FAILURES_PER_REGIME))
-    moved = (weights - stayed) / (1 + FAILURES_PER_REGIME)  # out of the regime, quiet until then
-    quiet = -np.expm1(-at_risk) / np.maximum(at_risk, 1e-300)
-    found: Array = stayed + moved @ _REGIME_CHANGES * quiet
+    stayed = np.exp(at_risk * (1 + 1 / FAILURES_PER_REGIME))
+    stayed *= weights
+    found: Array = (weights - stayed) @ _REGIME_STARTS  # out of the regime, quiet until then
+    quiet = np.expm1(at_risk)
+    quiet /= at_risk
+    found *= quiet
+    found += stayed
     return found
 
 
@@ -196,7 +212,8 @@ def _regime_changes() -> Array:
 
 
 _RATES = np.array(FAILURE_RATES)
-_REGIME_CHANGES = _regime_changes()
+_RATES_AND_ONE = np.stack([_RATES, np.ones(len(_RATES))], axis=1)
+_REGIME_STARTS = _regime_changes() / (1 + FAILURES_PER_REGIME)
 
 
 def _gamma_prior_density(mtbf: float) -> tuple[float, ...]:
