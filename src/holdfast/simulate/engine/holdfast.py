@@ -105,6 +105,8 @@ class HoldfastPolicy:
     _decided_rate: float = 1e-300
     _saves: dict[int, dict[int, TierSave]] = field(default_factory=dict)
     _current: dict[int, IntervalDecision] = field(default_factory=dict)
+    _planned_for: tuple[int, tuple[float, ...]] = (0, ())
+    _planned: tuple[TierSave, ...] = ()
 
     def __post_init__(self) -> None:
         rules = self.rules
@@ -185,9 +187,9 @@ class HoldfastPolicy:
         now = view.point
         if now is None or point.nodes_per_replica != now.nodes_per_replica:
             return self.cost.costs.peer_s(point.nodes_per_replica)
-        left = [name in view.nodes for name in view.used]
-        each = now.nodes_per_replica
-        complete = sum(all(left[k * each : (k + 1) * each]) for k in range(now.replicas))
+        nodes, each = view.nodes, now.nodes_per_replica
+        hit = {place // each for place, name in enumerate(view.used) if name not in nodes}
+        complete = now.replicas - sum(number < now.replicas for number in hit)
         return self.cost.costs.peer_s(each) if point.replicas > complete else 0.0
 
     def _need(self, view: View, lost: tuple[int, ...]) -> str:
@@ -297,13 +299,20 @@ class HoldfastPolicy:
             if not SAME_RATE < rate / self._decided_rate < 1 / SAME_RATE:
                 self._decide_intervals(nodes, each)
                 self._decided_rate = rate
-        tiers = tuple(
-            replace(each[tier], interval_s=self._interval(tier))
-            for tier in self.settings.present
-            if self._interval(tier) < inf
-        )
         due = self._decide_at - view.now if self.settings.automatic else inf
-        return SavePlan(tiers, max(MIN_REVIEW_S, due))
+        return SavePlan(self._planned_tiers(nodes, each), max(MIN_REVIEW_S, due))
+
+    def _planned_tiers(self, nodes: int, each: Mapping[int, TierSave]) -> tuple[TierSave, ...]:
+        """The saves of the intervals in force. They stay the same object as long as they hold."""
+        intervals = tuple([self._interval(tier) for tier in self.settings.present])
+        if self._planned_for != (nodes, intervals):
+            self._planned_for = nodes, intervals
+            self._planned = tuple(
+                replace(each[tier], interval_s=interval)
+                for tier, interval in zip(self.settings.present, intervals, strict=True)
+                if interval < inf
+            )
+        return self._planned
 
     def _saves_on(self, nodes: int) -> dict[int, TierSave]:
         """What a save into each tier takes on so many nodes."""

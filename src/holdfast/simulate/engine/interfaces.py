@@ -265,4 +265,4 @@ PolicyMaker = Callable[[CostModel], Policy]
 def slowest(view: View) -> float:
     """Slowdown of a synchronous trainer that does nothing about slow nodes."""
     nodes = view.nodes
-    return max((nodes[name].slow for name in view.used if name in nodes), default=1.0)
+    return max([nodes[name].slow for name in view.used if name in nodes], default=1.0)

@@ -208,10 +208,13 @@ class Progress:
 
     def _jump(self, now: float, left: float, tiers: list[_Tier]) -> float:
         """Take as much work with its saves at once as surely fits; return the seconds left."""
-        pause = sum(tier.plan.blocked_s for tier in tiers)
-        share = 1 + sum(tier.plan.blocked_s / tier.interval for tier in tiers)
+        pause, share, least = 0.0, 1.0, inf
+        for tier in tiers:
+            pause += tier.plan.blocked_s
+            share += tier.plan.blocked_s / tier.interval
+            least = min(least, tier.interval)
         work = (left - pause) / share
-        if work <= 2 * min(tier.interval for tier in tiers):
+        if work <= 2 * least:
             return left
         done = [(tier, tier.since, floor((tier.since + work) / tier.interval)) for tier in tiers]
         spent = sum(count * tier.plan.blocked_s for tier, _, count in done)
@@ -226,12 +229,13 @@ class Progress:
             tuple((since, tier.interval, tier.plan.blocked_s) for tier, since, _ in done),
         )
         for tier, since, count in done:
-            for number in range(max(1, count - _newest(tier)), count + 1):
-                place = number * tier.interval - since
-                tier.marks.append(_Place(stretch, place, tier.plan.durable_s))
+            interval, durable = tier.interval, tier.plan.durable_s
+            tier.marks += [
+                _Place(stretch, number * interval - since, durable)
+                for number in range(max(1, count - _newest(tier)), count + 1)
+            ]
             del tier.marks[:-_MARKS]
             self._count(tier, count)
-        for tier, since, count in done:
             tier.since = max(0.0, since + work - count * tier.interval)
         self._work(work)
         self.blocked += spent
