@@ -15,8 +15,8 @@ from tests.support.ranks import ROOT
 
 def test_a_job_gives_a_row_a_cost_and_a_picture() -> None:
     trace = synthetic.spot_pool(1, days=0.5)
-    assert [job.nodes for job in jobs([trace], 2, 60.0, 5400.0)] == [32, 8, 2]
-    rows = measure(Job(trace, 16, 2, 60.0, 5400.0))
+    assert [job.nodes for job in jobs([trace], 2, 4000, 60.0, 5400.0)] == [32, 8, 2]
+    rows = measure(Job(trace, 16, 2, 4000, 60.0, 5400.0))
     assert [row.cost for row in rows] == list(COSTS)
     for row in rows:
         assert row.best_waste == min(waste for _, waste in row.curve) <= row.known
@@ -29,7 +29,7 @@ def test_a_job_gives_a_row_a_cost_and_a_picture() -> None:
 
 
 def test_too_few_failures_are_not_judged() -> None:
-    assert measure(Job(synthetic.spot_pool(1, days=0.1), 2, 2, 60.0, 5400.0)) == []
+    assert measure(Job(synthetic.spot_pool(1, days=0.1), 2, 2, 4000, 60.0, 5400.0)) == []
 
 
 @pytest.mark.slow

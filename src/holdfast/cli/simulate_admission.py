@@ -85,7 +85,7 @@ def admission(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Compare how jobs of several teams are admitted: waiting, fragments, fairness.
+    """Compare how jobs of several teams are admitted.
 
     Each job has a fixed decomposition into pods. They are admitted pod by pod, as gangs, near to
     each other, with backfill, or as elastic jobs. All seeds are drawn alike for every policy.

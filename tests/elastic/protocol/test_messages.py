@@ -46,6 +46,7 @@ from holdfast.elastic.protocol.worker_commands import CommandPoll, CommandReply
 from holdfast.elastic.protocol.worker_messages import WorkerReply, WorkerReport
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.policy.recovery.survivors import HeldState
+from holdfast.policy.saving.failure_rate import FailureRate
 
 FOLDER = Path(__file__).parents[2] / "golden" / "messages"
 NEWER = {"a key of a newer version": {"and": ["what", "it", "holds"]}}
@@ -100,7 +101,8 @@ def _as_read(value: Any) -> Any:
     """A worker without a state is read as one whose state is torn. Nodes send what they have read.
 
     Every worker takes commands by now, which an older one did not always. In the constructed boots
-    stands a placeholder for the failure rate, which no worker could use.
+    stands a placeholder for the failure rate, which no worker could use. A failure rate of an older
+    release, with other hypotheses, is read as the prior.
     """
     if isinstance(value, list):
         return [_as_read(one) for one in value]
@@ -109,6 +111,8 @@ def _as_read(value: Any) -> Any:
     read = {key: _as_read(one) for key, one in value.items()}
     if read.get("hazard") == {"alpha": 1.0, "beta": 2.0}:
         read["hazard"] = None
+    if isinstance(read.get("weights"), list) and isinstance(read["weights"][0], float):
+        return FailureRate.from_prior(read["mtbf"]).to_json()
     if read.get("orders") is False:
         read["orders"] = True
     return read | {"torn": True} if "torn" in read and read["state"] is None else read

@@ -19,6 +19,7 @@ from holdfast.chaos.scoring.node_processes import LineReader
 from holdfast.chaos.scoring.torchrun_trainer import flip_bytes, why_no_module
 from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
 from holdfast.simulate.score.record import Commit
+from holdfast.wire.child_command import module_command
 
 _RESIZE_S = 60.0
 """Ray Train's own default between two looks for new nodes, which is divided by k."""
@@ -39,9 +40,13 @@ class _RayRun:
     def __init__(self, workplace: Workplace) -> None:
         self._at = workplace
         self._reader = LineReader(workplace.folder / "lines")
-        command = [workplace.python, "-m", "holdfast.adapters.scored.ray_driver"]
-        command += [str(workplace.folder), str(workplace.places)]
-        command += [str(max(1.0, _RESIZE_S / workplace.k))]
+        command = module_command(
+            "holdfast.adapters.scored.ray_driver",
+            str(workplace.folder),
+            str(workplace.places),
+            str(max(1.0, _RESIZE_S / workplace.k)),
+            python=workplace.python,
+        )
         with (workplace.folder / "driver.log").open("ab") as log:
             self._driver = subprocess.Popen(
                 command,

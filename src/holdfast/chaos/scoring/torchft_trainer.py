@@ -12,6 +12,7 @@ from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses, fre
 from holdfast.chaos.scoring.torchrun_trainer import why_no_module
 from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
 from holdfast.simulate.score.record import Commit
+from holdfast.wire.child_command import module_command
 
 _LIGHTHOUSE = (
     "import time\nfrom torchft.coordination import LighthouseServer as L\n"
@@ -51,8 +52,13 @@ class _TorchftRun:
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
             place = self._place_of[node] = self._free_places.pop(0)
-            command = [self._at.python, "-m", "holdfast.adapters.scored.torchft_replica"]
-            command += [str(place), str(self._at.places), self._lighthouse]
+            command = module_command(
+                "holdfast.adapters.scored.torchft_replica",
+                str(place),
+                str(self._at.places),
+                self._lighthouse,
+                python=self._at.python,
+            )
             self._processes.start(node, command)
 
     def kill(self, node: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses, free_port
 from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
 from holdfast.simulate.score.record import Commit
+from holdfast.wire.child_command import module_command
 
 _STORE = (
     "import time\nfrom torch.distributed import TCPStore\n"
@@ -66,9 +67,7 @@ class _TorchrunRun:
             "read_timeout": 30,
         }
         for node in nodes:
-            command = [
-                self._at.python,
-                "-m",
+            command = module_command(
                 "torch.distributed.run",
                 f"--nnodes=1:{self._at.places}",
                 "--nproc-per-node=1",
@@ -79,10 +78,11 @@ class _TorchrunRun:
                 "--max-restarts=1000",
                 "--monitor-interval=0.1",
                 "--local-addr=127.0.0.1",
-                "-m",
+                "--module",
                 "holdfast.adapters.scored.torchrun_dcp",
                 str(self._checkpoints),
-            ]
+                python=self._at.python,
+            )
             # torch 2.13 keeps one store over all restarts, without a prefix for each: restarted
             # processes would find the addresses of dead ones
             self._processes.start(node, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
