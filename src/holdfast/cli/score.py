@@ -35,7 +35,10 @@ def score(
     level: Annotated[int, typer.Option(help="0: simulated; 1: real processes")] = 1,
     trainer: Annotated[
         str,
-        typer.Option(help="level 1: holdfast, torchrun-dcp, torchft, ray-train, or FILE.py:CLASS"),
+        typer.Option(
+            help="level 1: holdfast, holdfast-restart, torchrun-dcp, torchft, ray-train, or "
+            "FILE.py:CLASS"
+        ),
     ] = "holdfast",
     policy: Annotated[
         str, typer.Option(help="level 0: holdfast, or a policy of docs/rivals.md")

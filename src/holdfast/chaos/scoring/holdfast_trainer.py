@@ -1,6 +1,7 @@
 """Holdfast as a trainer of `holdfast score`: an agent on each node, started by the real command.
 
-Steps, samples and losses come from the journal and its data ledger.
+Steps, samples and losses come from the journal and its data ledger. `holdfast-restart` is the same
+with `cluster.recovery: restart`. No process survives a loss, and no state lies in memory.
 """
 
 from __future__ import annotations
@@ -42,17 +43,26 @@ _LEAST_BEAT_S = 0.2
 
 class HoldfastTrainer:
     name = "holdfast"
+    survives = True
 
     def why_unavailable(self, python: str) -> str:
         return ""
 
     def open(self, workplace: Workplace) -> TrainerRun:
-        return _HoldfastRun(workplace)
+        return _HoldfastRun(workplace, self.survives)
+
+
+class RestartingTrainer(HoldfastTrainer):
+    """Recovery by restart: all processes end, and new ones read the newest checkpoint."""
+
+    name = "holdfast-restart"
+    survives = False
 
 
 class _HoldfastRun:
-    def __init__(self, workplace: Workplace) -> None:
+    def __init__(self, workplace: Workplace, survives: bool) -> None:
         self._at, folder = workplace, workplace.folder.absolute()
+        self._survives = survives
         self._notices = folder / "notices"
         self._notices.mkdir(parents=True)
         run_file = folder / "run.yaml"
@@ -87,7 +97,8 @@ class _HoldfastRun:
             "cluster.max_restarts_without_progress=20",
             f"checkpoint.every_steps={0 if not on else 1000000}",
             f"checkpoint.every_seconds={every_s if on else 0}",
-            f"checkpoint.memory_every_steps={1 if on else 0}",
+            f"checkpoint.memory_every_steps={1 if on and self._survives else 0}",
+            f"cluster.recovery={'live' if self._survives else 'restart'}",
         ]
 
     def start(self, nodes: Sequence[str]) -> None:

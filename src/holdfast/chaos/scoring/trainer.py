@@ -99,6 +99,7 @@ class Trainer(Protocol):
 
 _TRAINERS = {
     "holdfast": "holdfast.chaos.scoring.holdfast_trainer:HoldfastTrainer",
+    "holdfast-restart": "holdfast.chaos.scoring.holdfast_trainer:RestartingTrainer",
     "torchrun-dcp": "holdfast.chaos.scoring.torchrun_trainer:TorchrunTrainer",
     "torchft": "holdfast.chaos.scoring.torchft_trainer:TorchftTrainer",
     "ray-train": "holdfast.chaos.scoring.ray_trainer:RayTrainer",
