@@ -1,6 +1,6 @@
 """Goodput of real runs against their simulation from the same events.
 
-    python -m benchmarks.replay_fidelity [--out score] [--k 40] [--seeds 2] [--scenario F1,F2] [--kept]
+    python -m benchmarks.replay_fidelity [--out score] [--seeds 2] [--scenario F1,F2] [--kept]
 
 Real runs are those of `holdfast score --level 1`: four nodes of this machine, real SIGKILL, and
 steps that take time without computing. Runs that lie in --out are not repeated. The simulation is
@@ -8,8 +8,8 @@ steps that take time without computing. Runs that lie in --out are not repeated.
 that are not judged. They are step times by the number of nodes, and the costs of a loss, a return
 and a move after a notice. The last one is the time until a new node takes part.
 
-Each run is simulated twice. A `join` of a trace says from when a node is usable (docs/traces.md). So
-the first simulation gets these times from the real run. A node is usable from the begin of the
+Each run is simulated twice. A `join` of a trace says from when a node is usable (docs/traces.md).
+So the first simulation gets these times from the real run. A node is usable from the begin of the
 first step that has it. The second one gets the calibrated time instead, the same for every node.
 The bars judge the first one.
 

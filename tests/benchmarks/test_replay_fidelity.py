@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.replay_fidelity import (
     Constants,
     compare,
@@ -11,6 +10,7 @@ from benchmarks.replay_fidelity import (
     with_recorded_times,
     with_start_time,
 )
+
 from holdfast.simulate.score.record import Commit, ReferenceTable, RunRecord
 from holdfast.simulate.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
 from holdfast.simulate.traces.events import TraceEvent
