@@ -33,7 +33,7 @@ def _lost_twice(rank: RankContext) -> dict[str, Any]:
 
 
 def test_a_second_one_is_lost_in_the_recovery() -> None:
-    results = run_ranks(_lost_twice, 4, dies={1: "SIGKILL", 2: "SIGKILL"})
+    results = run_ranks(_lost_twice, 4, deadline=240.0, dies={1: "SIGKILL", 2: "SIGKILL"})
     (alone,) = undisturbed("one")
     for result in results:
         if result.rank in (0, 3):
