@@ -27,19 +27,21 @@ _NOT_YET = ("F9",)
 """Scenarios of level 1 that no harness carries out."""
 TUNING_SEEDS = (0, 1, 2, 3, 4)
 
+TrainerName = Annotated[
+    str,
+    typer.Option(
+        help="level 1: holdfast, holdfast-restart, torchrun-dcp, torchft, ray-train, or "
+        "FILE.py:CLASS"
+    ),
+]
+
 app = make_app("Score how well a trainer survives.")
 
 
 @app.command()
 def score(
     level: Annotated[int, typer.Option(help="0: simulated; 1: real processes")] = 1,
-    trainer: Annotated[
-        str,
-        typer.Option(
-            help="level 1: holdfast, holdfast-restart, torchrun-dcp, torchft, ray-train, or "
-            "FILE.py:CLASS"
-        ),
-    ] = "holdfast",
+    trainer: TrainerName = "holdfast",
     policy: Annotated[
         str, typer.Option(help="level 0: holdfast, or a policy of docs/rivals.md")
     ] = "holdfast",

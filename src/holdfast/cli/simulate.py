@@ -15,6 +15,38 @@ from holdfast.cli.simulate_mix import mix
 
 RUN = "run"
 
+RunFile = Annotated[Path, typer.Argument(help="the run file")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
+Traces = Annotated[
+    list[Path] | None,
+    typer.Option(help="a file of any kind that `holdfast trace` reads; repeatable"),
+]
+Maker = Annotated[
+    Literal["spot", "gang", "lives", "failures"] | None,
+    typer.Option(help="a synthetic trace in place of a file; one for each seed"),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="a constant or rule (docs/simulate.md), or one of --make"),
+]
+Days = Annotated[float | None, typer.Option(min=0.01, help="length of --make")]
+Machines = Annotated[
+    str, typer.Option("--cluster", help="the machines; none: plan.cluster, or this machine")
+]
+Policies = Annotated[
+    list[str] | None, typer.Option(help="holdfast, or the policy of another trainer; repeatable")
+]
+Sweeps = Annotated[
+    list[str] | None, typer.Option(help="key=a,b,c: a setting, or a key of the run file")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="histories to simulate")]
+UntilDone = Annotated[
+    bool, typer.Option("--until-done", help="repeat the trace until the run is done")
+]
+Out = Annotated[Path | None, typer.Option(help="a run folder to write, for `holdfast report`")]
+Svg = Annotated[Path | None, typer.Option(help="draw the comparison as SVG")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
 
 class RunFileFirst(TyperGroup):
     """A group whose first argument may be a run file in place of a command."""
@@ -39,42 +71,20 @@ def simulate() -> None:
 
 @app.command(RUN)
 def run_file(
-    run_file: Annotated[Path, typer.Argument(help="the run file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option("--trace", help="a file of any kind that `holdfast trace` reads; repeatable"),
-    ] = None,
-    make: Annotated[
-        Literal["spot", "gang", "lives", "failures"] | None,
-        typer.Option("--make", help="a synthetic trace in place of a file; one for each seed"),
-    ] = None,
-    given: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="a constant or rule (docs/simulate.md), or one of --make"),
-    ] = None,
-    days: Annotated[float | None, typer.Option(min=0.01, help="length of --make")] = None,
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="the machines; none: plan.cluster, or this machine")
-    ] = "",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", help="holdfast, or the policy of another trainer; repeatable"),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option("--sweep", help="key=a,b,c: a setting, or a key of the run file"),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="histories to simulate")] = 1,
-    until_done: Annotated[
-        bool, typer.Option("--until-done", help="repeat the trace until the run is done")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="a run folder to write, for `holdfast report`"),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="draw the comparison as SVG")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    run_file: RunFile,
+    overrides: Overrides = None,
+    trace: Traces = None,
+    make: Maker = None,
+    given: Settings = None,
+    days: Days = None,
+    cluster: Machines = "",
+    policy: Policies = None,
+    sweep: Sweeps = None,
+    seeds: Seeds = 1,
+    until_done: UntilDone = False,
+    out: Out = None,
+    svg: Svg = None,
+    json: Json = False,
 ) -> None:
     """Replay a trace through a run's plan and policies.
 

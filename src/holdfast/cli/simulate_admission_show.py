@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.cli.output import print_table, write_text
 from holdfast.errors import DataError
-from holdfast.report.admission_charts import exceeded_svg, intervals_svg, stacked_svg
+from holdfast.report.study_charts import exceeded_svg, intervals_svg, stacked_svg
 from holdfast.simulate.admission.engine import Setup
 from holdfast.simulate.admission.jobs_file import format_jobs
 from holdfast.simulate.admission.ledger import LABELS

@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast.cli.output import print_table
 from holdfast.cli.simulate_request import StudyResult
-from holdfast.report.comparison_chart import Bar, bars_svg
+from holdfast.report.study_charts import stacked_svg
 from holdfast.simulate.engine.interfaces import LABELS
 from holdfast.simulate.engine.study import METRICS, Estimate, Outcome, estimate
 
@@ -108,13 +108,12 @@ def as_json(study: StudyResult) -> dict[str, Any]:
 
 def comparison_svg(study: StudyResult) -> str:
     """The use of each policy's time, and its capacity-normalised goodput with its interval."""
-    bars = []
+    rows, marks = dict[str, list[float]](), dict[str, tuple[float, float, float]]()
     for outcome in study.outcomes:
         wall = sum(ledger.wall_s for ledger in outcome.ledgers) or 1.0
-        shares = {
-            label: sum(ledger.seconds[label] for ledger in outcome.ledgers) / wall
-            for label in LABELS
-        }
-        found = _estimate(outcome, "g")
-        bars.append(Bar(outcome.case.words, shares, found.mean, found.low, found.high))
-    return bars_svg(_title(study), bars)
+        name, found = outcome.case.words, _estimate(outcome, "g")
+        rows[name] = [
+            sum(ledger.seconds[label] for ledger in outcome.ledgers) / wall for label in LABELS
+        ]
+        marks[name] = found.mean, found.low, found.high
+    return stacked_svg(f"{_title(study)}. Mark: G", LABELS, rows, marks)

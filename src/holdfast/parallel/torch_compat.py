@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import _lru_cache_wrapper
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +86,13 @@ class GlooGroup(Protocol):
     ) -> Work: ...
 
     def _allgather_base(self, out: Tensor, part: Tensor, /) -> Work: ...
+
+
+def file_store(path: Path, ranks: int) -> Store:
+    """The store of ranks that meet in a file."""
+    module: Any = dist  # its stubs do not name the class
+    store: Store = module.FileStore(str(path), ranks)
+    return store
 
 
 def gloo_device(interface: str) -> object:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from holdfast.core.devices import device_kind
 from holdfast.parallel.devices import has_bf16_products, select_device
+from holdfast.parallel.torch_compat import file_store
 from holdfast.plan.cost.layer_times import ATTENTION_BACKWARD
 from holdfast.plan.hardware.fit import Sample
 from holdfast.plan.probing.probes import probes_for
@@ -220,7 +221,7 @@ def main(arguments: list[str]) -> None:
     group = None
     if ranks > 1:
         backend = "gloo" if kind.is_host else f"cpu:gloo,{kind.name}:{kind.inside}"
-        store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
+        store = file_store(folder / "store", ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         group = dist.new_group(backend="gloo")
     probes = len(probes_for(ranks, kind.is_host))

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from holdfast.core.seeds import key_seed
 from holdfast.parallel.process_groups import connect
+from holdfast.parallel.torch_compat import file_store
 from holdfast.plan.hardware.fit import Sample
 from holdfast.plan.probing.probes import Probe, probes_for
 from holdfast.train.build import build_engine
@@ -38,7 +38,7 @@ def measure_steps(
         quantile: of a step's times, the one that counts.
         folder: where the ranks meet.
     """
-    meeting = dist.FileStore(str(folder / "probes"), ranks)  # type: ignore[attr-defined]
+    meeting = file_store(folder / "probes", ranks)
     for number, probe in enumerate(probes_for(ranks, device.type == "cpu")):
         alone = probe.ranks == 1
         started = time.monotonic()
@@ -63,7 +63,7 @@ def measure_steps(
 
 def _engine(probe: Probe, device: torch.device, rank: int, meeting: Path) -> StepEngine:
     config = probe.config(device.type)
-    store = dist.FileStore(str(meeting), probe.ranks)  # type: ignore[attr-defined]
+    store = file_store(meeting, probe.ranks)
     groups = connect(probe.topology(), rank, store, device, seconds=_SECONDS, ep=config.layout.ep)
     engine = build_engine(config, groups, device)
     engine.initialise(config.seed)

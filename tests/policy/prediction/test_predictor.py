@@ -53,7 +53,7 @@ def test_a_node_that_left_is_no_loss_and_a_lost_one_is_not_asked_about() -> None
     assert found.zone_count.losses == (0.0,)
     assert found.since_zone_loss_s is None
     assert left.signals("a", 60.0) is None
-    assert left.signals("nobody", 60.0) is None
+    assert left.signals("unknown", 60.0) is None
 
 
 def test_a_node_that_fails_and_returns_keeps_its_past_and_begins_a_new_age() -> None:
@@ -119,6 +119,6 @@ def test_the_file_of_a_fit_reads_as_it_was_written() -> None:
     for spoilt in ("{}", "[", text.replace('"base rate"', '"magic"'), text.replace("0.01", '"x"')):
         with pytest.raises(DataError, match="no fit of a predictor"):
             FittedModels.from_text(spoilt, "f")
-    broken = replace(fit, chosen="nobody")
+    broken = replace(fit, chosen="unknown")
     with pytest.raises(DataError, match="not among the models"):
         FittedModels.from_text(json.dumps(broken.to_json()), "f")

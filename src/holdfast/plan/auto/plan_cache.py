@@ -143,17 +143,19 @@ class PlanCache:
             "phases": [[phase.work, phase.gap] for phase in found.phases],
             "is_warm": found.source == SEARCHED_FROM_CACHE,
         }
-        beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps({"digest": _digest(_text(body)), "plan": body}), "utf-8")
-            beside.replace(path)
+            temporary.write_text(
+                json.dumps({"digest": _digest(_text(body)), "plan": body}), "utf-8"
+            )
+            temporary.replace(path)
             for old in _by_age(path.parent, "*.json")[_KEPT:]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             self._note(f"the plan is not kept for the next search: {path}: {error.strerror}")
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:

@@ -107,8 +107,9 @@ class Ledger:
     @property
     def g(self) -> float:
         """Capacity-normalised goodput: kept tokens, of those that the nodes alive could have
-        trained with the fastest layout on them and no failure."""
-        return min(1.0, self.tokens / self.ideal_tokens) if self.ideal_tokens else 0.0
+        trained with the fastest layout on them and no failure. Above 1, a policy has a faster
+        layout than the cost model's best."""
+        return self.tokens / self.ideal_tokens if self.ideal_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -8,6 +8,7 @@ from holdfast.report.svg import Scale, line, path, tag, text, ticks
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 900.0, 110.0, 30.0, 50.0
 _BAR, _GAP, _KEY = 26.0, 14.0, 22.0
+_LETTER = 7.0  # pixels of a letter, about
 COLOURS = (
     *("#1f6fb2", "#9ecae1", "#f0a830", "#d1495b", "#7b6ba8"),
     *("#3b8f6b", "#8c564b", "#bdbdbd", "#333333", "#17a2a2"),
@@ -22,19 +23,32 @@ _STYLE = "\n".join(
 )
 
 
-def stacked_svg(title: str, parts: Sequence[str], rows: Mapping[str, Sequence[float]]) -> str:
-    """Shares of a total, one bar for each row. rows: name -> a share for each of `parts`."""
+def stacked_svg(
+    title: str,
+    parts: Sequence[str],
+    rows: Mapping[str, Sequence[float]],
+    marks: Mapping[str, tuple[float, float, float]] | None = None,
+) -> str:
+    """Shares of a total, one bar for each row. rows: name -> a share for each of `parts`. marks:
+    name -> (value, low, high) of a share that is drawn on the bar, with its interval."""
+    marks = marks or {}
     most = max((sum(shares) for shares in rows.values()), default=1.0) or 1.0
-    x = Scale(0.0, most, _LEFT, _WIDTH - _RIGHT)
+    most = max(most, *(high for _, _, high in marks.values()), 0.0)
+    left = max(_LEFT, _LETTER * max(map(len, rows), default=0) + 20)
+    x = Scale(0.0, most, left, _WIDTH - _RIGHT)
     bottom = _TOP + len(rows) * (_BAR + _GAP)
     drawn = list(_grid(x, bottom, lambda value: f"{value:.0%}"))
     for place, (name, shares) in enumerate(rows.items()):
         top, at = _TOP + place * (_BAR + _GAP), 0.0
-        drawn.append(text(_LEFT - 10, top + 18, name, class_="end"))
+        drawn.append(text(left - 10, top + 18, name, class_="end"))
         for colour, share in zip(_colours(), shares, strict=False):
             width = x(at + share) - x(at)
             drawn.append(_rect(x(at), top, width, _BAR, colour))
             at += share
+        if name in marks:
+            value, low, high = map(x, marks[name])
+            drawn.append(line(low, top + _BAR / 2, high, top + _BAR / 2, class_="bound"))
+            drawn.append(line(value, top - 3, value, top + _BAR + 3, class_="bound"))
     keys = _keys(parts, bottom + 40)
     return _picture(title, [*drawn, *keys], bottom + 50 + _KEY * ((len(parts) + 3) // 4))
 
