@@ -15,6 +15,7 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.peers import PeerConfig
 from holdfast.config.run import RunConfig
 from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.runner import run_training
 from holdfast.train.save_cadence import FailureStats, SaveCadence
@@ -99,7 +100,7 @@ def _simulated(rules: CheckpointConfig, steps: int, slow: dict[int, float]) -> d
     behind = 0.0
     for step in range(1, steps + 1):
         now, behind = now + 1.0 + behind, 0.0
-        cadence.tick(now, 0.001, is_usual=True, durations=slow)
+        cadence.tick(now, 0.001, is_usual=True, durations=TierDurations(slow))
         if due := cadence.due_tiers(now):
             due |= {MEMORY}  # whatever is captured is a snapshot first
             cadence.record_save(now, due)

@@ -8,7 +8,7 @@ snapshot ride in the vote of the step, so all ranks act on them after the same s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
@@ -30,6 +30,7 @@ from holdfast.events import (
 from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
 from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
+from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.asynchronous import with_later_shares
 from holdfast.train.engine import StepEngine
@@ -92,15 +93,15 @@ def run_training(
     settle_seconds: float = 600.0,
     clock: Callable[[], float] = time.monotonic,
     stats: FailureStats | None = None,
-    tier_durations_s: Callable[[], Mapping[int, float]] = dict,
+    tier_durations: Callable[[], TierDurations] = TierDurations,
     is_in_danger: Callable[[], bool] = lambda: False,
     retry: StepRetry | None = None,
 ) -> TrainingOutcome:
     """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
 
     loader: this rank's shares, beginning with step `start_step` + 1. stats: number of failures of
-    the run so far, needed if a cadence is to be decided. tier_durations_s: asked at each step on
-    rank 0 for the seconds that each tier takes until it is done. is_in_danger: asked at each
+    the run so far, needed if a cadence is to be decided. tier_durations: asked at each step on
+    rank 0 for the seconds of each tier's saves and restores. is_in_danger: asked at each
     snapshot whether this rank's part goes to peers in any case. retry: of a bad step. Raises
     PeerLostError when a rank is lost. Raises on every rank alike JumpError and NonFiniteError,
     which rank 0 journals. In all cases the step was not applied.
@@ -116,7 +117,7 @@ def run_training(
         start_step,
         clock,
         stats or FailureStats(),
-        tier_durations_s,
+        tier_durations,
         is_in_danger,
         retry,
     )
@@ -142,7 +143,7 @@ def run_training(
 class _SaveScheduler:
     """When one rank copies its state, where the copy goes, and which saves are owed.
 
-    durations: asked for the seconds that each tier takes until it is done. ends_with_snapshot: the
+    durations: asked for the seconds of each tier's saves and restores. ends_with_snapshot: the
     run was left with a snapshot that is not to be durable. is_last_step_uncaptured: the last step
     was to be saved, and there was no room or no mover.
     """
@@ -156,12 +157,12 @@ class _SaveScheduler:
         rank: int,
         start_step: int,
         timer: _StepTimer,
-        durations: Callable[[], Mapping[int, float]],
+        durations: Callable[[], TierDurations],
         is_in_danger: Callable[[], bool],
     ):
         self._cadence, self._saver, self._reporter = cadence, saver, reporter
         self._config, self._rank, self._timer = config, rank, timer
-        self._tier_durations_s, self._is_in_danger = durations, is_in_danger
+        self._tier_durations, self._is_in_danger = durations, is_in_danger
         self._saved_step = start_step
         self._is_save_owed = False  # a durable save found no slot: made as soon as there is one
         self._is_copy_owed = False  # the same of a snapshot that peers were to get
@@ -176,7 +177,7 @@ class _SaveScheduler:
             "capture", 0.0
         )
         usual = not (every and (step - 1) % every == 0)
-        for decided in self._cadence.tick(now, stood, usual, self._tier_durations_s()):
+        for decided in self._cadence.tick(now, stood, usual, self._tier_durations()):
             seconds = 0.0 if decided.seconds == inf else decided.seconds
             self._reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
         by_steps = self._tiers_due_by_steps(step)
@@ -288,7 +289,7 @@ class _TrainingLoop:
         start_step: int,
         clock: Callable[[], float],
         stats: FailureStats,
-        durations: Callable[[], Mapping[int, float]],
+        durations: Callable[[], TierDurations],
         in_danger: Callable[[], bool],
         retry: StepRetry | None,
     ):

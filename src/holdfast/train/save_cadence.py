@@ -10,7 +10,7 @@ A tier's clock restarts when a save into it has really begun: one that found no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -19,6 +19,7 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalDecision
+from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import (
     BUCKET,
     DISK,
@@ -37,11 +38,10 @@ _DECISION_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class FailureStats:
-    """What the agent knows. tier_durations_s: by tier, seconds until a save is done."""
+    """What the agent knows of the run so far."""
 
     failure_rate: FailureRate | None = None
     failure_classes: FailureClassCounts = field(default_factory=FailureClassCounts)
-    tier_durations_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class SaveCadence:
@@ -82,12 +82,12 @@ class SaveCadence:
         now: float,
         blocked_s: float,
         is_usual: bool,
-        durations: Mapping[int, float] | None = None,
+        durations: TierDurations | None = None,
     ) -> list[IntervalDecision]:
         """A step has come to its vote. The decisions that are new.
 
         blocked_s: seconds that training stood still for a save since the vote before, if there was
-        one. is_usual: nothing else (a validation) fell into that time. durations: see `Known`.
+        one. is_usual: nothing else (a validation) fell into that time. durations: of each tier.
         """
         step = None if self._last_tick is None else now - self._last_tick
         self._last_tick = now
@@ -107,7 +107,7 @@ class SaveCadence:
         self._decisions = decide_intervals(
             self.tiers,
             self._costs,
-            durations or {},
+            durations or TierDurations(),
             self._failure_rate,
             self._failure_classes,
             self._nodes,

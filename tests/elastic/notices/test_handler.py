@@ -22,6 +22,7 @@ from holdfast.events import (
     SnapshotKept,
 )
 from holdfast.layout import Layout, place_layout
+from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import DISK
 
 PEER = {"name": "stage", "address": "127.0.0.1:7600"}
@@ -88,7 +89,7 @@ def test_bandwidths_are_those_that_were_measured() -> None:
     for _ in range(9):
         world.saw(CheckpointCommitted("k", 10**6, 1e5))
     assert world.hear() == (1,)
-    assert world.reply(0).tier_durations_s == {2: 1e5}
+    assert world.reply(0).tier_durations == TierDurations({2: 1e5}, {2: 1e5})
 
 
 def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:

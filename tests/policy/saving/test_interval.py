@@ -157,6 +157,35 @@ def test_leaving_tiers_out_never_loses_more_than_any_other_choice(
     assert loss(used) <= loss(sorted(others)) * (1 + 1e-9)
 
 
+@given(costs, costs, rates, rates, st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 1000))
+def test_of_two_choices_of_tiers_the_one_with_the_least_waste_is_taken(
+    low: float, high: float, often: float, seldom: float, near: float, far: float, late: float
+) -> None:
+    """Worked out by hand: saves, lost work, and the wait for the save and for the restore."""
+    prices = [TierCost(1, low, 0.0, near), TierCost(2, high, late, far)]
+    made = decide_tiers(prices, {1: often, 2: seldom}, WIDE)
+
+    def upper(rate: float) -> float:
+        t = max(young_interval(high, rate), late)
+        return high / t + rate * (t / 2 + late + far)
+
+    both = sqrt(2 * low * often) + often * near + upper(seldom)
+    alone = upper(often + seldom)
+    if both < alone * (1 - 1e-9):
+        assert made[0].seconds < inf
+    elif alone < both * (1 - 1e-9):
+        assert made[0].seconds == inf
+
+
+def test_a_fixed_interval_counts_with_the_work_that_it_loses() -> None:
+    """A save into the store each hour: the tier below spares most of the half hour."""
+    prices, rates = [TierCost(1, 1.0), TierCost(2, 1.0)], {1: 1e-4, 2: 1e-6}
+    [peers] = decide_tiers(prices, rates, WIDE, fixed_intervals={2: 3600.0})
+    assert peers.seconds == pytest.approx(young_interval(1.0, 1e-4), rel=0.01)
+    [peers] = decide_tiers(prices, rates, WIDE, fixed_intervals={2: 60.0})
+    assert peers.seconds == inf
+
+
 def test_what_no_tier_survives_is_refused() -> None:
     with pytest.raises(ValueError, match="does not survive"):
         decide_tiers([TierCost(0, 1.0)], {1: 1e-3}, WIDE)

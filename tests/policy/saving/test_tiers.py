@@ -12,6 +12,7 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.peers import PeerConfig
 from holdfast.events import (
     CheckpointCommitted,
+    CheckpointRestored,
     CheckpointUploaded,
     Event,
     Record,
@@ -20,10 +21,11 @@ from holdfast.events import (
 )
 from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS, FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.interval import IntervalBounds, SaveCost
 from holdfast.policy.saving.tier_durations import (
     MEASURED_SAVES,
+    TierDurations,
     TierMeasurements,
-    durations_from_json,
 )
 from holdfast.policy.saving.tiers import (
     BUCKET,
@@ -36,6 +38,7 @@ from holdfast.policy.saving.tiers import (
     due_tiers,
 )
 
+BOUNDS = {tier: IntervalBounds(1.0, 1800.0) for tier in range(4)}
 PEER = PeerConfig(name="stage", address="127.0.0.1:7600")
 
 
@@ -74,7 +77,7 @@ def _record(event: Event) -> Record:
 
 def test_the_last_saves_of_each_tier_are_measured() -> None:
     measured = TierMeasurements()
-    assert measured.durations_s() == {}
+    assert measured.durations() == TierDurations()
     assert measured.bytes_per_second(DISK) is None
     measured.observe(_record(CheckpointCommitted("k", 10**9, 500.0)))
     for _ in range(MEASURED_SAVES):
@@ -82,12 +85,23 @@ def test_the_last_saves_of_each_tier_are_measured() -> None:
     measured.observe(_record(SnapshotKept("stage", 10**9, 2.0, spared=5 * 10**8)))
     measured.observe(_record(CheckpointUploaded("k", 0, 0.5)))  # an earlier mover had sent it
     measured.observe(_record(StepDone(1.0, 1, 0.1, 0.1, 3.0)))
-    assert measured.durations_s() == {DISK: 5.0, PEERS: 2.0, BUCKET: 0.5}
+    saves = {DISK: 5.0, PEERS: 2.0, BUCKET: 0.5}
+    # Never read: as long as a complete save. Half of the snapshot was not sent.
+    assert measured.durations() == TierDurations(saves, saves | {PEERS: 4.0})
     assert measured.bytes_per_second(DISK) == pytest.approx(2e8)
     assert measured.bytes_per_second(PEERS) == pytest.approx(2.5e8)
     assert measured.bytes_per_second(BUCKET) is None
     assert measured.usual_step_s == 3.0
-    assert durations_from_json(measured.to_json()) == measured.durations_s()
+    for took, sources in (
+        (0.1, {"memory": 1}),
+        (9.0, {"memory": 1, "peer b": 1}),
+        (70.0, {"run store": 1}),
+        (1e6, {}),  # nothing was read
+    ):
+        measured.observe(_record(CheckpointRestored(0, "k", 2, took, sources=sources)))
+    read = {MEMORY: 0.1, PEERS: 9.0, DISK: 70.0, BUCKET: 0.5}
+    assert measured.durations() == TierDurations(saves, read)
+    assert TierDurations.from_json(measured.durations().to_json()) == measured.durations()
 
 
 # --- which tiers there are, and which are decided -------------------------------------------------
@@ -108,6 +122,24 @@ def test_the_run_file_says_which_tiers_there_are_and_which_are_decided() -> None
     assert TierSettings.from_config(alone).present == (DISK,)  # nobody is his own peer
 
 
+def test_slow_restores_from_the_run_store_make_snapshots_on_peers_worth_having() -> None:
+    """A snapshot on a peer costs 0.6 s and a durable save 2 ms. What a loss costs decides."""
+    tiers = TierSettings((PEERS, DISK), frozenset((PEERS, DISK)), BOUNDS)
+    costs = SaveCosts({PEERS: SaveCost(0.6), DISK: SaveCost(0.002)})
+    rate = FailureRate.from_prior()
+    for _ in range(20):
+        rate = rate.with_observation(3600, failures=1)
+
+    def peers_s(store_s: float) -> float:
+        durations = TierDurations(restore_s={PEERS: 4.0, DISK: store_s})
+        made = decide_intervals(tiers, costs, durations, rate, FailureClassCounts(), 1, {}, {})
+        assert ("a restore takes" in made[DISK].reason) == (store_s > 0)
+        return made[PEERS].seconds
+
+    assert peers_s(0.0) == peers_s(10.0) == inf
+    assert peers_s(100.0) < 200
+
+
 def test_the_disk_is_never_left_out_below_the_bucket() -> None:
     rules = CheckpointConfig(
         interval="adaptive",
@@ -117,7 +149,14 @@ def test_the_disk_is_never_left_out_below_the_bucket() -> None:
     )
     never = FailureClassCounts((1e-9, 1e-9, 1e-9, 1.0))  # only the bucket would help
     made = decide_intervals(
-        TierSettings.from_config(rules), SaveCosts(), {}, FailureRate.from_prior(), never, 1, {}, {}
+        TierSettings.from_config(rules),
+        SaveCosts(),
+        TierDurations(),
+        FailureRate.from_prior(),
+        never,
+        1,
+        {},
+        {},
     )
     assert made[DISK].seconds < inf
     assert made[BUCKET].seconds < inf
@@ -127,7 +166,14 @@ def test_a_reason_names_the_tier_and_what_is_known() -> None:
     rules = CheckpointConfig(interval="adaptive", memory_every_steps="auto")
     hazard = FailureRate.from_prior().with_observation(3600, failures=1)
     made = decide_intervals(
-        TierSettings.from_config(rules), SaveCosts(), {}, hazard, FailureClassCounts(), 2, {}, {}
+        TierSettings.from_config(rules),
+        SaveCosts(),
+        TierDurations(),
+        hazard,
+        FailureClassCounts(),
+        2,
+        {},
+        {},
     )
     assert made[MEMORY].reason.startswith("tier 0 is saved every ")
     assert "(1 failure in 60 min on 2 nodes)" in made[DISK].reason

@@ -219,7 +219,7 @@ class NoticeHandler:
             reply,
             is_peer_copy_enough=self._is_peer_copy_enough,
             save=save if rank == first_rank else None,
-            tier_durations_s=self.measurements.durations_s() if rank == 0 else None,
+            tier_durations=self.measurements.durations() if rank == 0 else None,
             is_in_danger=time.monotonic() < self._danger_until,
         )
 

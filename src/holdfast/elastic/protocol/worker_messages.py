@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.core.device_progress import GroupProgress, progress_from_json
 from holdfast.core.json_parsing import JsonObject
 from holdfast.events import Event, event_from_json
-from holdfast.policy.saving.tier_durations import durations_from_json
+from holdfast.policy.saving.tier_durations import TierDurations
 
 REPORT_PATH = "/report"
 
@@ -150,7 +150,7 @@ class WorkerReply:
     is_peer_copy_enough  stopping: a snapshot that peers get is enough
     is_in_danger         this node may be lost soon: its part of each snapshot goes to peers
     save                 None for a rank that does not pass such requests on
-    tier_durations_s     seconds until a save is done, by tier; None for ranks that need not know
+    tier_durations       seconds of saves and restores by tier; None for ranks that need not know
     durable_below        all events of this rank with a lower number are durable
     """
 
@@ -161,12 +161,12 @@ class WorkerReply:
     is_node_leaving: bool = False
     is_peer_copy_enough: bool = False
     save: SaveRequest | None = None
-    tier_durations_s: Mapping[int, float] | None = None
+    tier_durations: TierDurations | None = None
     durable_below: int = 0
     is_in_danger: bool = False
 
     def to_json(self) -> JsonObject:
-        save, durations = self.save, self.tier_durations_s
+        save, durations = self.save, self.tier_durations
         return {
             "stop": self.should_stop,
             "generation": self.newest_generation,
@@ -177,17 +177,13 @@ class WorkerReply:
             **({"durable": self.durable_below} if self.durable_below else {}),
             **({"danger": True} if self.is_in_danger else {}),
             **({} if save is None else {"request": save.number, "into": list(save.tiers)}),
-            **(
-                {}
-                if durations is None
-                else {"durations": {str(tier): seconds for tier, seconds in durations.items()}}
-            ),
+            **({} if durations is None else durations.to_json()),
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> WorkerReply:
         """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        durations = value.get("durations")
+        durations = TierDurations.from_json(value) if "durations" in value else None
         return WorkerReply(
             bool(value["stop"]),
             int(value["generation"]),
@@ -198,7 +194,7 @@ class WorkerReply:
             SaveRequest(int(value["request"]), tuple(value.get("into", ())))
             if "request" in value
             else None,
-            None if durations is None else durations_from_json(durations),
+            durations,
             int(value.get("durable", 0)),
             bool(value.get("danger")),
         )

@@ -28,6 +28,7 @@ from holdfast.parallel.comm.gloo_sockets import shut_down_connections
 from holdfast.parallel.flight_recorder import log_pending_operations
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.train.runner import TrainingOutcome
 from holdfast.train.runner import run_training as train
 from holdfast.train.save_cadence import FailureStats
@@ -167,7 +168,7 @@ class Worker:
                     rank=connection.rank,
                     start_step=self.step,
                     stats=_failure_stats(self._setup.spec),
-                    tier_durations_s=lambda: self.reporter.requests.tier_durations_s or {},
+                    tier_durations=lambda: self.reporter.requests.tier_durations or TierDurations(),
                     is_in_danger=lambda: self.reporter.requests.is_in_danger,
                     retry=retry,
                 )

@@ -6,17 +6,24 @@ sqrt(2 C / r) (Young, CACM 17(9), 1974). If C is not small against 1 / r, the hi
 count: Daly's perturbation solution (Future Generation Computer Systems 22(3), 2006).
 
 Several tiers. Tier k survives the failures of class k and below, and a save in it is a save in all
-lower ones. Let r_k be the rate of the failures that need tier k and no higher one. Then the lost
-share is the sum over k of C_k / t_k + r_k t_k / 2. So each tier has its own optimum t_k = sqrt(2
-C_k / r_k), and all tiers together lose the sum of sqrt(2 C_k r_k). (Benoit, Cavelan, Le Fevre,
-Robert and Sun, IEEE Transactions on Computers 66(7), 2017.) A tier that is left out hands its
-failures to the next one above. The paper finds the tiers worth having by a dynamic program; this
-module tries all subsets, of at most eight tiers. A tier whose interval the run file fixes is in all
-of them.
+lower ones. Let r_k be the rate of the failures that need tier k and no higher one. A save into
+tier k is durable after D_k seconds, and a restore from it takes L_k seconds. Then the lost share is
 
-t counts from the end of a save to the beginning of the next. The time until a save is durable does
-not change the optimum: every failure loses that much more for any t. But no tier is asked to save
-again before its last save is durable. Pure.
+    sum over k of C_k / t_k + r_k (t_k / 2 + D_k + L_k)
+
+The terms are the saves, the work since the last save, the work while that save was not durable,
+and the restore. (Moody, Bronevetsky, Mohror and de Supinski, SC 2010; Di, Bouguerra,
+Bautista-Gomez and Cappello, IPDPS 2014. Both count a restart cost for each level.) D_k and L_k do
+not depend on t_k. So each tier has its own optimum t_k = sqrt(2 C_k / r_k). (Benoit, Cavelan,
+Le Fevre, Robert and Sun, IEEE Transactions on Computers 66(7), 2017.) But no tier is asked to save
+again before its last save is durable.
+
+D_k and L_k decide which tiers are worth having. A tier that is left out hands its failures to the
+next one above. Each of them then waits for the higher tier's D and L. The paper finds the tiers
+by a dynamic program; this module tries all subsets, of at most eight tiers. A tier whose interval
+the run file fixes is in all of them.
+
+t counts from the end of a save to the beginning of the next. Pure.
 """
 
 from __future__ import annotations
@@ -81,11 +88,31 @@ class IntervalBounds:
 
 @dataclass(frozen=True)
 class TierCost:
-    """The cost of a save into a tier for training, and the time until it is durable."""
+    """The cost of a save into a tier for training, the time until it is durable, and the time of a
+    restore from it."""
 
     tier: int
     cost_s: float
     durable_after_s: float = 0.0
+    restore_s: float = 0.0
+
+
+def expected_waste(
+    cost: TierCost, rate: float, bounds: IntervalBounds, fixed_s: float | None = None
+) -> float:
+    """Return the share of the time that a tier loses, to first order; see the module.
+
+    rate: failures a second that are restored from this tier. fixed_s: seconds between its saves if
+    the run file fixes them, 0 if they are not known; None: Young's interval within the bounds.
+    """
+    waits = rate * (cost.durable_after_s + cost.restore_s)
+    if fixed_s is not None:
+        # Saves of a fixed tier cost the same in every choice.
+        return waits + rate * fixed_s / 2
+    spent = max(cost.cost_s, MIN_SAVE_COST_S)
+    least = max(cost.durable_after_s, bounds.min_seconds)
+    seconds = min(max(young_interval(spent, rate), least), bounds.max_seconds)
+    return spent / seconds + rate * seconds / 2 + waits
 
 
 @dataclass(frozen=True)
@@ -138,7 +165,11 @@ def decide_tier(
     spent = max(cost.cost_s, MIN_SAVE_COST_S)
     if rate > 0:
         expected = f"one failure is expected in {format_duration(1 / rate)}"
-        lose = f"; {lost_time_share(seconds, spent, rate):.2%} of the time is then lost"
+        waits = cost.durable_after_s + cost.restore_s
+        share = lost_time_share(seconds, spent, rate) + rate * waits
+        lose = f"; {share:.2%} of the time is then lost"
+        if cost.restore_s:
+            lose = f"; a restore takes {format_duration(cost.restore_s)}{lose}"
     else:
         expected, lose = "no failure is expected", ""
     best = (
@@ -178,7 +209,12 @@ def decide_tiers(
         raise ValueError("each tier has one cost, and there is at least one tier")
     if any(tier > ordered[-1].tier and rate > 0 for tier, rate in rates.items()):
         raise ValueError(f"failures are given that tier {ordered[-1].tier} does not survive")
-    chosen = _choose_tiers(ordered, rates, {*fixed_intervals, *required}, fixed_intervals, current)
+    limits = {
+        cost.tier: bounds if isinstance(bounds, IntervalBounds) else bounds[cost.tier]
+        for cost in ordered
+    }
+    always = {*fixed_intervals, *required}
+    chosen = _choose_tiers(ordered, rates, limits, always, fixed_intervals, current)
     handed = _accumulate_rates(chosen, rates)
     used: dict[int, IntervalDecision] = {}
     below: tuple[int, float] | None = None
@@ -186,8 +222,7 @@ def decide_tiers(
         if cost.tier in fixed_intervals:
             below = cost.tier, fixed_intervals[cost.tier]
             continue
-        limits = bounds if isinstance(bounds, IntervalBounds) else bounds[cost.tier]
-        made = decide_tier(cost, handed[cost.tier], limits, evidence=evidence)
+        made = decide_tier(cost, handed[cost.tier], limits[cost.tier], evidence=evidence)
         if below is not None and 0 < below[1] < inf and made.seconds < inf:
             times = max(1, round(made.seconds / below[1]))
             reason = f"{made.reason}; that is with every {_ordinal(times)} save of tier {below[0]}"
@@ -239,6 +274,7 @@ def _accumulate_rates(chosen: Sequence[TierCost], rates: Mapping[int, float]) ->
 def _choose_tiers(
     ordered: Sequence[TierCost],
     rates: Mapping[int, float],
+    limits: Mapping[int, IntervalBounds],
     required: Collection[int],
     fixed: Mapping[int, float],
     current: Mapping[int, IntervalDecision],
@@ -258,9 +294,7 @@ def _choose_tiers(
     def loss(subset: list[TierCost]) -> float:
         handed = _accumulate_rates(subset, rates)
         return sum(
-            sqrt(2 * max(c.cost_s, MIN_SAVE_COST_S) * handed[c.tier])
-            for c in subset
-            if c.tier not in fixed
+            expected_waste(c, handed[c.tier], limits[c.tier], fixed.get(c.tier)) for c in subset
         )
 
     best = min(subsets, key=loss)

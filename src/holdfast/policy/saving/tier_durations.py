@@ -1,10 +1,12 @@
 """Past durations of each tier, from the journal: seconds and bytes a second. Pure.
 
-    tier 1: SnapshotKept           from its turn to the peer's last answer
-    tier 2: CheckpointCommitted    from the first captured header to the commit object
-    tier 3: CheckpointUploaded     from its turn to the bucket's commit object
+    save     tier 1: SnapshotKept           from its turn to the peer's last answer
+             tier 2: CheckpointCommitted    from the first captured header to the commit object
+             tier 3: CheckpointUploaded     from its turn to the bucket's commit object
+    restore  CheckpointRestored             a rank's; it counts for the highest tier that it read
 
-The medians of the last few are kept. They follow a disk that fills up, and ignore one outlier. The
+Until a tier was read once, a restore from it counts as long as a complete save into it. The
+medians of the last few are kept. They follow a disk that fills up, and ignore one outlier. The
 agent updates them while it runs, and reads them from the journal when a run resumes. So the first
 emergency of a session already knows the bandwidths of the last session.
 """
@@ -12,11 +14,13 @@ emergency of a session already knows the bandwidths of the last session.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from holdfast.events import (
     CheckpointCommitted,
+    CheckpointRestored,
     CheckpointUploaded,
     Event,
     Record,
@@ -25,14 +29,48 @@ from holdfast.events import (
 )
 
 MEASURED_SAVES = 9
-"""Saves over which a tier is measured."""
+"""Saves over which a tier is measured, and restores."""
+_PEERS = 1
+_TIER_OF_SOURCE = {"memory": 0, "run store": 2, "bucket": 3}
+"""Tiers by the sources that CheckpointRestored names; a peer's has the peer's name."""
+
+
+@dataclass(frozen=True)
+class TierDurations:
+    """Seconds by tier. save_s: until a save is done. restore_s: until a rank has read its state.
+    Tiers that nothing was seen of are left out."""
+
+    save_s: Mapping[int, float] = field(default_factory=dict)
+    restore_s: Mapping[int, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys `durations` and, if any restore is known, `restores`."""
+        found = {
+            "durations": self.save_s,
+            **({"restores": self.restore_s} if self.restore_s else {}),
+        }
+        return {
+            key: {str(tier): seconds for tier, seconds in by_tier.items()}
+            for key, by_tier in found.items()
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> TierDurations:
+        """Parse the keys of `to_json`. Raises TypeError and ValueError if they are malformed."""
+        save, restore = (
+            {int(tier): float(seconds) for tier, seconds in dict(value.get(key, {})).items()}
+            for key in ("durations", "restores")
+        )
+        return TierDurations(save, restore)
 
 
 class TierMeasurements:
     """Takes records; belongs to one thread."""
 
     def __init__(self) -> None:
-        self._saves: dict[int, list[tuple[float, int]]] = {}  # tier -> (seconds, bytes)
+        self._saves: dict[int, list[tuple[float, int]]] = {}  # tier -> (seconds, bytes sent)
+        self._size: dict[int, int] = {}  # tier -> bytes of its newest save, sent or not
+        self._restores: dict[int, list[float]] = {}
         self._steps: list[float] = []
 
     def observe(self, record: Record) -> None:
@@ -40,10 +78,16 @@ class TierMeasurements:
         match event:
             case SnapshotKept():
                 self._record_save(1, event.seconds, event.bytes - event.spared)
+                self._size[1] = event.bytes
             case CheckpointCommitted():
                 self._record_save(2, event.seconds, event.bytes)
             case CheckpointUploaded():
                 self._record_save(3, event.seconds, event.bytes)
+            case CheckpointRestored() if event.sources:
+                tier = max(_TIER_OF_SOURCE.get(name, _PEERS) for name in event.sources)
+                found = self._restores.setdefault(tier, [])
+                found.append(event.seconds)
+                del found[:-MEASURED_SAVES]
             case StepDone():
                 self._steps = [*self._steps, event.seconds][-MEASURED_SAVES:]
 
@@ -57,19 +101,19 @@ class TierMeasurements:
         """A usual step; 0 as long as none was seen."""
         return median(self._steps) if self._steps else 0.0
 
-    def durations_s(self) -> dict[int, float]:
-        """Until a save is done, by tier; tiers that nothing was seen of are left out."""
-        return {tier: median(s for s, _ in found) for tier, found in self._saves.items()}
+    def durations(self) -> TierDurations:
+        """Return the medians; a tier that was never read has the time of a complete save."""
+        saves = {tier: median(s for s, _ in found) for tier, found in self._saves.items()}
+        restores = {tier: median(found) for tier, found in self._restores.items()}
+        return TierDurations(
+            saves, {t: self._complete_save_s(t, saves[t]) for t in saves} | restores
+        )
+
+    def _complete_save_s(self, tier: int, seconds: float) -> float:
+        speed = self.bytes_per_second(tier)
+        return self._size[tier] / speed if speed and tier in self._size else seconds
 
     def bytes_per_second(self, tier: int) -> float | None:
         """None where nothing was seen, or only what had no bytes to send."""
         found = [n / s for s, n in self._saves.get(tier, ()) if s > 0 and n > 0]
         return median(found) if found else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a worker receives: `durations_s`."""
-        return {str(tier): seconds for tier, seconds in self.durations_s().items()}
-
-
-def durations_from_json(value: Mapping[str, Any]) -> dict[int, float]:
-    return {int(tier): float(seconds) for tier, seconds in value.items()}

@@ -3,7 +3,8 @@
 A tier's cadence is the run file's or decided here (`auto`, `interval: adaptive`). What is known:
 
     costs      by tier, what a save into it costs training beside one into those below (SaveCost)
-    durations  by tier, seconds until such a save is done: none is asked for before (Measured)
+    durations  by tier, seconds until such a save is done and none is asked for before, and seconds
+               of a restore from it (TierDurations)
     hazard     failures a second, whatever they take with them (Hazard)
     classes    how they are shared out: process, node, several nodes, run store (Classes)
 
@@ -26,6 +27,7 @@ from holdfast.policy.saving.interval import (
     TierCost,
     decide_tiers,
 )
+from holdfast.policy.saving.tier_durations import TierDurations
 
 MEMORY, PEERS, DISK, BUCKET = range(4)
 
@@ -114,7 +116,7 @@ class SaveCosts:
 def decide_intervals(
     tiers: TierSettings,
     costs: SaveCosts,
-    durations: Mapping[int, float],
+    durations: TierDurations,
     failure_rate: FailureRate,
     failure_classes: FailureClassCounts,
     nodes: float,
@@ -130,7 +132,12 @@ def decide_intervals(
     seen = f"{failure_rate.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
     lower = tiers.present[0] if tiers.present[0] != DISK else None
     prices = [
-        TierCost(tier, costs.cost_s(tier, lower), durations.get(tier, 0.0))
+        TierCost(
+            tier,
+            costs.cost_s(tier, lower),
+            durations.save_s.get(tier, 0.0),
+            durations.restore_s.get(tier, 0.0),
+        )
         for tier in tiers.present
     ]
     made = decide_tiers(

@@ -16,9 +16,11 @@ from holdfast.plan.objective.recovery_costs import RUNG_S
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost
+from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import SaveCosts, TierSettings, decide_intervals
 from holdfast.simulate.engine.interfaces import (
     DISK,
+    MEMORY,
     NOTHING,
     PEERS,
     SAVE,
@@ -26,6 +28,7 @@ from holdfast.simulate.engine.interfaces import (
     STEP,
     Change,
     CostModel,
+    Costs,
     Decision,
     Node,
     OperatingPoint,
@@ -80,6 +83,14 @@ def _stays(node: Node, now: float) -> bool:
     return node.leaves_s == inf or node.leaves_s + FALSE_NOTICE_S <= now
 
 
+def restores_s(costs: Costs, rules: HoldfastRules, point: OperatingPoint) -> dict[int, float]:
+    """Return the seconds of a restore by tier, detection and communicators left out."""
+    return {
+        PEERS: rules.rung_s[4] + costs.peer_s(point.nodes_per_replica),
+        DISK: rules.rung_s[6] + costs.store_s(point.nodes, point.replicas),
+    }
+
+
 def holdfast(cost: CostModel, rules: HoldfastRules | None = None) -> HoldfastPolicy:
     """The policy for one run."""
     return HoldfastPolicy(cost, rules or HoldfastRules())
@@ -102,7 +113,7 @@ class HoldfastPolicy:
     _last_failure: float = 0.0
     _decide_at: float = 0.0
     _decided_for: int = 0
-    _decided_rate: float = 1e-300
+    _decided_rates: Mapping[int, float] = field(default_factory=dict)
     _saves: dict[int, dict[int, TierSave]] = field(default_factory=dict)
     _current: dict[int, IntervalDecision] = field(default_factory=dict)
     _planned_for: tuple[int, tuple[float, ...]] = (0, ())
@@ -113,10 +124,12 @@ class HoldfastPolicy:
         self.rate = FailureRate.from_prior(rules.prior_mtbf_s)
         bounds = IntervalBounds(rules.min_interval_s, rules.max_interval_s)
         memory = IntervalBounds(min(1e-3, rules.max_interval_s), rules.max_interval_s)
-        present = (PEERS, DISK) if rules.peers else (DISK,)
+        saved = (PEERS, DISK) if rules.peers else (DISK,)
         given = {PEERS: rules.peer_interval_s, DISK: rules.store_interval_s}
-        decided = frozenset(tier for tier in present if not given[tier])
-        self.settings = TierSettings(present, decided, {PEERS: memory, DISK: bounds})
+        decided = frozenset(tier for tier in saved if not given[tier])
+        limits = {MEMORY: memory, PEERS: memory, DISK: bounds}
+        # A node's own memory holds each step. Its saves cost nothing and are not simulated.
+        self.settings = TierSettings((MEMORY, *saved), decided, limits)
 
     # --- nodes change ---------------------------------------------------------------------------
     def decide(self, view: View, change: Change) -> Decision:
@@ -148,37 +161,26 @@ class HoldfastPolicy:
             self._observe(view, failures=1)
             self.classes = self.classes.with_failure(_LEVELS[need])
             self._decide_at = view.now
+        if need == FROM_MEMORY and PEERS not in self._saved_tiers():
+            need = FROM_STORE
         point = self.cost.point(len(view.nodes))
-        costs, rung = self.cost.costs, self.rules.rung_s
+        costs = self.cost.costs
         if point is None:
             return Decision(Transition(None, (), SAVE, (DISK,), reason=need, rung=6))
         base = costs.detection_s + costs.communicator_s
-        moving = self._moving(view, point)
         if need == CONTINUES:
-            seconds = base + rung[0] + moving
-            made = Transition(point, (("recovery", seconds),), STEP, reason=need, rung=0)
-        elif need == FROM_MEMORY:
-            seconds = base + rung[4] + costs.peer_s(point.nodes_per_replica)
-            made = Transition(
-                point,
-                (("recovery", seconds),),
-                SAVE,
-                (PEERS, DISK),
-                read={PEERS: costs.state_bytes},
-                reason=need,
-                rung=4,
-            )
-        else:
-            seconds = base + rung[6] + costs.store_s(point.nodes, point.replicas)
-            made = Transition(
-                point,
-                (("recovery", seconds),),
-                SAVE,
-                (DISK,),
-                read={DISK: point.replicas * costs.state_bytes},
-                reason=need,
-                rung=6,
-            )
+            seconds = base + self.rules.rung_s[0] + self._moving(view, point)
+            return Decision(Transition(point, (("recovery", seconds),), STEP, reason=need, rung=0))
+        tier, rung = (PEERS, 4) if need == FROM_MEMORY else (DISK, 6)
+        made = Transition(
+            point,
+            (("recovery", base + restores_s(self.cost.costs, self.rules, point)[tier]),),
+            SAVE,
+            (PEERS, DISK) if tier == PEERS else (DISK,),
+            read={tier: costs.state_bytes * (1 if tier == PEERS else point.replicas)},
+            reason=need,
+            rung=rung,
+        )
         return Decision(made)
 
     def _moving(self, view: View, point: OperatingPoint) -> float:
@@ -193,7 +195,7 @@ class HoldfastPolicy:
         return self.cost.costs.peer_s(each) if point.replicas > complete else 0.0
 
     def _need(self, view: View, lost: tuple[int, ...]) -> str:
-        """What has the state of the nodes that went: a replica, another node, or the store."""
+        """What can have the state of the lost nodes: a replica, another node, or the store."""
         point, used = view.point, view.used
         assert point is not None
         each = point.nodes_per_replica
@@ -205,10 +207,10 @@ class HoldfastPolicy:
         safe = self.rules.staged or (
             number > 1 and all((place + 1) % number not in gone for place in lost)
         )
-        return FROM_MEMORY if safe and PEERS in self._saved_tiers() else FROM_STORE
+        return FROM_MEMORY if safe and PEERS in self.settings.present else FROM_STORE
 
     def _saved_tiers(self) -> set[int]:
-        return {tier for tier in self.settings.present if self._interval(tier) < inf}
+        return {tier for tier in self.settings.present[1:] if self._interval(tier) < inf}
 
     def _interval(self, tier: int) -> float:
         if tier not in self.settings.automatic:
@@ -296,20 +298,26 @@ class HoldfastPolicy:
             quiet = REVIEW_SHARE * (view.now - self._last_failure)
             self._decide_at = view.now + max(MIN_REVIEW_S, REVIEW_FAILURES / rate, quiet)
             self._decided_for = nodes
-            if not SAME_RATE < rate / self._decided_rate < 1 / SAME_RATE:
-                self._decide_intervals(nodes, each)
-                self._decided_rate = rate
+            rates = self.classes.rate_by_tier(rate, self.settings.present)
+            before = self._decided_rates
+            if not before or any(
+                not SAME_RATE * before[tier] < now < before[tier] / SAME_RATE
+                for tier, now in rates.items()
+            ):
+                self._decide_intervals(point, each)
+                self._decided_rates = rates
         due = self._decide_at - view.now if self.settings.automatic else inf
         return SavePlan(self._planned_tiers(nodes, each), max(MIN_REVIEW_S, due))
 
     def _planned_tiers(self, nodes: int, each: Mapping[int, TierSave]) -> tuple[TierSave, ...]:
         """The saves of the intervals in force. They stay the same object as long as they hold."""
-        intervals = tuple([self._interval(tier) for tier in self.settings.present])
+        saved = self.settings.present[1:]
+        intervals = tuple([self._interval(tier) for tier in saved])
         if self._planned_for != (nodes, intervals):
             self._planned_for = nodes, intervals
             self._planned = tuple(
                 replace(each[tier], interval_s=interval)
-                for tier, interval in zip(self.settings.present, intervals, strict=True)
+                for tier, interval in zip(saved, intervals, strict=True)
                 if interval < inf
             )
         return self._planned
@@ -326,14 +334,18 @@ class HoldfastPolicy:
             }
         return self._saves[nodes]
 
-    def _decide_intervals(self, nodes: int, each: Mapping[int, TierSave]) -> None:
+    def _decide_intervals(self, point: OperatingPoint, each: Mapping[int, TierSave]) -> None:
+        costs = {tier: SaveCost(save.blocked_s) for tier, save in each.items()}
         self._current = decide_intervals(
             self.settings,
-            SaveCosts({tier: SaveCost(save.blocked_s) for tier, save in each.items()}),
-            {tier: save.durable_s for tier, save in each.items()},
+            SaveCosts({MEMORY: SaveCost(0.0), **costs}),
+            TierDurations(
+                {tier: save.durable_s for tier, save in each.items()},
+                restores_s(self.cost.costs, self.rules, point),
+            ),
             self.rate,
             self.classes,
-            nodes,
+            point.nodes,
             {PEERS: self.rules.peer_interval_s, DISK: self.rules.store_interval_s},
             self._current,
         )
