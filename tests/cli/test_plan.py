@@ -89,7 +89,7 @@ def test_the_sources_of_the_numbers_are_said(
     assert "note: the numbers of cpu were measured here on 2026-11-26" in out
     assert "is assumed" not in out
     zones = tmp_path / "zones.yaml"
-    pool = "{nodes: 1, devices: 4, device: A100-80, zone: %s}"
+    pool = "{nodes: 1, devices: 2, device: A100-80, zone: %s}"
     zones.write_text(f"pools:\n  a: {pool % 'east'}\n  b: {pool % 'west'}\n")
     out = here(capsys, "plan", run_file, *SMALL, "--cluster", zones).out
     assert "no link is given between the zones east and west: 0.31 GB/s of a device" in out

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import pytest
@@ -71,10 +71,10 @@ def test_no_layout_of_all_workers_is_predicted_to_be_faster(seed: int) -> None:
     config = run_of(model={"preset": draw.choice(["tiny", "small"]), "vocab_size": 2048})
     nodes = nodes_of(draw.randint(2, 6), draw.choice([1, 2, 4]))
     fleet = fleet_of(draw.choice([FAST, SLOW]))
-    plan = SearchedPlanner(fleet)(config, nodes, 1)
+    plan = SearchedPlanner(fleet, limit_s=inf)(config, nodes, 1)
     assert plan.step_s <= 1.02 * least_step_s(config, fleet, nodes)
     assert plan.idle_places == 0 or plan.idle_reason
-    again = SearchedPlanner(fleet)(config, nodes, 1)
+    again = SearchedPlanner(fleet, limit_s=inf)(config, nodes, 1)
     assert again == plan, "the same input gives the same plan"
 
 
@@ -82,7 +82,7 @@ def test_a_layout_stays_if_another_one_is_hardly_faster() -> None:
     """Two replicas on three nodes: what is left of them stays where it is."""
     config, nodes = run_of(), nodes_of(4, 1)
     fleet = fleet_of()
-    planner = SearchedPlanner(fleet)
+    planner = SearchedPlanner(fleet, limit_s=inf)
     before = planner(config, nodes, 1).topology
     after = planner(config, without(nodes, "node00"), 2, PresentPlacement(before))
     assert after.topology.generation == 2
@@ -96,11 +96,11 @@ def test_state_that_travels_long_keeps_the_present_layout(monkeypatch: pytest.Mo
     before = plan_layout(config, nodes, 1).topology
     present = PresentPlacement(before)
     kept = TopologyCost(config, fleet_of(), nodes).cost(before).step_s
-    moved = SearchedPlanner(fleet_of())(config, nodes, 2, present)
+    moved = SearchedPlanner(fleet_of(), limit_s=inf)(config, nodes, 2, present)
     assert moved.step_s < 0.98 * kept
     assert moved.moved_bytes > 0
     monkeypatch.setattr(searched, "BETWEEN_CHANGES_S", 1e-3)
-    plan = SearchedPlanner(fleet_of())(config, nodes, 2, present)
+    plan = SearchedPlanner(fleet_of(), limit_s=inf)(config, nodes, 2, present)
     assert plan.topology.kinds == before.kinds
     assert plan.untouched_replicas == len(before.replicas)
     assert plan.moved_bytes == 0
@@ -110,11 +110,11 @@ def test_what_does_not_fit_is_cut_and_what_never_fits_is_refused() -> None:
     config, nodes = run_of(), nodes_of(4, 1)
     costs = TopologyCost(config, fleet_of(), nodes)
     whole = costs.cost(plan_layout(config, nodes, 1).topology).peak_bytes
-    plan = SearchedPlanner(fleet_of(memory=0.8 * whole))(config, nodes, 1)
+    plan = SearchedPlanner(fleet_of(memory=0.8 * whole), limit_s=inf)(config, nodes, 1)
     assert plan.topology.kinds != (((1, 1, 1, 1), ()),)
     assert costs.cost(plan.topology).peak_bytes <= 0.8 * whole
     with pytest.raises(LayoutError, match="no layout of 4 workers fits: the nearest lacks"):
-        SearchedPlanner(fleet_of(memory=whole / 100))(config, nodes, 1)
+        SearchedPlanner(fleet_of(memory=whole / 100), limit_s=inf)(config, nodes, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_cut_and_what_never_fits_is_refused() -> None:
 )
 def test_the_simple_planner_is_named_with_the_key(changes: dict[str, Any], key: str) -> None:
     config, nodes = run_of(**changes), nodes_of(3, 1)
-    plan = SearchedPlanner(fleet_of())(config, nodes, 1)
+    plan = SearchedPlanner(fleet_of(), limit_s=inf)(config, nodes, 1)
     assert plan.simple_because.startswith(key)
     assert plan.topology == plan_layout(config, nodes, 1).topology
 
@@ -143,14 +143,14 @@ def test_a_search_that_takes_too_long_ends_with_the_simple_planner() -> None:
 def test_the_workers_of_slow_nodes_get_fewer_microbatches_in_the_prediction() -> None:
     config, nodes = run_of(), nodes_of(2, 1)
     slow = [nodes[0], replace(nodes[1], speed=0.5)]
-    planner = SearchedPlanner(fleet_of())
+    planner = SearchedPlanner(fleet_of(), limit_s=inf)
     assert planner(config, slow, 1).step_s > 1.2 * planner(config, nodes, 1).step_s
 
 
 def _losses(config: RunConfig, seed: int) -> list[Topology]:
     """Topologies of a run that loses and gets nodes."""
     draw, nodes, found = random.Random(seed), nodes_of(6, 1), list[Topology]()
-    planner, present = SearchedPlanner(fleet_of(draw.choice([FAST, SLOW]))), None
+    planner, present = SearchedPlanner(fleet_of(draw.choice([FAST, SLOW])), limit_s=inf), None
     for generation in range(1, 6):
         there = draw.sample(nodes, draw.randint(2, 6))
         there.sort(key=lambda node: node.name)
@@ -168,9 +168,9 @@ def test_any_row_of_changes_can_be_planned() -> None:
 
 def test_a_likely_loss_gets_its_next_plan_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     config, nodes = run_of(), nodes_of(8, 2)
-    planner = SearchedPlanner(fleet_of(), later=lambda work: work())
+    planner = SearchedPlanner(fleet_of(), limit_s=inf, later=lambda work: work())
     before = planner(config, nodes, 1).topology
-    expected = SearchedPlanner(fleet_of())(
+    expected = SearchedPlanner(fleet_of(), limit_s=inf)(
         config, without(nodes, "node01"), 2, PresentPlacement(before)
     )
 

@@ -148,7 +148,7 @@ def test_who_was_stopped_and_taken_over_writes_nothing_more(stores: list[FolderS
     with ThreadPoolExecutor(1) as pool:
         copied = pool.submit(copy_checkpoint, one, KEY, held, lease_expiry_s=SHORT)
         assert held.begun.wait(DEADLINE)
-        copy_checkpoint(other, KEY, target, lease_expiry_s=SHORT)
+        copy_checkpoint(other, KEY, target, lease_expiry_s=3 * SHORT)  # its own claim has to last
         held.go.set()
         with pytest.raises(HoldfastError):
             copied.result(DEADLINE)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from math import inf
 from re import Match
 from types import ModuleType
 from typing import Any
@@ -187,7 +188,8 @@ def plan_places(lab: Lab) -> None:
     config = made(lab.settings.get("microbatches", 8), layout)
     nodes = [NodePlaces(f"node{number}", 1) for number in range(lab.settings["nodes"])]
     if "device_bytes" in lab.settings:
-        SearchedPlanner(fleet_of(memory=lab.settings["device_bytes"]))(config, nodes, 1)
+        fleet = fleet_of(memory=lab.settings["device_bytes"])
+        SearchedPlanner(fleet, limit_s=inf)(config, nodes, 1)
         return
     plan_layout(config, nodes, 1, memory=lab.settings.get("memory"))
 
