@@ -160,7 +160,7 @@ class _Compiler:
         # the entry that gives each value (see `_begin`); -1: an earlier window did; -2: none yet
         self._made = [-2] * (2 * table.stages * table.microbatches)
         self._roles = {
-            (stage, kind.value): self._role(stage, kind)
+            (stage, kind._value_): self._role(stage, kind)
             for stage in range(table.stages)
             for kind in ActionKind
         }
@@ -249,7 +249,7 @@ class _Compiler:
     def _missing(self, cell: Sequence[Action]) -> int:
         """A value that the cell needs and no rank has made; -1: none."""
         for action in cell:
-            role = self._roles[action.stage, action.kind.value]
+            role = self._roles[action.stage, action.kind._value_]
             if role.needs >= 0 and self._made[role.needs + action.microbatch] == -2:
                 return role.needs + action.microbatch
         return -1
@@ -259,7 +259,7 @@ class _Compiler:
         *firsts, last = cell
         for action in firsts:
             self._entry(rank, NOTHING, action, gives=False)
-        work = self._roles[last.stage, last.kind.value].work
+        work = self._roles[last.stage, last.kind._value_].work
         if firsts:
             work = tuple((action.stage, action.kind) for action in cell)
         made = [self._entry(rank, work, last)]
@@ -269,7 +269,7 @@ class _Compiler:
     def _entry(
         self, rank: int, work: Work, action: Action, needs: bool = True, gives: bool = True
     ) -> int:
-        role = self._roles[action.stage, action.kind.value]
+        role = self._roles[action.stage, action.kind._value_]
         number, source, link, made = len(self._entries), -1, 0, -1
         if needs and role.needs >= 0:
             source = self._made[role.needs + action.microbatch]

@@ -18,7 +18,11 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks, Ways, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
-from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
+from holdfast.plan.cost.least_pipeline_time import (
+    kept_microbatches,
+    least_pipeline_seconds,
+    least_pipeline_time,
+)
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
 from holdfast.plan.cost.sharded_passes import with_collectives
 from holdfast.plan.cost.stage_memory import (
@@ -133,10 +137,12 @@ class Evaluator:
         """Return the least seconds of a step of one kind of replica, of those of `choice`."""
         places = self._of_places(choice, group)
         stages = self._stage_times(choice, group, places)
-        pipeline = least_pipeline_time(
-            choice.schedule, group.pp, choice.virtual, group.microbatches, stages
-        )
-        return pipeline.seconds + sum(self._tail(choice, group, places).values())
+        seconds = least_pipeline_seconds(choice.schedule, group.pp, group.microbatches, stages)
+        return seconds + sum(self._tail(choice, group, places, stages).values())
+
+    def least_seconds(self, choice: Choice) -> float:
+        """Return the seconds of `least`, whether the layout fits or not."""
+        return max(self.least_group(choice, group) for group in choice.replicas)
 
     def _cost(self, choice: Choice, timeline: Timer) -> StepCost:
         groups = tuple(self._group(choice, group, timeline) for group in choice.replicas)
@@ -158,7 +164,8 @@ class Evaluator:
             pipeline = self._pipelines[key] = timeline(
                 choice.schedule, group.pp, choice.virtual, group.microbatches, stages
             )
-        return GroupCost(pipeline, self.memory(choice, group), self._tail(choice, group, places))
+        tail = self._tail(choice, group, places, stages)
+        return GroupCost(pipeline, self.memory(choice, group), tail)
 
     def _of_places(self, choice: Choice, group: ReplicaChoice) -> tuple[_Place, ...]:
         """The pool and the links of each index on pp."""
@@ -166,11 +173,17 @@ class Evaluator:
         key = (group.mesh_shape, group.pools, group.count, number, choice.ep, choice.zero)
         if key not in self._links:
             found, cluster = [], self.problem.cluster
-            ways = Ways.of(choice.zero, self.problem.workload.cp_method)
+            ways, known = (
+                Ways.of(choice.zero, self.problem.workload.cp_method),
+                dict[Pair, _Place](),
+            )
             for index in range(group.pp):
-                links = group_links(cluster, group, index, number, choice.ep, ways)
-                place = _Place(group.pool_at(index), links)
-                found.append(self._places.setdefault((place.pool, links), place))
+                pools = group.pool_at(index), group.pool_at(min(index + 1, group.pp - 1))
+                if pools not in known:
+                    links = group_links(cluster, group, index, number, choice.ep, ways)
+                    place = _Place(pools[0], links)
+                    known[pools] = self._places.setdefault((place.pool, links), place)
+                found.append(known[pools])
             self._links[key] = tuple(found)
         return self._links[key]
 
@@ -192,9 +205,16 @@ class Evaluator:
         return found
 
     def memory_of(
-        self, choice: Choice, group: ReplicaChoice, index: int, in_flight: float, held: Counts
+        self,
+        choice: Choice,
+        group: ReplicaChoice,
+        index: int,
+        in_flight: float,
+        held: Counts,
+        word: str = "",
     ) -> StageMemory:
-        """The same, if that rank holds these layers."""
+        """The same, if that rank holds these layers. word: of recompute; "": that of the group."""
+        word = word or group.recompute_at(index)
         key = (
             choice.microbatch,
             choice.zero,
@@ -202,7 +222,7 @@ class Evaluator:
             choice.sequence_parallel,
             choice.host,
             group.mesh_shape[1:],
-            group.recompute_at(index),
+            word,
             choice.microbatches,
             choice.number_of_replicas,
             in_flight,
@@ -212,7 +232,7 @@ class Evaluator:
         found = self._memory.get(key)
         if found is None:
             problem = self.problem
-            layers, shape = self._shape(choice, group, group.recompute_at(index), held)
+            layers, shape = self._shape(choice, group, word, held)
             found = self._memory[key] = stage_memory(
                 problem.workload, choice, group, index, layers, in_flight, problem.overhead, shape
             )
@@ -229,20 +249,27 @@ class Evaluator:
             found = self._shapes[key] = layers, shape
         return found
 
+    def stage_times(self, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
+        """Return the seconds of each pipeline stage of a kind of replica, for one microbatch."""
+        return self._stage_times(choice, group, self._of_places(choice, group))
+
     def _stage_times(
         self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
     ) -> list[StageTimes]:
-        found = list[StageTimes]()
+        found, before = list[StageTimes](), tuple[object, ...]()
         common = (choice.microbatch, choice.zero, choice.ep, choice.sequence_parallel)
+        shared, slow_of = (common, group.mesh_shape[1:]), self.problem.slow
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
             index = _index_of(choice, group, chunk)
             place, counts = places[index], _chunk(self.problem.workload, group, chunk)
-            slow = self.problem.slow.get(index, 1.0)
-            own = (group.mesh_shape[1:], id(place), counts, group.recompute_at(index), slow)
-            key = (common, own)
-            stage = self._stages.get(key)
+            own = (id(place), counts, group.recompute_at(index), slow_of.get(index, 1.0))
+            if own == before:
+                found.append(found[-1])
+                continue
+            before, stage = own, self._stages.get((shared, own))
             if stage is None:
-                stage = self._stages[key] = self._stage(choice, group, index, place, counts)
+                stage = self._stage(choice, group, index, place, counts)
+                self._stages[shared, own] = stage
             found.append(stage)
         return found
 
@@ -293,22 +320,31 @@ class Evaluator:
         return found
 
     def _tail(
-        self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
+        self,
+        choice: Choice,
+        group: ReplicaChoice,
+        places: tuple[_Place, ...],
+        stages: Sequence[StageTimes],
     ) -> dict[str, float]:
         """Seconds of the stage that takes longest after the passes."""
-        stages = self._stage_times(choice, group, places)
         shared = (choice.zero, choice.ep, group.mesh_shape[1:], group.microbatches, choice.host)
-        tails, held = [], self.counts_of_ranks(choice, group)
-        for index, place in enumerate(places):
-            counts = held[index]
+        number, tails = choice.number_of_replicas, list[dict[str, float]]()
+        before = tuple[object, ...]()
+        for place, counts, stage in zip(
+            places, self.counts_of_ranks(choice, group), stages, strict=False
+        ):
+            own = (id(place), counts, id(stage))
+            if own == before:
+                continue
+            before = own
             hides = self.device(place.pool).hides if self.problem.hides_gradients else 0.0
-            hidden = hides * stages[index].backward
-            key = (shared, id(place), counts, hidden, choice.number_of_replicas)
+            hidden = hides * stage.backward
+            key = (shared, id(place), counts, hidden, number)
             tail = self._tails.get(key)
             if tail is None:
                 tail = self._tails[key] = self._tail_of(choice, group, place, counts, hidden)
             tails.append(tail)
-        return max(tails, key=lambda tail: sum(tail.values()))
+        return max(tails, key=lambda tail: sum(tail.values())) if len(tails) > 1 else tails[0]
 
     def least_tail(self, choice: Choice, group: ReplicaChoice, index: int, counts: Counts) -> float:
         """Return the seconds after the passes of a rank with these layers, if its backward hides
@@ -349,6 +385,9 @@ class _Place:
     pool: str
     links: GroupLinks
 
+
+Pair = tuple[str, str]
+"""The pool of an index on pp, and that of the next one."""
 
 Counts = tuple[tuple[int, int], ...]
 """Kinds of layers, by their index in the workload, with their number."""
@@ -459,6 +498,5 @@ def _index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
 
 
 def times_of_stages(problem: Problem, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
-    """Seconds of each pipeline stage of a kind of replica, for one microbatch."""
-    evaluator = Evaluator(problem)
-    return evaluator._stage_times(choice, group, evaluator._of_places(choice, group))
+    """Return what `Evaluator.stage_times` does, of one layout."""
+    return Evaluator(problem).stage_times(choice, group)

@@ -18,20 +18,37 @@ def least_pipeline_time(
     schedule: str, pp: int, virtual: int, microbatches: int, stages: Sequence[StageTimes]
 ) -> PipelineTime:
     """Return a time of at most that of `pipeline_time`, with the parts of the busiest rank."""
-    kind, busiest, most, seconds, way = SCHEDULE_KINDS[schedule], 0, -1.0, 0.0, 0.0
-    works = [stage.forward + stage.backward for stage in stages]
-    for rank in range(pp):
-        busy = sum(works[chunk] for chunk in _chunks(kind.is_folded, pp, rank, len(stages)))
-        if busy > most:
-            busiest, most = rank, busy
-        seconds = max(seconds, way + microbatches * busy)
-        first = stages[rank]
-        if kind.splits_backward:  # gradients of weights may fill the way back
-            way += first.forward + first.send
-        else:
-            way += works[rank] + 2 * first.send
+    busy, kind = _busy(schedule, pp, stages), SCHEDULE_KINDS[schedule]
+    seconds = least_pipeline_seconds(schedule, pp, microbatches, stages)
+    busiest = max(range(pp), key=lambda rank: busy[rank])
     own = [stages[chunk] for chunk in _chunks(kind.is_folded, pp, busiest, len(stages))]
     return PipelineTime(seconds, _parts(own, microbatches, seconds))
+
+
+def least_pipeline_seconds(
+    schedule: str, pp: int, microbatches: int, stages: Sequence[StageTimes]
+) -> float:
+    """Return the seconds alone."""
+    splits, seconds, way = SCHEDULE_KINDS[schedule].splits_backward, 0.0, 0.0
+    for busy, first in zip(_busy(schedule, pp, stages), stages, strict=False):
+        ends = way + microbatches * busy
+        if ends > seconds:
+            seconds = ends
+        # gradients of weights may fill the way back
+        way += first.forward + first.send if splits else first.work + 2 * first.send
+    return seconds
+
+
+def _busy(schedule: str, pp: int, stages: Sequence[StageTimes]) -> list[float]:
+    """Seconds of a microbatch on each rank."""
+    works = [stage.work for stage in stages]
+    if pp == 1:
+        return works[:1]
+    if len(works) == pp:
+        return works
+    if SCHEDULE_KINDS[schedule].is_folded:
+        return [works[rank] + works[2 * pp - 1 - rank] for rank in range(pp)]
+    return [sum(works[rank::pp]) for rank in range(pp)]
 
 
 def _chunks(is_folded: bool, pp: int, rank: int, stages: int) -> Sequence[int]:

@@ -21,6 +21,8 @@ from holdfast.plan.cost.compiled_schedule import (
     run_entries,
 )
 
+_TABLES = 3
+"""Tables of about as many microbatches that are compiled to leave microbatches out."""
 _SAME = 1e-11
 """Share of a makespan by which equal times may differ, by rounding."""
 
@@ -56,7 +58,7 @@ class Times:
 def makespan(pipeline: Pipeline, times: Times) -> float:
     """Seconds from the begin of the first action to the end of the last."""
     wanted, most = pipeline.microbatches, _first_try(pipeline)
-    while most < wanted:
+    while _TABLES * most < wanted:
         rounds = _rounds(pipeline.schedule, pipeline.pp, most, pipeline.virtual)
         found = rounds and rounds.repeated(times)
         if rounds and found:

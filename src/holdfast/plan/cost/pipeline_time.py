@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.table import ActionKind, loop_stages, v_stages
@@ -33,6 +33,11 @@ class StageTimes:
     @property
     def backward(self) -> float:
         return self.again + self.inputs + self.weights
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of both passes."""
+        return self.forward + self.backward
 
     def slowed(self, factor: float) -> StageTimes:
         """The same stage on a rank whose computing takes `factor` times as long."""

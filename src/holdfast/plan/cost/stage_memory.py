@@ -260,7 +260,8 @@ class _Stage:
         kept = item * shape.kept + (0.0 if shape.has_head else stream)
         again = item * max(0.0, shape.block_all - shape.block_kept)
         inside = stream + 2 * item * shape.inner + root + 2 * unit
-        yield in_flight * kept + again, 0.0, inside
+        block = in_flight * kept + again, 0.0, inside
+        yield block
         if shape.has_head:
             cut = group.tp if choice.sequence_parallel else 1
             yield in_flight * kept, self._logits(), 2 * stream * cut + root + unit
@@ -270,8 +271,10 @@ class _Stage:
             yield (in_flight - 1) * kept, 0.0, root + self._reducing(shape.root)
         if group.pp > 1 and SCHEDULE_KINDS[choice.schedule].splits_backward:
             chunks = len(group.stages) // group.pp if group.stages else 1
-            late = min(in_flight, max(1.0 / chunks, self._late_passes()))
             gradients = self.workload.item * shape.parameters / chunks
+            if in_flight * max(kept, item * shape.late) + gradients <= sum(block):
+                return  # it is not the fullest moment, whatever passes are late
+            late = min(in_flight, max(1.0 / chunks, self._late_passes()))
             yield (in_flight - late) * kept + late * item * shape.late, 0.0, gradients
 
     def messages(self) -> float:

@@ -45,8 +45,11 @@ class Candidates:
     def push(self, choice: Choice, *, even_if_worse: bool = False) -> None:
         """Add a layout. It is dropped if it is not wanted, does not fit, or cannot be the best."""
         self.pushed += 1
+        limit = inf if even_if_worse else self.best_score
+        if self.scores.of_replicas(self.evaluator.least_seconds(choice), choice) >= limit:
+            return  # most are too slow, and seconds are faster to compute than bytes
         score = self.scores.of_layout(choice, self.evaluator.least(choice))
-        if score < (inf if even_if_worse else self.best_score) and self.is_wanted(choice):
+        if score < limit and self.is_wanted(choice):
             heappush(self._heap, (score, self.pushed, choice))
 
     def execute(self, choice: Choice) -> None:

@@ -171,12 +171,16 @@ class Fleets:
             pp, virtual = shape.pp, variant.virtual if shape.pp > 1 else 1
             if not self._is_allowed(shape, variant):
                 continue
-            each = max(-(-share // shape.most), kind.least_microbatches(pp))
-            kept = kept_microbatches(variant.schedule, pp, virtual, kind.least_microbatches(pp))
-            if self.room.can_fit(shape, variant.zero, kept):
-                seconds = self.bounds.least_seconds(
-                    shape.cut, shape.slots, variant.schedule, virtual, each
-                )
+            fewest = kind.least_microbatches(pp)
+            each = max(-(-share // shape.most), fewest)
+            seconds = self.bounds.least_seconds(
+                shape.cut, shape.slots, variant.schedule, virtual, each
+            )
+            is_full = not self.is_small and len(found) >= _OFFERED
+            if is_full and seconds >= found[-1].step:
+                continue
+            kept = kept_microbatches(variant.schedule, pp, virtual, fewest)
+            if self.room.can_fit(shape, variant.zero, kept, fewest):
                 tail = 0.0 if self.is_small else self._tail(pool, shape, link)
                 offer = _Offer(seconds + tail, seconds / each / shape.most, tail, shape)
                 found.append(offer)

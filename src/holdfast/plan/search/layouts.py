@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator
-from holdfast.plan.cost.least_pipeline_time import kept_microbatches
+from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_seconds
+from holdfast.plan.cost.pipeline_time import StageTimes
 from holdfast.plan.search.limits import Limits
+from holdfast.plan.search.room import Room
 from holdfast.plan.search.space import Shape
 from holdfast.plan.search.splits import (
+    BALANCED,
     StageCost,
     Stages,
     balanced_split,
@@ -21,6 +25,7 @@ from holdfast.plan.search.splits import (
     even_split,
     every_split,
     fitting_split,
+    most_costly,
 )
 
 
@@ -47,12 +52,27 @@ class Variant:
 
 
 @dataclass
+class _Splits:
+    """Splits of the blocks that are tried. least: seconds of a microbatch on the busiest rank that
+    no split beats; 0: not known. times: of the stages of a split."""
+
+    splits: tuple[Stages, ...]
+    least: float = 0.0
+    times: dict[Stages, Sequence[StageTimes]] = field(default_factory=dict)
+
+
+def _always(_: float) -> bool:
+    return True
+
+
+@dataclass
 class Layouts:
     """Makes layouts, and remembers splits."""
 
     evaluator: Evaluator
     limits: Limits
-    _splits: dict[object, tuple[Stages, ...]] = field(default_factory=dict)
+    room: Room
+    _splits: dict[object, _Splits] = field(default_factory=dict)
 
     def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
         """ZeRO stages, by the rules of a run file."""
@@ -63,91 +83,136 @@ class Layouts:
         stages = [zero for zero in self.limits.zero if ep == 1 or zero > 1]
         stages = [zero for zero in stages if zero == 1 or not is_piped]
         for zero in stages if is_cut else stages[:1]:
-            one = Variant(shapes[0].microbatch, schedule, virtual, zero, ep)
-            host = self.limits.offloads[0]
-            yield replace(one, sequence_parallel=self.limits.sequence_parallel, host=host)
+            ways = self.limits.sequence_parallel, self.limits.offloads[0]
+            yield Variant(shapes[0].microbatch, schedule, virtual, zero, ep, *ways)
 
-    def groups(self, variant: Variant, shares: Shares, replicas: int) -> Iterator[ReplicaChoice]:
-        """Every way to split and to recompute that fits; nothing if none does. replicas: of the
-        layout."""
-        shape, virtual = shares.shape, variant.virtual
+    def groups(
+        self,
+        variant: Variant,
+        shares: Shares,
+        replicas: int,
+        can_win: Callable[[float], bool] = _always,
+    ) -> Iterator[ReplicaChoice]:
+        """Every way to split and to recompute that fits; nothing if none does.
+
+        Args:
+            replicas: of the layout.
+            can_win: False if no step of at least so many seconds is of interest.
+        """
+        shape, number = shares.shape, shares.shape.pp * variant.virtual
         group = ReplicaChoice(shares.number, *shape.mesh, (), shape.pools, shares.microbatches)
         if shape.pp == 1:
-            fitting = self._recomputed(variant, group)
+            fitting = self._recomputed(variant, group, shape)
             if fitting is not None:
                 yield fitting
             return
         kind = SCHEDULE_KINDS[variant.schedule]
         if shares.microbatches < kind.least_microbatches(shape.pp):
             return
-        found = False
-        for stages in self._stages(variant, group, shape, virtual):
-            fitting = self._recomputed(variant, replace(group, stages=stages))
+        known = self._splits_for(variant, group, shape)
+        if known.least and not can_win(shares.microbatches * known.least):
+            return
+        found, slow = False, list[Stages]()
+        for split in known.splits:
+            times = self._times_of(known, variant, group, split)
+            least = least_pipeline_seconds(variant.schedule, shape.pp, shares.microbatches, times)
+            if not can_win(least):
+                slow.append(split)
+                continue
+            fitting = self._recomputed(variant, replace(group, stages=split), shape)
             if fitting is not None:
                 found = True
                 yield fitting
-        if not found and not can_try_all(self._blocks, shape.pp * virtual):
-            split = self._by_memory(variant, group, shape.pp * virtual)
-            fitting = self._recomputed(variant, replace(group, stages=split)) if split else None
-            if fitting is not None:
-                yield fitting
+        if found or can_try_all(self._blocks, number):
+            return
+        if any(self._recomputed(variant, replace(group, stages=split), shape) for split in slow):
+            return
+        split = self._by_memory(variant, group, number)
+        fitting = self._recomputed(variant, replace(group, stages=split), shape) if split else None
+        if fitting is not None:
+            yield fitting
 
     @property
     def _blocks(self) -> int:
         return len(self.evaluator.problem.workload.layers) - 2
 
-    def _recomputed(self, variant: Variant, group: ReplicaChoice) -> ReplicaChoice | None:
+    def _recomputed(
+        self, variant: Variant, group: ReplicaChoice, shape: Shape
+    ) -> ReplicaChoice | None:
         """With the least recompute of each stage that fits. It is the fastest: no stage's word
-        changes the memory of another."""
-        choice = choice_of(variant, (group,))
-        kept = kept_microbatches(variant.schedule, group.pp, variant.virtual, group.microbatches)
-        words, held = list[str](), self.evaluator.counts_of_ranks(choice, group)
-        allowed = [word for word in self.limits.recompute if variant.ep == 1 or word != "selective"]
-        tries = [replace(group, recompute=(word,)) for word in allowed]
-        is_even = not SCHEDULE_KINDS[variant.schedule].splits_backward
-        for index in range(group.pp):
-            if is_even and index > 1 and words[-1] == allowed[0] and kept[index] <= kept[index - 1]:
-                before = held[index - 1], group.pool_at(index - 1)
-                if (held[index], group.pool_at(index)) == before:
-                    words.append(allowed[0])  # it keeps no more than the rank before
+        changes the memory of another. The room for blocks tells most words that do not fit."""
+        choice, pp = choice_of(variant, (group,)), group.pp
+        kept = kept_microbatches(variant.schedule, pp, variant.virtual, group.microbatches)
+        held, words = self.evaluator.counts_of_ranks(choice, group), self.room.words(shape)
+        needs = [
+            self.room.block_bytes(shape, variant.zero, word, group.microbatches) for word in words
+        ]
+        kind, chosen, local = SCHEDULE_KINDS[variant.schedule], list[int](), shape.cut.local
+        for index, blocks in enumerate(_blocks_of_ranks(group, self._blocks, kind.is_folded)):
+            pool, counts, in_flight = group.pool_at(index), held[index], kept[index]
+            room, most = self.room.room(pool), len(words)
+            is_like = index > 1 and counts == held[index - 1] and pool == group.pool_at(index - 1)
+            if is_like and in_flight <= kept[index - 1] and not kind.splits_backward:
+                most = chosen[-1]  # it keeps no more than the rank before
+            for place, word in enumerate(words[:most]):
+                if blocks > needs[place].blocks(room, in_flight * local):
                     continue
-            room = self.evaluator.room(group.pool_at(index))
-            for word, tried in zip(allowed, tries, strict=True):
-                memory = self.evaluator.memory_of(choice, tried, index, kept[index], held[index])
+                memory = self.evaluator.memory_of(choice, group, index, in_flight, counts, word)
                 if memory.peak <= room:
-                    words.append(word)
+                    chosen.append(place)
                     break
             else:
-                return None
-        one = words[0] if all(word == words[0] for word in words) else ""
-        return tries[allowed.index(one)] if one else replace(group, recompute=tuple(words))
+                if most == len(words):
+                    return None
+                chosen.append(most)
+        found = tuple(words[place] for place in chosen)
+        return replace(group, recompute=found[:1] if len(set(found)) == 1 else found)
 
-    def _stages(
-        self, variant: Variant, group: ReplicaChoice, shape: Shape, virtual: int
-    ) -> tuple[Stages, ...]:
+    def _splits_for(self, variant: Variant, group: ReplicaChoice, shape: Shape) -> _Splits:
+        zero = variant.zero if variant.zero == 3 or self._sums_each else 1
         key = (
             variant.microbatch // shape.dp_shard,
             shape.mesh,
             shape.ep,
             shape.site.pools,
             shape.slots,
-            virtual,
+            variant.virtual,
             SCHEDULE_KINDS[variant.schedule].is_folded,
-            variant.zero == 3,
+            zero,
         )
-        if key not in self._splits:
-            self._splits[key] = self._splits_of(variant, group, shape.pp * virtual)
-        return self._splits[key]
+        found = self._splits.get(key)
+        if found is None:
+            found = self._splits[key] = self._splits_of(variant, group, shape.pp * variant.virtual)
+        return found
 
-    def _splits_of(self, variant: Variant, group: ReplicaChoice, number: int) -> tuple[Stages, ...]:
+    @cached_property
+    def _sums_each(self) -> bool:
+        """A pass takes longer if a rank adds up more gradients, so it depends on the ZeRO stage."""
+        pools = self.evaluator.problem.cluster.pools
+        return any(self.evaluator.device(pool.name).steps.gradient_moves for pool in pools)
+
+    def _times_of(
+        self, known: _Splits, variant: Variant, group: ReplicaChoice, split: Stages
+    ) -> Sequence[StageTimes]:
+        """Of the stages, if nothing is computed again."""
+        found = known.times.get(split)
+        if found is None:
+            own = replace(group, stages=split)
+            found = self.evaluator.stage_times(choice_of(variant, (own,)), own)
+            known.times[split] = found
+        return found
+
+    def _splits_of(self, variant: Variant, group: ReplicaChoice, number: int) -> _Splits:
         blocks = self._blocks
         if can_try_all(blocks, number):
-            return tuple(every_split(blocks, number))
+            return _Splits(tuple(every_split(blocks, number)))
         even = even_split(blocks, number)
         if number > group.pp:
-            return (even,)
-        fastest = balanced_split(blocks, number, self._seconds(variant, group, number))
-        return tuple(dict.fromkeys((even, even[::-1], fastest)))
+            return _Splits((even,))
+        seconds = self._seconds(variant, group, number)
+        fastest = balanced_split(blocks, number, seconds)
+        least = most_costly(fastest, seconds) * (1 - 2 * BALANCED)
+        return _Splits(tuple(dict.fromkeys((even, even[::-1], fastest))), least)
 
     def _seconds(self, variant: Variant, group: ReplicaChoice, number: int) -> StageCost:
         """What a stage takes for a microbatch."""
@@ -198,6 +263,16 @@ class Layouts:
 
         split = fitting_split(self._blocks, number, cost)
         return balanced_split(self._blocks, number, cost, split) if split else ()
+
+
+def _blocks_of_ranks(group: ReplicaChoice, blocks: int, is_folded: bool) -> list[int]:
+    """How many blocks the ranks at each index on pp hold. blocks: of the model."""
+    stages, pp = group.stages, group.pp
+    if pp == 1:
+        return [blocks]
+    if is_folded:
+        return [stages[index] + stages[2 * pp - 1 - index] for index in range(pp)]
+    return [sum(stages[index::pp]) for index in range(pp)]
 
 
 def _indices(variant: Variant, pp: int, number: int) -> list[int]:

@@ -16,6 +16,8 @@ from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.space import Shape
 
 _ROUNDING = 1e-6
+_SUMMED = 3
+"""Microbatches of a replica from which on it holds a partial sum beside the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +44,55 @@ class Room:
     _bytes: dict[object, BlockBytes] = field(default_factory=dict)
     _rooms: dict[str, float] = field(default_factory=dict)
 
-    def can_fit(self, shape: Shape, zero: int, kept: Sequence[float]) -> bool:
+    def can_fit(
+        self, shape: Shape, zero: int, kept: Sequence[float], microbatches: int = 1
+    ) -> bool:
         """Return False if no split of the blocks fits, with the recompute that keeps least.
-        kept: microbatches in flight at each index on pp, or fewer."""
-        most = self.most_blocks(shape, zero, kept, self.words(shape)[-1])
+        kept: microbatches in flight at each index on pp, or fewer. microbatches: see
+        `block_bytes`."""
+        most = self.most_blocks(shape, zero, kept, self.words(shape)[-1], microbatches)
+        return self.has_room(most)
+
+    def has_room(self, most: Sequence[float]) -> bool:
+        """Return False if ranks with at most so many blocks each do not hold all."""
         return min(most) >= 1 and sum(map(int, most)) >= self._blocks
 
     def words(self, shape: Shape) -> list[str]:
         """Words of `train.recompute` that a run file may have."""
         return [word for word in self.limits.recompute if shape.ep == 1 or word != "selective"]
 
-    def most_blocks(self, shape: Shape, zero: int, kept: Sequence[float], word: str) -> list[float]:
+    def most_blocks(
+        self, shape: Shape, zero: int, kept: Sequence[float], word: str, microbatches: int = 1
+    ) -> list[float]:
         """Return the most blocks that each index on pp has room for."""
-        bytes_, local = self._block_bytes(shape, zero, word), shape.cut.local
+        bytes_, local = self.block_bytes(shape, zero, word, microbatches), shape.cut.local
         found, index, blocks = list[float](), 0, float(self._blocks)
         for name, number in zip(shape.site.pools, shape.slots, strict=True):
             room = self.room(name) - bytes_.rest
+            before, most = -1.0, blocks
             for in_flight in kept[index : index + number]:
-                each = bytes_.state + in_flight * local * bytes_.kept
-                found.append(min(blocks, room / each + _ROUNDING) if each > 0 else blocks)
+                if in_flight != before:
+                    each = bytes_.state + in_flight * local * bytes_.kept
+                    most = min(blocks, room / each + _ROUNDING) if each > 0 else blocks
+                    before = in_flight
+                found.append(most)
             index += number
         return found
+
+    def by_word(
+        self, shape: Shape, zero: int, kept: Sequence[float], microbatches: int
+    ) -> list[list[float]]:
+        """Return the most blocks of each index on pp under each word; [] if all do not fit."""
+        *words, last = self.words(shape)
+        least = self.most_blocks(shape, zero, kept, last, microbatches)
+        if not self.has_room(least):
+            return []
+        return [self.most_blocks(shape, zero, kept, word, microbatches) for word in words] + [least]
 
     def shortest(self, shape: Shape, zero: int) -> float:
         """Return the least pp whose ranks have room for all blocks, one microbatch in flight at
         least. Of a site with one pool."""
-        most = self._block_bytes(shape, zero, self.words(shape)[-1]).blocks(
+        most = self.block_bytes(shape, zero, self.words(shape)[-1]).blocks(
             self.room(shape.site.pools[0]), 0.5 * shape.cut.local
         )
         return self._blocks / int(most) if most >= 1 else inf
@@ -81,25 +106,29 @@ class Room:
             self._rooms[pool] = self.evaluator.room(pool)
         return self._rooms[pool]
 
-    def _block_bytes(self, shape: Shape, zero: int, word: str) -> BlockBytes:
-        key = (word, shape.dp_shard, shape.cp, shape.tp, shape.ep, zero, shape.pp > 1)
-        if key not in self._bytes:
-            self._bytes[key] = self._measured(shape, zero, word)
-        return self._bytes[key]
+    def block_bytes(self, shape: Shape, zero: int, word: str, microbatches: int = 1) -> BlockBytes:
+        """Return what each rank needs at least. microbatches: of the replica that has most, or
+        fewer. A step's gradients are summed in a tree, where more of them have partial sums."""
+        few = min(microbatches, _SUMMED)
+        key = (word, shape.dp_shard, shape.cp, shape.tp, shape.ep, zero, shape.pp > 1, few)
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = self._measured(shape, zero, word, few)
+        return found
 
-    def _measured(self, shape: Shape, zero: int, word: str) -> BlockBytes:
-        """Of the least of each, where blocks differ."""
+    def _measured(self, shape: Shape, zero: int, word: str, microbatches: int) -> BlockBytes:
+        """Of the least of each, where blocks differ. The first rank has the fewest messages."""
         kinds = self.evaluator.problem.workload.kinds
         blocks = [number for number, layer in enumerate(kinds) if layer.kind == "block"]
         mesh = (3 if shape.pp > 1 else 1, *shape.mesh[1:])
         pools = shape.site.pools[:1]
-        group = ReplicaChoice(1, *mesh, (1,) * mesh[0], pools, mesh[0], (word,))
+        group = ReplicaChoice(1, *mesh, (1,) * mesh[0], pools, microbatches, (word,))
         least = [inf, inf, inf]
         choice = Choice((group,), shape.dp_shard, zero=zero, ep=shape.ep)
         choice = replace(choice, host=self.limits.offloads[0])
         for kind in blocks:
             at = [
-                self.evaluator.memory_of(choice, group, mesh[0] // 2, kept, ((kind, number),)).peak
+                self.evaluator.memory_of(choice, group, 0, kept, ((kind, number),)).peak
                 for number, kept in ((1, 0.0), (2, 0.0), (1, 1.0), (2, 1.0))
             ]
             state = at[1] - at[0]

@@ -123,8 +123,8 @@ class Search:
         self.evaluator = Evaluator(self.problem)
         self._scores = Scores(self.problem, self.objective)
         self._bounds = Bounds(self.evaluator, self.limits.recompute)
-        self._layouts = Layouts(self.evaluator, self.limits)
         self._room = Room(self.evaluator, self.limits)
+        self._layouts = Layouts(self.evaluator, self.limits, self._room)
         self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
         self._candidates = Candidates(self.evaluator, self._scores, self._is_wanted)
         self._pushed = 0
@@ -305,8 +305,9 @@ class Search:
             kept = kept_microbatches(node.schedule, shape.pp, node.virtual, most)
             scores, fitting = list[tuple[float, float]](), list[Variant]()
             for variant in self._layouts.variants([shape], node.schedule, node.virtual):
-                if self._room.can_fit(shape, variant.zero, kept):
-                    scores.append(self._score_of_variant(shape, variant, number, most, kept))
+                rooms = self._room.by_word(shape, variant.zero, kept, most)
+                if rooms:
+                    scores.append(self._score_of_variant(shape, variant, number, most, rooms))
                     fitting.append(variant)
             if fitting:
                 rest = numbers[place + 1 :]
@@ -320,7 +321,12 @@ class Search:
         each, more = divmod(self.problem.workload.batch // one.microbatch, node.number)
         most = Shares(shape, node.number, each + (more > 0))
         for variant in node.variants:
-            for group in self._layouts.groups(variant, most, node.number):
+            alike = _replicas_of(shape, variant, node.number, most.microbatches)
+
+            def can_win(seconds: float, alike: Choice = alike) -> bool:
+                return self._scores.of_replicas(seconds, alike) < self._candidates.best_score
+
+            for group in self._layouts.groups(variant, most, node.number, can_win):
                 groups = tuple(dealt(group, node.number, each, more))
                 self._candidates.push(choice_of(variant, groups))
 
@@ -330,16 +336,17 @@ class Search:
         variant: Variant,
         number: int,
         microbatches: int,
-        kept: Sequence[float],
+        rooms: Sequence[Sequence[float]],
     ) -> tuple[float, float]:
         """The least score and the least seconds."""
-        most = [
-            self._room.most_blocks(shape, variant.zero, kept, word)
-            for word in self._room.words(shape)
-        ]
-        seconds = self._bounds.least_scheduled(shape, variant, microbatches, most)
-        group = ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches)
-        return self._scores.of_replicas(seconds, choice_of(variant, (group,))), seconds
+        seconds = self._bounds.least_scheduled(shape, variant, microbatches, rooms)
+        alike = _replicas_of(shape, variant, number, microbatches)
+        return self._scores.of_replicas(seconds, alike), seconds
+
+
+def _replicas_of(shape: Shape, variant: Variant, number: int, microbatches: int) -> Choice:
+    """A layout of so many replicas, without stages."""
+    return choice_of(variant, (ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches),))
 
 
 @dataclass(frozen=True, slots=True)

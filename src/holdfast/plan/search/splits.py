@@ -14,6 +14,8 @@ from sys import float_info
 
 ALL_SPLITS = 24
 """Splits up to which each is tried."""
+BALANCED = 1e-4
+"""Share by which another split may be better than a balanced one."""
 _LIMITS = 40
 
 Stages = tuple[int, ...]
@@ -46,20 +48,21 @@ def balanced_split(blocks: int, stages: int, cost: StageCost, first: Stages = ()
     """Return a split whose most costly stage is as cheap as can be. Among those, the first stages
     have the fewest blocks, for they keep the most microbatches. first: a split to begin with."""
     best = first or even_split(blocks, stages)
-    low, high = 0.0, _most(best, cost)
+    low, high = 0.0, most_costly(best, cost)
     for _ in range(_LIMITS):
         limit = (low + high) / 2
         found = _within(blocks, stages, cost, limit)
         if found is None:
             low = limit
         else:
-            best, high = found, _most(found, cost)
-        if high - low <= 1e-4 * high:
+            best, high = found, most_costly(found, cost)
+        if high - low <= BALANCED * high:
             break
     return best
 
 
-def _most(split: Stages, cost: StageCost) -> float:
+def most_costly(split: Stages, cost: StageCost) -> float:
+    """Return the cost of the most costly stage."""
     start, most = 0, 0.0
     for stage, number in enumerate(split):
         most = max(most, cost(stage, start, start + number))
