@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from math import inf
+from itertools import accumulate, islice, product
+from math import inf, prod
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -27,6 +27,9 @@ from holdfast.plan.search.splits import (
     fitting_split,
     most_costly,
 )
+
+_ALL_WORDS = 32
+"""Words of recompute of all ranks up to which each choice of them is tried."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,17 @@ class Layouts:
         fitting = self._recomputed(variant, replace(group, stages=split), shape) if split else None
         if fitting is not None:
             yield fitting
+
+    def with_more_recompute(self, group: ReplicaChoice, shape: Shape) -> Iterator[ReplicaChoice]:
+        """Layouts of a short pipeline that recompute more than memory needs.
+
+        A stage that takes longer delays its transfers. Other transfers may then use a link earlier,
+        so the step may be shorter."""
+        words = self.room.words(shape)
+        options = [words[words.index(group.recompute_at(n)) :] for n in range(group.pp)]
+        if 1 < prod(map(len, options)) <= _ALL_WORDS and group.pp > 1:
+            for found in islice(product(*options), 1, None):
+                yield replace(group, recompute=found[:1] if len(set(found)) == 1 else found)
 
     @property
     def _blocks(self) -> int:

@@ -320,15 +320,18 @@ class Search:
             self._push_scheduled(node.piped, shape, node.fewer)
         each, more = divmod(self.problem.workload.batch // one.microbatch, node.number)
         most = Shares(shape, node.number, each + (more > 0))
+        is_complete = self.problem.cluster.size <= _COMPLETE
         for variant in node.variants:
             alike = _replicas_of(shape, variant, node.number, most.microbatches)
 
             def can_win(seconds: float, alike: Choice = alike) -> bool:
                 return self._scores.of_replicas(seconds, alike) < self._candidates.best_score
 
-            for group in self._layouts.groups(variant, most, node.number, can_win):
-                groups = tuple(dealt(group, node.number, each, more))
-                self._candidates.push(choice_of(variant, groups))
+            for fitting in self._layouts.groups(variant, most, node.number, can_win):
+                slower = self._layouts.with_more_recompute(fitting, shape) if is_complete else ()
+                for group in (fitting, *slower):
+                    groups = tuple(dealt(group, node.number, each, more))
+                    self._candidates.push(choice_of(variant, groups))
 
     def _score_of_variant(
         self,
