@@ -110,7 +110,7 @@ class Bounds:
         if sum(map(int, most[0])) < blocks and len(shape.site.pools) == 1:
             busiest = self._busiest(shape, variant, microbatches, most, seconds)
             seconds = max(seconds, busiest)
-        return seconds + self._least_tail(shape, variant, blocks)
+        return seconds + self.least_tail(shape, variant)
 
     def _busiest(
         self,
@@ -158,8 +158,9 @@ class Bounds:
     def words(self, shape: Shape) -> list[str]:
         return [word for word in self.recompute if shape.ep == 1 or word != "selective"]
 
-    def _least_tail(self, shape: Shape, variant: Variant, blocks: int) -> float:
-        """Seconds after the passes, of a rank with no more than its share of the blocks."""
+    def least_tail(self, shape: Shape, variant: Variant) -> float:
+        """Return the seconds after the passes, of a rank with no more than its share of the
+        blocks."""
         workload, pool = self.evaluator.problem.workload, shape.site.pools[0]
         if len(shape.site.pools) > 1:
             return 0.0
@@ -175,7 +176,7 @@ class Bounds:
                 self.evaluator.least_tail(choice, group, 0, ((kind, 1),)) for kind in kinds
             )
         fixed = self.evaluator.device(pool).steps.step_s
-        return fixed + (each - fixed) * (blocks / shape.pp) * _LINEAR
+        return fixed + (each - fixed) * (self._blocks / shape.pp) * _LINEAR
 
     def _chain_seconds(self, cut: Cut, slots: tuple[int, ...]) -> float:
         """Of one microbatch on the busiest rank, if all pools are as busy."""

@@ -130,7 +130,7 @@ class Layouts:
             return
         if any(self._recomputed(variant, replace(group, stages=split), shape) for split in slow):
             return
-        split = self._by_memory(variant, group, number)
+        split = self._by_memory(variant, group, shape)
         fitting = self._recomputed(variant, replace(group, stages=split), shape) if split else None
         if fitting is not None:
             yield fitting
@@ -256,10 +256,12 @@ class Layouts:
 
         return seconds
 
-    def _by_memory(self, variant: Variant, group: ReplicaChoice, number: int) -> Stages:
+    def _by_memory(self, variant: Variant, group: ReplicaChoice, shape: Shape) -> Stages:
         """The fastest split that fits with some recompute; () if none does."""
         workload, pp = self.evaluator.problem.workload, group.pp
+        number, last = pp * variant.virtual, self.limits.recompute[-1]
         kept = kept_microbatches(variant.schedule, pp, variant.virtual, group.microbatches)
+        needs = self.room.block_bytes(shape, variant.zero, last, group.microbatches)
         trial = replace(group, recompute=self.limits.recompute[-1:])
         choice = choice_of(variant, (trial,))
         rooms = [self.evaluator.room(group.pool_at(index)) for index in range(pp)]
@@ -268,6 +270,9 @@ class Layouts:
 
         def cost(stage: int, start: int, stop: int) -> float:
             index = index_of[stage]
+            in_flight = kept[index] * shape.cut.local
+            if number == pp and stop - start > needs.blocks(rooms[index], in_flight):
+                return inf
             counts = workload.counts_of(start, stop, stage == 0, stage == number - 1)
             key = (index, counts)
             if key not in most:

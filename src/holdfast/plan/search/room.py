@@ -17,7 +17,7 @@ from holdfast.plan.search.space import Shape
 
 _ROUNDING = 1e-6
 _SUMMED = 3
-"""Microbatches of a replica from which on it holds a partial sum beside the sum."""
+"""Microbatches of a replica from which on it holds a partial sum too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class Room:
             return []
         return [self.most_blocks(shape, zero, kept, word, microbatches) for word in words] + [least]
 
-    def shortest(self, shape: Shape, zero: int) -> float:
+    def shortest(self, shape: Shape, zero: int, microbatches: int) -> float:
         """Return the least pp whose ranks have room for all blocks, one microbatch in flight at
         least. Of a site with one pool."""
-        most = self.block_bytes(shape, zero, self.words(shape)[-1]).blocks(
+        most = self.block_bytes(shape, zero, self.words(shape)[-1], microbatches).blocks(
             self.room(shape.site.pools[0]), 0.5 * shape.cut.local
         )
         return self._blocks / int(most) if most >= 1 else inf
@@ -109,7 +109,7 @@ class Room:
     def block_bytes(self, shape: Shape, zero: int, word: str, microbatches: int = 1) -> BlockBytes:
         """Return what each rank needs at least. microbatches: of the replica that has most, or
         fewer. A step's gradients are summed in a tree, where more of them have partial sums."""
-        few = min(microbatches, _SUMMED)
+        few = min(microbatches, _SUMMED) if shape.pp > 1 else 1
         key = (word, shape.dp_shard, shape.cp, shape.tp, shape.ep, zero, shape.pp > 1, few)
         found = self._bytes.get(key)
         if found is None:

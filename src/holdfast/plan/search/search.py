@@ -268,7 +268,7 @@ class Search:
             each = -(-self.problem.workload.batch // (cut.local * wide))
             pp = sum(slots)
             widest = next(shapes(self.problem, self.limits, cut, slots), None)
-            if widest is None or not self._may_fit(widest):
+            if widest is None or not self._may_fit(widest, each):
                 continue
             for schedule in self.limits.schedules if pp > 1 else self.limits.schedules[:1]:
                 for virtual in virtual_stages(schedule, self.limits, blocks, pp):
@@ -277,11 +277,16 @@ class Search:
                     score = self._scores.of_pools(seconds, cut.site.pools)
                     self._push(score, seconds, _Piped(cut, slots, schedule, virtual))
 
-    def _may_fit(self, shape: Shape) -> bool:
+    def _may_fit(self, shape: Shape, microbatches: int) -> bool:
+        """microbatches: of a replica, or fewer."""
         if len(shape.slots) > 1:
             half = [0.5] * shape.pp
-            return any(self._room.can_fit(shape, zero, half) for zero in self.limits.zero)
-        return any(self._room.shortest(shape, zero) <= shape.pp for zero in self.limits.zero)
+            return any(
+                self._room.can_fit(shape, zero, half, microbatches) for zero in self.limits.zero
+            )
+        return any(
+            self._room.shortest(shape, zero, microbatches) <= shape.pp for zero in self.limits.zero
+        )
 
     def _open_piped(self, node: _Piped) -> None:
         for shape in shapes(self.problem, self.limits, node.cut, node.slots):
@@ -323,9 +328,11 @@ class Search:
         is_complete = self.problem.cluster.size <= _COMPLETE
         for variant in node.variants:
             alike = _replicas_of(shape, variant, node.number, most.microbatches)
+            tail = self._bounds.least_tail(shape, variant)
 
-            def can_win(seconds: float, alike: Choice = alike) -> bool:
-                return self._scores.of_replicas(seconds, alike) < self._candidates.best_score
+            def can_win(seconds: float, alike: Choice = alike, tail: float = tail) -> bool:
+                least = self._scores.of_replicas(seconds + tail, alike)
+                return least < self._candidates.best_score
 
             for fitting in self._layouts.groups(variant, most, node.number, can_win):
                 slower = self._layouts.with_more_recompute(fitting, shape) if is_complete else ()
