@@ -25,6 +25,7 @@ from holdfast.plan.cost.least_pipeline_time import (
 )
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
 from holdfast.plan.cost.sharded_passes import with_collectives
+from holdfast.plan.cost.stage_layers import Counts, chunk_counts, counts_at, index_of
 from holdfast.plan.cost.stage_memory import (
     ASSUMED_OVERHEAD,
     Held,
@@ -260,34 +261,18 @@ class Evaluator:
         common = (choice.microbatch, choice.zero, choice.ep, choice.sequence_parallel)
         shared, slow_of = (common, group.mesh_shape[1:]), self.problem.slow
         for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
-            index = _index_of(choice, group, chunk)
-            place, counts = places[index], _chunk(self.problem.workload, group, chunk)
+            index = index_of(choice, group, chunk)
+            place, counts = places[index], chunk_counts(self.problem.workload, group, chunk)
             own = (id(place), counts, group.recompute_at(index), slow_of.get(index, 1.0))
             if own == before:
                 found.append(found[-1])
                 continue
             before, stage = own, self._stages.get((shared, own))
             if stage is None:
-                stage = self._stage(choice, group, index, place, counts)
+                stage = _stage(self, choice, group, index, place, counts)
                 self._stages[shared, own] = stage
             found.append(stage)
         return found
-
-    def _stage(
-        self, choice: Choice, group: ReplicaChoice, index: int, place: _Place, counts: Counts
-    ) -> StageTimes:
-        workload = self.problem.workload
-        tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
-        times = [
-            (self._layer(choice, group, group.recompute_at(index), kind, place), number)
-            for kind, number in counts
-        ]
-        cut = group.tp if choice.sequence_parallel else 1
-        size = tokens * workload.layers[0].width * workload.item / cut
-        send = place.links.pp.message_s(size)
-        fixed = self.device(place.pool).steps.microbatch_s
-        stage = StageTimes.of(times, send, self.problem.waits_for_sends, fixed)
-        return stage.slowed(self.problem.slow.get(index, 1.0))
 
     def layer_times(
         self, choice: Choice, group: ReplicaChoice, index: int, kind: int, word: str
@@ -342,7 +327,7 @@ class Evaluator:
             key = (shared, id(place), counts, hidden, number)
             tail = self._tails.get(key)
             if tail is None:
-                tail = self._tails[key] = self._tail_of(choice, group, place, counts, hidden)
+                tail = self._tails[key] = _tail_of(self, choice, group, place, counts, hidden)
             tails.append(tail)
         return max(tails, key=lambda tail: sum(tail.values())) if len(tails) > 1 else tails[0]
 
@@ -353,29 +338,8 @@ class Evaluator:
         shared = (choice.zero, choice.ep, group.mesh_shape[1:], group.microbatches, choice.host)
         key = (shared, id(place), counts)
         if key not in self._tails:
-            self._tails[key] = self._tail_of(choice, group, place, counts, inf)
+            self._tails[key] = _tail_of(self, choice, group, place, counts, inf)
         return sum(self._tails[key].values())
-
-    def _tail_of(
-        self, choice: Choice, group: ReplicaChoice, place: _Place, counts: Counts, hidden: float
-    ) -> dict[str, float]:
-        """Seconds of a step after its passes."""
-        problem, device = self.problem, self.device(place.pool)
-        is_split = problem.workload.scatters_each and choice.zero == 2
-        return step_tail(
-            problem.workload.state,
-            choice,
-            group,
-            place.links,
-            _layers(problem.workload, counts),
-            hidden=hidden,
-            bucket_bytes=problem.bucket_bytes,
-            touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
-            host_bytes_s=device.host_bytes_s,
-            update=_measured_update(self, choice, group, place, counts),
-            scatters=group.microbatches if is_split else 1,
-            costs=device.steps,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,11 +353,57 @@ class _Place:
 Pair = tuple[str, str]
 """The pool of an index on pp, and that of the next one."""
 
-Counts = tuple[tuple[int, int], ...]
-"""Kinds of layers, by their index in the workload, with their number."""
-
 Timer = Callable[[str, int, int, int, Sequence[StageTimes]], PipelineTime]
 """`pipeline_time`, or one with its parameters."""
+
+
+def _stage(
+    evaluator: Evaluator,
+    choice: Choice,
+    group: ReplicaChoice,
+    index: int,
+    place: _Place,
+    counts: Counts,
+) -> StageTimes:
+    workload = evaluator.problem.workload
+    tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
+    times = [
+        (evaluator._layer(choice, group, group.recompute_at(index), kind, place), number)
+        for kind, number in counts
+    ]
+    cut = group.tp if choice.sequence_parallel else 1
+    size = tokens * workload.layers[0].width * workload.item / cut
+    send = place.links.pp.message_s(size)
+    fixed = evaluator.device(place.pool).steps.microbatch_s
+    stage = StageTimes.of(times, send, evaluator.problem.waits_for_sends, fixed)
+    return stage.slowed(evaluator.problem.slow.get(index, 1.0))
+
+
+def _tail_of(
+    evaluator: Evaluator,
+    choice: Choice,
+    group: ReplicaChoice,
+    place: _Place,
+    counts: Counts,
+    hidden: float,
+) -> dict[str, float]:
+    """Seconds of a step after its passes."""
+    problem, device = evaluator.problem, evaluator.device(place.pool)
+    is_split = problem.workload.scatters_each and choice.zero == 2
+    return step_tail(
+        problem.workload.state,
+        choice,
+        group,
+        place.links,
+        _layers(problem.workload, counts),
+        hidden=hidden,
+        bucket_bytes=problem.bucket_bytes,
+        touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
+        host_bytes_s=device.host_bytes_s,
+        update=_measured_update(evaluator, choice, group, place, counts),
+        scatters=group.microbatches if is_split else 1,
+        costs=device.steps,
+    )
 
 
 def _with_gathers(
@@ -459,42 +469,6 @@ def _position(choice: Choice, group: ReplicaChoice, index: int) -> object:
 
 def _layers(workload: Workload, counts: Counts) -> Held:
     return [(workload.kinds[kind], number) for kind, number in counts]
-
-
-def counts_at(workload: Workload, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
-    """Layers of the ranks at `index` on pp."""
-    chunks = _chunks_of(choice, group, index)
-    if len(chunks) == 1:
-        return _chunk(workload, group, chunks[0])
-    sums = dict[int, int]()
-    for chunk in chunks:
-        for kind, number in _chunk(workload, group, chunk):
-            sums[kind] = sums.get(kind, 0) + number
-    return tuple(sorted(sums.items()))
-
-
-def _chunk(workload: Workload, group: ReplicaChoice, chunk: int) -> Counts:
-    """Kinds of layers of one stage, with their number."""
-    if group.pp == 1:
-        return workload.counts_of(0, len(workload.blocks), True, True)
-    first, last = group.bounds[chunk], group.bounds[chunk + 1]
-    return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)
-
-
-def _chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:
-    """The stages of the ranks at `index` on pp."""
-    if group.pp == 1:
-        return [0]
-    if SCHEDULE_KINDS[choice.schedule].is_folded:
-        return [index, 2 * group.pp - 1 - index]
-    return list(range(index, len(group.stages), group.pp))
-
-
-def _index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
-    """The index on pp of the ranks that have this stage."""
-    if SCHEDULE_KINDS[choice.schedule].is_folded and chunk >= group.pp:
-        return 2 * group.pp - 1 - chunk
-    return chunk % group.pp
 
 
 def times_of_stages(problem: Problem, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:

@@ -1,0 +1,46 @@
+"""Which layers the ranks at each index on pp hold, as kinds with their number."""
+
+from __future__ import annotations
+
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.workload import Workload
+
+Counts = tuple[tuple[int, int], ...]
+"""Kinds of layers, by their index in the workload, with their number."""
+
+
+def counts_at(workload: Workload, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
+    """Layers of the ranks at `index` on pp."""
+    chunks = chunks_of(choice, group, index)
+    if len(chunks) == 1:
+        return chunk_counts(workload, group, chunks[0])
+    sums = dict[int, int]()
+    for chunk in chunks:
+        for kind, number in chunk_counts(workload, group, chunk):
+            sums[kind] = sums.get(kind, 0) + number
+    return tuple(sorted(sums.items()))
+
+
+def chunk_counts(workload: Workload, group: ReplicaChoice, chunk: int) -> Counts:
+    """Kinds of layers of one stage, with their number."""
+    if group.pp == 1:
+        return workload.counts_of(0, len(workload.blocks), True, True)
+    first, last = group.bounds[chunk], group.bounds[chunk + 1]
+    return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)
+
+
+def chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:
+    """The stages of the ranks at `index` on pp."""
+    if group.pp == 1:
+        return [0]
+    if SCHEDULE_KINDS[choice.schedule].is_folded:
+        return [index, 2 * group.pp - 1 - index]
+    return list(range(index, len(group.stages), group.pp))
+
+
+def index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
+    """The index on pp of the ranks that have this stage."""
+    if SCHEDULE_KINDS[choice.schedule].is_folded and chunk >= group.pp:
+        return 2 * group.pp - 1 - chunk
+    return chunk % group.pp
