@@ -5,7 +5,7 @@
 p3      BERT-large on the p3 trace, with the throughput that Parcae's authors measured for each
         layout. Their saved decisions run under the same cost model.
 a100    GPT-6.7B on the GCP A100 trace, with the closed form of a pipeline. Three rules for which
-        nodes go.
+        nodes go, and one table of kept tokens against ours by rule.
 parcae  how far our reading of Parcae agrees with its saved decisions.
 acute   checkpoint time, pause and makespan by hierarchy of levels, interval and size.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -128,19 +129,21 @@ def rows_of(
     }
 
 
+def against(ledgers: Sequence[Ledger], ours: Sequence[Ledger]) -> tuple[float, float]:
+    """Kept tokens of a policy for each of ours, with half of the 95 % interval."""
+    return mean_interval([a.tokens / b.tokens for a, b in zip(ledgers, ours, strict=True)])
+
+
 def show(found: Mapping[str, Sequence[Ledger]], ours: str = "holdfast") -> None:
     print(
         f"{'policy':<34}{'kept Mtokens':>20}{'of ideal':>9}{'goodput':>9}{'lost s':>9}"
         f"{'changes':>9}{'$/Gtoken':>10}  against ours"
     )
-    base = [ledger.tokens for ledger in found[ours]]
     ordered = sorted(found, key=lambda n: -statistics.mean(led.tokens for led in found[n]))
     for name in ordered:
         ledgers = found[name]
         mean, half = mean_interval([ledger.tokens / 1e6 for ledger in ledgers])
-        ratio, spread = mean_interval(
-            [ledger.tokens / mine for ledger, mine in zip(ledgers, base, strict=True)]
-        )
+        ratio, spread = against(ledgers, found[ours])
         lost = statistics.mean(ledger.lost_s.mean for ledger in ledgers)
         cells = (
             f"{mean:,.1f} +- {half:,.1f}".rjust(20),
@@ -154,6 +157,11 @@ def show(found: Mapping[str, Sequence[Ledger]], ours: str = "holdfast") -> None:
         if not name.startswith(ours) and ratio - spread > 1:
             verdict += "  OURS LOSES"
         print(f"{name:<34}{''.join(cells)}{verdict}")
+    labels = ("checkpoint", "rework", "recovery")
+    for name in (each for each in ordered if each.startswith(ours) or each == "parcae"):
+        means = (statistics.mean(led.seconds[label] for led in found[name]) for label in labels)
+        spent = ", ".join(f"{label} {s:,.0f} s" for label, s in zip(labels, means, strict=True))
+        print(f"  {name}: {spent}")
 
 
 def plain(name: str) -> Entry:
@@ -185,8 +193,8 @@ def peers(cost: CostModel) -> Policy:
 
 
 def staged(cost: CostModel) -> Policy:
-    """The same on a node that stays, as Parcae has its server."""
-    return holdfast(cost, HoldfastRules(staged=True, peer_interval_s=SNAPSHOT_S))
+    """Snapshots on a node that stays, as Parcae has its server, at the policy's interval."""
+    return holdfast(cost, HoldfastRules(staged=True))
 
 
 def entries_for(cost: GridCost, streams: Sequence[EventStream]) -> list[Entry]:
@@ -198,7 +206,7 @@ def entries_for(cost: GridCost, streams: Sequence[EventStream]) -> list[Entry]:
     return [
         Entry("holdfast", lambda seed: holdfast),
         Entry("holdfast, peers every 20 s", lambda seed: peers),
-        Entry("holdfast, staging node every 20 s", lambda seed: staged),
+        Entry("holdfast, staging node", lambda seed: staged),
         plain("restart"),
         plain("torchft"),
         best_depth("torchft", cost, lambda pp: lambda _: TorchftPolicy(cost, pp), streams),
@@ -231,13 +239,21 @@ def p3(folder: Path, seeds: int) -> None:
 def a100(folder: Path, seeds: int) -> None:
     cost = workloads.a100_grid()
     rules: tuple[Victims, ...] = ("random", "lifo", "fifo")
+    by_rule: list[dict[str, list[Ledger]]] = []
     for victims in rules:
         streams = [trace_of(folder / A100, seed, victims) for seed in range(seeds)]
         print(
             f"\nGPT-6.7B on the GCP A100 trace, {streams[0].seconds / 3600:.2f} h, victims "
             f"{victims}, {seeds} seeds"
         )
-        show(rows_of(cost, entries_for(cost, streams), streams))
+        found = rows_of(cost, entries_for(cost, streams), streams)
+        show(found)
+        # The best depth may differ between rules.
+        by_rule.append({re.sub(r", \d+ stages", "", name): found[name] for name in found})
+    print(f"\n{'kept tokens against ours':<34}" + "".join(f"{rule:>17}" for rule in rules))
+    for name in by_rule[0]:
+        ratios = (against(found[name], found["holdfast"]) for found in by_rule)
+        print(f"{name:<34}" + "".join(f"{mean:8.3f} +- {half:.3f}" for mean, half in ratios))
 
 
 # --- Parcae's decisions -------------------------------------------------------------------------

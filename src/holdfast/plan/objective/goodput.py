@@ -319,9 +319,13 @@ class GoodputModel:
             * self.problem.cluster.pool(name).outside.bandwidth
             for name in pools
         )
-        costs = [TierCost(PEERS, self.costs.save_pause_s + self.costs.sent_share * each / slowest)]
+        sent, pause = each / slowest, self.costs.save_pause_s
         stored = each / self.costs.store_bandwidth
-        costs.append(TierCost(DISK, self.costs.save_pause_s, stored))
+        memory_s, store_s = (self.pause_s(choice, need) for need in (FROM_MEMORY, FROM_STORE))
+        costs = [
+            TierCost(PEERS, pause + self.costs.sent_share * sent, sent, memory_s),
+            TierCost(DISK, pause, stored, store_s),
+        ]
         rates = {PEERS: needs[FROM_MEMORY], DISK: needs[FROM_STORE]}
         bounds = IntervalBounds(cost.step_s, max(MAX_INTERVAL_S, cost.step_s))
         decisions = decide_tiers(costs, rates, bounds)
