@@ -99,7 +99,7 @@ class FailureRate:
 
     @property
     def _weights(self) -> Array:
-        return np.frombuffer(self.packed).reshape(len(NODE_COUNT_EXPONENTS), -1)
+        return np.ndarray(_SHAPE, np.float64, self.packed)
 
     @staticmethod
     def from_prior(mtbf: float = PRIOR_NODE_MTBF_S) -> FailureRate:
@@ -113,7 +113,7 @@ class FailureRate:
     def failures_per_second(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
         factors = self._node_factors(nodes)
-        return float(sum(map(mul, factors, (self._weights @ _RATES).tolist())))
+        return float(sum(map(mul, factors, self._weights.dot(_RATES).tolist())))
 
     def _node_factors(self, nodes: float) -> tuple[float, ...]:
         """By exponent: failures of a run on `nodes` nodes, for one of a single node."""
@@ -133,16 +133,18 @@ class FailureRate:
         rates = np.multiply.outer(factors, _RATES)
         while left > _LEAST_S:
             # Pieces in which hardly anything is expected: what is believed changes between them.
-            sums = (weights @ _RATES_AND_ONE).tolist()
-            expected = sum(factor * at for factor, (at, _) in zip(factors, sums, strict=True))
-            total = sum(one for _, one in sums)
+            sums = weights.dot(_RATES_AND_ONE).tolist()
+            expected, total = 0.0, 0.0
+            for factor, (at, one) in zip(factors, sums, strict=True):
+                expected += factor * at
+                total += one
             piece = min(left, _MAX_FAILURES_PER_UPDATE * total / expected)
             weights, left = _without_failure(weights / total, rates * -piece), left - piece
         for _ in range(failures):
             weights = weights * rates
-            weights = weights / weights.sum()
+            weights /= np.add.reduce(weights, axis=None)
         if not failures:
-            weights = weights / weights.sum()
+            weights = weights / np.add.reduce(weights, axis=None)
         return FailureRate(
             self.mtbf,
             weights.tobytes(),
@@ -195,7 +197,7 @@ def _without_failure(weights: Array, at_risk: Array) -> Array:
     """
     stayed = np.exp(at_risk * (1 + 1 / FAILURES_PER_REGIME))
     stayed *= weights
-    found: Array = (weights - stayed) @ _REGIME_STARTS  # out of the regime, quiet until then
+    found: Array = (weights - stayed).dot(_REGIME_STARTS)  # out of the regime, quiet until then
     quiet = np.expm1(at_risk)
     quiet /= at_risk
     found *= quiet
@@ -211,6 +213,7 @@ def _regime_changes() -> Array:
     return changes
 
 
+_SHAPE = len(NODE_COUNT_EXPONENTS), len(FAILURE_RATES)
 _RATES = np.array(FAILURE_RATES)
 _RATES_AND_ONE = np.stack([_RATES, np.ones(len(_RATES))], axis=1)
 _REGIME_STARTS = _regime_changes() / (1 + FAILURES_PER_REGIME)

@@ -1,26 +1,22 @@
 """Holdfast's own policy in a simulation: the runtime's policy objects decide.
 
-`policy/saving` chooses tiers and intervals from the failures seen so far. The recovery ladder
-(docs/elastic.md) says what a loss costs. Rung 0: a complete replica is left. Rung 4: the memory of
-other nodes has the state. Rung 6: only the run store has it. The copies of a node's
-part lie in the memory of the next node in the order of ranks. Pure.
+`holdfast_saves.py` says how often it saves. The recovery ladder (docs/elastic.md) says what a loss
+costs. Rung 0: a complete replica is left. Rung 4: the memory of other nodes has the state. Rung 6:
+only the run store has it. The copies of a node's part lie in the memory of the next node in the
+order of ranks. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.plan.objective.recovery_costs import RUNG_S
-from holdfast.policy.saving.failure_classes import FailureClassCounts
-from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate
-from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost
-from holdfast.policy.saving.tier_durations import TierDurations
-from holdfast.policy.saving.tiers import SaveCosts, TierSettings, decide_intervals
+from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S
+from holdfast.simulate.engine.holdfast_saves import HoldfastSaves
 from holdfast.simulate.engine.interfaces import (
     DISK,
-    MEMORY,
     NOTHING,
     PEERS,
     SAVE,
@@ -33,7 +29,6 @@ from holdfast.simulate.engine.interfaces import (
     Node,
     OperatingPoint,
     SavePlan,
-    TierSave,
     Transition,
     View,
     slowest,
@@ -42,14 +37,6 @@ from holdfast.simulate.engine.interfaces import (
 CONTINUES, FROM_MEMORY, FROM_STORE = "continues", "from_memory", "from_store"
 _LEVELS = {CONTINUES: 0, FROM_MEMORY: 1, FROM_STORE: 2}
 """Classes of `policy/saving/failure_classes.py`."""
-MIN_REVIEW_S = 60.0
-REVIEW_SHARE = 0.25
-REVIEW_FAILURES = 1.0
-"""Intervals are decided again when a failure was to be expected, at the latest after this share of
-the time since the last one."""
-SAME_RATE = 0.83
-"""A rate within this factor moves no interval. An interval goes with the root of the rate, and
-`policy/saving/interval.py` keeps one that would change by less than a tenth."""
 
 
 @dataclass(frozen=True)
@@ -103,38 +90,25 @@ class HoldfastPolicy:
     cost: CostModel
     rules: HoldfastRules
     name: str = "holdfast"
-    rate: FailureRate = field(init=False)
-    classes: FailureClassCounts = field(default_factory=FailureClassCounts)
-    settings: TierSettings = field(init=False)
-    _since: float = 0.0
+    cadence: HoldfastSaves = field(init=False)
     _is_warned: bool = False
-    _node_s: float = 0.0
-    _counted_at: float = 0.0
-    _last_failure: float = 0.0
-    _decide_at: float = 0.0
-    _decided_for: int = 0
-    _decided_rates: Mapping[int, float] = field(default_factory=dict)
-    _saves: dict[int, dict[int, TierSave]] = field(default_factory=dict)
-    _current: dict[int, IntervalDecision] = field(default_factory=dict)
-    _planned_for: tuple[int, tuple[float, ...]] = (0, ())
-    _planned: tuple[TierSave, ...] = ()
+    _is_slowed: bool = False
 
     def __post_init__(self) -> None:
         rules = self.rules
-        self.rate = FailureRate.from_prior(rules.prior_mtbf_s)
-        bounds = IntervalBounds(rules.min_interval_s, rules.max_interval_s)
-        memory = IntervalBounds(min(1e-3, rules.max_interval_s), rules.max_interval_s)
-        saved = (PEERS, DISK) if rules.peers else (DISK,)
-        given = {PEERS: rules.peer_interval_s, DISK: rules.store_interval_s}
-        decided = frozenset(tier for tier in saved if not given[tier])
-        limits = {MEMORY: memory, PEERS: memory, DISK: bounds}
-        # A node's own memory holds each step. Its saves cost nothing and are not simulated.
-        self.settings = TierSettings((MEMORY, *saved), decided, limits)
+        given = {PEERS: rules.peer_interval_s} if rules.peers else {}
+        given[DISK] = rules.store_interval_s
+        bounds = rules.min_interval_s, rules.max_interval_s
+        costs = self.cost.costs
+        self.cadence = HoldfastSaves(
+            costs, given, bounds, rules.prior_mtbf_s, lambda point: restores_s(costs, rules, point)
+        )
 
     # --- nodes change ---------------------------------------------------------------------------
     def decide(self, view: View, change: Change) -> Decision:
-        self._count_nodes(view)
+        self.cadence.count_nodes(view)
         self._is_warned = self._is_warned or bool(change.noticed)
+        self._is_slowed = self._is_slowed or bool(change.slowed)
         if change.lost:
             return self._after_loss(view, change)
         if view.point is None:
@@ -158,40 +132,36 @@ class HoldfastPolicy:
     def _after_loss(self, view: View, change: Change) -> Decision:
         need = self._need(view, change.lost)
         if view.pause_left == 0:
-            self._observe(view, failures=1)
-            self.classes = self.classes.with_failure(_LEVELS[need])
-            self._decide_at = view.now
-        if need == FROM_MEMORY and PEERS not in self._saved_tiers():
+            self.cadence.add_failure(view, _LEVELS[need])
+        if need == FROM_MEMORY and self.cadence.interval(PEERS) == inf:
             need = FROM_STORE
         point = self.cost.point(len(view.nodes))
         costs = self.cost.costs
         if point is None:
             return Decision(Transition(None, (), SAVE, (DISK,), reason=need, rung=6))
-        base = costs.detection_s + costs.communicator_s
+        seconds = costs.detection_s + costs.communicator_s
+        loses, tiers, rung, read = STEP, (DISK,), 0, dict[int, float]()
         if need == CONTINUES:
-            seconds = base + self.rules.rung_s[0] + self._moving(view, point)
-            return Decision(Transition(point, (("recovery", seconds),), STEP, reason=need, rung=0))
-        tier, rung = (PEERS, 4) if need == FROM_MEMORY else (DISK, 6)
-        made = Transition(
-            point,
-            (("recovery", base + restores_s(self.cost.costs, self.rules, point)[tier]),),
-            SAVE,
-            (PEERS, DISK) if tier == PEERS else (DISK,),
-            read={tier: costs.state_bytes * (1 if tier == PEERS else point.replicas)},
-            reason=need,
-            rung=rung,
-        )
-        return Decision(made)
+            seconds += self.rules.rung_s[0] + self._moving(view, point, change.lost)
+        elif need == FROM_MEMORY:
+            loses, tiers, rung = SAVE, (PEERS, DISK), 4
+            seconds += restores_s(costs, self.rules, point)[PEERS]
+            read = {PEERS: costs.state_bytes}
+        else:
+            loses, rung = SAVE, 6
+            seconds += restores_s(costs, self.rules, point)[DISK]
+            read = {DISK: costs.state_bytes * point.replicas}
+        pauses = (("recovery", seconds),)
+        return Decision(Transition(point, pauses, loses, tiers, None, read, need, rung))
 
-    def _moving(self, view: View, point: OperatingPoint) -> float:
+    def _moving(self, view: View, point: OperatingPoint, lost: tuple[int, ...] = ()) -> float:
         """Seconds until nodes have a new part of the state. They take one if a replica is added, or
-        if replicas lie on another number of nodes."""
-        now = view.point
-        if now is None or point.nodes_per_replica != now.nodes_per_replica:
-            return self.cost.costs.peer_s(point.nodes_per_replica)
-        nodes, each = view.nodes, now.nodes_per_replica
-        hit = {place // each for place, name in enumerate(view.used) if name not in nodes}
-        complete = now.replicas - sum(number < now.replicas for number in hit)
+        if replicas lie on another number of nodes. lost: places that have no node any more."""
+        now, each = view.point, point.nodes_per_replica
+        if now is None or each != now.nodes_per_replica:
+            return self.cost.costs.peer_s(each)
+        hit = {place // each for place in lost}
+        complete = now.replicas - sum([number < now.replicas for number in hit])
         return self.cost.costs.peer_s(each) if point.replicas > complete else 0.0
 
     def _need(self, view: View, lost: tuple[int, ...]) -> str:
@@ -202,22 +172,11 @@ class HoldfastPolicy:
         hit = {place // each for place in lost}
         if self.rules.replicas_go_on and point.replicas > 1 and len(hit) < point.replicas:
             return CONTINUES
-        number = len(used)
-        gone = set(lost)
+        number, gone = len(used), set(lost)
         safe = self.rules.staged or (
             number > 1 and all((place + 1) % number not in gone for place in lost)
         )
-        return FROM_MEMORY if safe and PEERS in self.settings.present else FROM_STORE
-
-    def _saved_tiers(self) -> set[int]:
-        return {tier for tier in self.settings.present[1:] if self._interval(tier) < inf}
-
-    def _interval(self, tier: int) -> float:
-        if tier not in self.settings.automatic:
-            rules = self.rules
-            return rules.peer_interval_s if tier == PEERS else rules.store_interval_s
-        made = self._current.get(tier)
-        return made.seconds if made else inf
+        return FROM_MEMORY if safe and self.rules.peers else FROM_STORE
 
     def _before_departure(self, view: View) -> Transition | None:
         """Leave nodes with a notice at a step boundary, with the state they hold: nothing is
@@ -266,86 +225,7 @@ class HoldfastPolicy:
         return point.tokens_per_s > now.tokens_per_s * (1 + self.rules.grow_gain) + 1e-9
 
     def slowdown(self, view: View) -> float:
-        return slowest(view)
-
-    # --- saves ----------------------------------------------------------------------------------
-    def _observe(self, view: View, failures: int = 0) -> None:
-        """Time passed at risk, on the mean number of nodes since the last look; then failures."""
-        self._count_nodes(view)
-        passed = view.now - self._since
-        nodes = self._node_s / passed if passed > 0 else 1.0
-        self.rate = self.rate.with_observation(max(0.0, passed), max(1.0, nodes), failures)
-        self._since, self._node_s = view.now, 0.0
-        if failures:
-            self._last_failure = view.now
-
-    def _count_nodes(self, view: View) -> None:
-        used = view.point.nodes if view.point else 1
-        self._node_s += used * (view.now - self._counted_at)
-        self._counted_at = view.now
+        return slowest(view) if self._is_slowed else 1.0
 
     def saves(self, view: View) -> SavePlan:
-        """Decided again after a failure, and when the belief may have moved."""
-        point = view.point
-        assert point is not None
-        nodes = point.nodes
-        each = self._saves_on(nodes)
-        is_due = view.now >= self._decide_at
-        if self.settings.automatic and (is_due or nodes != self._decided_for):
-            if is_due and view.now > self._since:
-                self._observe(view)
-            rate = self.rate.failures_per_second(nodes)
-            quiet = REVIEW_SHARE * (view.now - self._last_failure)
-            self._decide_at = view.now + max(MIN_REVIEW_S, REVIEW_FAILURES / rate, quiet)
-            self._decided_for = nodes
-            rates = self.classes.rate_by_tier(rate, self.settings.present)
-            before = self._decided_rates
-            if not before or any(
-                not SAME_RATE * before[tier] < now < before[tier] / SAME_RATE
-                for tier, now in rates.items()
-            ):
-                self._decide_intervals(point, each)
-                self._decided_rates = rates
-        due = self._decide_at - view.now if self.settings.automatic else inf
-        return SavePlan(self._planned_tiers(nodes, each), max(MIN_REVIEW_S, due))
-
-    def _planned_tiers(self, nodes: int, each: Mapping[int, TierSave]) -> tuple[TierSave, ...]:
-        """The saves of the intervals in force. They stay the same object as long as they hold."""
-        saved = self.settings.present[1:]
-        intervals = tuple([self._interval(tier) for tier in saved])
-        if self._planned_for != (nodes, intervals):
-            self._planned_for = nodes, intervals
-            self._planned = tuple(
-                replace(each[tier], interval_s=interval)
-                for tier, interval in zip(saved, intervals, strict=True)
-                if interval < inf
-            )
-        return self._planned
-
-    def _saves_on(self, nodes: int) -> dict[int, TierSave]:
-        """What a save into each tier takes on so many nodes."""
-        if nodes not in self._saves:
-            costs = self.cost.costs
-            sent = costs.save_pause_s + costs.sent_share * costs.peer_s(nodes)
-            size, stored = costs.state_bytes, costs.store_s(nodes)
-            self._saves[nodes] = {
-                PEERS: TierSave(PEERS, inf, sent, costs.peer_s(nodes), size),
-                DISK: TierSave(DISK, inf, costs.save_pause_s, stored, size),
-            }
-        return self._saves[nodes]
-
-    def _decide_intervals(self, point: OperatingPoint, each: Mapping[int, TierSave]) -> None:
-        costs = {tier: SaveCost(save.blocked_s) for tier, save in each.items()}
-        self._current = decide_intervals(
-            self.settings,
-            SaveCosts({MEMORY: SaveCost(0.0), **costs}),
-            TierDurations(
-                {tier: save.durable_s for tier, save in each.items()},
-                restores_s(self.cost.costs, self.rules, point),
-            ),
-            self.rate,
-            self.classes,
-            point.nodes,
-            {PEERS: self.rules.peer_interval_s, DISK: self.rules.store_interval_s},
-            self._current,
-        )
+        return self.cadence.plan(view)

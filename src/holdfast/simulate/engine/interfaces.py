@@ -49,7 +49,7 @@ class OperatingPoint:
 
     @property
     def nodes_per_replica(self) -> int:
-        return max(1, self.nodes // max(1, self.replicas))
+        return max(1, self.nodes // self.replicas) if self.replicas > 1 else self.nodes or 1
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,20 @@
 """The engine: a run over the events of a trace, in closed form between two changes.
 
 Something changes only at an event, at the end of a pause, or when a policy asked to be called.
-Between two such times everything follows from formulas (`progress.py`, `meter.py`). Events may come
-from a generator. The engine keeps totals and the nodes that are there: its memory does not grow
-with the time that is simulated. It draws no random number. Pure.
+Between two such times everything follows from formulas (`progress.py`, `accounts.py`). Events may
+come from a generator. The engine keeps totals and the nodes that are there: its memory does not
+grow with the time that is simulated. It draws no random number. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from typing import Protocol
 
+from holdfast.simulate.engine.accounts import Accounts
 from holdfast.simulate.engine.fleet import Fleet, instants, seats
 from holdfast.simulate.engine.interfaces import (
     NOTHING,
@@ -27,7 +29,6 @@ from holdfast.simulate.engine.interfaces import (
     Transition,
 )
 from holdfast.simulate.engine.ledger import Ledger
-from holdfast.simulate.engine.meter import Meter
 from holdfast.simulate.engine.progress import LostWork, Progress
 from holdfast.simulate.traces.events import TraceEvent
 
@@ -79,38 +80,29 @@ class Simulation:
     fleet: Fleet = field(default_factory=Fleet)
     used: list[str] = field(default_factory=list)
     point: OperatingPoint | None = None
-    ledger: Ledger = field(default_factory=Ledger)
+    nodes: Mapping[str, Node] = field(init=False)
+    accounts: Accounts = field(init=False)
     progress: Progress = field(init=False)
-    meter: Meter = field(init=False)
     _places: dict[str, int] = field(default_factory=dict)
     _pauses: list[tuple[str, float]] = field(default_factory=list)
     _planned: Transition | None = None
     _planned_at: float = inf
     _review_at: float = inf
     _saves_at: float = inf
-    _fault_at: float | None = None
-    _commit_at: float = inf
     _is_starting: bool = False
-    _ideal: float = 0.0
-    _full: float = 0.0
     _watts: float = 0.0
     _dirty: bool = True
 
     def __post_init__(self) -> None:
         best = self.cost.point(self.cost.wanted)
-        step = best.tokens_per_s * best.step_s if best else 0.0
-        self.progress = Progress(step)
-        self.meter = Meter(self.cost.costs)
-        self._full = best.tokens_per_s if best else 0.0
+        self.nodes = self.fleet.nodes
+        self.accounts = Accounts(self.cost)
+        self.progress = Progress(best.tokens_per_s * best.step_s if best else 0.0)
 
     # --- the policy's view ----------------------------------------------------------------------
     @property
-    def nodes(self) -> Mapping[str, Node]:
-        return self.fleet.nodes
-
-    @property
     def pause_left(self) -> float:
-        return sum(seconds for _, seconds in self._pauses)
+        return sum([seconds for _, seconds in self._pauses]) if self._pauses else 0.0
 
     @property
     def tokens(self) -> float:
@@ -120,6 +112,10 @@ class Simulation:
     def unsaved_s(self) -> float:
         return self.progress.unsaved_s
 
+    @property
+    def ledger(self) -> Ledger:
+        return self.accounts.ledger
+
     # --- the run --------------------------------------------------------------------------------
     def run(self, events: Iterable[TraceEvent]) -> Ledger:
         """Simulate the run until its end, or that of the time."""
@@ -128,16 +124,8 @@ class Simulation:
                 break
             self._take(group)
         self._advance_to(self.limits.seconds)
-        return self._close()
-
-    def _close(self) -> Ledger:
-        self._settle()
-        ledger, progress = self.ledger, self.progress
-        ledger.tokens = progress.tokens
-        ledger.seconds["productive"] = progress.productive
-        ledger.seconds["checkpoint"] = progress.blocked
-        ledger.saves, ledger.saved_bytes = progress.saves, progress.bytes
-        ledger.ended = "finished" if ledger.finished else "time"
+        self.accounts.settle(self.now)
+        ledger = self.accounts.close(self.progress)
         if self.observer:
             self.observer.ended(self)
         return ledger
@@ -145,18 +133,20 @@ class Simulation:
     # --- time passes ----------------------------------------------------------------------------
     def _advance_to(self, end: float) -> bool:
         """Return True if the run is done by then."""
-        if self.ledger.finished:
+        if self.accounts.ledger.finished:
             return True
         while self.now < end:
             until = min(end, self._review_at)
-            training = self.point is not None and not self._pauses
+            training = False
             if self._pauses:
                 until = min(until, self.now + self._pauses[0][1])
-            elif training:
+            elif self.point is not None:
+                training = True
                 until = min(until, self._saves_at, self._planned_at)
-            if self._pass(max(0.0, until - self.now), training):
-                return True
-            self.now = max(self.now, until)
+            if until > self.now:
+                if self._pass(until - self.now, training):
+                    return True
+                self.now = until
             if self._pauses and self._pauses[0][1] <= _TINY:
                 self._pauses.pop(0)
                 if not self._pauses:
@@ -172,20 +162,17 @@ class Simulation:
 
     def _pass(self, seconds: float, training: bool) -> bool:
         """Time passes in which nothing changes. Returns True if the run is done."""
-        if seconds <= 0:
-            return False
         if self._dirty:
-            self._recount()
-        if training and self.progress.rate > 0 and self.limits.tokens < inf:
+            self._dirty = False
+            self.accounts.count(self.nodes.values())
+        is_done = False
+        if training and self.limits.tokens < inf and self.progress.rate > 0:
             needed = self.progress.seconds_for(self.limits.tokens)
             if needed <= seconds:
-                seconds, self.ledger.finished = max(0.0, needed), True
-        point = self.point
-        used = len(self.used) if point else 0
-        idle = used * self.cost.costs.idle_watts
-        self.meter.run(self.ledger, seconds, used, self._watts if training else idle)
-        self.ledger.ideal_tokens += self._ideal * seconds
-        self.ledger.full_tokens += self._full * seconds
+                seconds, is_done = max(0.0, needed), True
+        used = len(self.used) if self.point else 0
+        watts = self._watts if training else used * self.cost.costs.idle_watts
+        self.accounts.add_time(seconds, used, watts)
         if training:
             self.progress.advance(self.now, seconds)
             if self.observer:
@@ -194,20 +181,14 @@ class Simulation:
                 self.now -= seconds
         elif self._pauses:
             label, left = self._pauses[0]
-            self.ledger.seconds[label] += min(seconds, left)
+            self.accounts.ledger.seconds[label] += min(seconds, left)
             self._pauses[0] = label, left - seconds
         else:
-            self.ledger.seconds["stopped"] += seconds
-        if self.ledger.finished:
+            self.accounts.ledger.seconds["stopped"] += seconds
+        if is_done:
+            self.accounts.ledger.finished = True
             self.now += seconds
-        return self.ledger.finished
-
-    def _recount(self) -> None:
-        self._dirty = False
-        number = len(self.nodes)
-        self.meter.count(self.nodes.values(), number)
-        best = self.cost.point(min(number, self.cost.wanted))
-        self._ideal = best.tokens_per_s if best else 0.0
+        return is_done
 
     # --- events ---------------------------------------------------------------------------------
     def _take(self, group: Sequence[TraceEvent]) -> None:
@@ -215,7 +196,7 @@ class Simulation:
         taken = self.fleet.take(group, self._places)
         self._dirty = self._dirty or taken.is_new
         for event in taken.levels:
-            self.meter.observe(event)
+            self.accounts.meter.observe(event)
         change = taken.change()
         if change is None:
             return
@@ -228,10 +209,9 @@ class Simulation:
 
     # --- decisions ------------------------------------------------------------------------------
     def _decide(self, change: Change) -> None:
-        self._settle()
+        self.accounts.settle(self.now)
         if change.lost:
-            self.ledger.interruptions += 1
-            self._fault_at = self.now if self._fault_at is None else self._fault_at
+            self.accounts.add_fault(self.now)
         decision = self.policy.decide(self, change)
         self._review_at = self.now + max(MIN_REVIEW_S, decision.review_s)
         if decision.transition is not None:
@@ -243,12 +223,12 @@ class Simulation:
 
     def _plan(self, transition: Transition, is_loss: bool) -> None:
         """A transition that loses nothing waits for the end of the step."""
-        training = self.point is not None and not self._pauses
-        left = self.progress.until_step_end() if training else 0.0
-        if transition.loses != NOTHING or left <= _TINY:
-            self._change(transition, is_loss)
-        else:
-            self._planned, self._planned_at = transition, self.now + left
+        if transition.loses == NOTHING and self.point is not None and not self._pauses:
+            left = self.progress.until_step_end()
+            if left > _TINY:
+                self._planned, self._planned_at = transition, self.now + left
+                return
+        self._change(transition, is_loss)
 
     def _carry_out(self, planned: Transition) -> None:
         """The step has ended; a node that was to join may be lost by now."""
@@ -260,28 +240,14 @@ class Simulation:
 
     def _change(self, transition: Transition, is_loss: bool) -> None:
         self._planned, self._planned_at = None, inf
-        lost = _NO_WORK
-        if transition.loses == SAVE:
-            lost = self.progress.return_to_save(self.now, transition.tiers)
-        elif transition.loses == STEP:
-            lost = self.progress.lose_step()
-        elif transition.loses != NOTHING:
-            raise ValueError(f"a transition cannot lose {transition.loses!r}")
-        ledger = self.ledger
-        ledger.seconds["recovery"] += lost.partial_s
-        ledger.seconds["rework"] += lost.productive - lost.partial_s + lost.blocked
-        ledger.tokens_lost += lost.tokens
+        accounts = self.accounts
+        lost = self._lose(transition)
         if is_loss:
-            step = self.progress.step_tokens
-            ledger.lost_s.add(lost.productive)
-            ledger.lost_steps.add(lost.tokens / step if step else 0.0)
-        if transition.reason:
-            ledger.by_reason[transition.reason] = ledger.by_reason.get(transition.reason, 0) + 1
-        for tier, amount in transition.read.items():
-            ledger.read_bytes[tier] = ledger.read_bytes.get(tier, 0.0) + amount
-        before, commit_at = self.point, self._commit_at
-        self.point, self._commit_at = transition.point, inf
-        ledger.changes += before != transition.point
+            accounts.add_interruption(lost, self.progress.step_tokens)
+        accounts.add_transition(transition)
+        before, commit_at = self.point, accounts.commit_at
+        self.point, accounts.commit_at = transition.point, inf
+        accounts.ledger.changes += before != transition.point
         self._seat(transition)
         # As in the report of a real run: it has not started until a step is done.
         is_first = bool(transition.pauses) and transition.pauses[0][0] == "startup"
@@ -293,8 +259,21 @@ class Simulation:
         ]
         if self.observer:
             self.observer.changed(self, transition, lost)
-        if self.point is not None and not self._pauses:
+        if not self._pauses:
             self._resume()
+
+    def _lose(self, transition: Transition) -> LostWork:
+        """Take back the work that the transition loses."""
+        if transition.loses == NOTHING:
+            return _NO_WORK
+        if transition.loses == SAVE:
+            lost = self.progress.return_to_save(self.now, transition.tiers)
+        elif transition.loses == STEP:
+            lost = self.progress.lose_step()
+        else:
+            raise ValueError(f"a transition cannot lose {transition.loses!r}")
+        self.accounts.add_lost(lost)
+        return lost
 
     def _seat(self, transition: Transition) -> None:
         """Give the layout its nodes: a lost one's place goes to the oldest that has none."""
@@ -305,13 +284,13 @@ class Simulation:
             self.used = list(transition.used)
         else:
             self.used = seats(self.used, self.nodes, point.nodes)
-        self._places = {name: place for place, name in enumerate(self.used)}
+        self._places = dict(zip(self.used, count()))
 
     def _resume(self) -> None:
         if self.point is None:
             return
         self._set_rate()
-        self._commit_at = self.now + self.point.step_s
+        self.accounts.commit_at = self.now + self.point.step_s
         self._ask_saves()
 
     def _set_rate(self) -> None:
@@ -325,9 +304,3 @@ class Simulation:
         self.progress.set_plan(plan)
         if self.observer:
             self.observer.planned(self, plan)
-
-    def _settle(self) -> None:
-        """The first step after a fault has ended, if it has."""
-        if self._fault_at is not None and self._commit_at <= self.now:
-            self.ledger.rto_s.add(self._commit_at - self._fault_at)
-            self._fault_at = None

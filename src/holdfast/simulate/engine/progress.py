@@ -31,10 +31,10 @@ class Mark:
         return self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Stretch:
     """Work and saves that were taken at once, from the values at its start. tiers: (seconds since
-    the last save, interval, seconds of a save)."""
+    the last save, interval, seconds of a save). It is never changed."""
 
     now: float
     tokens: float
@@ -45,10 +45,10 @@ class _Stretch:
     tiers: tuple[tuple[float, float, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
     """The save that is made after `work` seconds of a stretch. It is worked out when it is needed,
-    which most saves never are."""
+    which most saves never are. It is never changed."""
 
     stretch: _Stretch
     work: float
@@ -82,12 +82,14 @@ _START = Mark(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class _Tier:
-    """since: seconds of work since the last save. saves, saved_bytes: of all of the run."""
+    """since: seconds of work since the last save. unsure: saves before the last one that may be the
+    newest usable one."""
 
     plan: TierSave
     interval: float
     since: float = 0.0
     marks: list[Mark | _Place] = field(default_factory=list)
+    unsure: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ class Progress:
     block_left: float = 0.0
     _in_save: list[_Tier] = field(default_factory=list)
     _tiers: dict[int, _Tier] = field(default_factory=dict)
+    _pause: float = 0.0
+    _share: float = 1.0
+    _least: float = inf
     _planned: tuple[TierSave, ...] = ()
     _marks: dict[int, list[Mark | _Place]] = field(default_factory=dict)
 
@@ -147,10 +152,18 @@ class Progress:
     def _round_intervals(self) -> None:
         """Saves are made at the end of a step."""
         step = self.step_tokens / self.rate if self.rate > 0 else 0.0
+        pause, share, least = 0.0, 1.0, inf
         for tier in self._tiers.values():
-            wanted = tier.plan.interval_s
-            tier.interval = max(1, ceil(wanted / step - 1e-6)) * step if step else wanted
-            tier.since = min(tier.since, tier.interval)  # a save that is overdue comes at once
+            wanted, blocked = tier.plan.interval_s, tier.plan.blocked_s
+            interval = max(1, ceil(wanted / step - 1e-6)) * step if step else wanted
+            tier.interval = interval
+            tier.since = min(tier.since, interval)  # a save that is overdue comes at once
+            durable = ceil(tier.plan.durable_s / max(interval, _TINY))
+            tier.unsure = min(_MARKS - 2, durable)
+            pause += blocked
+            share += blocked / interval
+            least = min(least, interval)
+        self._pause, self._share, self._least = pause, share, least
 
     def save_now(self, tiers: Collection[int], usable_s: float) -> None:
         """All up to the last finished step is saved into these tiers, in addition to the plan."""
@@ -163,10 +176,10 @@ class Progress:
     # --- time passes ----------------------------------------------------------------------------
     def advance(self, now: float, seconds: float) -> None:
         """The run trains from `now` for so many seconds, saves included."""
-        tiers = list(self._tiers.values())
-        if not tiers:
+        if not self._tiers:
             self._work(seconds)
             return
+        tiers = self._tiers.values()
         left = seconds
         if self.block_left > 0:
             left = self._finish_save(now, left)
@@ -174,7 +187,7 @@ class Progress:
             return
         left = self._jump(now + seconds - left, left, tiers)
         while left > _TINY:
-            ahead = min(tier.interval - tier.since for tier in tiers)
+            ahead = min([tier.interval - tier.since for tier in tiers])
             if ahead >= left:
                 self._work(left, tiers)
                 return
@@ -206,37 +219,25 @@ class Progress:
         for tier in tiers:
             tier.since += seconds
 
-    def _jump(self, now: float, left: float, tiers: list[_Tier]) -> float:
+    def _jump(self, now: float, left: float, tiers: Collection[_Tier]) -> float:
         """Take as much work with its saves at once as surely fits; return the seconds left."""
-        pause, share, least = 0.0, 1.0, inf
-        for tier in tiers:
-            pause += tier.plan.blocked_s
-            share += tier.plan.blocked_s / tier.interval
-            least = min(least, tier.interval)
-        work = (left - pause) / share
-        if work <= 2 * least:
+        work = (left - self._pause) / self._share
+        if work <= 2 * self._least:
             return left
-        done = [(tier, tier.since, floor((tier.since + work) / tier.interval)) for tier in tiers]
-        spent = sum(count * tier.plan.blocked_s for tier, _, count in done)
-
+        before = tuple([(tier.since, tier.interval, tier.plan.blocked_s) for tier in tiers])
         stretch = _Stretch(
-            now,
-            self.tokens,
-            self.productive,
-            self.blocked,
-            self.rate,
-            self.step_tokens,
-            tuple((since, tier.interval, tier.plan.blocked_s) for tier, since, _ in done),
+            now, self.tokens, self.productive, self.blocked, self.rate, self.step_tokens, before
         )
-        for tier, since, count in done:
-            interval, durable = tier.interval, tier.plan.durable_s
-            tier.marks += [
-                _Place(stretch, number * interval - since, durable)
-                for number in range(max(1, count - _newest(tier)), count + 1)
-            ]
+        spent = 0.0
+        for tier in tiers:
+            since, interval, plan = tier.since, tier.interval, tier.plan
+            count = floor((since + work) / interval)
+            spent += count * plan.blocked_s
+            for number in range(max(1, count - tier.unsure), count + 1):
+                tier.marks.append(_Place(stretch, number * interval - since, plan.durable_s))
             del tier.marks[:-_MARKS]
             self._count(tier, count)
-            tier.since = max(0.0, since + work - count * tier.interval)
+            tier.since = max(0.0, since + work - count * interval)
         self._work(work)
         self.blocked += spent
         return left - work - spent
@@ -322,8 +323,3 @@ class Progress:
         for tier_state in self._tiers.values():
             tier_state.since = 0.0
         return lost
-
-
-def _newest(tier: _Tier) -> int:
-    """Saves before the last one that may be the newest usable one."""
-    return min(_MARKS - 2, ceil(tier.plan.durable_s / max(tier.interval, _TINY)))
