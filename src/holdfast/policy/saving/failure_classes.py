@@ -38,7 +38,8 @@ class FailureClassCounts:
         `tiers`. Failures that none of them survives are counted with the highest. A restart returns
         to what that tier holds, or to the beginning, which no interval changes."""
         out = dict.fromkeys(sorted(tiers), 0.0)
+        highest, total = max(out), sum(self.counts)
         for level, count in enumerate(self.counts):
-            tier = next((t for t in out if t >= level), max(out))
-            out[tier] += rate * count / sum(self.counts)
+            tier = level if level in out else next((t for t in out if t >= level), highest)
+            out[tier] += rate * count / total
         return out
