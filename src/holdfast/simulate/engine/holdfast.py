@@ -140,7 +140,8 @@ class HoldfastPolicy:
         if point is None:
             return Decision(Transition(None, (), SAVE, (DISK,), reason=need, rung=6))
         seconds = costs.detection_s + costs.communicator_s
-        loses, tiers, rung, read = STEP, (DISK,), 0, dict[int, float]()
+        loses, rung, read = STEP, 0, dict[int, float]()
+        tiers: tuple[int, ...] = (DISK,)
         if need == CONTINUES:
             seconds += self.rules.rung_s[0] + self._moving(view, point, change.lost)
         elif need == FROM_MEMORY:
