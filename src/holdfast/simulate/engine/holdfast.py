@@ -143,7 +143,7 @@ class HoldfastPolicy:
         loses, rung, read = STEP, 0, dict[int, float]()
         tiers: tuple[int, ...] = (DISK,)
         if need == CONTINUES:
-            seconds += self.rules.rung_s[0] + self._moving(view, point, change.lost)
+            seconds = seconds + self.rules.rung_s[0] + self._moving(view, point, change.lost)
         elif need == FROM_MEMORY:
             loses, tiers, rung = SAVE, (PEERS, DISK), 4
             seconds += restores_s(costs, self.rules, point)[PEERS]
