@@ -41,6 +41,22 @@ def test_convert_and_show(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (value["churn"]["lost"], value["events"]["notice"]) == (2, 2)
 
 
+def test_files_of_several_kinds_become_one_trace(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name of a file is a label for its nodes, and chooses nothing from a table of prices."""
+    Path("prices.csv").write_text(
+        "date,machine_type,region,usd_per_hour_on_demand,usd_per_hour_spot\n"
+        "2023-05-08,m,mars-1,3.0,1.0\n"
+    )
+    assert main(["trace", "show", str(file), "prices.csv", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["events"]["join"], found["events"]["price"]) == (4, 1)
+    assert main(["trace", "convert", str(file), "prices.csv", "--to", "both.jsonl"]) == 0
+    rows = [json.loads(line) for line in Path("both.jsonl").read_text().splitlines()[1:]]
+    assert {row["zone"] for row in rows} == {"nodes", "mars-1"}
+
+
 def test_make_fit_and_plot(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "make", "spot", "--to", "s.jsonl", "--set", "nodes=8"]) == 0
     assert main(["trace", "fit", "s.jsonl"]) == 0

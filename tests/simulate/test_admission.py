@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.link import Link
 from holdfast.policy.gangs import GangBoard
 from holdfast.simulate.admission.engine import Run, Setup, simulate
@@ -349,6 +350,16 @@ def test_zones_are_crossed_last() -> None:
     assert slow.bandwidth < OUTSIDE.bandwidth
     assert fabric.ring_link([0, 1]) == fabric.best_link(2, 8) == OUTSIDE
     assert fabric.best_link(3, 8) == slow
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(3, 8), (5, 4), (1, 1)])
+def test_jobs_are_drawn_for_clusters_of_any_size(nodes: int, devices: int) -> None:
+    fabric = Fabric(read_cluster(f"{nodes}x{devices}xA100-80"))
+    jobs = make_jobs(Workload(days=60), fabric, seed=0)
+
+    assert jobs
+    assert max(job.pods for job in jobs) <= nodes
+    assert max(job.devices for job in jobs) == devices
 
 
 def test_drawn_jobs_offer_the_load_that_was_asked_for() -> None:

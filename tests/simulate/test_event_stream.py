@@ -236,6 +236,10 @@ JOIN = '{"t_s": 0, "kind": "join", "node": "a"}\n'
         ('{"t_s": 0, "kind": "vanish", "node": "a"}', "t:2: there is no kind 'vanish' of event"),
         ('{"t_s": -1, "kind": "join", "node": "a"}', "t:2: t_s is -1"),
         ('{"t_s": NaN, "kind": "join", "node": "a"}', "t:2: t_s is 'nan'"),
+        (
+            '{"t_s": 1e12, "kind": "join", "node": "a"}',
+            "t_s is 1e+12; write seconds from the start",
+        ),
         ('{"t_s": 0, "kind": "price", "value": -1}', "t:2: value of price is -1"),
         ('{"t_s": 0, "kind": "price", "value": true}', "t:2: value is 'True'"),
         ('{"t_s": 0, "kind": "join"}', "t:2: join names no node"),

@@ -29,7 +29,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="a constant or rule (docs/simulate.md), or one of --make"),
 ]
-Days = Annotated[float | None, typer.Option(min=0.01, help="length of --make")]
+Days = Annotated[float | None, typer.Option(min=0.01, max=36500, help="length of --make")]
 Machines = Annotated[
     str, typer.Option("--cluster", help="the machines; none: plan.cluster, or this machine")
 ]

@@ -51,8 +51,8 @@ Teams = Annotated[
 QuotaRule = Annotated[
     Quotas, typer.Option(help="reclaim: borrowed devices are taken back; hard: none are lent")
 ]
-Load = Annotated[float, typer.Option(min=0.01, help="demand over devices, of drawn jobs")]
-Days = Annotated[float, typer.Option(min=0.01, help="in which drawn jobs are submitted")]
+Load = Annotated[float, typer.Option(min=0.01, max=100, help="demand over devices, of drawn jobs")]
+Days = Annotated[float, typer.Option(min=0.01, max=3650, help="in which drawn jobs are submitted")]
 Elastic = Annotated[
     float, typer.Option(min=0, max=1, help="share of elastic jobs of those with several pods")
 ]

@@ -109,8 +109,15 @@ class JournalObserver:
                 where=str(folder),
                 remedy="give --out a folder that does not exist",
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "resolved.json").write_text(json.dumps(resolved, indent=1), "utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "resolved.json").write_text(json.dumps(resolved, indent=1), "utf-8")
+        except OSError as error:
+            raise RunFolderError(
+                f"the folder cannot be made: {error.strerror}",
+                where=f"command line, --out {folder}",
+                remedy="give a path in a folder that you can write to",
+            ) from None
         return FolderStore(folder)
 
     # --- what the engine tells ------------------------------------------------------------------

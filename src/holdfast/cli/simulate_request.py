@@ -17,7 +17,13 @@ from holdfast.simulate.engine.holdfast import HoldfastRules, holdfast
 from holdfast.simulate.engine.interfaces import CostModel, PolicyMaker
 from holdfast.simulate.engine.loop import Observer
 from holdfast.simulate.engine.planned_cost import PlannedCost, planned_cost
-from holdfast.simulate.engine.settings import Settings, as_number, is_setting, parse_setting
+from holdfast.simulate.engine.settings import (
+    FLEET,
+    Settings,
+    as_number,
+    is_setting,
+    parse_setting,
+)
 from holdfast.simulate.engine.study import Case, Outcome, histories_of, run_case, with_all_nodes
 from holdfast.simulate.generators import GENERATORS, make_trace
 from holdfast.simulate.rivals.registry import policy_named
@@ -148,6 +154,13 @@ def _maker(name: str) -> PolicyMaker | None:
 
 def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:
     rules = settings.rules(rules_of(request))
+    if rules.min_interval_s > rules.max_interval_s:
+        raise ConfigError(
+            f"min_interval_s is {rules.min_interval_s:g}, and max_interval_s is "
+            f"{rules.max_interval_s:g}",
+            where="--set",
+            remedy=f"give a max_interval_s of {rules.min_interval_s:g} or more",
+        )
     return lambda cost: holdfast(cost, rules)
 
 
@@ -179,6 +192,13 @@ def _histories(
         made = [make_trace(asked.made, seed, asked.days, given) for seed in range(asked.seeds)]
         return [settings.stream(each, i) for i, each in enumerate(made)], f"made: {asked.made}"
     stream = read_files(list(asked.traces), ReadOptions(), None)
+    unused = [name for name in FLEET if name in settings.values]
+    if unused and any(event.kind == "join" for event in stream.events):
+        raise ConfigError(
+            f"{unused[0]} has no effect, because the trace says which nodes there are",
+            where="--set",
+            remedy=f"leave {unused[0]} out, or make a trace with --make spot",
+        )
     found = histories_of(with_all_nodes(stream, wanted), asked.seeds)
     words = ", ".join(path.name for path in asked.traces)
     return [settings.stream(each, i) for i, each in enumerate(found)], words

@@ -34,7 +34,9 @@ Zones = Annotated[
 ]
 Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a label, or a choice of a file's")]
 Nodes = Annotated[int | None, typer.Option(min=1, help="for tables of lives or rates")]
-Days = Annotated[float | None, typer.Option(min=0.001, help="for tables of lives or rates")]
+Days = Annotated[
+    float | None, typer.Option(min=0.001, max=36500, help="for tables of lives or rates")
+]
 System = Annotated[str | None, typer.Option(help="of a table of outages; the one with most rows")]
 Carbon = Annotated[
     Literal["average", "marginal"] | None,
@@ -214,9 +216,11 @@ def read_files(files: list[Path], options: ReadOptions, zones: list[str] | None)
         )
     streams = []
     for place, path in enumerate(files):
+        zone = given[place % len(given)] if given else ""
         # A label only: the name of a file decides nothing about how it is read.
-        label = given[place % len(given)] if given else path.stem if len(files) > 1 else ""
-        streams.append(read_stream(read_bytes(path), str(path), replace(options, zone=label)))
+        label = path.stem if len(files) > 1 else ""
+        named = replace(options, zone=zone, label=label)
+        streams.append(read_stream(read_bytes(path), str(path), named))
     return merge_streams(streams)
 
 

@@ -44,6 +44,11 @@ def run(lab: Lab) -> None:
     admission(path, seeds=1, cluster=given["cluster"], team=given["team"], out=out)
 
 
+def draw(lab: Lab) -> None:
+    """Call the command without jobs on one device."""
+    admission(None, seeds=1, cluster="1x1xA100-80", team=None, out=None, days=lab.settings["days"])
+
+
 def jitter(lab: Lab) -> None:
     events = [TraceEvent(0.0, "join", "r0")]
     events += [
@@ -85,6 +90,13 @@ CASES: list[Case] = [
         mended("red,0,2,8,60,1", head=f"{HEAD},min_pods"),
     ),
     of_file("… is …", rows("red,0,1.5,8,60"), "write a whole number, 1 or more", "red,0,1,8,60"),
+    case(
+        ENGINE + "no job is submitted",
+        set_to(days=0.02),
+        draw,
+        "give a larger --load or more --days, or name the jobs with --jobs",
+        then(days=20.0),
+    ),
     case(
         ENGINE + "job … is of team …, which has no quota",
         set_to(team=["blue=16"]),

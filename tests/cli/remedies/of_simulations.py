@@ -27,8 +27,8 @@ def run_file(lab: Lab) -> None:
 
 
 def simulate(lab: Lab) -> None:
-    given = {"made": "spot", **lab.settings}
-    study_of(Asked(Path(lab.path("run.yaml")), cluster="2x1xA100-80", days=0.01, **given))
+    given = {"made": "spot", "days": 0.01, **lab.settings}
+    study_of(Asked(Path(lab.path("run.yaml")), cluster="2x1xA100-80", **given))
 
 
 PRICES = """\
@@ -111,6 +111,33 @@ CASES: list[Case] = [
             text='[{"interval": [0, 2, 0], "throughut-opt": [1, 2], "liveput-truth": [1, 2], '
             '"liveput-predict": [1, 2]}]'
         ),
+    ),
+    case(
+        "cli/simulate_journal.py: the folder cannot be made: …",
+        lambda lab: (lab.write("taken", "a file"), lab.settings.update(out="taken/run")),
+        lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
+        "give a path in a folder that you can write to",
+        fixed(out="made"),
+    ),
+    case(
+        "cli/simulate_request.py: min_interval_s is …, and max_interval_s is …",
+        lambda lab: (run_file(lab), lab.settings.update(given=("max_interval_s=0.5",))),
+        simulate,
+        "give a max_interval_s of (\\d+) or more",
+        lambda lab, found: lab.settings.update(given=(f"max_interval_s={found[1]}",)),
+    ),
+    case(
+        "cli/simulate_request.py: … has no effect, because the trace says which nodes there are",
+        lambda lab: (
+            run_file(lab),
+            lab.write("p3.csv", "0,add,a\n0,add,b\n60000,remove,a\n"),
+            lab.settings.update(
+                traces=(Path(lab.path("p3.csv")),), made="", given=("spares=2",), days=None
+            ),
+        ),
+        simulate,
+        "leave (spares) out, or make a trace with --make spot",
+        fixed(given=()),
     ),
     case(
         "cli/simulate_journal.py: this folder is not empty",

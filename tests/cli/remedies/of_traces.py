@@ -145,15 +145,21 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings["options"].update(gpu="A", zone="east"),
     ),
     of(
+        "counts.py: no row has a number of nodes",
+        "Timestamp,A_z\n",
+        "add a row for each change",
+        "Timestamp,A_z\n0,3\n",
+    ),
+    of(
         "rows.py: … is no number of nodes",
         "0,4\n5,-3\n",
-        "write a whole number, 0 or more",
+        "write a whole number, 0 to 1,000,000",
         "0,4\n5,0\n",
     ),
     of(
         "counts.py: … is no number of nodes",
         '{"data": [4, -1], "metadata": {"gap_seconds": 5}}',
-        "write a whole number, 0 or more",
+        "write a whole number, 0 to 1,000,000",
         '{"data": [4, 1], "metadata": {"gap_seconds": 5}}',
     ),
     of(

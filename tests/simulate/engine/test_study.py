@@ -6,8 +6,10 @@ from itertools import islice
 
 import pytest
 
+from holdfast.errors import ConfigError
 from holdfast.simulate.engine.holdfast import holdfast
 from holdfast.simulate.engine.interfaces import Costs
+from holdfast.simulate.engine.settings import as_number
 from holdfast.simulate.engine.study import Case, estimate, histories_of, repeated, run_case
 from holdfast.simulate.engine.table_cost import TableCost, linear_cost
 from holdfast.simulate.traces.events import EventStream, TraceEvent, TraceHeader, check_events
@@ -52,3 +54,18 @@ def test_the_interval_of_a_mean_holds_it() -> None:
     found = estimate([1.0, 2.0, 3.0, 6.0])
     assert found.low < found.mean == 3.0 < found.high
     assert estimate([5.0]).low == estimate([5.0]).high == 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "remedy"),
+    [
+        ("peers", "2", "give 0 or 1"),
+        ("missed_share", "1.5", "give a number from 0 to 1"),
+        ("store_bandwidth", "0", "give a number above 0"),
+        ("nodes", "0", "give a whole number from 1 to 100000"),
+        ("spares", "2.5", "give a whole number from 0 to 100000"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(name: str, text: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '{text}'; {remedy}"):
+        as_number(name, text, "--set")

@@ -99,7 +99,13 @@ def _handle(board: Board, event: tuple[float, str, int, int]) -> bool:
 
 
 def check_jobs(jobs: Sequence[Job], teams: Sequence[Team], fabric: Fabric) -> None:
-    """Raises DataError for the first job that no policy could ever start."""
+    """Raises DataError for the first job that no policy could ever start, or for no job at all."""
+    if not jobs:
+        raise DataError(
+            "no job is submitted",
+            where="admission",
+            remedy="give a larger --load or more --days, or name the jobs with --jobs",
+        )
     known = {team.name: team for team in teams}
     total = sum(team.quota for team in teams)
     for job in jobs:

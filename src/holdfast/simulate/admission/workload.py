@@ -68,8 +68,11 @@ def make_jobs(
     `example_teams`."""
     draw = Random(f"{seed}/admission jobs")
     shares = {name: 1 / len(teams) for name in teams} if teams else {n: d for n, _, d in _TEAMS}
-    rate = workload.load * fabric.devices / (_mean_devices(workload) * _mean_seconds())
-    largest = sum(node.devices == 8 for node in fabric.nodes)
+    full = max(node.devices for node in fabric.nodes)
+    rate = workload.load * fabric.devices / (_mean_devices(workload, full) * _mean_seconds())
+    # The most pods of complete nodes: as many as there are such nodes, of the numbers drawn.
+    room = sum(node.devices == full for node in fabric.nodes)
+    size = full, max(pods for pods, _ in _PODS if pods <= room)
     jobs: list[Job] = []
     for place, (team, share) in enumerate(shares.items()):
         at = 0.0
@@ -78,7 +81,7 @@ def make_jobs(
         while (at := at + draw.expovariate(peak)) < workload.days * _DAY:
             now = 1 + workload.swing * sin(2 * pi * at / _DAY + phase)
             if draw.random() * (1 + workload.swing) < now:
-                jobs.append(_job(f"{team}-{len(jobs)}", team, at, workload, draw, largest))
+                jobs.append(_job(f"{team}-{len(jobs)}", team, at, workload, draw, size))
     return tuple(sorted(jobs, key=lambda job: job.submit_s))
 
 
@@ -103,11 +106,15 @@ def slow_nodes(fabric: Fabric, seed: int, share: float = 1 / 48) -> dict[int, fl
     }
 
 
-def _job(name: str, team: str, at: float, load: Workload, draw: Random, largest: int) -> Job:
+def _job(
+    name: str, team: str, at: float, load: Workload, draw: Random, size: tuple[int, int]
+) -> Job:
+    """One job. size: devices of a complete node, and the most pods of complete nodes."""
+    full, largest = size
     seconds = 60.0 * 10 ** (draw.uniform(1.5, 3) if draw.random() < 0.8 else draw.uniform(3, 4))
     is_small = draw.random() < load.small
     pods = 1 if is_small else min(_weighted(_PODS, draw), largest)
-    devices = _weighted(_SMALL_DEVICES, draw) if is_small else 8
+    devices = min(_weighted(_SMALL_DEVICES, draw), full) if is_small else full
     parameters = _PARAMETERS[pods]
     is_elastic = pods > 1 and draw.random() < load.elastic
     return Job(
@@ -133,8 +140,8 @@ def _mean(weights: Sequence[tuple[int, float]]) -> float:
     return sum(value * weight for value, weight in weights) / sum(w for _, w in weights)
 
 
-def _mean_devices(load: Workload) -> float:
-    return load.small * _mean(_SMALL_DEVICES) + (1 - load.small) * 8 * _mean(_PODS)
+def _mean_devices(load: Workload, full: int) -> float:
+    return load.small * _mean(_SMALL_DEVICES) + (1 - load.small) * full * _mean(_PODS)
 
 
 def _mean_seconds() -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any
 
 from holdfast.errors import ConfigError
@@ -20,6 +21,19 @@ COSTS = tuple(each.name for each in fields(Costs))
 RULES = tuple(each.name for each in fields(HoldfastRules) if each.name != "rung_s")
 NOTICES = ("notice_s", "missed_share", "false_per_node_day")
 FLEET = ("nodes", "spares")
+MOST_NODES = 100_000
+"""Nodes of a made trace."""
+_SWITCHES = ("peers", "staged", "replicas_go_on")
+_SHARES = ("missed_share", "sent_share")
+_POSITIVE = (
+    "state_bytes",
+    "store_bandwidth",
+    "node_store_bandwidth",
+    "peer_bandwidth",
+    "min_interval_s",
+    "max_interval_s",
+    "prior_mtbf_s",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Settings:
 
     def rules(self, rules: HoldfastRules) -> HoldfastRules:
         given: dict[str, Any] = {k: v for k, v in self.values.items() if k in RULES}
-        flags = {k: bool(v) for k, v in given.items() if k in ("peers", "staged", "replicas_go_on")}
+        flags = {k: bool(v) for k, v in given.items() if k in _SWITCHES}
         return replace(rules, **(given | flags))
 
     def stream(self, stream: EventStream, seed: int) -> EventStream:
@@ -65,11 +79,23 @@ def parse_setting(text: str, where: str) -> tuple[str, tuple[str, ...]]:
 
 
 def as_number(name: str, text: str, where: str) -> float:
-    """Raises ConfigError for what is no number of 0 or more."""
+    """The value of a setting or of a generator's parameter. Raises ConfigError for text that is no
+    number, and for a number that the setting cannot have."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError(f"{name} is {text!r}", where=where, remedy="give a number of 0 or more")
+    fits, remedy = 0 <= value < inf, "give a number of 0 or more"
+    if name in _SWITCHES:
+        fits, remedy = value in (0, 1), "give 0 or 1"
+    elif name in _SHARES:
+        fits, remedy = 0 <= value <= 1, "give a number from 0 to 1"
+    elif name in _POSITIVE:
+        fits, remedy = 0 < value < inf, "give a number above 0"
+    elif name in FLEET:
+        least = int(name == "nodes")
+        fits = least <= value <= MOST_NODES and value.is_integer()
+        remedy = f"give a whole number from {least} to {MOST_NODES}"
+    if not fits:
+        raise ConfigError(f"{name} is {text!r}", where=where, remedy=remedy)
     return value

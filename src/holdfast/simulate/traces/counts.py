@@ -24,6 +24,7 @@ from holdfast.simulate.traces.node_changes import (
     Trace,
 )
 from holdfast.simulate.traces.rows import (
+    MOST_NODES,
     as_date,
     cells_of,
     count,
@@ -92,11 +93,12 @@ def parse_ticks(
 
 def json_count(value: Any, source: str, place: str) -> int:
     """A number of nodes in a JSON file."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 0 <= value <= MOST_NODES:
         raise DataError(
             f"{value!r} is no number of nodes",
             where=f"{source}: {place}",
-            remedy="write a whole number, 0 or more",
+            remedy=f"write a whole number, 0 to {MOST_NODES:,}",
         )
     return value
 
@@ -113,6 +115,10 @@ def trace_from_counts(
 ) -> Trace:
     """Turn rows (seconds, count, line) into nodes. regular: rows are samples; otherwise changes,
     and gaps mean nothing."""
+    if not rows:
+        raise DataError(
+            "no row has a number of nodes", where=source, remedy="add a row for each change"
+        )
     ordered, disorder, duplicates = sort_rows(rows)
     origin = ordered[0][0]
     # Of several rows of one time the last counts, even where it repeats the first.

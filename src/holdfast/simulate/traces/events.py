@@ -14,6 +14,10 @@ from typing import Any
 from holdfast.errors import DataError
 from holdfast.simulate.traces.node_changes import NodeChange, Trace
 
+LONGEST_S = 1e11
+"""The latest time of an event, in seconds: 3,000 years. A later one is an error of the file."""
+LARGEST_VALUE = 1e12
+"""The largest value of an event, in the unit of its kind."""
 CONVERTER = "holdfast-trace-1"
 """Version of the readers; it changes when the same file would give other events."""
 
@@ -115,11 +119,12 @@ def _problem_of_event(event: TraceEvent) -> tuple[str, str] | None:
     """(what is wrong with an event alone, what to do), or None."""
     if event.kind not in ORDER:
         return f"there is no kind {event.kind!r} of event", f"write one of {', '.join(ORDER)}"
-    if not 0 <= event.t_s < inf:
-        return f"t_s is {event.t_s}", "write seconds from the start, 0 or more"
+    if not 0 <= event.t_s <= LONGEST_S:
+        return f"t_s is {event.t_s:g}", f"write seconds from the start, 0 to {LONGEST_S:g}"
     least = 1.0 if event.kind == "slow" else 0.0
-    if not least <= event.value < inf:
-        return f"value of {event.kind} is {event.value}", f"write a number, {least:g} or more"
+    if not least <= event.value <= LARGEST_VALUE:
+        remedy = f"write a number, {least:g} to {LARGEST_VALUE:g}"
+        return f"value of {event.kind} is {event.value:g}", remedy
     if not event.node and event.kind in (*_OF_NODES, "net"):
         return f"{event.kind} names no node", 'write "node": a name, or "a->b" for a link'
     return None

@@ -15,7 +15,7 @@ from holdfast.simulate.traces.rows import as_date, count, row_error, table_of
 def outage_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """One system of a table of outages: all its nodes join at the start, fail and recover."""
     table = read_outages(text, source, options.system)
-    zone = options.zone or f"system-{table.system}"
+    zone = options.place or f"system-{table.system}"
     names = {node: f"{zone}/{node}" for node in table.nodes}
     events = [TraceEvent(0.0, "join", name, zone, options.gpu, 1.0) for name in names.values()]
     origin = table.origin - 60.0  # all nodes work before the first of them fails
@@ -72,7 +72,7 @@ def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
     if not rows:
         raise row_error(source, 1, [], "give at least one stay")
     origin = min(min(row[0], row[1] - 1.0) for row in rows)
-    zone, gpu, stays, unexposed, duplicates = options.zone, options.gpu, Counter[str](), 0, 0
+    zone, gpu, stays, unexposed, duplicates = options.place, options.gpu, Counter[str](), 0, 0
     events: list[TraceEvent] = []
     causes = Counter[str]()
     seen: set[tuple[str, ...]] = set()
@@ -122,7 +122,7 @@ def component_events(text: str, source: str, options: ReadOptions) -> EventStrea
     each alike over `days` (54) and `nodes` (2,048)."""
     days = 54.0 if options.days is None else options.days
     names = [f"n{index}" for index in range(2048 if options.nodes is None else options.nodes)]
-    zone, gpu = options.zone, options.gpu
+    zone, gpu = options.place, options.gpu
     draw, end = random.Random(f"{options.seed}/components"), days * 86400
     failures, rows, total = [], 0, 0
     for line, row in table_of(text, source, ("component", "count"), ("category",)):

@@ -46,7 +46,7 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
         begin[step], at = at, at + steps[step]
     ranks = sorted({rank for _, rank in work})
     names = {rank: f"rank{rank}" for rank in ranks}
-    zone, gpu = options.zone, options.gpu
+    zone, gpu = options.place, options.gpu
     events = [TraceEvent(0.0, "join", name, zone, gpu, 1.0) for name in names.values()]
     for (step, rank), operations in work.items():
         factor = _ratio(operations, usual)
@@ -126,7 +126,7 @@ def step_result_events(text: str, source: str, options: ReadOptions) -> EventStr
             where=source,
             remedy='write {"step_t_nodelay": {"1": 2.1}, "step_t_noblk": {"1": 1.8}}',
         )
-    at, name = 0.0, options.zone or "job"
+    at, name = 0.0, options.place or "job"
     events = [TraceEvent(0.0, "join", name, value=1.0)]
     for step, seconds, ideal in good:
         place, factor = f"{source}: step {step}", max(1.0, seconds / ideal)

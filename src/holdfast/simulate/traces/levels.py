@@ -60,7 +60,7 @@ def mix_events(text: str, source: str, options: ReadOptions) -> EventStream:
     rows = list(cells_of(text, source))
     header = rows[0][1]
     at_ci = header.index("avg_CI")
-    zone = options.zone or "grid"
+    zone = options.place or "grid"
     found, missing = [], 0
     for line, cells in rows[1:]:
         at = as_date(cells[0])

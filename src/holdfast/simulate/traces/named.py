@@ -151,15 +151,20 @@ def parse_pools(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trac
     for line, cells in rows:
         if len(cells) <= max(at, place):
             raise row_error(source, line, cells, f"give all {len(header)} columns of the header")
-        whole = as_number(cells[place])
         counts.append(
             (
                 number(cells[at], source, line),
-                json_count(None if whole is None else int(whole), source, f"line {line}"),
+                json_count(_whole(cells[place]), source, f"line {line}"),
                 line,
             )
         )
     return trace_from_counts(counts, source, "pools", text, options=options, regular=False)
+
+
+def _whole(cell: str) -> float | int | None:
+    """The number in a cell, as an int if it is whole; None if the cell has no number."""
+    found = as_number(cell)
+    return int(found) if found is not None and found.is_integer() else found
 
 
 def _json_list(text: str) -> Sequence[Any]:

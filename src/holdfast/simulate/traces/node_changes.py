@@ -80,7 +80,8 @@ class ReadOptions:
 
     tick_seconds: replaces the clock of a series of ticks. nodes, days: for tables of lives and of
     rates, which have no time. system: of a table of outages. zone, gpu: names for the rows of a
-    file that has none, or a choice from one that has several. outage_s: of failures whose length
+    file that has none, or a choice from one that has several. label: a name for such rows if zone
+    is empty; it chooses nothing. outage_s: of failures whose length
     the file leaves out. carbon: what an intensity is, if the file does not say it.
     """
 
@@ -92,9 +93,15 @@ class ReadOptions:
     days: float | None = None
     system: str | None = None
     zone: str = ""
+    label: str = ""
     gpu: str = ""
     outage_s: float = 3600.0
     carbon: Literal["", "average", "marginal"] = ""
+
+    @property
+    def place(self) -> str:
+        """The zone of rows that name none."""
+        return self.zone or self.label
 
 
 DEFAULTS = ReadOptions()

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from holdfast.errors import DataError
 from holdfast.simulate.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace
-from holdfast.simulate.traces.rows import as_number, digest, minute, sort_rows, table_of
+from holdfast.simulate.traces.rows import as_number, count, digest, minute, sort_rows, table_of
 
 _KEYS = ("System", "nodenumz", "Prob Started", "Prob Fixed")
 CAUSES = ("Facilities", "Hardware", "Human Error", "Network", "Undetermined", "Software")
@@ -67,7 +67,8 @@ def read_outages(text: str, source: str, system: str | None = None) -> OutageTab
         start, stop = (minute(row[key], source, line) for key in ("Prob Started", "Prob Fixed"))
         if row["System"] != system:
             continue
-        many = max(many, int(as_number(row.get("nodes", "")) or 0))
+        size = as_number(row.get("nodes", "")) or 0
+        many = max(many, count(f"{size:.0f}", source, line) if size > 0 else 0)
         nodes[row["nodenumz"]] = None
         down = as_number(row.get("Down Time", ""))
         unequal += down is not None and down * 60 != stop - start

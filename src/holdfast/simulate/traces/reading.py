@@ -127,7 +127,7 @@ def read_churn(text: str, source: str, options: ReadOptions) -> EventStream:
         source=source,
         rows=trace.rows,
         t0=trace.started,
-        zones=(options.zone,) if options.zone else (),
+        zones=(options.place,) if options.place else (),
         victim_rule=rule,
         seed=options.seed,
         gaps=trace.unknown,
@@ -137,7 +137,7 @@ def read_churn(text: str, source: str, options: ReadOptions) -> EventStream:
         duplicates=trace.duplicates,
         notes=_remarks_on(trace),
     )
-    return EventStream(header, stream_of_changes(trace, zone=options.zone, gpu=options.gpu))
+    return EventStream(header, stream_of_changes(trace, zone=options.place, gpu=options.gpu))
 
 
 def _remarks_on(trace: Trace) -> tuple[str, ...]:

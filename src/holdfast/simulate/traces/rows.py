@@ -28,6 +28,8 @@ _PACKED: tuple[tuple[bytes, Callable[[bytes], bytes]], ...] = (
     (b"BZh", bz2.decompress),
 )
 _DELIMITERS = ",\t;|"
+MOST_NODES = 1_000_000
+"""Nodes that a file may count at one time. More is an error of the file, and each gets a name."""
 _DATE_FORMS = ("%m/%d/%Y %H:%M", "%m/%d/%Y %H:%M:%S")
 
 
@@ -153,13 +155,14 @@ def as_number(cell: str) -> float | None:
 
 
 def count(cell: str, source: str, line: int) -> int:
-    if not (cell.isascii() and cell.isdigit()):
+    digits = cell.lstrip("0") or "0"
+    if not (cell.isascii() and cell.isdigit()) or len(digits) > 7 or int(digits) > MOST_NODES:
         raise DataError(
-            f"{cell!r} is no number of nodes",
+            f"{cell[:40]!r} is no number of nodes",
             where=f"{source}:{line}",
-            remedy="write a whole number, 0 or more",
+            remedy=f"write a whole number, 0 to {MOST_NODES:,}",
         )
-    return int(cell)
+    return int(digits)
 
 
 def as_date(cell: str) -> float | None:
