@@ -57,10 +57,12 @@ class Variant:
 @dataclass
 class _Splits:
     """Splits of the blocks that are tried. least: seconds of a microbatch on the busiest rank that
-    no split beats; 0: not known. times: of the stages of a split."""
+    no split beats; 0: not known. seconds: of a stage for a microbatch. times: of the stages of a
+    split."""
 
     splits: tuple[Stages, ...]
     least: float = 0.0
+    seconds: StageCost | None = None
     times: dict[Stages, Sequence[StageTimes]] = field(default_factory=dict)
 
 
@@ -130,7 +132,7 @@ class Layouts:
             return
         if any(self._recomputed(variant, replace(group, stages=split), shape) for split in slow):
             return
-        split = self._by_memory(variant, group, shape)
+        split = self._by_memory(known, variant, group, shape, can_win)
         fitting = self._recomputed(variant, replace(group, stages=split), shape) if split else None
         if fitting is not None:
             yield fitting
@@ -226,7 +228,7 @@ class Layouts:
         seconds = self._seconds(variant, group, number)
         fastest = balanced_split(blocks, number, seconds)
         least = most_costly(fastest, seconds) * (1 - 2 * BALANCED)
-        return _Splits(tuple(dict.fromkeys((even, even[::-1], fastest))), least)
+        return _Splits(tuple(dict.fromkeys((even, even[::-1], fastest))), least, seconds)
 
     def _seconds(self, variant: Variant, group: ReplicaChoice, number: int) -> StageCost:
         """What a stage takes for a microbatch."""
@@ -256,8 +258,15 @@ class Layouts:
 
         return seconds
 
-    def _by_memory(self, variant: Variant, group: ReplicaChoice, shape: Shape) -> Stages:
-        """The fastest split that fits with some recompute; () if none does."""
+    def _by_memory(
+        self,
+        known: _Splits,
+        variant: Variant,
+        group: ReplicaChoice,
+        shape: Shape,
+        can_win: Callable[[float], bool],
+    ) -> Stages:
+        """The fastest split that fits with some recompute and can win; () if none does."""
         workload, pp = self.evaluator.problem.workload, group.pp
         number, last = pp * variant.virtual, self.limits.recompute[-1]
         kept = kept_microbatches(variant.schedule, pp, variant.virtual, group.microbatches)
@@ -266,10 +275,14 @@ class Layouts:
         choice = choice_of(variant, (trial,))
         rooms = [self.evaluator.room(group.pool_at(index)) for index in range(pp)]
         index_of = _indices(variant, pp, number)
-        seconds, most = self._seconds(variant, group, number), dict[object, bool]()
+        if known.seconds is None:
+            known.seconds = self._seconds(variant, group, number)
+        seconds, most = known.seconds, dict[object, bool]()
 
         def cost(stage: int, start: int, stop: int) -> float:
-            index = index_of[stage]
+            index, own = index_of[stage], seconds(stage, start, stop)
+            if not can_win(group.microbatches * own):
+                return inf
             in_flight = kept[index] * shape.cut.local
             if number == pp and stop - start > needs.blocks(rooms[index], in_flight):
                 return inf
@@ -278,7 +291,7 @@ class Layouts:
             if key not in most:
                 memory = self.evaluator.memory_of(choice, trial, index, kept[index], counts)
                 most[key] = memory.peak * number / pp <= rooms[index]
-            return seconds(stage, start, stop) if most[key] else inf
+            return own if most[key] else inf
 
         split = fitting_split(self._blocks, number, cost)
         return balanced_split(self._blocks, number, cost, split) if split else ()

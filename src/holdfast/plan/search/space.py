@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
@@ -55,7 +55,7 @@ class Shape:
     def site(self) -> Site:
         return self.cut.site
 
-    @property
+    @cached_property
     def pp(self) -> int:
         return sum(self.slots)
 
@@ -75,15 +75,15 @@ class Shape:
     def microbatch(self) -> int:
         return self.cut.local * self.dp_shard
 
-    @property
+    @cached_property
     def mesh(self) -> tuple[int, int, int, int]:
         return self.pp, self.dp_shard, self.cut.cp, self.cut.tp
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.mesh)
 
-    @property
+    @cached_property
     def pools(self) -> tuple[str, ...]:
         """The pool of each index on pp; one name stands for all."""
         if len(self.site.pools) == 1:
