@@ -93,8 +93,8 @@ def parse_ticks(
 
 def json_count(value: Any, source: str, place: str) -> int:
     """A number of nodes in a JSON file."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not 0 <= value <= MOST_NODES:
+    is_flag = isinstance(value, bool)
+    if is_flag or not isinstance(value, int) or not 0 <= value <= MOST_NODES:
         raise DataError(
             f"{value!r} is no number of nodes",
             where=f"{source}: {place}",

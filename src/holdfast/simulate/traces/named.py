@@ -162,7 +162,7 @@ def parse_pools(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trac
 
 
 def _whole(cell: str) -> float | int | None:
-    """The number in a cell, as an int if it is whole; None if the cell has no number."""
+    """The number in a cell, as an int if it has no fraction; None if the cell has no number."""
     found = as_number(cell)
     return int(found) if found is not None and found.is_integer() else found
 
