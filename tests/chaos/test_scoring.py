@@ -14,6 +14,7 @@ from holdfast.chaos.scoring.campaign import RealCampaign, step_seconds
 from holdfast.chaos.scoring.harness import RunFailedError, RunOptions, run_scenario
 from holdfast.chaos.scoring.holdfast_trainer import commits_of_journal
 from holdfast.chaos.scoring.node_processes import LineReader, NodeProcesses
+from holdfast.chaos.scoring.torchrun_trainer import flip_tensor_bytes
 from holdfast.chaos.scoring.trainer import TrainerRun, Workplace, trainer_named
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone
 from holdfast.simulate.score.record import (
@@ -106,6 +107,37 @@ def test_a_killed_node_commits_nothing_until_it_is_back(tmp_path: Path) -> None:
     assert record.commits[-1].t_s > record.capacity[2][0]
     assert trainer.runs[0].processes.alive == [], "everything was ended"
     assert not (tmp_path / "w").exists()
+
+
+def test_a_node_counts_as_there_after_the_time_of_a_boot(tmp_path: Path) -> None:
+    fail = TraceEvent(4.0, "fail", "n1", value=1.0)
+    back = TraceEvent(5.0, "recover", "n1", value=1.0)
+    options = RunOptions(40.0, boot_s=0.5)
+    record = run_scenario(_Trainer(), scenario(fail, back), tmp_path / "w", options)
+    (_, (gone, _), (there, _)) = record.capacity
+    assert there - gone > 0.3, "its outage of 0.025 s is shorter than a boot"
+
+
+def test_the_interval_of_saves_shrinks_with_k(tmp_path: Path) -> None:
+    def interval(k: float) -> float:
+        return Workplace(tmp_path, 4, 0.1, 600.0 / k, k, True, sys.executable).save_interval_s
+
+    assert interval(20.0) == pytest.approx(2 * interval(40.0))
+
+
+def test_only_tensors_of_a_dcp_file_are_damaged(tmp_path: Path) -> None:
+    head = b"PK\x03\x04" + bytes(22) + (14).to_bytes(2, "little") + (5).to_bytes(2, "little")
+    tensor = bytes(200)
+    before = b"pickle" * 50 + head + b"archive/data/0" + b"extra"
+    after = b"PK\x07\x08" + b"sizes" * 50 + b"archive/data/0 once more"
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(before + tensor + after)
+    assert flip_tensor_bytes([file])
+    found = file.read_bytes()
+    assert found.startswith(before)
+    assert found.endswith(after)
+    assert [place for place, byte in enumerate(found[len(before) :][:200]) if byte] == [0, 97, 194]
+    assert not flip_tensor_bytes([])
 
 
 def test_a_stopped_node_is_slower_and_runs_on_afterwards(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def _loop() -> None:
     dist.broadcast(number, 0)
     model = nn.parallel.DistributedDataParallel(plain)
     between = float(os.environ["HOLDFAST_SCORE_BETWEEN_S"])
-    cost, saved_at = 0.05, time.monotonic()
+    cost, saved_at = float(os.environ["HOLDFAST_SCORE_SAVE_S"]), time.monotonic()
     while True:
         ranges = share_of(step + 1, rank, world)
         optimizer.zero_grad()

@@ -1,10 +1,11 @@
 """The loop of `holdfast score --trainer torchft`: one replica group of one process.
 
-    python -m holdfast.adapters.scored.torchft_replica REPLICA REPLICAS LIGHTHOUSE
+    python -m holdfast.adapters.scored.torchft_replica REPLICA REPLICAS LIGHTHOUSE FOLDER
 
 As in torchft's own examples, each replica computes its fixed share of a step. The share of a
 replica that is lost is left out of that step. A replica that starts is sent the state by another
-one. Nothing is written to disk. If HOLDFAST_SCORE_RESILIENT is 0, gradients go through a plain gloo
+one. Nothing is written to disk. The first replicas wait for each other by files in FOLDER, so that
+all runs begin alike. If HOLDFAST_SCORE_RESILIENT is 0, gradients go through a plain gloo
 group instead.
 """
 
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,17 +39,30 @@ from holdfast.adapters.scored.workload import (
 def main() -> None:
     torch.set_num_threads(1)
     replica, replicas, lighthouse = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder = Path(sys.argv[4])
     torch.manual_seed(1)
     model = module()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if is_resilient():
-        _train_resilient(replica, replicas, lighthouse, model, inner)
+        _train_resilient(replica, replicas, lighthouse, folder, model, inner)
     else:
         _train_plain(replica, replicas, lighthouse, model, inner)
 
 
+def _wait_for_first(replica: int, replicas: int, folder: Path) -> None:
+    """Return once all replicas of the beginning have come. Later ones do not wait."""
+    (folder / f"first-{replica}").touch()
+    while not all((folder / f"first-{each}").exists() for each in range(replicas)):
+        time.sleep(0.02)
+
+
 def _train_resilient(
-    replica: int, replicas: int, lighthouse: str, model: nn.Module, inner: torch.optim.Optimizer
+    replica: int,
+    replicas: int,
+    lighthouse: str,
+    folder: Path,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
 ) -> None:
     torchft = import_module("torchft")
     lines = Lines()
@@ -79,6 +95,7 @@ def _train_resilient(
         quorum_timeout=timedelta(seconds=10),
     )
     optimizer = torchft.Optimizer(manager, inner)
+    _wait_for_first(replica, replicas, folder)
     while True:
         optimizer.zero_grad(set_to_none=False)
         step = int(manager.current_step()) + 1

@@ -1,6 +1,10 @@
-"""The loop of `holdfast score --trainer torchrun-dcp`, one process of a torchrun agent.
+"""The agent of a node and the loop of its worker for `holdfast score --trainer torchrun-dcp`.
 
-    python -m torch.distributed.run ... -m holdfast.adapters.scored.torchrun_dcp FOLDER
+    python -m holdfast.adapters.scored.torchrun_dcp FOLDER NODES STORE_PORT KEY=VALUE...
+
+The agent is torchrun's own, started by the function that the command `torchrun` calls. KEY=VALUE
+are settings of its rendezvous. The agent has imported torch and forks its worker. The command would
+start an interpreter for each worker, which takes as long at any compression of time.
 
 DDP over gloo with a fixed global batch. All processes save with `torch.distributed.checkpoint`,
 at Young's interval for the measured time of a save and the scenario's interruptions. The newest
@@ -24,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from holdfast.adapters.scored.workload import (
     BATCH,
@@ -36,12 +41,33 @@ from holdfast.adapters.scored.workload import (
 )
 
 _KEPT = 3
+_PEER_TIMEOUT_S = 10.0
+"""How long a worker waits for its peers, longer than the longest step."""
 
 
 def main() -> None:
+    folder, nodes, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=nodes,
+        nproc_per_node=1,
+        run_id="score",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs=dict(setting.split("=", 1) for setting in sys.argv[4:]),
+        max_restarts=1000,
+        monitor_interval=0.1,
+        start_method="fork",
+        local_addr="127.0.0.1",
+    )
+    elastic_launch(config, train)(folder)
+
+
+def train(folder: Path) -> None:
+    """Train as one worker of a group, without end."""
     torch.set_num_threads(1)
-    folder, lines = Path(sys.argv[1]), Lines()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    lines = Lines()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_PEER_TIMEOUT_S))
     rank, world = dist.get_rank(), dist.get_world_size()
     generation = _generation(folder, rank)
     torch.manual_seed(1)
@@ -49,7 +75,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = _load(folder, model, optimizer)
     between = float(os.environ["HOLDFAST_SCORE_BETWEEN_S"])
-    cost, saved_at = 0.05, time.monotonic()
+    cost, saved_at = float(os.environ["HOLDFAST_SCORE_SAVE_S"]), time.monotonic()
     while True:
         ranges = share_of(step + 1, rank, world)
         total = torch.zeros(())

@@ -11,6 +11,7 @@ Variables of the environment:
     HOLDFAST_SCORE_MICROBATCH_S   seconds of a microbatch
     HOLDFAST_SCORE_LINES          the file into which loops of other trainers write
     HOLDFAST_SCORE_BETWEEN_S      seconds between interruptions, for an interval of saves
+    HOLDFAST_SCORE_SAVE_S         seconds of a save, until one was measured
     HOLDFAST_SCORE_RESILIENT      0: save nothing
 """
 

@@ -38,7 +38,8 @@ class RunOptions:
     """k: compression of time. python: of the trainer. keeps_folder: leave logs and state.
 
     boot_s: seconds of a process's start that count as the machine's, as they are the same at any k.
-    The processes of a node start so long before it joins."""
+    The processes of a node start so long before it joins. If its outage is shorter than that, it
+    joins so much later."""
 
     k: float
     python: str = sys.executable
@@ -119,7 +120,8 @@ def _play(
     losses = set(interruptions(run.events))
     for event, starts_at in zip(run.events, _start_times(run.events, boot_s), strict=True):
         if event.t_s > 0 or event.kind != "join":
-            due.append((event.t_s, _deed(job, event, deeds, slow)))
+            booted = event.t_s if starts_at is None else starts_at + boot_s
+            due.append((max(event.t_s, booted), _deed(job, event, deeds, slow)))
         if starts_at is not None:
             due.append((starts_at, _starting(job, event.node)))
     if run.corrupt_s >= 0:

@@ -80,7 +80,7 @@ class _HoldfastRun:
 
     def _settings(self) -> list[str]:
         k, on = self._at.k, self._at.is_resilient
-        every_s = max(1.0, self._at.between_s / 4)
+        every_s = self._at.save_interval_s
         return [
             f"layout.workers={self._at.places}",
             "layout.dp_shard=1",

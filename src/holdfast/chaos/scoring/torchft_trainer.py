@@ -57,6 +57,7 @@ class _TorchftRun:
                 str(place),
                 str(self._at.places),
                 self._lighthouse,
+                str(self._at.folder),
                 python=self._at.python,
             )
             self._processes.start(node, command)

@@ -1,4 +1,4 @@
-"""torchrun with DCP as a trainer of `holdfast score`: an elastic agent on each node.
+"""torchrun with DCP as a trainer of `holdfast score`: torchrun's elastic agent on each node.
 
 A rendezvous store runs outside of the nodes, so no fault hits it. Any loss restarts all processes
 from the newest checkpoint, on the nodes that are there; a new node restarts them, too.
@@ -20,10 +20,12 @@ _STORE = (
     "s = TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)\n"
     "while True: time.sleep(60)"
 )
-_LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 5.0
-_LEAST_S = 3
-"""torchrun's own defaults, which are divided by k. It takes full seconds. With less than 3, agents
-of a busy machine give each other up."""
+_LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 15.0
+"""torchrun's own defaults, which are divided by k: how long a group of fewer nodes than the most
+waits for others, and after how long an agent is given up. torchrun takes full seconds."""
+_LEAST_ATTEMPTS = 3
+"""Heartbeats, one a second, that an agent may miss. With 2, a new agent took three living ones for
+dead on a busy machine, and trained as a second group."""
 
 
 class TorchrunTrainer:
@@ -55,32 +57,23 @@ class _TorchrunRun:
         self._reader = LineReader(workplace.folder / "lines")
 
     def start(self, nodes: Sequence[str]) -> None:
-        last_call = max(_LEAST_S, round(_LAST_CALL_S / self._at.k))
-        keep_alive = max(1, round(_KEEP_ALIVE_S / self._at.k))
-        attempts = -(-_LEAST_S // keep_alive)
+        last_call = max(1, round(_LAST_CALL_S / self._at.k))
+        attempts = max(_LEAST_ATTEMPTS, round(_KEEP_ALIVE_S / self._at.k))
         settings = {
             "is_host": "false",
             "last_call_timeout": last_call,
-            "keep_alive_interval": keep_alive,
-            "keep_alive_max_attempt": max(3, attempts),
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": attempts,
             "join_timeout": 300,
             "read_timeout": 30,
         }
         for node in nodes:
             command = module_command(
-                "torch.distributed.run",
-                f"--nnodes=1:{self._at.places}",
-                "--nproc-per-node=1",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint=127.0.0.1:{self._port}",
-                "--rdzv-id=score",
-                f"--rdzv-conf={','.join(f'{k}={v}' for k, v in settings.items())}",
-                "--max-restarts=1000",
-                "--monitor-interval=0.1",
-                "--local-addr=127.0.0.1",
-                "--module",
                 "holdfast.adapters.scored.torchrun_dcp",
                 str(self._checkpoints),
+                str(self._at.places),
+                str(self._port),
+                *(f"{key}={value}" for key, value in settings.items()),
                 python=self._at.python,
             )
             # torch 2.13 keeps one store over all restarts, without a prefix for each: restarted
@@ -101,10 +94,32 @@ class _TorchrunRun:
 
     def corrupt_checkpoint(self) -> bool:
         found = sorted(p for p in self._checkpoints.glob("at-*") if (p / ".metadata").exists())
-        return bool(found) and flip_bytes(sorted(found[-1].glob("*.distcp")))
+        return bool(found) and flip_tensor_bytes(sorted(found[-1].glob("*.distcp")))
 
     def stop(self) -> None:
         self._processes.stop()
+
+
+_ZIP_NAME, _ZIP_END = b"archive/data/0", b"PK\x07\x08"
+
+
+def flip_tensor_bytes(files: Sequence[Path]) -> bool:
+    """Turn one bit in each 97th byte of the tensors of DCP's files. In a large checkpoint nearly
+    all bytes are those of tensors; in this one, few are. Returns whether a byte was changed."""
+    changed = False
+    for file in files:
+        data = bytearray(file.read_bytes())
+        place = data.find(_ZIP_NAME)
+        while place >= 0:  # each tensor is a zip archive; its name stands again at the end
+            end = data.find(_ZIP_END, place)
+            if end >= 0 and data[place - 30 : place - 26] == b"PK\x03\x04":
+                extra = int.from_bytes(data[place - 2 : place], "little")
+                for at in range(place + len(_ZIP_NAME) + extra, end, 97):
+                    data[at] ^= 0x08
+                    changed = True
+            place = data.find(_ZIP_NAME, place + 1)
+        file.write_bytes(bytes(data))
+    return changed
 
 
 def flip_bytes(files: Sequence[Path]) -> bool:

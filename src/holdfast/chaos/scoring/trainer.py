@@ -10,11 +10,15 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from math import sqrt
 from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.simulate.score.record import Commit
+
+SAVE_S = 1.0
+"""What trainers take for the time of a save before they have measured one, in real seconds."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,18 @@ class Workplace:
     is_resilient: bool
     python: str
 
+    @property
+    def save_interval_s(self) -> float:
+        """Young's interval for a save of one real second, in compressed seconds."""
+        return sqrt(2 * SAVE_S / self.k * self.between_s)
+
     def environment(self) -> dict[str, str]:
         """For all processes of the run."""
         return {
             "HOLDFAST_SCORE_MICROBATCH_S": str(self.microbatch_s),
             "HOLDFAST_SCORE_LINES": str(self.folder / "lines"),
             "HOLDFAST_SCORE_BETWEEN_S": str(self.between_s),
+            "HOLDFAST_SCORE_SAVE_S": str(SAVE_S / self.k),
             "HOLDFAST_SCORE_RESILIENT": "1" if self.is_resilient else "0",
             "OMP_NUM_THREADS": "1",
         }
