@@ -22,6 +22,7 @@ from holdfast.simulate.score.record import (
     mean_lost_seconds,
     recovery_times,
     samples_once,
+    unrecovered_faults,
 )
 from holdfast.simulate.score.record_file import format_record, parse_record
 from holdfast.simulate.score.replay import simulated_pairs
@@ -87,6 +88,13 @@ def test_recovery_ends_with_a_new_step_at_full_speed() -> None:
     assert recovery_times(found, TABLE) == [pytest.approx(4.5)]
     slow = record((1, 1), (2, 2), (5, 3), (8, 4), faults=(2.5,), capacity=((0.0, 2),))
     assert recovery_times(slow, TABLE) == [pytest.approx(7.5)], "never at full speed again"
+
+
+def test_an_interruption_without_a_later_step_is_counted() -> None:
+    assert unrecovered_faults(record(*BACK, faults=(3.5,))) == 0
+    assert unrecovered_faults(record(*BACK[:4], faults=(3.5,))) == 0, "its loss is known"
+    assert unrecovered_faults(record(faults=(3.5,))) == 1
+    assert score_pair(record(*BACK[:3], faults=(3.5, 5.0)), TABLE).unrecovered == 2
 
 
 def test_samples_that_are_missing_or_repeated_are_found() -> None:

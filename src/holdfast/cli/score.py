@@ -53,6 +53,9 @@ def score(
         bool, typer.Option("--tuning", help="use seeds 0 to 4, which never score")
     ] = False,
     k: Annotated[float, typer.Option(min=1, help="level 1: by how much time is compressed")] = 40.0,
+    boot: Annotated[
+        float, typer.Option(min=0, help="level 1: seconds of a node's start that do not count")
+    ] = 4.0,
     weights: Annotated[Path | None, typer.Option(help="a JSON file of weights")] = None,
     reference: Annotated[
         Path | None, typer.Option(help="a table of throughputs; otherwise it is measured")
@@ -85,7 +88,7 @@ def score(
         setting = f"64 nodes, {len(names)} scenarios, {len(chosen)} seeds"
     else:
         subject = trainer
-        pairs, gate = _real(trainer, names, chosen, k, python, reference, out)
+        pairs, gate = _real(trainer, names, chosen, k, boot, python, reference, out)
         setting = f"k = {k:g}, {len(names)} scenarios, {len(chosen)} seeds"
     if not pairs:
         say("no run could be made")
@@ -137,6 +140,7 @@ def _real(
     names: Sequence[str],
     seeds: Sequence[int],
     k: float,
+    boot: float,
     python: str,
     reference: Path | None,
     out: Path,
@@ -150,7 +154,7 @@ def _real(
     given = None
     if reference is not None:
         given = parse_reference(read_text(reference), str(reference))
-    campaign = RealCampaign(trainer, out, RunOptions(k, python), say, given)
+    campaign = RealCampaign(trainer, out, RunOptions(k, python, boot_s=boot), say, given)
     table = campaign.reference_table()
     records = campaign.records(names, seeds)
     return [score_pair(record, table) for record in records], gate_checks(records)

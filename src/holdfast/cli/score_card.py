@@ -62,6 +62,8 @@ def _notes(score: Score) -> list[str]:
         notes.append(f"for 1e9 kept tokens: {usd / kept:.2f} $, {grams / kept:.0f} g of CO2")
     else:
         notes.append("no price and no carbon intensity: processes of this machine")
+    if missed := sum(pair.unrecovered for pair in score.pairs):
+        notes.append(f"after {missed} interruptions no step came; they count as no lost work")
     if score.clamped:
         notes.append(f"G was above 1 in {score.clamped} runs: the reference is not the best")
     return notes

@@ -21,8 +21,8 @@ _STORE = (
     "while True: time.sleep(60)"
 )
 _LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 15.0
-"""torchrun's own defaults, which are divided by k: how long a group of fewer nodes than the most
-waits for others, and after how long an agent is given up. torchrun takes full seconds."""
+"""torchrun's own defaults, which are divided by k. A group that is not full waits so long for more
+nodes. An agent that is silent for so long is given up. torchrun takes full seconds."""
 _LEAST_ATTEMPTS = 3
 """Heartbeats, one a second, that an agent may miss. With 2, a new agent took three living ones for
 dead on a busy machine, and trained as a second group."""

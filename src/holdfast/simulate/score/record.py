@@ -156,6 +156,12 @@ def first_new_step_times(record: RunRecord) -> list[float]:
     return found
 
 
+def unrecovered_faults(record: RunRecord) -> int:
+    """Interruptions after which no step came. What they cost in lost work is not known."""
+    last = record.commits[-1].t_s if record.commits else 0.0
+    return sum(fault >= last for fault in record.faults)
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed; 0 of no value."""
     if not values:

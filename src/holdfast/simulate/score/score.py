@@ -31,6 +31,7 @@ from holdfast.simulate.score.record import (
     mean_lost_seconds,
     percentile,
     recovery_times,
+    unrecovered_faults,
 )
 from holdfast.simulate.score.scenarios import SCENARIOS
 
@@ -103,6 +104,7 @@ class PairScore:
     kept_tokens: float = 0.0
     usd: float = 0.0
     grams_co2: float = 0.0
+    unrecovered: int = 0  # interruptions after which no step came
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def score_pair(record: RunRecord, reference: ReferenceTable) -> PairScore:
         recovery,
         percentile(first_new_step_times(record), 0.95),
         kept,
+        unrecovered=unrecovered_faults(record),
     )
 
 
