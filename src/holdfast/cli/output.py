@@ -54,3 +54,15 @@ def write_text(path: Path, text: str) -> None:
             remedy="name a file in a folder that is there",
         ) from None
     say(f"wrote {path}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of `--out`, if it is not there. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the folder cannot be made: {error.strerror}",
+            where=f"command line, --out {folder}",
+            remedy="give a path in a folder that you can write to",
+        ) from None

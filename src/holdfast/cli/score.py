@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import say, write_text
+from holdfast.cli.output import make_folder, say, write_text
 from holdfast.cli.score_card import card_of, print_score
-from holdfast.config.load import read_text
 from holdfast.errors import ConfigError, UserError
 from holdfast.report.score_card import card_page, card_svg
 from holdfast.simulate.score.gate import gate_checks
@@ -79,9 +78,9 @@ def score(
       holdfast score --level 0 --policy holdfast --seeds 5
     """
     names = scenarios_of(scenario, level)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
-    given = Weights() if weights is None else parse_weights(read_text(weights), str(weights))
+    given = Weights() if weights is None else parse_weights(_text(weights), str(weights))
     gate: Sequence[GateCheck] = ()
     if level == 0:
         pairs, subject = _simulated(policy, names, chosen), policy
@@ -153,11 +152,18 @@ def _real(
     refuse_unavailable(trainer, python)
     given = None
     if reference is not None:
-        given = parse_reference(read_text(reference), str(reference))
+        given = parse_reference(_text(reference), str(reference))
     campaign = RealCampaign(trainer, out, RunOptions(k, python, boot_s=boot), say, given)
     table = campaign.reference_table()
     records = campaign.records(names, seeds)
     return [score_pair(record, table) for record in records], gate_checks(records)
+
+
+def _text(path: Path) -> str:
+    from holdfast.cli.trace import read_bytes
+    from holdfast.simulate.traces.rows import text_of
+
+    return text_of(read_bytes(path), str(path))
 
 
 def refuse_unavailable(trainer: str, python: str) -> None:

@@ -8,8 +8,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import print_table, write_text
-from holdfast.errors import DataError
+from holdfast.cli.output import make_folder, print_table, write_text
 from holdfast.report.study_charts import exceeded_svg, intervals_svg, stacked_svg
 from holdfast.simulate.admission.engine import Setup
 from holdfast.simulate.admission.jobs_file import format_jobs
@@ -108,14 +107,7 @@ class StudyReport:
 
     def write(self, folder: Path) -> None:
         """Write three charts, the figures, and the jobs of the first seed."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"the folder cannot be made: {error.strerror}",
-                where=f"command line, --out {folder}",
-                remedy="give a path in a folder that you can write to",
-            ) from None
+        make_folder(folder)
         study, policies = self.study, self.study.policies
         shares = {p: [study.label(p, label).mean for label in LABELS] for p in policies}
         write_text(

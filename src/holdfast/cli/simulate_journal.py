@@ -14,6 +14,7 @@ from math import ceil, floor, inf
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.output import make_folder
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.errors import RunFolderError
 from holdfast.events import (
@@ -109,15 +110,8 @@ class JournalObserver:
                 where=str(folder),
                 remedy="give --out a folder that does not exist",
             )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "resolved.json").write_text(json.dumps(resolved, indent=1), "utf-8")
-        except OSError as error:
-            raise RunFolderError(
-                f"the folder cannot be made: {error.strerror}",
-                where=f"command line, --out {folder}",
-                remedy="give a path in a folder that you can write to",
-            ) from None
+        make_folder(folder)
+        (folder / "resolved.json").write_text(json.dumps(resolved, indent=1), "utf-8")
         return FolderStore(folder)
 
     # --- what the engine tells ------------------------------------------------------------------

@@ -126,13 +126,6 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(team=[found[1]]),
     ),
     case(
-        "cli/simulate_admission_show.py: the folder cannot be made: …",
-        lambda lab: (lab.write("taken", "a file"), lab.settings.update(out="taken")),
-        run,
-        "give a path in a folder that you can write to",
-        then(out="study"),
-    ),
-    case(
         "simulate/admission/stragglers.py: this trace has no two steps in which a rank is slow",
         set_to(steps=0),
         jitter,

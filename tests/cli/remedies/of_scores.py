@@ -21,6 +21,14 @@ FILES = "simulate/score/record_file.py: "
 RECORD = RunRecord("F0", 5, 10.0, ((0.0, 4),), (), (), 0.5, 10.0)
 
 
+OWN = """
+class Own:
+    name = "own"
+    def why_unavailable(self, python): ...
+    def open(self, workplace): ...
+"""
+
+
 def given(**settings: Any) -> Callable[[Lab], object]:
     return lambda lab: lab.settings.update(settings)
 
@@ -97,17 +105,37 @@ CASES: list[Case] = [
         given(trainer="HERE/own.py:Own"),
         name_trainer,
         "name a Python file that has the class, as FILE.py:CLASS",
-        lambda lab, found: lab.write("own.py", "class Own: pass\n"),
+        lambda lab, found: lab.write("own.py", OWN),
     ),
     case(
         TRAINER + "… has no …",
         lambda lab: (
             lab.settings.update(trainer="HERE/own.py:Other"),
-            lab.write("own.py", "class Own: pass\n"),
+            lab.write("own.py", OWN),
         ),
         name_trainer,
         r"name a class of that file, as FILE.py:CLASS \(docs/score.md\)",
         fixed(trainer="HERE/own.py:Own"),
+    ),
+    case(
+        TRAINER + "… cannot be loaded: …: ……",
+        lambda lab: (
+            lab.settings.update(trainer="HERE/own.py:Own"),
+            lab.write("own.py", "import no_such_module"),
+        ),
+        name_trainer,
+        r"run python \S+own.py, which shows the error, and mend it",
+        lambda lab, found: lab.write("own.py", OWN),
+    ),
+    case(
+        TRAINER + "class … of … lacks …",
+        lambda lab: (
+            lab.settings.update(trainer="HERE/own.py:Own"),
+            lab.write("own.py", "class Own: name = 'own'\n"),
+        ),
+        name_trainer,
+        r"add what holdfast.chaos.scoring.trainer.Trainer has \(docs/score.md\)",
+        lambda lab, found: lab.write("own.py", OWN),
     ),
     case(
         "simulate/score/score.py: this is no file of weights",

@@ -113,7 +113,7 @@ CASES: list[Case] = [
         ),
     ),
     case(
-        "cli/simulate_journal.py: the folder cannot be made: …",
+        "cli/output.py: the folder cannot be made: …",
         lambda lab: (lab.write("taken", "a file"), lab.settings.update(out="taken/run")),
         lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
         "give a path in a folder that you can write to",

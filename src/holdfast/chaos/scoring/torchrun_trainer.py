@@ -41,7 +41,10 @@ class TorchrunTrainer:
 def why_no_module(python: str, module: str, package: str) -> str:
     """A sentence if an interpreter does not find a top-level module. It is not imported."""
     code = f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"
-    done = subprocess.run([python, "-c", code], capture_output=True, check=False)
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, check=False)
+    except OSError as error:
+        return f"{python} cannot be started ({error.strerror})"
     return "" if done.returncode == 0 else f"{python} has no {module}: install {package} there"
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from math import sqrt
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.simulate.score.record import Commit
@@ -130,20 +131,50 @@ def trainer_named(name: str) -> Trainer:
             where="command line, --trainer",
             remedy=f"use one of {', '.join(TRAINERS)}, or FILE.py:CLASS",
         )
-    spec = importlib.util.spec_from_file_location("holdfast_score_adapter", file)
-    if spec is None or spec.loader is None or not Path(file).exists():
+    if not Path(file).is_file():
         raise ConfigError(
             f"there is no file {file}",
             where="command line, --trainer",
             remedy="name a Python file that has the class, as FILE.py:CLASS",
         )
-    module_of_user = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module_of_user)
-    found: Callable[[], Trainer] | None = getattr(module_of_user, attribute, None)
-    if found is None:
+    return _made_by_user(file, attribute)
+
+
+def _made_by_user(file: str, attribute: str) -> Trainer:
+    """An object of a user's class. Raises ConfigError with the line of the file that failed."""
+    from holdfast.tasks.loading import place_in_user_code  # it is slow to import
+
+    try:
+        found = getattr(_module_of(file), attribute, None)
+        made: Any = found() if found is not None else None
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"{file} cannot be loaded: {type(error).__name__}: {said}{place_in_user_code(error)}",
+            where="command line, --trainer",
+            remedy=f"run python {file}, which shows the error, and mend it",
+        ) from None
+    if made is None:
         raise ConfigError(
             f"{file} has no {attribute}",
             where="command line, --trainer",
             remedy="name a class of that file, as FILE.py:CLASS (docs/score.md)",
         )
-    return found()
+    missing = [name for name in ("name", "why_unavailable", "open") if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"class {attribute} of {file} lacks {', '.join(missing)}",
+            where="command line, --trainer",
+            remedy="add what holdfast.chaos.scoring.trainer.Trainer has (docs/score.md)",
+        )
+    trainer: Trainer = made
+    return trainer
+
+
+def _module_of(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("holdfast_score_adapter", file)
+    if spec is None or spec.loader is None:
+        raise ImportError("this is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
