@@ -174,10 +174,8 @@ class Evaluator:
         key = (group.mesh_shape, group.pools, group.count, number, choice.ep, choice.zero)
         if key not in self._links:
             found, cluster = [], self.problem.cluster
-            ways, known = (
-                Ways.of(choice.zero, self.problem.workload.cp_method),
-                dict[Pair, _Place](),
-            )
+            ways = Ways.of(choice.zero, self.problem.workload.cp_method)
+            known = dict[Pair, _Place]()
             for index in range(group.pp):
                 pools = group.pool_at(index), group.pool_at(min(index + 1, group.pp - 1))
                 if pools not in known:
