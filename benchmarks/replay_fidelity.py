@@ -34,7 +34,12 @@ from holdfast.simulate.engine.holdfast import HoldfastRules, holdfast
 from holdfast.simulate.engine.interfaces import CostModel, Costs, OperatingPoint, Policy
 from holdfast.simulate.engine.loop import Limits, Simulation
 from holdfast.simulate.engine.table_cost import TableCost
-from holdfast.simulate.score.record import ReferenceTable, RunRecord, history_of
+from holdfast.simulate.score.record import (
+    ReferenceTable,
+    RunRecord,
+    flight_tokens,
+    history_of,
+)
 from holdfast.simulate.score.record_file import format_record, parse_record
 from holdfast.simulate.score.scenarios import (
     LEVEL_1,
@@ -207,12 +212,7 @@ def _moved(run: ScenarioRun, times: dict[int, float]) -> tuple[TraceEvent, ...]:
 def real_tokens(record: RunRecord) -> float:
     """Kept tokens, with the share of the step in flight at the end."""
     kept = history_of(record).kept
-    total = sum(commit.tokens for commit in kept)
-    if len(kept) > 1:
-        last = kept[-1].t_s - kept[-2].t_s
-        share = min(1.0, (record.seconds - kept[-1].t_s) / last)
-        total += share * kept[-1].tokens
-    return total
+    return sum(commit.tokens for commit in kept) + flight_tokens(record)
 
 
 def calibration_records(out: Path, options: RunOptions, is_kept: bool) -> list[RunRecord]:

@@ -96,9 +96,7 @@ def test_a_killed_node_commits_nothing_until_it_is_back(tmp_path: Path) -> None:
     fail = TraceEvent(10.0, "fail", "n1", value=15.0)
     back = TraceEvent(25.0, "recover", "n1", value=1.0)
     trainer = _Trainer()
-    record = run_scenario(
-        trainer, scenario(fail, back), tmp_path / "w", RunOptions(40.0, boot_s=0.0)
-    )
+    record = run_scenario(trainer, scenario(fail, back), tmp_path / "w", RunOptions(40.0))
     assert [count for _, count in record.capacity] == [1, 0, 1]
     (fault,) = record.faults
     assert fault == pytest.approx(0.25, abs=0.2)
@@ -109,13 +107,69 @@ def test_a_killed_node_commits_nothing_until_it_is_back(tmp_path: Path) -> None:
     assert not (tmp_path / "w").exists()
 
 
-def test_a_node_counts_as_there_after_the_time_of_a_boot(tmp_path: Path) -> None:
-    fail = TraceEvent(4.0, "fail", "n1", value=1.0)
-    back = TraceEvent(5.0, "recover", "n1", value=1.0)
-    options = RunOptions(40.0, boot_s=0.5)
-    record = run_scenario(_Trainer(), scenario(fail, back), tmp_path / "w", options)
-    (_, (gone, _), (there, _)) = record.capacity
-    assert there - gone > 0.3, "its outage of 0.025 s is shorter than a boot"
+class _ParkedProcess(_OneProcess):
+    """Only node n1 trains, and its processes wait at the gate until it joins."""
+
+    def __init__(self, at: Workplace) -> None:
+        super().__init__(at)
+        self.parked_pids: list[list[int]] = []
+
+    def _command(self) -> list[str]:
+        gate = "from holdfast.adapters.scored.gate import wait_at_gate\nwait_at_gate()\n"
+        return [sys.executable, "-c", gate + LOOP, str(self._at.folder)]
+
+    def park(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self.processes.park(node, self._command())
+
+    def ready_nodes(self) -> int:
+        return self.processes.ready
+
+    def start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self.processes.start(node, self._command())
+            self.parked_pids.append(self.processes.tree(node))
+
+
+class _ParkingTrainer(_Trainer):
+    def open(self, workplace: Workplace) -> TrainerRun:
+        self.runs.append(_ParkedProcess(workplace))
+        return self.runs[-1]
+
+
+def test_the_processes_of_a_node_start_before_the_clock_and_train_once_it_joins(
+    tmp_path: Path,
+) -> None:
+    fail = TraceEvent(10.0, "fail", "n1", value=15.0)
+    back = TraceEvent(25.0, "recover", "n1", value=1.0)
+    trainer = _ParkingTrainer()
+    record = run_scenario(trainer, scenario(fail, back), tmp_path / "w", RunOptions(40.0))
+    assert record.is_parked
+    assert [count for _, count in record.capacity] == [1, 0, 1]
+    (fault,), there = record.faults, record.capacity[2][0]
+    assert not [c for c in record.commits if fault + 0.05 < c.t_s < there]
+    assert record.commits[-1].t_s > there
+    (run,) = trainer.runs
+    assert isinstance(run, _ParkedProcess)
+    first, second = run.parked_pids
+    assert len(second) == 1
+    assert second != first, "a second process took the place of the one that was killed"
+    assert run.processes.ready == 0
+    assert run.processes.alive == []
+
+
+def test_a_node_that_is_never_ready_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.chaos.scoring.harness.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(_ParkedProcess, "_command", lambda run: [sys.executable, "-c", ""])
+    with pytest.raises(RunFailedError, match="0 of 1 nodes were ready"):
+        run_scenario(_ParkingTrainer(), scenario(), tmp_path / "w", RunOptions(40.0))
+
+
+def test_a_node_that_cannot_be_parked_starts_when_it_joins(tmp_path: Path) -> None:
+    record = run_scenario(_Trainer(), scenario(seconds=4.0), tmp_path / "w", RunOptions(40.0))
+    assert not record.is_parked
 
 
 def test_the_interval_of_saves_shrinks_with_k(tmp_path: Path) -> None:
@@ -142,8 +196,8 @@ def test_only_tensors_of_a_dcp_file_are_damaged(tmp_path: Path) -> None:
 
 def test_a_stopped_node_is_slower_and_runs_on_afterwards(tmp_path: Path) -> None:
     slow = TraceEvent(0.1, "slow", "n1", value=2.5)
-    record = run_scenario(_Trainer(), scenario(slow), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
-    calm = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
+    record = run_scenario(_Trainer(), scenario(slow), tmp_path / "w", RunOptions(40.0))
+    calm = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0))
     assert len(record.commits) < 0.8 * len(calm.commits)
 
 
@@ -155,7 +209,7 @@ def test_a_campaign_does_not_repeat_what_it_has_made(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     (folder / "runs").mkdir(parents=True)
     drawn = draw_scenario("F1", 5, LEVEL_1)
-    record = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0, boot_s=0.0))
+    record = run_scenario(_Trainer(), scenario(), tmp_path / "w", RunOptions(40.0))
     file = folder / "runs" / f"own-k40-F1-{drawn.seed}.json"
     file.write_text(format_record(record))
     campaign = RealCampaign(f"{adapter}:Own", folder, RunOptions(40.0), said.append, table)
@@ -231,5 +285,6 @@ def test_holdfast_keeps_each_sample_when_a_node_is_killed(tmp_path: Path) -> Non
     drawn = draw_scenario("F1", 5, LEVEL_1)
     record = run_scenario(trainer_named("holdfast"), drawn, tmp_path / "w", RunOptions(40.0))
     assert time.time() - began < 400
+    assert record.is_parked
     assert samples_once(record) == ""
     assert history_of(record).lost == ()

@@ -8,6 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.simulate.score.record import Commit, ReferenceTable, RunRecord
+from holdfast.simulate.score.record_file import format_record, format_reference
+from holdfast.simulate.score.scenarios import scoring_seeds
 
 
 def test_a_policy_gets_a_vector_a_score_and_a_card(
@@ -42,3 +45,24 @@ def test_weights_of_a_file_change_the_score(
 def test_a_scenario_of_another_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", "--level", "1", "--scenario", "F13"]) == 2
     assert "level 1 has no scenario 'F13'" in capsys.readouterr().err
+
+
+def test_runs_at_k_and_at_twice_k_say_on_the_card_whether_k_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (seed,) = scoring_seeds(1)
+    (tmp_path / "runs").mkdir()
+    for k, missing in ((10.0, 0), (20.0, 1)):
+        steps = tuple(Commit(n * 10 / k, n, 24.0, 4) for n in range(1, 21 - missing))
+        made = RunRecord("F1", seed, 200 / k, ((0.0, 4),), (), steps, 10 / k, 200 / k)
+        (tmp_path / "runs" / f"holdfast-k{k:g}-F1-{seed}.json").write_text(format_record(made))
+        table = format_reference(ReferenceTable({4: 2.4 * k}))
+        (tmp_path / f"reference-k{k:g}.json").write_text(table)
+    given = ["score", "--scenario", "F1", "--k", "10", "--out", str(tmp_path)]
+    assert main(given) == 0
+    assert "valid" not in capsys.readouterr().out
+    assert main([*given, "--against-2k"]) == 0
+    told = capsys.readouterr().out
+    assert "k = 10 is valid: G at k = 20 differs by +0.0 % at most" in told
+    assert "valid" in (tmp_path / "card-1-holdfast.html").read_text()
+    assert "the start of processes counts" in told, "these runs do not say that they parked nodes"

@@ -11,12 +11,14 @@ import pytest
 
 from holdfast.simulate.engine.holdfast import holdfast
 from holdfast.simulate.engine.interfaces import CostModel, Policy
+from holdfast.simulate.score.compression import compare_compressions, compression_verdict
 from holdfast.simulate.score.gate import gate_checks
 from holdfast.simulate.score.record import (
     Commit,
     ReferenceTable,
     RunRecord,
     first_new_step_times,
+    flight_tokens,
     goodput,
     history_of,
     mean_lost_seconds,
@@ -73,6 +75,46 @@ def test_steps_that_are_done_again_count_once() -> None:
     assert [c.step for c in history_of(found).kept] == [1, 2, 3, 4, 5, 6]
     assert goodput(found, TABLE) == pytest.approx(6 * 4 / 40)
     assert mean_lost_seconds(found) == pytest.approx(2.0)
+
+
+def test_the_step_in_flight_counts_by_its_share_if_asked() -> None:
+    found = record((1.0, 1), (3.0, 2), seconds=4.0)
+    assert flight_tokens(found) == pytest.approx(2.0), "one of two seconds of a step of 4 tokens"
+    assert goodput(found, TABLE) == pytest.approx(8 / 16)
+    assert goodput(found, TABLE, counts_flight=True) == pytest.approx(10 / 16)
+    assert flight_tokens(record((1.0, 1))) == 0.0
+
+
+def halved(found: RunRecord, last: float) -> RunRecord:
+    """The same at twice the compression. last: when its last step comes."""
+    times = [c.t_s / 2 for c in found.commits[:-1]] + [last]
+    steps = tuple(replace(c, t_s=t) for c, t in zip(found.commits, times, strict=True))
+    return replace(found, seconds=found.seconds / 2, commits=steps)
+
+
+def test_a_compression_is_valid_if_twice_of_it_leaves_the_goodput() -> None:
+    table = ReferenceTable({1: 4.0, 2: 8.0})
+    once = [record(*STEADY), record(*STEADY, scenario="F0", seed=6), record(*STEADY, seed=7)]
+    same = [halved(each, 5.0) for each in reversed(once)]
+    rows = compare_compressions(once, TABLE, same, table)
+    assert [(row.scenario, row.seeds) for row in rows] == [("F1", 2), ("F0", 1)]
+    assert all(row.difference == pytest.approx(0.0) and row.holds for row in rows)
+    assert compression_verdict(rows, 10.0).startswith("k = 10 is valid: G at k = 20 differs")
+
+    late = record(*STEADY[:-1])  # nine steps of ten, and a tenth that is not finished
+    slower = replace(halved(late, 4.5), commits=halved(late, 4.5).commits[:-1])
+    (row,) = compare_compressions([record(*STEADY)], TABLE, [slower], table)
+    assert row.difference == pytest.approx(-0.1)
+    assert not row.holds
+    verdict = compression_verdict([*rows, row], 10.0)
+    assert verdict.startswith("k = 10 is NOT valid: G at k = 20 differs by -10.0 % at most (F1")
+    assert verdict.endswith("missed by F1)")
+
+
+def test_without_runs_of_one_seed_a_compression_is_not_validated() -> None:
+    rows = compare_compressions([record(*STEADY)], TABLE, [record(*STEADY, seed=9)], TABLE)
+    assert rows == []
+    assert "not validated" in compression_verdict(rows, 10.0)
 
 
 def test_the_ideal_follows_the_nodes_that_are_there() -> None:

@@ -80,12 +80,8 @@ class Fleet:
 
     def worker_pids(self, node: str) -> list[int]:
         """Return the processes forked from the node's fork server, standbys too."""
-        with suppress(psutil.Error, KeyError):
-            return [
-                child.pid
-                for child in psutil.Process(self.agent_pid(node)).children(recursive=True)
-                if _runs_module(child, MODULES["template"]) and _is_forked(child)
-            ]
+        with suppress(KeyError):
+            return forked_workers(self.agent_pid(node))
         return []
 
     def process_tree(self, node: str) -> list[int]:
@@ -161,6 +157,17 @@ class Fleet:
         for life in self._agents.values():
             life.process.wait()
         self._agents.clear()
+
+
+def forked_workers(agent_pid: int) -> list[int]:
+    """Return the processes forked from an agent's fork server, standbys too."""
+    with suppress(psutil.Error):
+        return [
+            child.pid
+            for child in psutil.Process(agent_pid).children(recursive=True)
+            if _runs_module(child, MODULES["template"]) and _is_forked(child)
+        ]
+    return []
 
 
 def die_with_parent() -> Callable[[], None] | None:

@@ -11,14 +11,20 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import make_folder, say, write_text
-from holdfast.cli.score_card import card_of, print_score
+from holdfast.cli.score_card import (
+    RealRuns,
+    card_of,
+    notes_on_starts,
+    print_compression,
+    print_score,
+)
 from holdfast.errors import ConfigError, UserError
 from holdfast.report.score_card import card_page, card_svg
 from holdfast.simulate.score.gate import gate_checks
 from holdfast.simulate.score.record_file import parse_reference
 from holdfast.simulate.score.replay import simulated_pairs
 from holdfast.simulate.score.scenarios import SCENARIOS, scoring_seeds
-from holdfast.simulate.score.score import GateCheck, PairScore, Weights, parse_weights
+from holdfast.simulate.score.score import GateCheck, PairScore, Weights, parse_weights, score_pair
 from holdfast.simulate.score.score import score_pairs as score_of
 
 DEFAULT_REAL = ("F0", "F1", "F3", "F7", "F8", "F10", "F11")
@@ -52,9 +58,9 @@ def score(
         bool, typer.Option("--tuning", help="use seeds 0 to 4, which never score")
     ] = False,
     k: Annotated[float, typer.Option(min=1, help="level 1: by how much time is compressed")] = 40.0,
-    boot: Annotated[
-        float, typer.Option(min=0, help="level 1: seconds of a node's start that do not count")
-    ] = 4.0,
+    against_2k: Annotated[
+        bool, typer.Option("--against-2k", help="level 1: run at twice k, too, and compare G")
+    ] = False,
     weights: Annotated[Path | None, typer.Option(help="a JSON file of weights")] = None,
     reference: Annotated[
         Path | None, typer.Option(help="a table of throughputs; otherwise it is measured")
@@ -69,12 +75,15 @@ def score(
     never compared. Runs that lie in --out are not repeated: a set can be done in parts.
 
     The vector, the gate, the score, its 95 % interval and the literature's own formula are printed.
-    A card lies in --out, as HTML and as SVG. docs/score.md defines everything.
+    A card lies in --out, as HTML and as SVG. docs/score.md defines everything. With --against-2k
+    the runs are made at twice k, too. The card says whether k is valid: whether G differs by at
+    most 2 % in each scenario.
 
     \b
     Example:
       holdfast score                                        Holdfast, real processes, one seed
       holdfast score --trainer torchrun-dcp --scenario F1
+      holdfast score --scenario F0,F1,F3,F11 --k 10 --against-2k
       holdfast score --level 0 --policy holdfast --seeds 5
     """
     names = scenarios_of(scenario, level)
@@ -82,18 +91,24 @@ def score(
     chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
     given = Weights() if weights is None else parse_weights(_text(weights), str(weights))
     gate: Sequence[GateCheck] = ()
+    notes: list[str] = []
     if level == 0:
         pairs, subject = _simulated(policy, names, chosen), policy
         setting = f"64 nodes, {len(names)} scenarios, {len(chosen)} seeds"
     else:
         subject = trainer
-        pairs, gate = _real(trainer, names, chosen, k, boot, python, reference, out)
+        runs = _real(trainer, names, chosen, k, python, reference, out)
+        pairs = [score_pair(record, runs.table) for record in runs.records]
+        gate, notes = gate_checks(runs.records), notes_on_starts(runs.records)
+        if against_2k:
+            twice = _real(trainer, names, chosen, 2 * k, python, reference, out)
+            notes += print_compression(runs, twice, k)
         setting = f"k = {k:g}, {len(names)} scenarios, {len(chosen)} seeds"
     if not pairs:
         say("no run could be made")
         return 1
     found = score_of(pairs, gate, given)
-    card = card_of(found, subject, level, setting)
+    card = card_of(found, subject, level, setting, notes)
     print_score(found, card)
     stem = f"card-{level}-{Path(subject).name.replace(':', '-')}"
     write_text(out / f"{stem}.svg", card_svg(card) + "\n")
@@ -139,24 +154,20 @@ def _real(
     names: Sequence[str],
     seeds: Sequence[int],
     k: float,
-    boot: float,
     python: str,
     reference: Path | None,
     out: Path,
-) -> tuple[list[PairScore], Sequence[GateCheck]]:
+) -> RealRuns:
     from holdfast.chaos.scoring.campaign import RealCampaign
     from holdfast.chaos.scoring.harness import RunOptions
-    from holdfast.simulate.score.score import score_pair
 
     python = python or sys.executable
     refuse_unavailable(trainer, python)
     given = None
     if reference is not None:
         given = parse_reference(_text(reference), str(reference))
-    campaign = RealCampaign(trainer, out, RunOptions(k, python, boot_s=boot), say, given)
-    table = campaign.reference_table()
-    records = campaign.records(names, seeds)
-    return [score_pair(record, table) for record in records], gate_checks(records)
+    campaign = RealCampaign(trainer, out, RunOptions(k, python), say, given)
+    return RealRuns(campaign.reference_table(), campaign.records(names, seeds))
 
 
 def _text(path: Path) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from holdfast.cli.output import print_table
 from holdfast.report.score_card import CardRow, ScoreCard
+from holdfast.simulate.score.compression import compare_compressions, compression_verdict
+from holdfast.simulate.score.record import ReferenceTable, RunRecord
 from holdfast.simulate.score.score import PairScore, Score, literal_formula
 
 _TITLES = {
@@ -28,7 +33,42 @@ _HEAD = (
 )
 
 
-def card_of(score: Score, subject: str, level: int, setting: str) -> ScoreCard:
+@dataclass(frozen=True)
+class RealRuns:
+    """Runs of level 1 at one compression of time, and the reference table at it."""
+
+    table: ReferenceTable
+    records: Sequence[RunRecord]
+
+
+def notes_on_starts(records: Sequence[RunRecord]) -> list[str]:
+    """A note for the card if the start of processes is a part of the measured time."""
+    if all(record.is_parked for record in records):
+        return []
+    return ["the start of processes counts: the nodes of this trainer cannot be parked"]
+
+
+def print_compression(once: RealRuns, twice: RealRuns, k: float) -> list[str]:
+    """Print G at k and at 2k; return the verdict, for the card."""
+    rows = compare_compressions(once.records, once.table, twice.records, twice.table)
+    cells = [
+        (
+            row.scenario,
+            row.seeds,
+            f"{row.g:.3f}",
+            f"{row.g_twice:.3f}",
+            f"{100 * row.difference:+.1f}",
+        )
+        for row in rows
+    ]
+    print_table(cells, ("scenario", "seeds", f"G, k = {k:g}", f"k = {2 * k:g}", "difference %"))
+    return [compression_verdict(rows, k)]
+
+
+def card_of(
+    score: Score, subject: str, level: int, setting: str, notes: Sequence[str] = ()
+) -> ScoreCard:
+    """The card of a score. notes: come before its own."""
     rows = [CardRow("G", "capacity goodput", score.vector.g, score.g_interval)]
     rows += [
         CardRow(f"S_{part}", _TITLES[part], value) for part, value in score.vector.parts.items()
@@ -41,7 +81,7 @@ def card_of(score: Score, subject: str, level: int, setting: str) -> ScoreCard:
         score.interval,
         rows,
         [(check.name, check.holds, check.detail) for check in score.gate],
-        _notes(score),
+        [*notes, *_notes(score)],
         [_HEAD, *(_cells(pair) for pair in score.pairs)],
     )
 

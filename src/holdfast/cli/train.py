@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -103,9 +103,11 @@ def start_run(
     fresh: bool = False,
     json: bool = False,
     yes: bool = False,
+    before_joining: Callable[[], None] | None = None,
 ) -> int:
     """As the command `train`; return its exit code. run_file: None for the defaults and the
-    overrides. Of the processes of a launcher, one of each node trains. Raises UserError."""
+    overrides. Of the processes of a launcher, one of each node trains. before_joining: called once
+    the node's processes run; the node joins when it returns. Raises UserError."""
     from holdfast.launch.ranks.launched_config import with_launcher
     from holdfast.launch.ranks.local_ranks import as_one_node
 
@@ -115,7 +117,16 @@ def start_run(
         loaded = with_place(plan_for_machine(loaded, machine))
         folder = run_folder_of(loaded.config)
         with crash_log_in(folder):
-            return _train_in_folder(loaded, machine, folder, place, fresh=fresh, json=json, yes=yes)
+            return _train_in_folder(
+                loaded,
+                machine,
+                folder,
+                place,
+                fresh=fresh,
+                json=json,
+                yes=yes,
+                before_joining=before_joining,
+            )
 
     with early_signals_answered():
         return as_one_node(start)
@@ -130,6 +141,7 @@ def _train_in_folder(
     fresh: bool,
     json: bool,
     yes: bool,
+    before_joining: Callable[[], None] | None = None,
 ) -> int:
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
@@ -157,6 +169,7 @@ def _train_in_folder(
             dataset_version=version,
             fresh=fresh,
             watch=watch,
+            before_joining=before_joining,
         )
     if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
         say(f"finished; the report: holdfast report {place_word(folder)}")

@@ -34,7 +34,8 @@ class RunContext:
     node only. generation_floor: searches for the content of a lost run folder and returns a
     generation. The run's next generations must be newer than that one. The first coordinator of the
     run calls it. trackers: run next to the agent that leads. predict: the plan of a generation, for
-    the journal. plan: where the layout of the run came from, likewise."""
+    the journal. plan: where the layout of the run came from, likewise. before_joining: called in a
+    thread once the node's mover and fork server run. The node joins when it returns."""
 
     config: RunConfig
     store: RunStore
@@ -50,6 +51,7 @@ class RunContext:
     trackers: tuple[TrackerProgram, ...] = ()
     predict: Callable[[Topology], Event | None] = lambda topology: None
     plan: str = ""
+    before_joining: Callable[[], None] | None = None
 
     @property
     def node_suffix(self) -> str:

@@ -58,13 +58,15 @@ def train_locally(
     fresh: bool = False,
     resume: str = "",
     watch: HolderWatch | None = None,
+    before_joining: Callable[[], None] | None = None,
 ) -> int:
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
     `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
     folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
-    resumes the run. `watch`: what is known of the folder's holder.
+    resumes the run. `watch`: what is known of the folder's holder. `before_joining`: called once
+    the node's processes run; the node joins when it returns.
     Raises UserError (such as a folder in use) and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
@@ -98,6 +100,7 @@ def train_locally(
         trackers=tracker_programs(config, folder),
         predict=predictor_of(config),
         plan=source_of_plan(loaded),
+        before_joining=before_joining,
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics}
     views |= {"say": say, "say_last": say_last}

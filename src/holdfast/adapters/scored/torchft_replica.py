@@ -1,12 +1,12 @@
 """The loop of `holdfast score --trainer torchft`: one replica group of one process.
 
-    python -m holdfast.adapters.scored.torchft_replica REPLICA REPLICAS LIGHTHOUSE FOLDER
+    python -m holdfast.adapters.scored.torchft_replica REPLICAS LIGHTHOUSE FOLDER
 
-As in torchft's own examples, each replica computes its fixed share of a step. The share of a
-replica that is lost is left out of that step. A replica that starts is sent the state by another
-one. Nothing is written to disk. The first replicas wait for each other by files in FOLDER, so that
-all runs begin alike. If HOLDFAST_SCORE_RESILIENT is 0, gradients go through a plain gloo
-group instead.
+The gate gives the number of the replica. As in torchft's own examples, each replica computes its
+fixed share of a step. The share of a replica that is lost is left out of that step. A replica that
+starts is sent the state by another one. Nothing is written to disk. The first replicas wait for
+each other by files in FOLDER, so that all runs begin alike. If HOLDFAST_SCORE_RESILIENT is 0,
+gradients go through a plain gloo group instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from holdfast.adapters.scored.gate import wait_at_gate
 from holdfast.adapters.scored.workload import (
     BATCH,
     Lines,
@@ -38,11 +39,13 @@ from holdfast.adapters.scored.workload import (
 
 def main() -> None:
     torch.set_num_threads(1)
-    replica, replicas, lighthouse = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    folder = Path(sys.argv[4])
+    replicas, lighthouse, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     torch.manual_seed(1)
     model = module()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if is_resilient():
+        import_module("torchft")
+    (replica,) = map(int, wait_at_gate())
     if is_resilient():
         _train_resilient(replica, replicas, lighthouse, folder, model, inner)
     else:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from holdfast.adapters.scored.gate import wait_at_gate
 from holdfast.adapters.scored.workload import (
     BATCH,
     Lines,
@@ -60,6 +61,7 @@ def main() -> None:
         start_method="fork",
         local_addr="127.0.0.1",
     )
+    wait_at_gate()
     elastic_launch(config, train)(folder)
 
 

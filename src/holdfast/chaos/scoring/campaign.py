@@ -43,12 +43,11 @@ class RealCampaign:
         if file.exists():
             return parse_reference(file.read_text(), str(file))
         self.say("reference: throughput of 4, 3, 2 and 1 nodes without faults")
-        options = replace(self.options, boot_s=0.0)
         record = run_scenario(
             trainer_named("holdfast"),
             calm_staircase(),
             self.folder / "reference",
-            options,
+            self.options,
             is_resilient=False,
         )
         table = ReferenceTable({n: 24 / s for n, s in step_seconds(record).items()})

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.chaos.scoring.trainer import Trainer, TrainerRun, Workplace
+from holdfast.chaos.scoring.trainer import ParkingRun, Trainer, TrainerRun, Workplace
 from holdfast.errors import HoldfastError
 from holdfast.simulate.score.record import Commit, RunRecord
 from holdfast.simulate.score.scenarios import ScenarioRun, interruptions
@@ -21,8 +21,6 @@ from holdfast.simulate.traces.events import TraceEvent
 
 MICROBATCHES = 12
 START_TIMEOUT_S = 120.0
-BOOT_S = 4.0
-"""About what an interpreter takes that imports torch twice, one after the other, on two cores."""
 _STEADY_STEPS = 3
 _POLL_S = 0.05
 _PULSE_S = 0.06
@@ -35,16 +33,11 @@ class RunFailedError(HoldfastError):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """k: compression of time. python: of the trainer. keeps_folder: leave logs and state.
-
-    boot_s: seconds of a process's start that count as the machine's, as they are the same at any k.
-    The processes of a node start so long before it joins. If its outage is shorter than that, it
-    joins so much later."""
+    """k: compression of time. python: of the trainer. keeps_folder: leave logs and state."""
 
     k: float
     python: str = sys.executable
     keeps_folder: bool = False
-    boot_s: float = BOOT_S
 
 
 @dataclass
@@ -85,17 +78,47 @@ def run_scenario(
         options.python,
     )
     job = trainer.open(workplace)
+    is_parked = isinstance(job, ParkingRun)
     try:
         first = [e.node for e in short.events if e.kind == "join" and e.t_s == 0]
+        if isinstance(job, ParkingRun):
+            _park(job, [*first, *_later_nodes(short.events)])
         job.start(first)
         began = _wait_until_steady(job, len(first))
-        deeds = _play(job, short, began, first, options.boot_s)
+        deeds = _play(job, short, began, first)
         commits = _settled_commits(job, began + short.seconds)
     finally:
         job.stop()
         if not options.keeps_folder:
             shutil.rmtree(folder, ignore_errors=True)
-    return _record(short, began, commits, deeds)
+    return replace(_record(short, began, commits, deeds), is_parked=is_parked)
+
+
+def _park(job: ParkingRun, nodes: Sequence[str]) -> None:
+    """Start the processes of nodes, and wait until all have loaded what they need."""
+    job.park(nodes)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (ready := job.ready_nodes()) < len(nodes):
+        if time.monotonic() > deadline:
+            raise RunFailedError(
+                f"{ready} of {len(nodes)} nodes were ready within {START_TIMEOUT_S:.0f} s"
+            )
+        time.sleep(_POLL_S)
+
+
+def _later_nodes(events: Sequence[TraceEvent]) -> list[str]:
+    """The nodes that join or are repaired after time 0, in order. A node that was slow and is
+    repaired does not join."""
+    found, gone = list[str](), set[str]()
+    for event in events:
+        if event.kind in ("preempt", "fail"):
+            gone.add(event.node)
+        elif event.t_s > 0 and (
+            event.kind == "join" or (event.kind == "recover" and event.node in gone)
+        ):
+            gone.discard(event.node)
+            found.append(event.node)
+    return found
 
 
 def _wait_until_steady(job: TrainerRun, nodes: int) -> float:
@@ -110,20 +133,15 @@ def _wait_until_steady(job: TrainerRun, nodes: int) -> float:
     raise RunFailedError(f"no step of {nodes} nodes within {START_TIMEOUT_S:.0f} s")
 
 
-def _play(
-    job: TrainerRun, run: ScenarioRun, began: float, first: Sequence[str], boot_s: float
-) -> _Deeds:
+def _play(job: TrainerRun, run: ScenarioRun, began: float, first: Sequence[str]) -> _Deeds:
     """Do what the events say, each when it is due, until the scenario's end."""
     deeds = _Deeds(set(first), [(0.0, len(first))])
     slow: dict[str, _SlowNode] = {}
     due: list[tuple[float, Callable[[float], None]]] = []
     losses = set(interruptions(run.events))
-    for event, starts_at in zip(run.events, _start_times(run.events, boot_s), strict=True):
+    for event in run.events:
         if event.t_s > 0 or event.kind != "join":
-            booted = event.t_s if starts_at is None else starts_at + boot_s
-            due.append((max(event.t_s, booted), _deed(job, event, deeds, slow)))
-        if starts_at is not None:
-            due.append((starts_at, _starting(job, event.node)))
+            due.append((event.t_s, _deed(job, event, deeds, slow)))
     if run.corrupt_s >= 0:
         due.append((run.corrupt_s, lambda now: _corrupt(job, deeds)))
     for at in losses:  # counted once for each instant
@@ -151,6 +169,7 @@ def _deed(
             deeds.alive.discard(node)
             deeds.note(now)
         elif event.kind == "join" or (event.kind == "recover" and node not in deeds.alive):
+            job.start([node])
             deeds.alive.add(node)
             deeds.note(now)
         elif event.kind == "recover" and node in slow:
@@ -161,29 +180,6 @@ def _deed(
             slow[node] = _SlowNode(job, node, event.value)
 
     return do
-
-
-def _starting(job: TrainerRun, node: str) -> Callable[[float], None]:
-    return lambda now: job.start([node])
-
-
-def _start_times(events: Sequence[TraceEvent], boot_s: float) -> list[float | None]:
-    """When the processes of nodes that join or were repaired are started. That is before the event
-    by the time of a boot, which compression does not shorten, but after the node went. None: no
-    start."""
-    found: list[float | None] = []
-    gone: dict[str, float] = {}
-    for event in events:
-        at = None
-        if event.kind in ("preempt", "fail"):
-            gone[event.node] = event.t_s
-        elif (event.kind == "join" and event.t_s > 0) or (
-            event.kind == "recover" and event.node in gone
-        ):
-            after = gone.pop(event.node) + _POLL_S if event.node in gone else _POLL_S
-            at = min(event.t_s, max(event.t_s - boot_s, after))
-        found.append(at)
-    return found
 
 
 def _corrupt(job: TrainerRun, deeds: _Deeds) -> None:

@@ -1,4 +1,4 @@
-"""Holdfast as a trainer of `holdfast score`: an agent on each node, started by the real command.
+"""Holdfast as a trainer of `holdfast score`: an agent on each node, as `holdfast train` starts it.
 
 Steps, samples and losses come from the journal and its data ledger. `holdfast-restart` is the same
 with `cluster.recovery: restart`. No process survives a loss, and no state lies in memory.
@@ -6,13 +6,11 @@ with `cluster.recovery: restart`. No process survives a loss, and no state lies 
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from holdfast.chaos.agents import Fleet
+from holdfast.chaos.agents import forked_workers
+from holdfast.chaos.scoring.node_processes import NodeProcesses
 from holdfast.chaos.scoring.torchrun_trainer import flip_bytes
 from holdfast.chaos.scoring.trainer import TrainerRun, Workplace
 from holdfast.checkpoint.restore.catalog import list_commits
@@ -65,18 +63,21 @@ class _HoldfastRun:
         self._survives = survives
         self._notices = folder / "notices"
         self._notices.mkdir(parents=True)
-        run_file = folder / "run.yaml"
-        run_file.write_text(_RUN_FILE.format(folder=folder))
-        self._fleet = Fleet(
-            folder / "agents",
-            [*module_command("holdfast.cli.main"), "train", str(run_file)],
-            self._settings(),
-            node_settings=lambda node: [f"cluster.notices_at={self._notices / node}"],
-            environment=workplace.environment(),
-        )
+        self._run_file = folder / "run.yaml"
+        self._run_file.write_text(_RUN_FILE.format(folder=folder))
+        self._processes = NodeProcesses(folder / "agents", workplace.environment())
         self._run_folder = folder / "run"
         self._tail: JournalTail | None = None
         self._records: list[Record] = []
+
+    def _command(self, node: str) -> list[str]:
+        return module_command(
+            "holdfast.adapters.scored.holdfast_node",
+            str(self._run_file),
+            f"cluster.node={node}",
+            f"cluster.notices_at={self._notices / node}",
+            *self._settings(),
+        )
 
     def _settings(self) -> list[str]:
         k, on = self._at.k, self._at.is_resilient
@@ -101,23 +102,26 @@ class _HoldfastRun:
             f"cluster.recovery={'live' if self._survives else 'restart'}",
         ]
 
+    def park(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self._processes.park(node, self._command(node))
+
+    def ready_nodes(self) -> int:
+        return self._processes.ready
+
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
             (self._notices / node).unlink(missing_ok=True)
-        self._fleet.start(*nodes)
+            self._processes.start(node, self._command(node))
 
     def kill(self, node: str) -> None:
-        pids = self._fleet.process_tree(node) if node in self._fleet.alive_nodes else []
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._fleet.take_ended()
+        self._processes.kill(node)
 
     def warn(self, node: str, seconds: float) -> None:
         (self._notices / node).write_text(f"{seconds:.3f}")
 
     def worker_pids(self, node: str) -> list[int]:
-        return self._fleet.worker_pids(node)
+        return forked_workers(tree[0]) if (tree := self._processes.tree(node)) else []
 
     def commits(self) -> list[Commit]:
         if self._tail is None:
@@ -133,9 +137,7 @@ class _HoldfastRun:
         return flip_bytes(_newest_blobs(self._run_folder))
 
     def stop(self) -> None:
-        for node in self._fleet.alive_nodes:
-            self.kill(node)
-        self._fleet.kill_all()
+        self._processes.stop()
 
 
 def _newest_blobs(folder: Path) -> list[Path]:

@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +19,63 @@ import psutil
 from holdfast.chaos.agents import die_with_parent
 from holdfast.simulate.score.record import Commit
 
+READY_VARIABLE = "HOLDFAST_SCORE_READY"
+"""As in `holdfast.adapters.scored.gate`, which is imported by processes of nodes alone."""
 _STOP_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True)
+class _Parked:
+    """A node that has not joined. ready: the file that its process makes."""
+
+    process: subprocess.Popen[bytes]
+    ready: Path
+
+
 class NodeProcesses:
-    """One process tree for each node, and helpers that no fault hits (a store, a lighthouse)."""
+    """One process tree for each node, and helpers that no fault hits (a store, a lighthouse).
+
+    A process that calls `holdfast.adapters.scored.gate.wait_at_gate` can be parked. It waits there
+    until `start` lets its node join."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
         self._environment = {**os.environ, **environment}
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._helpers: list[subprocess.Popen[bytes]] = []
+        self._parked: dict[str, deque[_Parked]] = {}
+        self._parked_count = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def alive(self) -> list[str]:
         return [name for name, process in self._nodes.items() if process.poll() is None]
 
-    def start(self, node: str, command: Sequence[str], **environment: str) -> None:
-        self._nodes[node] = self._start(node, command, environment)
+    def park(self, node: str, command: Sequence[str], **environment: str) -> None:
+        """Start a node that joins later."""
+        self._parked_count += 1
+        ready = self._folder.absolute() / f"ready-{self._parked_count}"
+        process = self._start(node, command, {**environment, READY_VARIABLE: str(ready)})
+        self._parked.setdefault(node, deque()).append(_Parked(process, ready))
+
+    @property
+    def ready(self) -> int:
+        """How many parked nodes wait at their gates."""
+        return sum(
+            each.ready.exists() and each.process.poll() is None
+            for parked in self._parked.values()
+            for each in parked
+        )
+
+    def start(self, node: str, command: Sequence[str], *words: str, **environment: str) -> None:
+        """Let a node join: one that was parked, or else a new one. words: for its gate."""
+        if not self._parked.get(node):
+            self.park(node, command, **environment)
+        process = self._nodes[node] = self._parked[node].popleft().process
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{' '.join(words)}\n".encode())
+            process.stdin.flush()
 
     def start_helper(self, name: str, command: Sequence[str]) -> None:
         self._helpers.append(self._start(name, command, {}))
@@ -46,7 +86,7 @@ class NodeProcesses:
         with (self._folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**self._environment, **environment},
@@ -65,9 +105,10 @@ class NodeProcesses:
             _kill(process)
 
     def stop(self) -> None:
-        for process in [*self._nodes.values(), *self._helpers]:
+        parked = [each.process for queue in self._parked.values() for each in queue]
+        for process in [*self._nodes.values(), *parked, *self._helpers]:
             _kill(process)
-        self._nodes, self._helpers = {}, []
+        self._nodes, self._helpers, self._parked = {}, [], {}
 
 
 def _tree(pid: int) -> list[int]:
@@ -84,6 +125,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.kill(pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_TIMEOUT_S)
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def free_port() -> int:

@@ -49,18 +49,26 @@ class _TorchftRun:
         else:
             self._lighthouse = f"file://{workplace.folder / 'meeting'}"
 
+    def _command(self) -> list[str]:
+        return module_command(
+            "holdfast.adapters.scored.torchft_replica",
+            str(self._at.places),
+            self._lighthouse,
+            str(self._at.folder),
+            python=self._at.python,
+        )
+
+    def park(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self._processes.park(node, self._command())
+
+    def ready_nodes(self) -> int:
+        return self._processes.ready
+
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
             place = self._place_of[node] = self._free_places.pop(0)
-            command = module_command(
-                "holdfast.adapters.scored.torchft_replica",
-                str(place),
-                str(self._at.places),
-                self._lighthouse,
-                str(self._at.folder),
-                python=self._at.python,
-            )
-            self._processes.start(node, command)
+            self._processes.start(node, self._command(), str(place))
 
     def kill(self, node: str) -> None:
         self._processes.kill(node)

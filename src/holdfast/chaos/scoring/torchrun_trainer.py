@@ -23,6 +23,9 @@ _STORE = (
 _LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 15.0
 """torchrun's own defaults, which are divided by k. A group that is not full waits so long for more
 nodes. An agent that is silent for so long is given up. torchrun takes full seconds."""
+_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torch 2.13 keeps one store over all restarts, without a prefix for each. Restarted processes
+would find the addresses of dead ones."""
 _LEAST_ATTEMPTS = 3
 """Heartbeats, one a second, that an agent may miss. With 2, a new agent took three living ones for
 dead on a busy machine, and trained as a second group."""
@@ -59,7 +62,7 @@ class _TorchrunRun:
         )
         self._reader = LineReader(workplace.folder / "lines")
 
-    def start(self, nodes: Sequence[str]) -> None:
+    def _command(self) -> list[str]:
         last_call = max(1, round(_LAST_CALL_S / self._at.k))
         attempts = max(_LEAST_ATTEMPTS, round(_KEEP_ALIVE_S / self._at.k))
         settings = {
@@ -70,18 +73,25 @@ class _TorchrunRun:
             "join_timeout": 300,
             "read_timeout": 30,
         }
+        return module_command(
+            "holdfast.adapters.scored.torchrun_dcp",
+            str(self._checkpoints),
+            str(self._at.places),
+            str(self._port),
+            *(f"{key}={value}" for key, value in settings.items()),
+            python=self._at.python,
+        )
+
+    def park(self, nodes: Sequence[str]) -> None:
         for node in nodes:
-            command = module_command(
-                "holdfast.adapters.scored.torchrun_dcp",
-                str(self._checkpoints),
-                str(self._at.places),
-                str(self._port),
-                *(f"{key}={value}" for key, value in settings.items()),
-                python=self._at.python,
-            )
-            # torch 2.13 keeps one store over all restarts, without a prefix for each: restarted
-            # processes would find the addresses of dead ones
-            self._processes.start(node, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            self._processes.park(node, self._command(), **_ENVIRONMENT)
+
+    def ready_nodes(self) -> int:
+        return self._processes.ready
+
+    def start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self._processes.start(node, self._command(), **_ENVIRONMENT)
 
     def kill(self, node: str) -> None:
         self._processes.kill(node)

@@ -13,7 +13,7 @@ from importlib import import_module
 from math import sqrt
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from holdfast.errors import ConfigError
 from holdfast.simulate.score.record import Commit
@@ -90,6 +90,24 @@ class TrainerRun(Protocol):
 
     def stop(self) -> None:
         """End everything that was started."""
+        ...
+
+
+@runtime_checkable
+class ParkingRun(TrainerRun, Protocol):
+    """A run whose nodes can be started before they join.
+
+    The harness parks all nodes of a scenario, also those that join later, before its clock starts.
+    So the start of their processes, which compression does not shorten, is not measured. For a run
+    that cannot park, it is."""
+
+    def park(self, nodes: Sequence[str]) -> None:
+        """Start the processes of nodes. They load what they import, and wait. `start` lets the
+        oldest parked node of a name join. A name is parked once for each time that it joins."""
+        ...
+
+    def ready_nodes(self) -> int:
+        """How many parked nodes have loaded what they need."""
         ...
 
 

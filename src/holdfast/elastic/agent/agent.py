@@ -205,10 +205,14 @@ class NodeAgent:
 
     # --- taking part ----------------------------------------------------------------------------
     async def _take_part_in_run(self) -> int:
+        places, manager = self._context.places, self._parts.processes.process_manager
         try:
+            if self._context.before_joining is not None:
+                await manager.ensure_processes(places)
+                await asyncio.to_thread(self._context.before_joining)
             if await asyncio.to_thread(newest_generation, self._context.store):
                 await self._records.load_earlier_sessions()
-            await self._parts.processes.process_manager.ensure_processes(self._context.places)
+            await manager.ensure_processes(places)
         except UserError:
             raise
         except HoldfastError as error:  # of the mover or the fork server

@@ -47,6 +47,7 @@ class RunRecord:
         off_rate: tokens a second of the same run without a fault and with resilience off; 0 if it
             was not measured.
         corrupted: of F10: 1 if a checkpoint was damaged, 0 if there was none; -1: not tried.
+        is_parked: the processes of all nodes were started before time 0, and waited.
     """
 
     scenario: str
@@ -60,6 +61,7 @@ class RunRecord:
     start_step: int = 0
     off_rate: float = 0.0
     corrupted: int = -1
+    is_parked: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,22 @@ def history_of(record: RunRecord) -> History:
     return History(tuple(kept), tuple(lost))
 
 
-def goodput(record: RunRecord, reference: ReferenceTable) -> float:
-    """G: kept tokens over what the reference makes on the nodes that were there; not clamped."""
+def goodput(record: RunRecord, reference: ReferenceTable, *, counts_flight: bool = False) -> float:
+    """G: kept tokens over what the reference makes on the nodes that were there; not clamped.
+    counts_flight: the step in flight at the end counts by its share (`flight_tokens`)."""
     ideal = reference.tokens(record.capacity, 0.0, record.seconds)
     tokens = sum(c.tokens for c in history_of(record).kept if c.t_s <= record.seconds)
+    tokens += flight_tokens(record) if counts_flight else 0.0
     return tokens / ideal if ideal > 0 else 0.0
+
+
+def flight_tokens(record: RunRecord) -> float:
+    """The share of the step in flight at the end. It is taken to last as long as the one before."""
+    kept = history_of(record).kept
+    if len(kept) < 2:
+        return 0.0
+    last = kept[-1].t_s - kept[-2].t_s
+    return min(1.0, (record.seconds - kept[-1].t_s) / last) * kept[-1].tokens
 
 
 def mean_lost_seconds(record: RunRecord) -> float:
