@@ -19,7 +19,7 @@ from holdfast.cli.score_card import (
     print_score,
 )
 from holdfast.errors import ConfigError, UserError
-from holdfast.report.score_card import card_page, card_svg
+from holdfast.report.score_card import ScoreCard, card_page, card_svg
 from holdfast.simulate.score.gate import gate_checks
 from holdfast.simulate.score.record_file import parse_reference
 from holdfast.simulate.score.replay import simulated_pairs
@@ -76,8 +76,7 @@ def score(
 
     The vector, the gate, the score, its 95 % interval and the literature's own formula are printed.
     A card lies in --out, as HTML and as SVG. docs/score.md defines everything. With --against-2k
-    the runs are made at twice k, too. The card says whether k is valid: whether G differs by at
-    most 2 % in each scenario.
+    it says whether k is valid: whether G at k and at twice k differ by at most 2 %.
 
     \b
     Example:
@@ -90,8 +89,7 @@ def score(
     make_folder(out)
     chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
     given = Weights() if weights is None else parse_weights(_text(weights), str(weights))
-    gate: Sequence[GateCheck] = ()
-    notes: list[str] = []
+    gate, notes = list[GateCheck](), list[str]()
     if level == 0:
         pairs, subject = _simulated(policy, names, chosen), policy
         setting = f"64 nodes, {len(names)} scenarios, {len(chosen)} seeds"
@@ -99,9 +97,9 @@ def score(
         subject = trainer
         runs = _real(trainer, names, chosen, k, python, reference, out)
         pairs = [score_pair(record, runs.table) for record in runs.records]
-        gate, notes = gate_checks(runs.records), notes_on_starts(runs.records)
-        if against_2k:
-            twice = _real(trainer, names, chosen, 2 * k, python, reference, out)
+        gate, notes = [*gate_checks(runs.records)], notes_on_starts(runs.records)
+        if against_2k:  # a given table holds for k alone
+            twice = _real(trainer, names, chosen, 2 * k, python, None, out)
             notes += print_compression(runs, twice, k)
         setting = f"k = {k:g}, {len(names)} scenarios, {len(chosen)} seeds"
     if not pairs:
@@ -110,11 +108,15 @@ def score(
     found = score_of(pairs, gate, given)
     card = card_of(found, subject, level, setting, notes)
     print_score(found, card)
-    stem = f"card-{level}-{Path(subject).name.replace(':', '-')}"
-    write_text(out / f"{stem}.svg", card_svg(card) + "\n")
-    write_text(out / f"{stem}.html", card_page(card))
-    print(f"card: {out / stem}.html")
+    _write_card(card, out / f"card-{level}-{Path(subject).name.replace(':', '-')}")
     return 0
+
+
+def _write_card(card: ScoreCard, stem: Path) -> None:
+    """As SVG and as HTML."""
+    write_text(stem.with_name(f"{stem.name}.svg"), card_svg(card) + "\n")
+    write_text(stem.with_name(f"{stem.name}.html"), card_page(card))
+    print(f"card: {stem}.html")
 
 
 def scenarios_of(text: str, level: int) -> tuple[str, ...]:

@@ -65,12 +65,11 @@ def train_locally(
     `observers` see every record of the journal as it is written, `render_metrics` answers
     `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
     folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
-    resumes the run. `watch`: what is known of the folder's holder. `before_joining`: called once
-    the node's processes run; the node joins when it returns.
-    Raises UserError (such as a folder in use) and CannotGoOnError.
+    resumes the run. `watch`: what is known of the folder's holder. `before_joining`: as RunContext.
+    Raises UserError and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
-    store: RunStore = store_of_run(folder)
+    store = store_of_run(folder)
     config, address = plan_addresses(loaded.config, store)
     if not config.layout.workers or config.device == "auto":
         raise RunFolderError(
@@ -82,8 +81,7 @@ def train_locally(
         check_node_name(node)
     version = dataset_version or open_dataset(config.data.folder, config.data).version
     secret = open_secret(folder, say=say)
-    if uses_tls(config):
-        secret = with_tls(secret)
+    secret = with_tls(secret) if uses_tls(config) else secret
     hash_ = run_hash(folder, config)
     start = _RunOrigin(config, store, secret, hash_, version, fresh, say)
     joining = RunContext(
@@ -102,8 +100,8 @@ def train_locally(
         plan=source_of_plan(loaded),
         before_joining=before_joining,
     )
-    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics}
-    views |= {"say": say, "say_last": say_last}
+    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
+    views["say_last"] = say_last
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:

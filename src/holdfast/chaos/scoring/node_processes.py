@@ -68,7 +68,7 @@ class NodeProcesses:
         )
 
     def start(self, node: str, command: Sequence[str], *words: str, **environment: str) -> None:
-        """Let a node join: one that was parked, or else a new one. words: for its gate."""
+        """Let a node join: one that was parked, or a new one if none was. words: for its gate."""
         if not self._parked.get(node):
             self.park(node, command, **environment)
         process = self._nodes[node] = self._parked[node].popleft().process

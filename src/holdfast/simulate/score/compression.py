@@ -1,4 +1,4 @@
-"""Whether a compression of time leaves G as it is: runs at k beside runs at 2k. Pure.
+"""Compares runs at k with runs at 2k, to say whether a compression of time is valid. Pure.
 
 Some times of a trainer do not shrink with k, such as those of a message or of a new group. The
 larger k is, the more they count. A k is valid for scores if G at k and at 2k differ by at most 2 %
