@@ -61,7 +61,7 @@ def test_runs_at_k_and_at_twice_k_say_on_the_card_whether_k_is_valid(
     given = ["score", "--scenario", "F1", "--k", "10", "--out", str(tmp_path)]
     assert main(given) == 0
     assert "valid" not in capsys.readouterr().out
-    assert main([*given, "--against-2k"]) == 0
+    assert main([*given, "--validate-k"]) == 0
     told = capsys.readouterr().out
     assert "k = 10 is valid: G at k = 20 differs by +0.0 % at most" in told
     assert "valid" in (tmp_path / "card-1-holdfast.html").read_text()

@@ -58,8 +58,8 @@ def score(
         bool, typer.Option("--tuning", help="use seeds 0 to 4, which never score")
     ] = False,
     k: Annotated[float, typer.Option(min=1, help="level 1: by how much time is compressed")] = 40.0,
-    against_2k: Annotated[
-        bool, typer.Option("--against-2k", help="level 1: run at twice k, too, and compare G")
+    validate_k: Annotated[
+        bool, typer.Option("--validate-k", help="level 1: run at twice k, too, and compare G")
     ] = False,
     weights: Annotated[Path | None, typer.Option(help="a JSON file of weights")] = None,
     reference: Annotated[
@@ -75,14 +75,14 @@ def score(
     never compared. Runs that lie in --out are not repeated: a set can be done in parts.
 
     The vector, the gate, the score, its 95 % interval and the literature's own formula are printed.
-    A card lies in --out, as HTML and as SVG. docs/score.md defines everything. With --against-2k
+    A card lies in --out, as HTML and as SVG. docs/score.md defines everything. With --validate-k
     it says whether k is valid: whether G at k and at twice k differ by at most 2 %.
 
     \b
     Example:
       holdfast score                                        Holdfast, real processes, one seed
       holdfast score --trainer torchrun-dcp --scenario F1
-      holdfast score --scenario F0,F1,F3,F11 --k 10 --against-2k
+      holdfast score --scenario F0,F1,F3,F11 --k 10 --validate-k
       holdfast score --level 0 --policy holdfast --seeds 5
     """
     names = scenarios_of(scenario, level)
@@ -98,7 +98,7 @@ def score(
         runs = _real(trainer, names, chosen, k, python, reference, out)
         pairs = [score_pair(record, runs.table) for record in runs.records]
         gate, notes = [*gate_checks(runs.records)], notes_on_starts(runs.records)
-        if against_2k:  # a given table holds for k alone
+        if validate_k:  # a given table holds for k alone
             twice = _real(trainer, names, chosen, 2 * k, python, None, out)
             notes += print_compression(runs, twice, k)
         setting = f"k = {k:g}, {len(names)} scenarios, {len(chosen)} seeds"
