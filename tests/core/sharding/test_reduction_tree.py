@@ -15,6 +15,7 @@ from holdfast.core.sharding.reduction_tree import (
     deal,
     maximal_subtrees,
     move_leaves,
+    piece_sizes,
     plan_accumulation,
 )
 
@@ -83,6 +84,13 @@ def test_pieces_of_the_drawn_example() -> None:
     assert maximal_subtrees(tree, (0, 1, 2)) == (TreeNode(0, 2), TreeNode(2, 3))
     assert maximal_subtrees(tree, (3, 4)) == (TreeNode(3, 4), TreeNode(4, 5))
     assert maximal_subtrees(tree, ()) == ()
+
+
+def test_piece_sizes_are_those_of_the_maximal_subtrees() -> None:
+    for leaves, start in product(range(1, 20), range(20)):
+        for stop in range(start, leaves + 1):
+            nodes = maximal_subtrees(ReductionTree(leaves), range(start, stop))
+            assert piece_sizes(leaves, start, stop) == [node.leaves for node in nodes]
 
 
 @given(_dealt(), st.randoms(use_true_random=False), st.booleans())

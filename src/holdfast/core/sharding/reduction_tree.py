@@ -320,6 +320,18 @@ def count_pieces(leaves: int, start: int, stop: int) -> int:
     return found
 
 
+def piece_sizes(leaves: int, start: int, stop: int) -> list[int]:
+    """Leaves of each piece of the contiguous share [start, stop), from left to right."""
+    found = list[int]()
+    while start < stop:
+        size = start & -start or 1 << (leaves - 1).bit_length()  # of the largest subtree from here
+        while min(start + size, leaves) > stop:
+            size //= 2
+        found.append(min(size, leaves - start))
+        start += size
+    return found
+
+
 def move_leaves(shares: Shares, avoided_share: Mapping[int, int]) -> Shares:
     """Return the dealing with some leaves in another share: away[leaf] is the one where it must not
     be.

@@ -32,7 +32,7 @@ class ReplicaChoice:
     microbatches: int
     recompute: tuple[Recompute, ...] = ("none",)
 
-    @cached_property
+    @property
     def mesh_shape(self) -> tuple[int, int, int, int]:
         return self.pp, self.dp_shard, self.cp, self.tp
 
@@ -77,13 +77,17 @@ class Choice:
     def devices(self) -> int:
         return sum(group.devices for group in self.replicas)
 
-    @cached_property
+    @property
     def number_of_replicas(self) -> int:
+        if len(self.replicas) == 1:  # nearly always, and searches ask often
+            return self.replicas[0].count
         return sum(group.count for group in self.replicas)
 
-    @cached_property
+    @property
     def microbatches(self) -> int:
         """Logical microbatches of a step."""
+        if len(self.replicas) == 1:
+            return self.replicas[0].count * self.replicas[0].microbatches
         return sum(group.count * group.microbatches for group in self.replicas)
 
     def to_json(self) -> dict[str, Any]:

@@ -30,10 +30,12 @@ from holdfast.plan.cost.stage_memory import (
     ASSUMED_OVERHEAD,
     Held,
     MemoryOverhead,
+    StageBytes,
     StageMemory,
     StageShape,
+    late_at,
     layer_parameters,
-    stage_memory,
+    stage_bytes,
 )
 from holdfast.plan.cost.step_tail import step_tail
 from holdfast.plan.cost.workload import Layer, PassTimes, Workload
@@ -101,8 +103,8 @@ class Evaluator:
     problem: Problem
     _times: dict[object, PassTimes] = field(default_factory=dict)
     _stages: dict[object, StageTimes] = field(default_factory=dict)
-    _memory: dict[object, StageMemory] = field(default_factory=dict)
-    _shapes: dict[object, tuple[Held, StageShape]] = field(default_factory=dict)
+    _bytes: dict[object, StageBytes] = field(default_factory=dict)
+    _shapes: dict[object, StageShape] = field(default_factory=dict)
     _tails: dict[object, dict[str, float]] = field(default_factory=dict)
     _links: dict[object, tuple[_Place, ...]] = field(default_factory=dict)
     _devices: dict[str, DeviceType] = field(default_factory=dict)
@@ -191,7 +193,8 @@ class Evaluator:
     ) -> StageMemory:
         """Return the bytes of the fullest rank at `index` on pp."""
         counts = self.counts_of_ranks(choice, group)[index]
-        return self.memory_of(choice, group, index, in_flight, counts)
+        late = late_at(choice, group, index)
+        return self.bytes_of(choice, group, index, counts).at(in_flight, late)
 
     def counts_of_ranks(self, choice: Choice, group: ReplicaChoice) -> tuple[Counts, ...]:
         """Return the layers of the ranks at each index on pp."""
@@ -203,16 +206,11 @@ class Evaluator:
             self._counts[key] = found
         return found
 
-    def memory_of(
-        self,
-        choice: Choice,
-        group: ReplicaChoice,
-        index: int,
-        in_flight: float,
-        held: Counts,
-        word: str = "",
-    ) -> StageMemory:
-        """The same, if that rank holds these layers. word: of recompute; "": that of the group."""
+    def bytes_of(
+        self, choice: Choice, group: ReplicaChoice, index: int, held: Counts, word: str = ""
+    ) -> StageBytes:
+        """The same, if that rank holds these layers, for any number of microbatches in flight.
+        word: of recompute; "": that of the group."""
         word = word or group.recompute_at(index)
         key = (
             choice.microbatch,
@@ -224,28 +222,23 @@ class Evaluator:
             word,
             choice.microbatches,
             choice.number_of_replicas,
-            in_flight,
             held,
-            _position(choice, group, index),
+            _position(group, index),
         )
-        found = self._memory.get(key)
+        found = self._bytes.get(key)
         if found is None:
-            problem = self.problem
-            layers, shape = self._shape(choice, group, word, held)
-            found = self._memory[key] = stage_memory(
-                problem.workload, choice, group, index, layers, in_flight, problem.overhead, shape
+            problem, shape = self.problem, self._shape(choice, group, word, held)
+            found = self._bytes[key] = stage_bytes(
+                problem.workload, choice, group, index, shape, problem.overhead
             )
         return found
 
-    def _shape(
-        self, choice: Choice, group: ReplicaChoice, word: str, held: Counts
-    ) -> tuple[Held, StageShape]:
+    def _shape(self, choice: Choice, group: ReplicaChoice, word: str, held: Counts) -> StageShape:
         key = (held, group.tp, choice.ep, choice.sequence_parallel, word)
         found = self._shapes.get(key)
         if found is None:
             layers = _layers(self.problem.workload, held)
-            shape = StageShape.of(self.problem.workload, layers, *key[1:])
-            found = self._shapes[key] = layers, shape
+            found = self._shapes[key] = StageShape.of(self.problem.workload, layers, *key[1:])
         return found
 
     def stage_times(self, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
@@ -457,12 +450,11 @@ def _measured_update(
     return total
 
 
-def _position(choice: Choice, group: ReplicaChoice, index: int) -> object:
+def _position(group: ReplicaChoice, index: int) -> object:
     """What the memory of a stage depends on of its place in the pipeline."""
-    if group.pp > 1 and SCHEDULE_KINDS[choice.schedule].splits_backward:
-        number = min(group.microbatches, 4 * group.pp)
-        return choice.schedule, group.pp, len(group.stages), number, index
-    return group.pp > 1, index > 0 or len(group.stages) > group.pp
+    if group.pp == 1:
+        return None
+    return index > 0 or len(group.stages) > group.pp, len(group.stages) // group.pp
 
 
 def _layers(workload: Workload, counts: Counts) -> Held:

@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean
+from itertools import accumulate, pairwise
 
-from holdfast.core.sharding.reduction_tree import (
-    ReductionTree,
-    deal,
-    maximal_subtrees,
-)
+from holdfast.core.sharding.reduction_tree import deal, piece_sizes
 
 _LOOKED_AT = 32
 """Replicas whose shares are counted."""
@@ -30,7 +26,6 @@ class GradientCopies:
     arrivals: float = 0.0
 
 
-@lru_cache(maxsize=4096)
 def gradient_copies(microbatches: int, replicas: int, ranks: int) -> GradientCopies:
     """Count the copies of the fullest rank.
 
@@ -39,21 +34,29 @@ def gradient_copies(microbatches: int, replicas: int, ranks: int) -> GradientCop
         replicas: those that share them.
         ranks: of one replica that sum the same gradients.
     """
-    tree, shares = ReductionTree(microbatches), _shares(microbatches, replicas)
-    pieces = [[piece.leaves for piece in maximal_subtrees(tree, share)] for share in shares]
+    sums, mean, fewest = _pieces(microbatches, replicas)
+    members = replicas * ranks
+    arriving = members * mean - fewest
+    return GradientCopies(sums, arriving / members if members > 1 else 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(microbatches: int, replicas: int) -> tuple[float, float, int]:
+    """Copies that the fullest replica sums, and the mean and the least number of pieces."""
+    pieces = [piece_sizes(microbatches, *share) for share in _shares(microbatches, replicas)]
     sums = max((len(own) + _deepest(max(own)) for own in pieces if own), default=1)
-    numbers, members = [len(own) for own in pieces], replicas * ranks
-    arriving = members * fmean(numbers) - min(numbers)
-    return GradientCopies(float(sums), arriving / members if members > 1 else 0.0)
+    numbers = [len(own) for own in pieces]
+    return float(sums), sum(numbers) / len(numbers), min(numbers)
 
 
-def _shares(microbatches: int, replicas: int) -> Sequence[Sequence[int]]:
-    """The shares of the replicas; of many, those of some that stand for all."""
+def _shares(microbatches: int, replicas: int) -> Sequence[tuple[int, int]]:
+    """The first leaf of each replica's share and the one after it; of many replicas, those of some
+    that stand for all."""
     if replicas <= _LOOKED_AT:
-        return deal(microbatches, replicas)
+        ends = [0, *accumulate(map(len, deal(microbatches, replicas)))]
+        return list(pairwise(ends))
     some = (number * replicas // _LOOKED_AT for number in range(_LOOKED_AT))
-    ends = ((n * microbatches // replicas, (n + 1) * microbatches // replicas) for n in some)
-    return [range(*each) for each in ends]
+    return [(n * microbatches // replicas, (n + 1) * microbatches // replicas) for n in some]
 
 
 def _deepest(leaves: int) -> int:

@@ -16,7 +16,7 @@ moments, each with what the current pass keeps:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -92,24 +92,82 @@ def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
     return layer.cut_parameters / tp + layer.whole_parameters + experts
 
 
-def stage_memory(
+_Moment = tuple[float, float, float, float]
+"""A moment at which much is in use. Microbatches in flight that are over by then, bytes of
+activations on top of the others, of logits, and of what the pass works with."""
+
+
+Late = tuple[tuple[str, int, int, int], int]
+"""Arguments of `late_passes`, and an index on pp."""
+
+
+def late_at(choice: Choice, group: ReplicaChoice, index: int) -> Late | None:
+    """Return where passes wait between the halves of a split backward; None without one."""
+    if group.pp == 1 or not SCHEDULE_KINDS[choice.schedule].splits_backward:
+        return None
+    return (choice.schedule, group.pp, choice.virtual, group.microbatches), index
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """What the fullest rank of a stage holds, for any number of microbatches in flight. each: bytes
+    of one of them. moments: when much is in use; the fullest counts. messages: buffers of all
+    moments. split: bytes of gradients in the second half of a split backward. late: those of a
+    microbatch between the halves. chunk: the share of a microbatch in one chunk. The rest is as in
+    `StageMemory`."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    messages: float
+    overhead: MemoryOverhead
+    each: float
+    moments: tuple[_Moment, ...]
+    split: float
+    late: float
+    chunk: float
+
+    def at(self, in_flight: float, late: Late | None) -> StageMemory:
+        """in_flight: microbatches whose activations ranks keep; those of a chunk count as a
+        share. late: see `late_at`."""
+        _, activations, logits, working = self._fullest(in_flight, late)
+        buffers = working + self.messages
+        state = self.weights, self.gradients, self.optimizer
+        return StageMemory(*state, activations, logits, buffers, self.overhead)
+
+    def peak(self, in_flight: float, late: Late | None) -> float:
+        """Return the peak of `at`."""
+        passing = self._fullest(in_flight, late)[0] + self.messages
+        state = self.weights + self.gradients + self.optimizer
+        return self.overhead.context + state + passing * (1 + self.overhead.fragmentation)
+
+    def _fullest(self, in_flight: float, late: Late | None) -> _Moment:
+        """Bytes of all together, of activations, of logits, and of what the pass works with."""
+        most, found, each = -1.0, (0.0, 0.0, 0.0, 0.0), self.each
+        for over, more, logits, working in self.moments:
+            activations = (in_flight - over) * each + more
+            total = activations + logits + working
+            if total > most:
+                most, found = total, (total, activations, logits, working)
+        if late is None or in_flight * max(each, self.late) + self.split <= most:
+            return found  # it is not the fullest moment, whatever passes are late
+        table, index = late
+        passes = min(in_flight, max(self.chunk, late_passes(*table)[index]))
+        activations = (in_flight - passes) * each + passes * self.late
+        total = activations + self.split
+        return (total, activations, 0.0, self.split) if total > most else found
+
+
+def stage_bytes(
     workload: Workload,
     choice: Choice,
     group: ReplicaChoice,
     index: int,
-    layers: Held,
-    in_flight: float,
+    shape: StageShape,
     overhead: MemoryOverhead = ASSUMED_OVERHEAD,
-    shape: StageShape | None = None,
-) -> StageMemory:
-    """layers: all that the ranks at `index` on pp hold. in_flight: microbatches whose activations
-    they keep at once; those of a chunk count as a share. shape: of these layers, if it is known."""
-    if shape is None:
-        word = group.recompute_at(index)
-        is_cut = choice.sequence_parallel
-        shape = StageShape.of(workload, layers, group.tp, choice.ep, is_cut, word)
-    tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
-    stage = _Stage(workload, choice, group, index, shape, tokens)
+) -> StageBytes:
+    """shape: of all layers that the ranks at `index` on pp hold."""
+    stage = _Stage(workload, choice, group, index, shape)
     if not workload.loses_pieces:
         overhead = MemoryOverhead(0.0, overhead.context)
     state, own, copies = workload.state, shape.parameters, stage.copies()
@@ -123,15 +181,18 @@ def stage_memory(
     elif zero == 2 and not state.has_masters:
         weights += cut * state.weights
     summed = (cut if zero >= 2 else own) * state.gradients
-    activations, logits, working = max(stage.moments(in_flight), key=sum)
-    return StageMemory(
+    chunks = len(group.stages) // group.pp if group.stages else 1
+    return StageBytes(
         weights,
         summed * copies.sums,
         cut * (state.optimizer - moved_to_host(state, choice, group)),
-        activations,
-        logits,
-        working + summed * copies.arrivals + stage.messages(),
+        summed * copies.arrivals + stage.messages(),
         overhead,
+        stage.each,
+        tuple(stage.moments()),
+        workload.item * own / chunks,
+        stage.item * shape.late,
+        1 / chunks,
     )
 
 
@@ -227,20 +288,26 @@ class StageShape:
         )
 
 
-_Moment = tuple[float, float, float]
-"""Bytes on top of the state: of activations, of logits, and what the pass works with."""
-
-
 @dataclass(slots=True)
 class _Stage:
-    """What the ranks at one index on pp hold. tokens: of a rank's microbatch."""
+    """What the ranks at one index on pp hold. tokens: of a rank's microbatch. item: bytes of an
+    element of each token. each: bytes that a microbatch in flight keeps."""
 
     workload: Workload
     choice: Choice
     group: ReplicaChoice
     index: int
     shape: StageShape
-    tokens: float
+    tokens: float = field(init=False)
+    item: float = field(init=False)
+    each: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        group, shape = self.group, self.shape
+        samples = self.choice.microbatch * self.workload.sequence
+        self.tokens = samples / group.dp_shard / group.cp
+        self.item = self.tokens * self.workload.item
+        self.each = self.item * shape.kept + (0.0 if shape.has_head else self.item * shape.width)
 
     def copies(self) -> GradientCopies:
         if not self.workload.sums_in_tree:
@@ -250,45 +317,27 @@ class _Stage:
         replicas = self.choice.number_of_replicas
         return gradient_copies(self.choice.microbatches, replicas, ranks)
 
-    def moments(self, in_flight: float) -> Iterator[_Moment]:
+    def moments(self) -> Iterator[_Moment]:
         """The moments at which most is in use."""
-        shape, choice, group = self.shape, self.choice, self.group
-        item, state = self.tokens * self.workload.item, self.workload.state
+        shape, choice, group, item = self.shape, self.choice, self.group, self.item
         stream = item * shape.width
-        gathered = state.weights if choice.zero == 3 and group.dp_shard > 1 else 0.0
+        gathered = self.workload.state.weights if choice.zero == 3 and group.dp_shard > 1 else 0.0
         root, unit = gathered * shape.root, gathered * shape.unit
-        kept = item * shape.kept + (0.0 if shape.has_head else stream)
         again = item * max(0.0, shape.block_all - shape.block_kept)
-        inside = stream + 2 * item * shape.inner + root + 2 * unit
-        block = in_flight * kept + again, 0.0, inside
-        yield block
+        yield 0.0, again, 0.0, stream + 2 * item * shape.inner + root + 2 * unit
         if shape.has_head:
             cut = group.tp if choice.sequence_parallel else 1
-            yield in_flight * kept, self._logits(), 2 * stream * cut + root + unit
+            yield 0.0, 0.0, self._logits(), 2 * stream * cut + root + unit
         if choice.zero >= 2 and group.dp_shard > 1:
-            before = in_flight * kept - item * shape.block_kept
-            yield before, 0.0, root + unit + self._reducing(shape.unit)
-            yield (in_flight - 1) * kept, 0.0, root + self._reducing(shape.root)
-        if group.pp > 1 and SCHEDULE_KINDS[choice.schedule].splits_backward:
-            chunks = len(group.stages) // group.pp if group.stages else 1
-            gradients = self.workload.item * shape.parameters / chunks
-            if in_flight * max(kept, item * shape.late) + gradients <= sum(block):
-                return  # it is not the fullest moment, whatever passes are late
-            late = min(in_flight, max(1.0 / chunks, self._late_passes()))
-            yield (in_flight - late) * kept + late * item * shape.late, 0.0, gradients
+            yield 0.0, -item * shape.block_kept, 0.0, root + unit + self._reducing(shape.unit)
+            yield 1.0, 0.0, 0.0, root + self._reducing(shape.root)
 
     def messages(self) -> float:
         """Bytes of messages with the stages before and after."""
         if self.group.pp == 1:
             return 0.0
         before = self.index > 0 or len(self.group.stages) > self.group.pp
-        stream = self.tokens * self.workload.item * self.shape.width
-        return stream * (2 * before + (not self.shape.has_head))
-
-    def _late_passes(self) -> float:
-        group, choice = self.group, self.choice
-        found = late_passes(choice.schedule, group.pp, choice.virtual, group.microbatches)
-        return found[self.index]
+        return self.item * self.shape.width * (2 * before + (not self.shape.has_head))
 
     def _reducing(self, elements: float) -> float:
         """Bytes while gradients are reduced: those, what is sent, and what comes."""

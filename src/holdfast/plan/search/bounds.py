@@ -98,19 +98,24 @@ class Bounds:
     def _blocks(self) -> int:
         return len(self.evaluator.problem.workload.layers) - 2
 
-    def least_scheduled(
-        self, shape: Shape, variant: Variant, microbatches: int, most: Sequence[Sequence[float]]
+    def least_recomputed(
+        self,
+        shape: Shape,
+        variant: Variant,
+        microbatches: int,
+        most: Sequence[Sequence[float]],
+        seconds: float,
     ) -> float:
-        """Return seconds with the recompute that ranks need. most: for each word of recompute, the
-        most blocks of each index on pp."""
-        seconds = self.least_seconds(
-            shape.cut, shape.slots, variant.schedule, variant.virtual, microbatches
-        )
-        blocks = self._blocks
-        if sum(map(int, most[0])) < blocks and len(shape.site.pools) == 1:
-            busiest = self._busiest(shape, variant, microbatches, most, seconds)
-            seconds = max(seconds, busiest)
-        return seconds + self.least_tail(shape, variant)
+        """Return least seconds of the passes with the recompute that ranks need.
+
+        Args:
+            most: for each word of recompute, the most blocks of each index on pp. The others are
+                not looked at if there is room for all blocks under the first.
+            seconds: see `least_seconds`.
+        """
+        if sum(map(int, most[0])) >= self._blocks or len(shape.site.pools) > 1:
+            return seconds
+        return max(seconds, self._busiest(shape, variant, microbatches, most, seconds))
 
     def _busiest(
         self,

@@ -13,6 +13,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_seconds
 from holdfast.plan.cost.pipeline_time import StageTimes
+from holdfast.plan.cost.stage_memory import late_at
 from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.room import Room
 from holdfast.plan.search.space import Shape
@@ -105,7 +106,12 @@ class Layouts:
             can_win: False if no step of at least so many seconds is of interest.
         """
         shape, number = shares.shape, shares.shape.pp * variant.virtual
-        group = ReplicaChoice(shares.number, *shape.mesh, (), shape.pools, shares.microbatches)
+
+        def with_stages(split: Stages) -> ReplicaChoice:
+            each = shares.microbatches
+            return ReplicaChoice(shares.number, *shape.mesh, split, shape.pools, each)
+
+        group = with_stages(())
         if shape.pp == 1:
             fitting = self._recomputed(variant, group, shape)
             if fitting is not None:
@@ -124,16 +130,16 @@ class Layouts:
             if not can_win(least):
                 slow.append(split)
                 continue
-            fitting = self._recomputed(variant, replace(group, stages=split), shape)
+            fitting = self._recomputed(variant, with_stages(split), shape)
             if fitting is not None:
                 found = True
                 yield fitting
         if found or can_try_all(self._blocks, number):
             return
-        if any(self._recomputed(variant, replace(group, stages=split), shape) for split in slow):
+        if any(self._recomputed(variant, with_stages(split), shape) for split in slow):
             return
         split = self._by_memory(known, variant, group, shape, can_win)
-        fitting = self._recomputed(variant, replace(group, stages=split), shape) if split else None
+        fitting = self._recomputed(variant, with_stages(split), shape) if split else None
         if fitting is not None:
             yield fitting
 
@@ -173,8 +179,8 @@ class Layouts:
             for place, word in enumerate(words[:most]):
                 if blocks > needs[place].blocks(room, in_flight * local):
                     continue
-                memory = self.evaluator.memory_of(choice, group, index, in_flight, counts, word)
-                if memory.peak <= room:
+                held_bytes = self.evaluator.bytes_of(choice, group, index, counts, word)
+                if held_bytes.peak(in_flight, late_at(choice, group, index)) <= room:
                     chosen.append(place)
                     break
             else:
@@ -273,7 +279,7 @@ class Layouts:
         needs = self.room.block_bytes(shape, variant.zero, last, group.microbatches)
         trial = replace(group, recompute=self.limits.recompute[-1:])
         choice = choice_of(variant, (trial,))
-        rooms = [self.evaluator.room(group.pool_at(index)) for index in range(pp)]
+        rooms = [self.room.room(group.pool_at(index)) for index in range(pp)]
         index_of = _indices(variant, pp, number)
         if known.seconds is None:
             known.seconds = self._seconds(variant, group, number)
@@ -289,8 +295,9 @@ class Layouts:
             counts = workload.counts_of(start, stop, stage == 0, stage == number - 1)
             key = (index, counts)
             if key not in most:
-                memory = self.evaluator.memory_of(choice, trial, index, kept[index], counts)
-                most[key] = memory.peak * number / pp <= rooms[index]
+                late, found = late_at(choice, trial, index), self.evaluator
+                peak = found.bytes_of(choice, trial, index, counts).peak(kept[index], late)
+                most[key] = peak * number / pp <= rooms[index]
             return own if most[key] else inf
 
         split = fitting_split(self._blocks, number, cost)

@@ -82,12 +82,18 @@ class Room:
     def by_word(
         self, shape: Shape, zero: int, kept: Sequence[float], microbatches: int
     ) -> list[list[float]]:
-        """Return the most blocks of each index on pp under each word; [] if all do not fit."""
+        """Return the most blocks of each index on pp under each word; [] if all do not fit. If all
+        fit under the first word, only under that."""
         *words, last = self.words(shape)
         least = self.most_blocks(shape, zero, kept, last, microbatches)
         if not self.has_room(least):
             return []
-        return [self.most_blocks(shape, zero, kept, word, microbatches) for word in words] + [least]
+        found = list[list[float]]()
+        for word in words:
+            found.append(self.most_blocks(shape, zero, kept, word, microbatches))
+            if len(found) == 1 and sum(map(int, found[0])) >= self._blocks:
+                return found
+        return [*found, least]
 
     def shortest(self, shape: Shape, zero: int, microbatches: int) -> float:
         """Return the least pp whose ranks have room for all blocks, one microbatch in flight at
@@ -127,11 +133,11 @@ class Room:
         choice = Choice((group,), shape.dp_shard, zero=zero, ep=shape.ep)
         choice = replace(choice, host=self.limits.offloads[0])
         for kind in blocks:
-            at = [
-                self.evaluator.memory_of(choice, group, 0, kept, ((kind, number),)).peak
-                for number, kept in ((1, 0.0), (2, 0.0), (1, 1.0), (2, 1.0))
-            ]
-            state = at[1] - at[0]
-            found = (state, at[3] - at[1] - (at[2] - at[0]), at[0] - state)
-            least = [min(one, other) for one, other in zip(least, found, strict=True)]
+            one, two = (
+                self.evaluator.bytes_of(choice, group, 0, ((kind, number),)) for number in (1, 2)
+            )
+            base, first, second = one.peak(0.0, None), one.peak(1.0, None), two.peak(0.0, None)
+            state = second - base
+            found = (state, two.peak(1.0, None) - second - (first - base), base - state)
+            least = [min(pair) for pair in zip(least, found, strict=True)]
         return BlockBytes(least[0], max(0.0, least[1]), max(0.0, least[2]))

@@ -9,10 +9,9 @@ search, and few timelines are executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import count, permutations
+from itertools import permutations
 from math import gcd, inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
@@ -22,6 +21,7 @@ from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.bounds import Bounds
 from holdfast.plan.search.candidates import Candidates
 from holdfast.plan.search.fleets import Family, Fleets, first_of_each
+from holdfast.plan.search.groups import Group, Groups, Piped, Scheduled
 from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
 from holdfast.plan.search.limits import (
     Found,
@@ -116,8 +116,6 @@ class Search:
     is_short: bool = False
     earlier: tuple[Phase, ...] = ()
     _phases: list[Phase] = field(default_factory=list)
-    _groups: list[tuple[float, float, int, _Group]] = field(default_factory=list)
-    _order: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.problem)
@@ -127,7 +125,8 @@ class Search:
         self._layouts = Layouts(self.evaluator, self.limits, self._room)
         self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
         self._candidates = Candidates(self.evaluator, self._scores, self._is_wanted)
-        self._pushed = 0
+        self._groups = Groups(self._fitted)
+        self._pushed, self._least_alike = 0, inf
 
     def run(self, first: Sequence[Choice], other: SearchResult | None) -> SearchResult | None:
         """Return the best layout with its runners-up; None if none fits. other: of a search with
@@ -156,12 +155,12 @@ class Search:
                 seconds = self._bounds.least_of_cut(cut)
                 self._push(self._scores.of_pools(seconds, site.pools), seconds, cut)
         self._search(_PATIENCE)
-        rest, self._groups = self._groups, []
+        least_alike, self._groups = self._groups.least, Groups(self._fitted)
         for seconds, family in self._fleets.families():
             names = tuple(pool.name for pool in family.pools)
             self._push(self._scores.of_pools(seconds, names), seconds, family)
         self._search(1)
-        self._groups += rest[:1]
+        self._least_alike = least_alike
         return self._candidates.best
 
     def find_any(self, problem: Problem, limits: Limits) -> Choice | None:
@@ -181,8 +180,8 @@ class Search:
         idle, since, work = 0.0, 0.0, 0.0
         earlier = next(iter(self.earlier[len(self._phases) :]), None)
         waiting = self._candidates
-        while self._groups and self._groups[0][0] < waiting.best_score:
-            if waiting.least <= self._groups[0][0] or (since >= _PACE and waiting):
+        while (least := self._groups.least) < waiting.best_score:
+            if waiting.least <= least or (since >= _PACE and waiting):
                 before = waiting.best_score
                 waiting.execute_next()
                 since, idle = 0.0, idle if waiting.best_score == before else 0.0
@@ -191,14 +190,14 @@ class Search:
                 break
             if waiting.best and self._is_enough(idle, work, patience, earlier):
                 break
-            node = heappop(self._groups)[3]
+            node = self._groups.pop()
             own = node.work if isinstance(node, Family) else 1.0
             self._open(node)
             idle, since, work = idle + own, since + own, work + own
         else:
             self._groups.clear()
         self._phases.append(Phase(work, self._gap()))
-        for _ in range(_LAST if self._groups else len(waiting)):
+        for _ in range(_LAST if self._groups.least < inf else len(waiting)):
             if not waiting.execute_next():
                 break
 
@@ -220,14 +219,14 @@ class Search:
 
     def _gap(self) -> float:
         """The share by which a layout that was not looked at may be better, at most."""
-        least = min(self._groups[0][0] if self._groups else inf, self._candidates.least)
+        least = min(self._groups.least, self._least_alike, self._candidates.least)
         best = self._candidates.best_score
         return 0.0 if least >= best or best == inf else 1 - max(0.0, least) / best
 
-    def _push(self, score: float, seconds: float, node: _Group) -> None:
+    def _push(self, score: float, seconds: float, node: Group) -> None:
         self._pushed += 1
         if score < self._candidates.best_score:
-            heappush(self._groups, (score, seconds, next(self._order), node))
+            self._groups.push(score, seconds, node)
 
     def sites(self) -> list[Site]:
         """Pools that may hold all replicas."""
@@ -239,10 +238,10 @@ class Search:
                 found.append(Site((one.name, other.name), (one.size, other.size), node))
         return found
 
-    def _open(self, node: _Group) -> None:
+    def _open(self, node: Group) -> None:
         if isinstance(node, Cut):
             self._open_cut(node)
-        elif isinstance(node, _Piped):
+        elif isinstance(node, Piped):
             self._open_piped(node)
         elif isinstance(node, Family):
             self._open_family(node)
@@ -275,7 +274,7 @@ class Search:
                     least = max(each, SCHEDULE_KINDS[schedule].least_microbatches(pp))
                     seconds = self._bounds.least_seconds(cut, slots, schedule, virtual, least)
                     score = self._scores.of_pools(seconds, cut.site.pools)
-                    self._push(score, seconds, _Piped(cut, slots, schedule, virtual))
+                    self._push(score, seconds, Piped(cut, slots, schedule, virtual))
 
     def _may_fit(self, shape: Shape, microbatches: int) -> bool:
         """microbatches: of a replica, or fewer."""
@@ -288,7 +287,7 @@ class Search:
             self._room.shortest(shape, zero, microbatches) <= shape.pp for zero in self.limits.zero
         )
 
-    def _open_piped(self, node: _Piped) -> None:
+    def _open_piped(self, node: Piped) -> None:
         for shape in shapes(self.problem, self.limits, node.cut, node.slots):
             numbers = replica_numbers(self.problem, self.limits, shape)
             if self._scores.is_time:
@@ -298,8 +297,8 @@ class Search:
                 for number in numbers:
                     self._push_scheduled(node, shape, [number])
 
-    def _push_scheduled(self, node: _Piped, shape: Shape, numbers: list[int]) -> None:
-        """The first number of replicas with which the schedule runs and a replica may fit."""
+    def _push_scheduled(self, node: Piped, shape: Shape, numbers: list[int]) -> None:
+        """The first number of replicas with which the schedule runs."""
         total = self.problem.workload.batch // shape.microbatch
         for place, number in enumerate(numbers):
             each, most = total // number, -(-total // number)
@@ -307,19 +306,37 @@ class Search:
                 continue
             if self.limits.devices not in (0, number * shape.size):
                 continue
-            kept = kept_microbatches(node.schedule, shape.pp, node.virtual, most)
-            scores, fitting = list[tuple[float, float]](), list[Variant]()
-            for variant in self._layouts.variants([shape], node.schedule, node.virtual):
-                rooms = self._room.by_word(shape, variant.zero, kept, most)
-                if rooms:
-                    scores.append(self._score_of_variant(shape, variant, number, most, rooms))
-                    fitting.append(variant)
-            if fitting:
+            variants = tuple(self._layouts.variants([shape], node.schedule, node.virtual))
+            if variants:
                 rest = numbers[place + 1 :]
-                self._push(*min(scores), _Scheduled(node, shape, fitting, number, rest))
+                seconds = self._bounds.least_seconds(
+                    shape.cut, shape.slots, node.schedule, node.virtual, most
+                )
+                bounds = [(seconds, one) for one in variants]
+                least = self._least_score(shape, number, most, bounds)
+                self._push(*least, Scheduled(node, shape, variants, number, rest, seconds))
             return  # fewer replicas keep no less
 
-    def _open_scheduled(self, node: _Scheduled) -> None:
+    def _fitted(self, group: Scheduled) -> tuple[float, float, Scheduled] | None:
+        """Keep the variants that may fit. Their bounds rise by the recompute that they need."""
+        shape, piped, number = group.shape, group.piped, group.number
+        most = -(-self.problem.workload.batch // shape.microbatch // number)
+        kept = kept_microbatches(piped.schedule, shape.pp, piped.virtual, most)
+        seconds, fitting = group.seconds or 0.0, list[tuple[float, Variant]]()
+        for variant in group.variants:
+            rooms = self._room.by_word(shape, variant.zero, kept, most)
+            if rooms:
+                own = self._bounds.least_recomputed(shape, variant, most, rooms, seconds)
+                fitting.append((own, variant))
+        if not fitting:
+            return None
+        score, least = self._least_score(shape, number, most, fitting)
+        if score >= self._candidates.best_score:
+            return None
+        variants = tuple(variant for _, variant in fitting)
+        return score, least, Scheduled(piped, shape, variants, number, group.fewer, None)
+
+    def _open_scheduled(self, node: Scheduled) -> None:
         shape, one = node.shape, node.variants[0]
         if node.fewer:
             self._push_scheduled(node.piped, shape, node.fewer)
@@ -340,44 +357,26 @@ class Search:
                     groups = tuple(dealt(group, node.number, each, more))
                     self._candidates.push(choice_of(variant, groups))
 
-    def _score_of_variant(
+    def _least_score(
         self,
         shape: Shape,
-        variant: Variant,
         number: int,
         microbatches: int,
-        rooms: Sequence[Sequence[float]],
+        passes: Sequence[tuple[float, Variant]],
     ) -> tuple[float, float]:
-        """The least score and the least seconds."""
-        seconds = self._bounds.least_scheduled(shape, variant, microbatches, rooms)
-        alike = _replicas_of(shape, variant, number, microbatches)
-        return self._scores.of_replicas(seconds, alike), seconds
+        """The least score and its least seconds. passes: least seconds of the variants, without
+        the tail of a step."""
+        scores = list[tuple[float, float]]()
+        for least, variant in passes:
+            seconds = least + self._bounds.least_tail(shape, variant)
+            if self._scores.is_time:
+                scores.append((seconds, seconds))
+            else:
+                alike = _replicas_of(shape, variant, number, microbatches)
+                scores.append((self._scores.of_replicas(seconds, alike), seconds))
+        return min(scores)
 
 
 def _replicas_of(shape: Shape, variant: Variant, number: int, microbatches: int) -> Choice:
     """A layout of so many replicas, without stages."""
     return choice_of(variant, (ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches),))
-
-
-@dataclass(frozen=True, slots=True)
-class _Piped:
-    """Layouts with this pipeline and schedule, of any dp_shard."""
-
-    cut: Cut
-    slots: tuple[int, ...]
-    schedule: str
-    virtual: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Scheduled:
-    """variants: that may fit. number: of replicas. fewer: numbers that follow."""
-
-    piped: _Piped
-    shape: Shape
-    variants: list[Variant]
-    number: int
-    fewer: list[int]
-
-
-_Group = Cut | _Piped | _Scheduled | Family

@@ -55,9 +55,9 @@ class Shape:
     def site(self) -> Site:
         return self.cut.site
 
-    @cached_property
+    @property
     def pp(self) -> int:
-        return sum(self.slots)
+        return sum(self.slots) if len(self.slots) > 1 else self.slots[0]
 
     @property
     def cp(self) -> int:
@@ -75,11 +75,11 @@ class Shape:
     def microbatch(self) -> int:
         return self.cut.local * self.dp_shard
 
-    @cached_property
+    @property
     def mesh(self) -> tuple[int, int, int, int]:
         return self.pp, self.dp_shard, self.cut.cp, self.cut.tp
 
-    @cached_property
+    @property
     def size(self) -> int:
         return prod(self.mesh)
 
