@@ -93,8 +93,8 @@ def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
 
 
 _Moment = tuple[float, float, float, float]
-"""A moment at which much is in use. Microbatches in flight that are over by then, bytes of
-activations on top of the others, of logits, and of what the pass works with."""
+"""A moment at which much is in use. Microbatches in flight that are over by then, bytes of more
+activations, of logits, and of what the pass works with."""
 
 
 Late = tuple[tuple[str, int, int, int], int]

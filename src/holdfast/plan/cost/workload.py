@@ -170,13 +170,18 @@ class Workload:
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
+    def kinds_of_blocks(self) -> tuple[int, ...]:
+        """The kind of each block, by its index in `kinds`."""
+        index = {kind: number for number, kind in enumerate(self.kinds)}
+        return tuple(index[block] for block in self.blocks)
+
+    @cached_property
     def _kinds_before(self) -> tuple[tuple[int, ...], ...]:
         """[block]: how many blocks of each kind come before it."""
-        index = {kind: number for number, kind in enumerate(self.kinds)}
         rows = [[0] * len(self.kinds)]
-        for block in self.blocks:
+        for kind in self.kinds_of_blocks:
             rows.append(list(rows[-1]))
-            rows[-1][index[block]] += 1
+            rows[-1][kind] += 1
         return tuple(map(tuple, rows))
 
     def counts(self, start: int, stop: int) -> dict[int, int]:

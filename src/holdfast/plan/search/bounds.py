@@ -109,8 +109,8 @@ class Bounds:
         """Return least seconds of the passes with the recompute that ranks need.
 
         Args:
-            most: for each word of recompute, the most blocks of each index on pp. The others are
-                not looked at if there is room for all blocks under the first.
+            most: for each word of recompute, the most blocks of each index on pp. If there is room
+                for all blocks under the first word, the first is enough.
             seconds: see `least_seconds`.
         """
         if sum(map(int, most[0])) >= self._blocks or len(shape.site.pools) > 1:

@@ -25,15 +25,16 @@ class Piped:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """number: of replicas. fewer: numbers that follow. seconds: least ones of the passes of all
-    variants; None if only those are left that may fit."""
+    """number: of replicas. fewer: numbers that follow. seconds: that the passes of any variant take
+    at least. is_fitted: only variants are left that may fit."""
 
     piped: Piped
     shape: Shape
     variants: tuple[Variant, ...]
     number: int
     fewer: list[int]
-    seconds: float | None
+    seconds: float = 0.0
+    is_fitted: bool = False
 
 
 Group = Cut | Piped | Scheduled | Family
@@ -55,7 +56,7 @@ class Groups:
         heap = self._heap
         while heap:
             group = heap[0][3]
-            if not isinstance(group, Scheduled) or group.seconds is None:
+            if not isinstance(group, Scheduled) or group.is_fitted:
                 return heap[0][0]
             heappop(heap)
             found = self.fitted(group)

@@ -136,7 +136,8 @@ class Layouts:
                 yield fitting
         if found or can_try_all(self._blocks, number):
             return
-        if any(self._recomputed(variant, with_stages(split), shape) for split in slow):
+        last = self.room.words(shape)[-1:]
+        if any(self._recomputed(variant, with_stages(split), shape, last) for split in slow):
             return
         split = self._by_memory(known, variant, group, shape, can_win)
         fitting = self._recomputed(variant, with_stages(split), shape) if split else None
@@ -159,13 +160,14 @@ class Layouts:
         return len(self.evaluator.problem.workload.layers) - 2
 
     def _recomputed(
-        self, variant: Variant, group: ReplicaChoice, shape: Shape
+        self, variant: Variant, group: ReplicaChoice, shape: Shape, words: Sequence[str] = ()
     ) -> ReplicaChoice | None:
         """With the least recompute of each stage that fits. It is the fastest: no stage's word
-        changes the memory of another. The room for blocks tells most words that do not fit."""
+        changes the memory of another. The room for blocks tells most words that do not fit.
+        words: that are tried; (): all."""
         choice, pp = choice_of(variant, (group,)), group.pp
         kept = kept_microbatches(variant.schedule, pp, variant.virtual, group.microbatches)
-        held, words = self.evaluator.counts_of_ranks(choice, group), self.room.words(shape)
+        held, words = self.evaluator.counts_of_ranks(choice, group), words or self.room.words(shape)
         needs = [
             self.room.block_bytes(shape, variant.zero, word, group.microbatches) for word in words
         ]
@@ -239,8 +241,7 @@ class Layouts:
     def _seconds(self, variant: Variant, group: ReplicaChoice, number: int) -> StageCost:
         """What a stage takes for a microbatch."""
         workload, sums = self.evaluator.problem.workload, dict[int, tuple[list[float], float]]()
-        kinds = {layer: kind for kind, layer in enumerate(workload.kinds)}
-        own = [kinds[block] for block in workload.blocks]
+        own = workload.kinds_of_blocks
         choice, index_of = choice_of(variant, (group,)), _indices(variant, group.pp, number)
 
         def times(index: int, kind: int) -> float:

@@ -15,14 +15,14 @@ from itertools import permutations
 from math import gcd, inf
 
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
-from holdfast.plan.cost.least_pipeline_time import kept_microbatches
 from holdfast.plan.search.bounds import Bounds
 from holdfast.plan.search.candidates import Candidates
+from holdfast.plan.search.fitting import Fitting, replicas_of
 from holdfast.plan.search.fleets import Family, Fleets, first_of_each
 from holdfast.plan.search.groups import Group, Groups, Piped, Scheduled
-from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
+from holdfast.plan.search.layouts import Layouts, Shares, choice_of
 from holdfast.plan.search.limits import (
     Found,
     Limits,
@@ -125,7 +125,8 @@ class Search:
         self._layouts = Layouts(self.evaluator, self.limits, self._room)
         self._fleets = Fleets(self.evaluator, self.limits, self._bounds, self._layouts, self._room)
         self._candidates = Candidates(self.evaluator, self._scores, self._is_wanted)
-        self._groups = Groups(self._fitted)
+        self._fitting = Fitting(self.problem, self._scores, self._bounds, self._room)
+        self._groups = Groups(self._fitting.fitted)
         self._pushed, self._least_alike = 0, inf
 
     def run(self, first: Sequence[Choice], other: SearchResult | None) -> SearchResult | None:
@@ -155,7 +156,7 @@ class Search:
                 seconds = self._bounds.least_of_cut(cut)
                 self._push(self._scores.of_pools(seconds, site.pools), seconds, cut)
         self._search(_PATIENCE)
-        least_alike, self._groups = self._groups.least, Groups(self._fitted)
+        least_alike, self._groups = self._groups.least, Groups(self._fitting.fitted)
         for seconds, family in self._fleets.families():
             names = tuple(pool.name for pool in family.pools)
             self._push(self._scores.of_pools(seconds, names), seconds, family)
@@ -301,40 +302,16 @@ class Search:
         """The first number of replicas with which the schedule runs."""
         total = self.problem.workload.batch // shape.microbatch
         for place, number in enumerate(numbers):
-            each, most = total // number, -(-total // number)
-            if each < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
+            if total // number < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
                 continue
             if self.limits.devices not in (0, number * shape.size):
                 continue
             variants = tuple(self._layouts.variants([shape], node.schedule, node.virtual))
             if variants:
                 rest = numbers[place + 1 :]
-                seconds = self._bounds.least_seconds(
-                    shape.cut, shape.slots, node.schedule, node.virtual, most
-                )
-                bounds = [(seconds, one) for one in variants]
-                least = self._least_score(shape, number, most, bounds)
-                self._push(*least, Scheduled(node, shape, variants, number, rest, seconds))
+                group = Scheduled(node, shape, variants, number, rest)
+                self._push(*self._fitting.scored(group))
             return  # fewer replicas keep no less
-
-    def _fitted(self, group: Scheduled) -> tuple[float, float, Scheduled] | None:
-        """Keep the variants that may fit. Their bounds rise by the recompute that they need."""
-        shape, piped, number = group.shape, group.piped, group.number
-        most = -(-self.problem.workload.batch // shape.microbatch // number)
-        kept = kept_microbatches(piped.schedule, shape.pp, piped.virtual, most)
-        seconds, fitting = group.seconds or 0.0, list[tuple[float, Variant]]()
-        for variant in group.variants:
-            rooms = self._room.by_word(shape, variant.zero, kept, most)
-            if rooms:
-                own = self._bounds.least_recomputed(shape, variant, most, rooms, seconds)
-                fitting.append((own, variant))
-        if not fitting:
-            return None
-        score, least = self._least_score(shape, number, most, fitting)
-        if score >= self._candidates.best_score:
-            return None
-        variants = tuple(variant for _, variant in fitting)
-        return score, least, Scheduled(piped, shape, variants, number, group.fewer, None)
 
     def _open_scheduled(self, node: Scheduled) -> None:
         shape, one = node.shape, node.variants[0]
@@ -344,7 +321,7 @@ class Search:
         most = Shares(shape, node.number, each + (more > 0))
         is_complete = self.problem.cluster.size <= _COMPLETE
         for variant in node.variants:
-            alike = _replicas_of(shape, variant, node.number, most.microbatches)
+            alike = replicas_of(shape, variant, node.number, most.microbatches)
             tail = self._bounds.least_tail(shape, variant)
 
             def can_win(seconds: float, alike: Choice = alike, tail: float = tail) -> bool:
@@ -356,27 +333,3 @@ class Search:
                 for group in (fitting, *slower):
                     groups = tuple(dealt(group, node.number, each, more))
                     self._candidates.push(choice_of(variant, groups))
-
-    def _least_score(
-        self,
-        shape: Shape,
-        number: int,
-        microbatches: int,
-        passes: Sequence[tuple[float, Variant]],
-    ) -> tuple[float, float]:
-        """The least score and its least seconds. passes: least seconds of the variants, without
-        the tail of a step."""
-        scores = list[tuple[float, float]]()
-        for least, variant in passes:
-            seconds = least + self._bounds.least_tail(shape, variant)
-            if self._scores.is_time:
-                scores.append((seconds, seconds))
-            else:
-                alike = _replicas_of(shape, variant, number, microbatches)
-                scores.append((self._scores.of_replicas(seconds, alike), seconds))
-        return min(scores)
-
-
-def _replicas_of(shape: Shape, variant: Variant, number: int, microbatches: int) -> Choice:
-    """A layout of so many replicas, without stages."""
-    return choice_of(variant, (ReplicaChoice(number, *shape.mesh, (), shape.pools, microbatches),))
