@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,10 @@ def test_the_report_of_a_simulated_run_says_what_the_simulation_says(
         assert report["seconds_by_class"][label] == pytest.approx(seconds, abs=0.1), label
     lost = [incident for incident in report["incidents"] if incident["losses"]]
     assert len(lost) == ledger["interruptions"]
+    changes = [incident["title"] for incident in report["incidents"] if incident["planned"]]
+    assert changes == ["n4 joined", "n5 joined"]
     assert main(["report", "made"]) == 0
+    assert "data prepare" not in capsys.readouterr().err
 
 
 def test_a_sweep_has_a_row_for_each_value(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +119,81 @@ def test_notices_spare_work(files: Path, capsys: pytest.CaptureFixture[str]) -> 
     without, noticed = (outcome["histories"][0] for outcome in found["outcomes"])
     assert without["interruptions"] == 2
     assert noticed["interruptions"] == 0
+
+
+def compared(capsys: pytest.CaptureFixture[str], one: str, other: str) -> dict[str, Any]:
+    assert main(["report", one, "--compare", other, "--json"]) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def test_two_simulated_runs_side_by_side(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    continues = answer(capsys, "--out", "continues")["outcomes"][0]["histories"][0]
+    restores = ("--set", "replicas_go_on=0", "--set", "peers=0", "--set", "store_interval_s=97")
+    loses = answer(capsys, *restores, "--out", "loses")["outcomes"][0]["histories"][0]
+    found = compared(capsys, "continues", "loses")
+    one, other = found["runs"]
+    assert one["is_simulated"] and other["is_simulated"]
+    for run, ledger in ((one, continues), (other, loses)):
+        assert run["usd"] == ledger["usd"]
+        assert run["tokens"] == pytest.approx(ledger["tokens"], rel=1e-3)
+        assert run["interruptions"] == ledger["interruptions"] == 2
+        assert sum(run["seconds"].values()) == pytest.approx(ledger["wall_seconds"])
+    assert (one["by_rung"], other["by_rung"]) == ({"0": 2}, {"6": 2})
+    assert one["lost_steps"] == 0 < other["lost_steps"]
+    assert other["rpo_s"]["worst"] == pytest.approx(loses["rpo_seconds"]["worst"], abs=0.1)
+    differences = found["differences"]
+    assert differences["tokens"] == other["tokens"] - one["tokens"] < 0
+    labels = [value for name, value in differences.items() if name.startswith("seconds.")]
+    assert sum(labels) == pytest.approx(differences["wall_s"], abs=1e-6)
+    first = found["first_differing_decision"]
+    assert first["index"] == 2  # both start; the first loss is answered by another rung
+    assert (first["one"]["rung"], first["other"]["rung"]) == (0, 6)
+    assert compared(capsys, "loses", "loses")["first_differing_decision"] is None
+
+
+def test_a_real_run_beside_a_simulated_one(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = Path(__file__).parent.parent / "golden" / "runs" / "nodes"
+    shutil.copytree(golden, "real")
+    assert simulate("--out", "simulated") == 0
+    capsys.readouterr()
+    assert main(["report", "real", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = compared(capsys, "real", "simulated")
+    real, simulated = found["runs"]
+    assert (real["is_simulated"], simulated["is_simulated"]) == (False, True)
+    assert real["seconds"] == report["seconds_by_class"]
+    assert real["tokens"] == report["tokens"]
+    broke = [incident for incident in report["incidents"] if not incident["planned"]]
+    assert real["interruptions"] == len(broke) == 3
+    assert real["rto_s"]["worst"] == max(incident["seconds"] for incident in broke)
+    assert real["usd"] is None and "usd" not in found["differences"]
+    first = found["first_differing_decision"]
+    assert (first["index"], first["one"]["nodes"], first["other"]["nodes"]) == (1, 2, 4)
+    assert main(["report", "real", "--compare", "simulated"]) == 0
+    shown = capsys.readouterr().out
+    assert "A: real: golden, real, finished" in shown
+    assert "generation 1 (start): no rung, 2 nodes" in shown
+
+
+PRICES = "date,machine_type,region,usd_per_hour_spot\n"
+
+
+def test_prices_of_another_file_hold_for_the_nodes(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "2024-01-01,g,east,5\n2024-01-01,g,west,7\n2025-01-01,g,west,7\n"
+    Path("prices.csv").write_text(PRICES + rows)
+    table = ("--trace", "prices.csv", "--gpu", "g", "--zone")
+    east, west = (
+        answer(capsys, *table, zone)["outcomes"][0]["histories"][0] for zone in ("east", "west")
+    )
+    for each in (east, west):
+        assert each["wall_seconds"] == pytest.approx(3600)  # a year of prices adds no time
+    assert east["usd"] == pytest.approx(5 * east["node_hours"])
+    assert west["usd"] == pytest.approx(7 * west["node_hours"])
+    Path("prices.csv").write_text(PRICES + rows.splitlines()[0] + "\n")
+    (only,) = answer(capsys, "--trace", "prices.csv")["outcomes"]  # one place holds everywhere
+    assert only["histories"][0]["usd"] == pytest.approx(5 * east["node_hours"])

@@ -23,10 +23,10 @@ from holdfast.chaos.sample_run import (
 from holdfast.chaos.schedule import Draw, is_trace_of_faults, parse_faults_option, read_trace
 from holdfast.chaos.trace import draws_of_trace
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import say
+from holdfast.cli.output import explained_out_errors, say
 from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import read_text, resolve_config
-from holdfast.errors import ConfigError, RunFolderError, UserError
+from holdfast.errors import ConfigError, UserError
 from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.simulate.traces.loading import load_trace
 from holdfast.wire.child_command import module_command
@@ -189,17 +189,11 @@ def _part_of(work: list[DisturbedRun], index: int, parts: int) -> list[Disturbed
 
 
 def _prepare(out: Path, own: bool) -> None:
-    """The folder, and in it a run file where none was named. Raises RunFolderError."""
-    try:
+    """The folder, and in it a run file where none was named. Raises UserError."""
+    with explained_out_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         if own:
             write_run_file(out)
-    except OSError as error:
-        raise RunFolderError(
-            f"this cannot be the folder for everything ({error.strerror})",
-            where=f"--out {out}",
-            remedy="name another one",
-        ) from None
 
 
 def _shapes(layout: str, nodes: int) -> list[ChaosLayout]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import UserError
+from holdfast.errors import RunFolderError, UserError
 from holdfast.launch.run.runs import Run, named_path, open_run
 
 if TYPE_CHECKING:
@@ -53,13 +53,20 @@ class RunAudit:
 
 
 def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
-    """Audit a run's own steps, up to `last_step` or its last committed one."""
+    """Audit a run's own steps, up to `last_step` or its last committed one. Raises RunFolderError
+    for a simulated run."""
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.data.audit import AuditProblem, audit_records
     from holdfast.tasks.choose import open_audited
     from holdfast.wire.journal import read_contents
     from holdfast.wire.term import newest_term
 
+    if found.is_simulated:
+        raise RunFolderError(
+            "this run was simulated, so no sample was used",
+            where=found.place,
+            remedy="name a run that was trained",
+        )
     config, journal = found.config, read_contents(found.store)
     batches, file_problems = open_audited(config, found.dataset_location)
     result = audit_records(journal.records, batches, last_step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,24 @@ def write_text(path: Path, text: str) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder of `--out`, if it is not there. Raises UserError."""
-    try:
+    with explained_out_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def explained_out_errors(folder: Path) -> Iterator[None]:
+    """Inside, the folder of `--out` is made and filled. Raises UserError."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise UserError(
+            "this is a file, and must be a folder",
+            where=f"command line, --out: {error.filename or folder}",
+            remedy="give --out another path",
+        ) from None
     except OSError as error:
         raise UserError(
             f"the folder cannot be made: {error.strerror}",
-            where=f"command line, --out {folder}",
+            where=f"command line, --out: {error.filename or folder}",
             remedy="give a path in a folder that you can write to",
         ) from None

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument
+from holdfast.cli.options import RunArgument, run_path
 from holdfast.cli.output import print_json, say
 from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, DataError, RunFolderError
@@ -38,6 +38,12 @@ def report(
     follow: Annotated[
         bool, typer.Option("--follow", help="write the page again every 10 s until the run ends")
     ] = False,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            parser=run_path, metavar="<run>", help="print this run next to another one; see below"
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON instead")] = False,
 ) -> None:
     """Write loss, throughput, use of time and every incident of a run as one HTML page.
@@ -51,10 +57,14 @@ def report(
     With --trace, a file for ui.perfetto.dev is written instead, of the step that the run file names
     in layout.trace_step. It shows forward and backward passes, waits, and gradients being summed.
 
+    With --compare, two runs are printed side by side. Each may be real, or the folder of
+    `holdfast simulate --out`. The first recovery that they decided differently is named.
+
     \b
     Example:
       holdfast report runs/quickstart
       holdfast report runs/quickstart --follow
+      holdfast report runs/quickstart --compare simulated
       holdfast report run.yaml --output page.html --sample "import os" --sample "def f("
     """
     if trace is not None:
@@ -62,7 +72,15 @@ def report(
         _refuse_beside("--trace", {**given, "--sample": sample})
     if follow:
         _refuse_beside("--follow", {"--json": json, "--sample": sample})
+    if compare is not None:
+        given = {"--output": output is not None, "--follow": follow, "--trace": trace is not None}
+        _refuse_beside("--compare", {**given, "--sample": sample})
     found = open_run(run)
+    if compare is not None:
+        from holdfast.cli.report_compare import compare as compare_runs
+
+        compare_runs(found, compare, json=json)
+        return
     path = output or found.folder / "report.html"
     if trace is not None:
         write_trace(found, trace)
@@ -201,7 +219,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
-    """Return the newest intact checkpoint's continuation of each prompt."""
+    """Return the newest intact checkpoint's continuation of each prompt. Raises UserError."""
     from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     checkpoint, texts = with_checkpoint(
@@ -220,8 +238,8 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     from holdfast.data.dataset_location import open_dataset
 
     config = run.config
-    if config.task.has_own_data:
-        return None  # its data is no text
+    if config.task.has_own_data or run.is_simulated:
+        return None  # its data is no text, or it had none
     try:
         dataset = open_dataset(run.dataset_location, config.data)
         if not dataset.is_version(run.dataset_version):

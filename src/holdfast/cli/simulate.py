@@ -21,6 +21,11 @@ Traces = Annotated[
     list[Path] | None,
     typer.Option(help="a file of any kind that `holdfast trace` reads; repeatable"),
 ]
+Zones = Annotated[
+    list[str] | None,
+    typer.Option("--zone", help="one for each file, or a choice of its zones; repeatable"),
+]
+Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a choice of a table's, or a label")]
 Maker = Annotated[
     Literal["spot", "gang", "lives", "failures"] | None,
     typer.Option(help="a synthetic trace in place of a file; one for each seed"),
@@ -74,6 +79,8 @@ def run_file(
     run_file: RunFile,
     overrides: Overrides = None,
     trace: Traces = None,
+    zone: Zones = None,
+    gpu: Gpu = "",
     make: Maker = None,
     given: Settings = None,
     days: Days = None,
@@ -92,11 +99,15 @@ def run_file(
     than one history it has their means, and 95 % intervals by bootstrap. docs/simulate.md says how
     time is counted, and what the model leaves out.
 
+    A table of prices or carbon intensities is one more --trace. Its row is chosen by --zone and
+    --gpu, and the history ends with that of the nodes.
+
     \b
     Example:
       holdfast simulate run.yaml --cluster 16x8xA100-80 --trace p3.csv
       holdfast simulate run.yaml --trace p3.csv --policy holdfast --policy restart --seeds 5
       holdfast simulate run.yaml --trace p3.csv --sweep store_interval_s=60,300,900
+      holdfast simulate run.yaml --trace p3.csv --trace prices.csv --zone us-east1 --gpu n1-highmem-2
       holdfast simulate run.yaml --make failures --days 90 --out simulated
     """
     from holdfast.cli.simulate_request import Asked, study_of
@@ -107,6 +118,8 @@ def run_file(
         overrides=tuple(overrides or ()),
         cluster=cluster,
         traces=tuple(trace or ()),
+        zones=tuple(zone or ()),
+        gpu=gpu,
         made=make or "",
         days=days,
         given=tuple(given or ()),

@@ -31,7 +31,8 @@ from holdfast.events import (
     WorkerReady,
     to_json,
 )
-from holdfast.simulate.engine.interfaces import NOTHING, SAVE, Node, SavePlan, Transition
+from holdfast.launch.run.runs import SIMULATED_KEY
+from holdfast.simulate.engine.interfaces import SAVE, Node, SavePlan, Transition
 from holdfast.simulate.engine.loop import Simulation
 from holdfast.simulate.engine.progress import LostWork
 from holdfast.wire.journal import segment_key
@@ -39,6 +40,8 @@ from holdfast.wire.store.run_store import FolderStore, RunStore
 
 MOST_LINES = 20_000
 """Steps that get a line of their own."""
+SIMULATED_FILE = "simulated.json"
+"""Totals of the run, with what no journal has: money, energy, traffic."""
 _WRITER = "simulated"
 _HELD = 4_000
 """Lines that wait until no return to a save can split them."""
@@ -84,6 +87,8 @@ class JournalObserver:
     _lines: list[bytes] = field(default_factory=list)
     _held: deque[_Steps | tuple[float, Event]] = field(default_factory=deque)
     _is_open: bool = False
+    _has_loss: bool = False
+    _nodes: frozenset[str] = frozenset()
     _pause: float | None = None
     _intervals: dict[int, float] = field(default_factory=dict)
 
@@ -93,7 +98,7 @@ class JournalObserver:
     ) -> JournalObserver:
         """Begin the run folder. seconds: that will be simulated. Raises RunFolderError."""
         loaded = request.loaded
-        resolved = {"config": loaded.config.model_dump(mode="json"), "simulated": words}
+        resolved = {"config": loaded.config.model_dump(mode="json"), SIMULATED_KEY: words}
         store = JournalObserver.begin(folder, resolved)
         step_s = request.plan.best.cost.step_s
         each = max(1, ceil(seconds / step_s / MOST_LINES)) if seconds < inf else 1
@@ -104,13 +109,13 @@ class JournalObserver:
     @staticmethod
     def begin(folder: Path, resolved: Mapping[str, Any]) -> RunStore:
         """An empty run folder with its settings. Raises RunFolderError if something is there."""
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        make_folder(folder)
+        if any(folder.iterdir()):
             raise RunFolderError(
                 "this folder is not empty",
-                where=str(folder),
+                where=f"command line, --out {folder}",
                 remedy="give --out a folder that does not exist",
             )
-        make_folder(folder)
         (folder / "resolved.json").write_text(json.dumps(resolved, indent=1), "utf-8")
         return FolderStore(folder)
 
@@ -141,6 +146,7 @@ class JournalObserver:
         self._held.append((at, event))
 
     def lost(self, simulation: Simulation, nodes: Sequence[Node], reason: str) -> None:
+        self._has_loss = True
         for node in nodes:
             rank = simulation.used.index(node.name)
             event = WorkerLost(rank, 0, "simulated", "heartbeat", node.name, step=self._done)
@@ -160,11 +166,12 @@ class JournalObserver:
                 self._emit(now, RunStopped("no nodes for any layout", step=self._done))
                 self._is_open = False
         else:
-            if not self._is_open:
+            is_session_new = not self._is_open
+            if is_session_new:
                 is_again = self.generation > 0
                 self._emit(now, RunStarted(self.name, "", "", is_again, step=resumed))
                 self._is_open = True
-            self._open(simulation, transition, resumed)
+            self._open(simulation, transition, resumed, is_session_new)
         self._done = resumed
         self._seen_productive = simulation.progress.productive
         self._seen_blocked = simulation.progress.blocked
@@ -187,28 +194,43 @@ class JournalObserver:
             event = RunFinished(step=self._done) if done else RunStopped("", step=self._done)
             self._emit(simulation.now, event)
         self._store_lines()
+        totals = {"policy": self.words, **simulation.ledger.to_json()}
+        self.store.create(SIMULATED_FILE, json.dumps(totals, indent=1).encode())
 
     # --- lines ----------------------------------------------------------------------------------
-    def _open(self, simulation: Simulation, transition: Transition, resumed: int) -> None:
+    def _open(
+        self, simulation: Simulation, transition: Transition, resumed: int, is_session_new: bool
+    ) -> None:
         assert transition.point is not None
         self._store_lines()
         self.generation += 1
         self._sequence = 0
         came: list[int | None] | None = None
-        if transition.loses == NOTHING and self.generation > 1:
+        if transition.loses != SAVE and self.generation > 1:
             came = list(range(len(simulation.used)))
-        reason = transition.reason or "start"
         topology = {"nodes": list(simulation.used), "layout": transition.point.layout}
         event = GenerationStarted(
             topology,
-            reason,
-            rung=transition.rung,
+            self._reason_of(transition, simulation.used, is_session_new),
+            rung=transition.rung if self.generation > 1 else -1,
             came_from=came,
-            cause=reason,
+            cause=transition.reason or "start",
             step=resumed,
         )
+        self._has_loss = False
         self._emit(simulation.now, event)
         self._pause = simulation.pause_left
+
+    def _reason_of(
+        self, transition: Transition, nodes: Sequence[str], is_session_new: bool
+    ) -> str:
+        """The runtime's word for a change that no loss caused: a report tells those from breaks."""
+        before, self._nodes = self._nodes, frozenset(nodes)
+        if is_session_new:
+            return "start" if self.generation == 1 else "resume"
+        if self._has_loss:
+            return transition.reason
+        return "notice" if self._nodes < before else "node_joined"
 
     def _split(self, resumed: int) -> None:
         """Cut the held steps where the run resumes, so that those beyond it count as lost."""

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
-from holdfast.cli.trace import read_files
+from holdfast.cli.trace import read_each
 from holdfast.errors import ConfigError
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
@@ -29,6 +29,8 @@ from holdfast.simulate.generators import GENERATORS, make_trace
 from holdfast.simulate.rivals.registry import policy_named
 from holdfast.simulate.traces.events import EventStream
 from holdfast.simulate.traces.node_changes import ReadOptions
+from holdfast.simulate.traces.places import as_long_as_nodes, with_known_places
+from holdfast.simulate.traces.reading import merge_streams
 
 OURS = "holdfast"
 
@@ -41,6 +43,8 @@ class Asked:
     overrides: tuple[str, ...] = ()
     cluster: str = ""
     traces: tuple[Path, ...] = ()
+    zones: tuple[str, ...] = ()
+    gpu: str = ""
     made: str = ""
     days: float | None = None
     given: tuple[str, ...] = ()
@@ -109,6 +113,12 @@ def _refuse_no_trace(asked: Asked) -> None:
             "there is no trace" if not asked.traces else "--trace and --make name two traces",
             where="command line",
             remedy="give one of: --trace FILE, --make spot",
+        )
+    if asked.made and (asked.zones or asked.gpu):
+        raise ConfigError(
+            f"{'--zone' if asked.zones else '--gpu'} has no effect with --make",
+            where="command line",
+            remedy="leave it out, or name files with --trace",
         )
 
 
@@ -191,7 +201,7 @@ def _histories(
         given = ({"nodes": float(wanted)} if "nodes" in known else {}) | of_generator
         made = [make_trace(asked.made, seed, asked.days, given) for seed in range(asked.seeds)]
         return [settings.stream(each, i) for i, each in enumerate(made)], f"made: {asked.made}"
-    stream = read_files(list(asked.traces), ReadOptions(), None)
+    stream = _recorded(asked)
     unused = [name for name in FLEET if name in settings.values]
     if unused and any(event.kind == "join" for event in stream.events):
         raise ConfigError(
@@ -202,6 +212,12 @@ def _histories(
     found = histories_of(with_all_nodes(stream, wanted), asked.seeds)
     words = ", ".join(path.name for path in asked.traces)
     return [settings.stream(each, i) for i, each in enumerate(found)], words
+
+
+def _recorded(asked: Asked) -> EventStream:
+    """The files of --trace as one stream."""
+    read = read_each(list(asked.traces), ReadOptions(gpu=asked.gpu), list(asked.zones))
+    return as_long_as_nodes(with_known_places(merge_streams(read)), read)
 
 
 def _journal(folder: Path, request: PlanRequest, words: str, seconds: float) -> Observer:

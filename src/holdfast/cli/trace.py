@@ -205,6 +205,13 @@ def plot(
 # --- what the commands share --------------------------------------------------------------------
 def read_files(files: list[Path], options: ReadOptions, zones: list[str] | None) -> EventStream:
     """One stream of all files."""
+    return merge_streams(read_each(files, options, zones))
+
+
+def read_each(
+    files: list[Path], options: ReadOptions, zones: list[str] | None
+) -> list[EventStream]:
+    """A stream of each file."""
     from dataclasses import replace
 
     given = zones or []
@@ -221,7 +228,7 @@ def read_files(files: list[Path], options: ReadOptions, zones: list[str] | None)
         label = path.stem if len(files) > 1 else ""
         named = replace(options, zone=zone, label=label)
         streams.append(read_stream(read_bytes(path), str(path), named))
-    return merge_streams(streams)
+    return streams
 
 
 def read_bytes(path: Path) -> bytes:

@@ -171,6 +171,7 @@ class History:
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
     dropped_choices: int = 0  # of these, for lack of capacity
     expert_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
+    rungs: Mapping[int, int] = field(default_factory=dict)  # by generation; -1: no recovery
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
 
     @property
@@ -281,6 +282,7 @@ class _HistoryBuilder:
     rework: dict[int, list[StepPoint]] = field(default_factory=dict)
     evaluations: dict[int, EvaluationPoint] = field(default_factory=dict)
     generations: dict[int, Generation] = field(default_factory=dict)
+    rungs: dict[int, int] = field(default_factory=dict)
     sessions: list[RunSession] = field(default_factory=list)
     checkpoints: dict[str, CheckpointRow] = field(default_factory=dict)
     blocked: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -360,6 +362,7 @@ class _HistoryBuilder:
             nodes=tuple(dict.fromkeys(ranks)),
             live=event.came_from is not None,
         )
+        self.rungs[number] = event.rung
         if key in self.checkpoints:
             row = self.checkpoints[key]
             self.checkpoints[key] = replace(row, restored=row.restored + 1)
@@ -444,5 +447,6 @@ class _HistoryBuilder:
             experts=self.experts.by_block,
             dropped_choices=self.experts.dropped,
             expert_copies=self.experts.with_copies,
+            rungs=self.rungs,
             plan=self.plan.comparison(),
         )

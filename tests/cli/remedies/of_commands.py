@@ -428,11 +428,12 @@ CASES: list[Case] = [
         r"use 2 or more, or one of .*",
         "2",
     ),
-    campaign(
-        "this cannot be the folder for everything (…)",
+    case(
+        "cli/output.py: this is a file, and must be a folder",
+        begin_run,
         lambda lab: chaos._prepare(lab.folder / given(lab, "run.yaml"), False),
-        r"name another one",
-        "out",
+        r"give --out another path",
+        fixed(given="out"),
     ),
     case(
         "cli/chaos.py: this cannot be read (…)",

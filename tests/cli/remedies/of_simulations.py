@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,14 @@ from holdfast.cli.simulate_request import Asked, study_of
 from holdfast.simulate.engine.settings import as_number, parse_setting
 from holdfast.simulate.rivals.parcae import parse_saved
 from tests.cli.remedies.lab import Case, Lab, case, fixed
+from tests.cli.remedies.of_runs import (
+    at_folder,
+    attempt,
+    check_version,
+    folder_check,
+    line,
+    replace,
+)
 
 RUN = """\
 name: small
@@ -65,7 +75,59 @@ def mixed(lab: Lab) -> None:
     )
 
 
+def make_simulated(lab: Lab) -> None:
+    """Turn the finished run into one that looks simulated, next to a copy that stays as it was."""
+    shutil.copytree(lab.folder / "run", lab.folder / "real")
+    path = lab.folder / "run" / "resolved.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"simulated": "holdfast"}))
+
+
+GPUS = "date,machine_type,region,usd_per_hour_spot\n2024-01-01,g,east,1\n2024-01-02,g,west,2\n"
+
+
+def priced(lab: Lab) -> None:
+    run_file(lab)
+    files = {"p3.csv": "0,add,a\n0,add,b\n60000,remove,a\n", "prices.csv": GPUS}
+    traces = tuple(lab.write(name, text) for name, text in files.items())
+    lab.settings.update(traces=traces, made="", days=None)
+
+
 CASES: list[Case] = [
+    case(
+        "simulate/traces/places.py: the trace has …, and no node is in one of them",
+        priced,
+        simulate,
+        r"choose one with --zone and --gpu, such as --zone '(\w+)' --gpu '(\w+)'",
+        lambda lab, found: lab.settings.update(zones=(found[1],), gpu=found[2]),
+    ),
+    case(
+        "simulate/traces/levels.py: this table has no …",
+        lambda lab: (priced(lab), lab.settings.update(zones=("north",), gpu="g")),
+        simulate,
+        r"choose with --zone one of: (\w+), \w+",
+        lambda lab, found: lab.settings.update(zones=(found[1],)),
+    ),
+    case(
+        "cli/simulate_request.py: … has no effect with --make",
+        lambda lab: (run_file(lab), lab.settings.update(zones=("east",))),
+        simulate,
+        "leave it out, or name files with --trace",
+        fixed(zones=()),
+    ),
+    case(
+        "launch/run/run_folder.py: this is the folder of a simulated run, which cannot be continued",
+        at_folder("run", change=make_simulated),
+        folder_check(check_version),
+        r"choose another with folder=\.\.\., or .*",
+        fixed(folder="new"),
+    ),
+    case(
+        "cli/data_audit.py: this run was simulated, so no sample was used",
+        line("data audit {root}/run", make_simulated),
+        attempt,
+        "name a run that was trained",
+        lambda lab, found: replace(lab.path("run"), lab.path("real"))(lab, found),
+    ),
     case(
         "simulate/engine/settings.py: … is no setting",
         lambda lab: lab.settings.update(text="store_interval_s"),

@@ -47,7 +47,12 @@ from holdfast.launch.run.bucket_run import (
 )
 from holdfast.launch.run.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.run.resume_checks import branch_command, refuse_cut
-from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved, read_secrets
+from holdfast.launch.run.runs import (
+    RESOLVED_FILE,
+    SIMULATED_KEY,
+    read_resolved,
+    read_secrets,
+)
 from holdfast.plan.machine.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
@@ -134,6 +139,12 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
     stored = read_resolved(folder) or _read_just_begun(folder)
     if stored is None:
         return
+    if SIMULATED_KEY in stored:
+        raise RunFolderError(
+            "this is the folder of a simulated run, which cannot be continued",
+            where=where_of_run(folder),
+            remedy=f"choose another with folder=..., or {begin_again_word(folder)}",
+        )
     differing = [
         d for d in config_differences(stored["config"], loaded.config) if not is_place(d.key)
     ]

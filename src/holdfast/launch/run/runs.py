@@ -29,6 +29,8 @@ from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_term, secret_of
 
 RESOLVED_FILE = "resolved.json"
+SIMULATED_KEY = "simulated"
+"""A key of `resolved.json` that only a simulated run has: the policy, in words."""
 IMPORTED_FOLDER = "imported"
 """Settings of the folder whose weights the run began with; an export gives them back."""
 
@@ -50,6 +52,11 @@ class Run:
     def place(self) -> str:
         """The run's folder, or its bucket's address, for messages and commands."""
         return location_of_run(self.folder)
+
+    @property
+    def is_simulated(self) -> bool:
+        """`holdfast simulate --out` wrote it: nothing was trained, and no dataset was used."""
+        return SIMULATED_KEY in self.resolved
 
     @property
     def dataset_location(self) -> str:

@@ -159,6 +159,8 @@ class _Compiler:
         self._rows: list[list[int]] = [[] for _ in range(table.ranks)]
         # the entry that gives each value (see `_begin`); -1: an earlier window did; -2: none yet
         self._made = [-2] * (2 * table.stages * table.microbatches)
+        # by `_value_`: an Enum's `value` is a descriptor, and a kind itself hashes in Python. This
+        # is read for every action of every schedule that is tried.
         self._roles = {
             (stage, kind._value_): self._role(stage, kind)
             for stage in range(table.stages)

@@ -27,6 +27,7 @@ _SPOT, _FIXED = "usd_per_hour_spot", "usd_per_hour_on_demand"
 def price_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """A table in which a row is a change of price of a machine type in a region."""
     points: list[Point] = []
+    known: tuple[set[str], set[str]] = set(), set()
     rows = left = 0
     keys = ("date", "machine_type", "region", _SPOT)
     for line, row in table_of(text, source, keys, (_FIXED,)):
@@ -37,6 +38,8 @@ def price_events(text: str, source: str, options: ReadOptions) -> EventStream:
             raise row_error(
                 source, line, [row[key] for key in keys], "write a date, and a price of 0 or more"
             )
+        known[0].add(row["region"])
+        known[1].add(row["machine_type"])
         chosen = options.gpu in ("", row["machine_type"]) and options.zone in ("", row["region"])
         if value is None or not chosen:
             left += value is None
@@ -48,6 +51,7 @@ def price_events(text: str, source: str, options: ReadOptions) -> EventStream:
         )
         points.append((at, event))
     notes = [f"{left} rows without a spot price were left out"] if left else []
+    _refuse_unknown(options, *known, source)
     pairs = len({(event.zone, event.gpu) for _, event in points})
     notes.append(f"{pairs} pairs of machine type and region")
     return _stream("prices", points, source, rows, notes, step_s=86400.0)
@@ -109,6 +113,8 @@ def signal_events(text: str, source: str, options: ReadOptions) -> EventStream:
                 if value is not None:
                     place = f"{source}:{line}"
                     points.append((at, TraceEvent(0.0, "carbon", "", zone, "", value, place)))
+    if len(header) > 2:
+        _refuse_unknown(options, set(header[1:]), set(), source)
     unsaid = "the file does not say whether intensities are average or marginal: see --carbon"
     notes = [f"{options.carbon} intensity" if options.carbon else unsaid]
     notes += [f"{empty} cells are empty"] if empty else []
@@ -169,6 +175,17 @@ def transfer_price_events(text: str, source: str, options: ReadOptions) -> Event
 
 
 # --- what they share ----------------------------------------------------------------------------
+def _refuse_unknown(options: ReadOptions, zones: set[str], gpus: set[str], source: str) -> None:
+    """Raise DataError for a choice of --zone or --gpu that a table with rows does not have."""
+    for option, chosen, known in (("--zone", options.zone, zones), ("--gpu", options.gpu, gpus)):
+        if chosen and known and chosen not in known:
+            raise DataError(
+                f"this table has no {chosen!r}",
+                where=f"{source}: {option}",
+                remedy=f"choose with {option} one of: {', '.join(sorted(known))}",
+            )
+
+
 def _stream(
     name: str,
     points: Sequence[Point],
@@ -184,7 +201,7 @@ def _stream(
         raise DataError(
             "no row of this table can be used",
             where=source,
-            remedy="give rows with values; --zone and --gpu choose from those that there are",
+            remedy="give rows with values; --zone and --gpu together may choose none",
         )
     disorder = sum(b[0] < a[0] for a, b in itertools.pairwise(points))
     origin = min(at for at, _ in points)
