@@ -133,7 +133,7 @@ def test_two_simulated_runs_side_by_side(files: Path, capsys: pytest.CaptureFixt
     loses = answer(capsys, *restores, "--out", "loses")["outcomes"][0]["histories"][0]
     found = compared(capsys, "continues", "loses")
     one, other = found["runs"]
-    assert one["is_simulated"] and other["is_simulated"]
+    assert [run["is_simulated"] for run in found["runs"]] == [True, True]
     for run, ledger in ((one, continues), (other, loses)):
         assert run["usd"] == ledger["usd"]
         assert run["tokens"] == pytest.approx(ledger["tokens"], rel=1e-3)
@@ -152,9 +152,7 @@ def test_two_simulated_runs_side_by_side(files: Path, capsys: pytest.CaptureFixt
     assert compared(capsys, "loses", "loses")["first_differing_decision"] is None
 
 
-def test_a_real_run_beside_a_simulated_one(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_run_beside_a_simulated_one(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     golden = Path(__file__).parent.parent / "golden" / "runs" / "nodes"
     shutil.copytree(golden, "real")
     assert simulate("--out", "simulated") == 0
@@ -169,7 +167,8 @@ def test_a_real_run_beside_a_simulated_one(
     broke = [incident for incident in report["incidents"] if not incident["planned"]]
     assert real["interruptions"] == len(broke) == 3
     assert real["rto_s"]["worst"] == max(incident["seconds"] for incident in broke)
-    assert real["usd"] is None and "usd" not in found["differences"]
+    assert real["usd"] is None
+    assert "usd" not in found["differences"]
     first = found["first_differing_decision"]
     assert (first["index"], first["one"]["nodes"], first["other"]["nodes"]) == (1, 2, 4)
     assert main(["report", "real", "--compare", "simulated"]) == 0

@@ -22,6 +22,12 @@ from holdfast.launch.run.runs import Run, open_run, read_environment
 app = make_app("Write one HTML page about a run.")
 
 
+Compared = Annotated[
+    Path | None,
+    typer.Option(parser=run_path, metavar="<run>", help="print this run next to another one"),
+]
+
+
 @app.command()
 def report(
     run: RunArgument,
@@ -38,12 +44,7 @@ def report(
     follow: Annotated[
         bool, typer.Option("--follow", help="write the page again every 10 s until the run ends")
     ] = False,
-    compare: Annotated[
-        Path | None,
-        typer.Option(
-            parser=run_path, metavar="<run>", help="print this run next to another one; see below"
-        ),
-    ] = None,
+    compare: Compared = None,
     json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON instead")] = False,
 ) -> None:
     """Write loss, throughput, use of time and every incident of a run as one HTML page.
@@ -75,12 +76,9 @@ def report(
     if compare is not None:
         given = {"--output": output is not None, "--follow": follow, "--trace": trace is not None}
         _refuse_beside("--compare", {**given, "--sample": sample})
-    found = open_run(run)
-    if compare is not None:
-        from holdfast.cli.report_compare import compare as compare_runs
-
-        compare_runs(found, compare, json=json)
+        _compare(run, compare, json=json)
         return
+    found = open_run(run)
     path = output or found.folder / "report.html"
     if trace is not None:
         write_trace(found, trace)
@@ -89,6 +87,12 @@ def report(
         follow_run(found, path, lambda: is_holder_gone(watch))
     else:
         _report_once(found, None if json else path, samples_of(found, sample) if sample else [])
+
+
+def _compare(run: Path, other: Path, *, json: bool) -> None:
+    from holdfast.cli.report_compare import compare
+
+    compare(open_run(run), other, json=json)
 
 
 def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ Zones = Annotated[
     list[str] | None,
     typer.Option("--zone", help="one for each file, or a choice of its zones; repeatable"),
 ]
-Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a choice of a table's, or a label")]
+Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a choice, or a label")]
 Maker = Annotated[
     Literal["spot", "gang", "lives", "failures"] | None,
     typer.Option(help="a synthetic trace in place of a file; one for each seed"),
@@ -97,17 +97,13 @@ def run_file(
 
     The table has kept tokens, goodput, lost work, recoveries, traffic, money and energy. With more
     than one history it has their means, and 95 % intervals by bootstrap. docs/simulate.md says how
-    time is counted, and what the model leaves out.
-
-    A table of prices or carbon intensities is one more --trace. Its row is chosen by --zone and
-    --gpu, and the history ends with that of the nodes.
+    time is counted, and what the model leaves out. A table of prices or carbon is one more --trace.
 
     \b
     Example:
       holdfast simulate run.yaml --cluster 16x8xA100-80 --trace p3.csv
       holdfast simulate run.yaml --trace p3.csv --policy holdfast --policy restart --seeds 5
       holdfast simulate run.yaml --trace p3.csv --sweep store_interval_s=60,300,900
-      holdfast simulate run.yaml --trace p3.csv --trace prices.csv --zone us-east1 --gpu n1-highmem-2
       holdfast simulate run.yaml --make failures --days 90 --out simulated
     """
     from holdfast.cli.simulate_request import Asked, study_of
@@ -133,8 +129,7 @@ def run_file(
     for note in study.notes:
         say(note)
     if json:
-        answer: dict[str, Any] = as_json(study)
-        print_json(answer)
+        print_json(as_json(study))
     else:
         print_outcomes(study)
     if svg is not None:

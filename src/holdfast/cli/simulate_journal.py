@@ -221,9 +221,7 @@ class JournalObserver:
         self._emit(simulation.now, event)
         self._pause = simulation.pause_left
 
-    def _reason_of(
-        self, transition: Transition, nodes: Sequence[str], is_session_new: bool
-    ) -> str:
+    def _reason_of(self, transition: Transition, nodes: Sequence[str], is_session_new: bool) -> str:
         """The runtime's word for a change that no loss caused: a report tells those from breaks."""
         before, self._nodes = self._nodes, frozenset(nodes)
         if is_session_new:

@@ -115,7 +115,8 @@ CASES: list[Case] = [
         fixed(zones=()),
     ),
     case(
-        "launch/run/run_folder.py: this is the folder of a simulated run, which cannot be continued",
+        "launch/run/run_folder.py: this is the folder of a simulated run, "
+        "which cannot be continued",
         at_folder("run", change=make_simulated),
         folder_check(check_version),
         r"choose another with folder=\.\.\., or .*",

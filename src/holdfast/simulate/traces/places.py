@@ -58,4 +58,3 @@ def as_long_as_nodes(merged: EventStream, streams: Sequence[EventStream]) -> Eve
     if not lengths or max(lengths) >= merged.seconds:
         return merged
     return stream_part(merged, 0.0, max(lengths))
-
