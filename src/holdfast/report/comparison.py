@@ -51,8 +51,8 @@ class RunFacts:
     time that these steps had taken. interruptions: what broke, with a recovery or without one.
     changes: planned. by_rung: interruptions by rung of the recovery ladder; -1: no recovery.
     rpo_steps, rpo_s: lost by an interruption. rto_s: from the loss to the first new step. Of a
-    real run it begins when an agent notices the loss. stall_s: from the last step before to the first one after,
-    which means the same in both kinds of run.
+    real run it begins when an agent notices the loss. stall_s: from the last step before to the
+    first one after, which means the same in both kinds of run.
     intervals_s: between saves by tier, the last decision. node_hours: of nodes with work. usd,
     kwh, co2_kg: None where they are not known.
     """
