@@ -275,6 +275,12 @@ CASES: list[Case] = [
         parquet(),
     ),
     of(
+        "jitter.py: stage is …, rank …, step …, optype …",
+        parquet(rank=[None]),
+        "write numbers, and the operation as text such as forward-compute",
+        parquet(),
+    ),
+    of(
         "jitter.py: there is no column … in this Parquet file",
         without_a_column(),
         "give columns dp_rank, .*",

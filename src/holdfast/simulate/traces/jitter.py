@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -30,11 +31,17 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
     work: dict[tuple[int, int], list[tuple[int, str, float]]] = defaultdict(list)
     rows = list(zip(*(columns[name] for name in _COLUMNS), strict=True))
     for number, (_, stage, rank, step, kind, start, seconds) in enumerate(rows, start=1):
-        if start is None or seconds is None or not 0 <= seconds < float("inf") or start < 0:
+        if not (_is_number(start) and _is_number(seconds)) or start < 0 or seconds < 0:
             raise DataError(
                 f"start_ts is {start}, duration {seconds}",
                 where=f"{source}: row {number}",
                 remedy="write seconds, 0 or more",
+            )
+        if not (isinstance(kind, str) and all(map(_is_number, (stage, rank, step)))):
+            raise DataError(
+                f"stage is {stage}, rank {rank}, step {step}, optype {kind}",
+                where=f"{source}: row {number}",
+                remedy="write numbers, and the operation as text such as forward-compute",
             )
         steps[step] = max(steps.get(step, 0.0), start + seconds)
         if "compute" in kind:
@@ -67,6 +74,11 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
         notes=(note,),
     )
     return EventStream(header, in_order(events))
+
+
+def _is_number(value: object) -> bool:
+    """Return True for a finite number; `true` is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _ratio(
