@@ -195,7 +195,7 @@ def replay_adaptive(
             until = points[index + 1][0] if index + 1 < len(points) else spell.seconds
             if until <= now:
                 continue
-            kept, _ = seconds_between(price, rate, bounds, kept)
+            kept = seconds_between(price, rate, bounds, kept)
             now, since, lost = _piece(now, since, until, spell, kept, cost)
             waste += lost
         if now < spell.seconds:

@@ -13,7 +13,7 @@ first failures of a run move the shares by about as much as the prior is worth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 PRIOR_FAILURE_COUNTS = (1.0, 0.8, 0.15, 0.05)
 """Failures of each class that are assumed in advance: two in all. Every second took a process
@@ -31,15 +31,17 @@ class FailureClassCounts:
         """One more failure of this class."""
         counts = list(self.counts)
         counts[level] += 1
-        return replace(self, counts=tuple(counts))
+        return FailureClassCounts(tuple(counts))
 
     def rate_by_tier(self, rate: float, tiers: Sequence[int]) -> dict[int, float]:
         """`rate` failures a second, shared out: by tier, those that it survives and no lower one of
         `tiers`. Failures that none of them survives are counted with the highest. A restart returns
         to what that tier holds, or to the beginning, which no interval changes."""
-        out = dict.fromkeys(sorted(tiers), 0.0)
-        highest, total = max(out), sum(self.counts)
+        ordered, total = sorted(tiers), sum(self.counts)
+        out = dict.fromkeys(ordered, 0.0)
         for level, count in enumerate(self.counts):
-            tier = level if level in out else next((t for t in out if t >= level), highest)
+            for tier in ordered:
+                if tier >= level:
+                    break
             out[tier] += rate * count / total
         return out

@@ -28,10 +28,12 @@ t counts from the end of a save to the beginning of the next. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from math import expm1, inf, sqrt
+from operator import attrgetter
 from statistics import median
 
 from holdfast.policy.saving.failure_rate import format_duration
@@ -47,6 +49,9 @@ _COST_WINDOW_SAVES = 9
 _USUAL_STEP_WINDOW = 15  # ordinary steps over which the usual step is taken
 MIN_SAVE_COST_S = 1e-4
 """Seconds that a save costs at least: a snapshot of a few tensors and its announcement."""
+
+
+_TIER = attrgetter("tier")
 
 
 def young_interval(cost: float, rate: float) -> float:
@@ -110,38 +115,60 @@ def expected_waste(
         # Saves of a fixed tier cost the same in every choice.
         return waits + rate * fixed_s / 2
     spent = max(cost.cost_s, MIN_SAVE_COST_S)
-    least = max(cost.durable_after_s, bounds.min_seconds)
-    seconds = min(max(young_interval(spent, rate), least), bounds.max_seconds)
+    seconds = young_interval(spent, rate)
+    if seconds < cost.durable_after_s:
+        seconds = cost.durable_after_s
+    if seconds < bounds.min_seconds:
+        seconds = bounds.min_seconds
+    if seconds > bounds.max_seconds:
+        seconds = bounds.max_seconds
     return spent / seconds + rate * seconds / 2 + waits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class IntervalDecision:
-    """Save into `tier` every `seconds`; `inf`: never on its own account."""
+    """Save into `tier` every `seconds`; `inf`: never on its own account.
+
+    explain: writes the reason. Most decisions repeat the one in force, so few reasons are read.
+    """
 
     tier: int
     seconds: float
-    reason: str
+    explain: Callable[[], str] = field(repr=False, compare=False)
+
+    @property
+    def reason(self) -> str:
+        """One sentence with the numbers of the decision."""
+        return self.explain()
 
 
 def seconds_between(
     cost: TierCost, rate: float, bounds: IntervalBounds, current: float | None = None
-) -> tuple[float, str]:
-    """Return the interval, and the name of the limit that it came up against, if any. current: the
-    interval in force; it stays as long as it is as good."""
-    seconds, limit = daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate), ""
-    if cost.durable_after_s > seconds:
-        seconds, limit = (
-            cost.durable_after_s,
-            f"a save is durable after {format_duration(cost.durable_after_s)} only",
-        )
+) -> float:
+    """Return the interval. current: the interval in force; it stays as long as it is as good."""
+    seconds = daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate)
+    if seconds < cost.durable_after_s:
+        seconds = cost.durable_after_s
     if seconds < bounds.min_seconds:
-        seconds, limit = bounds.min_seconds, f"checkpoint.min_seconds={bounds.min_seconds:g}"
+        seconds = bounds.min_seconds
     elif seconds > bounds.max_seconds:
-        seconds, limit = bounds.max_seconds, f"checkpoint.max_seconds={bounds.max_seconds:g}"
+        seconds = bounds.max_seconds
     if current is not None and abs(seconds - current) <= MIN_INTERVAL_CHANGE_SHARE * current:
-        return current, limit
-    return seconds, limit
+        return current
+    return seconds
+
+
+def _name_limit(cost: TierCost, rate: float, bounds: IntervalBounds) -> str:
+    """Name the limit that holds the interval of `seconds_between`; empty if none does."""
+    best = daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate)
+    seconds = max(best, cost.durable_after_s)
+    if seconds < bounds.min_seconds:
+        return f"checkpoint.min_seconds={bounds.min_seconds:g}"
+    if seconds > bounds.max_seconds:
+        return f"checkpoint.max_seconds={bounds.max_seconds:g}"
+    if seconds > best:
+        return f"a save is durable after {format_duration(cost.durable_after_s)} only"
+    return ""
 
 
 def decide_tier(
@@ -149,20 +176,29 @@ def decide_tier(
     rate: float,
     bounds: IntervalBounds,
     *,
-    evidence: str = "",
+    evidence: Callable[[], str] | None = None,
     current: IntervalDecision | None = None,
 ) -> IntervalDecision:
     """The interval of one tier. current: what holds so far; it is returned as long as it is as
     good.
 
-    rate: failures a second that need this tier. evidence: where the rate comes from.
+    rate: failures a second that need this tier. evidence: says where the rate comes from.
     """
-    seconds, limit = seconds_between(
-        cost, rate, bounds, None if current is None else current.seconds
-    )
+    seconds = seconds_between(cost, rate, bounds, None if current is None else current.seconds)
     if current is not None and seconds == current.seconds:
         return current
-    spent = max(cost.cost_s, MIN_SAVE_COST_S)
+    explain = partial(_reason_of_tier, cost, rate, bounds, seconds, evidence)
+    return IntervalDecision(cost.tier, seconds, explain)
+
+
+def _reason_of_tier(
+    cost: TierCost,
+    rate: float,
+    bounds: IntervalBounds,
+    seconds: float,
+    evidence: Callable[[], str] | None,
+) -> str:
+    spent, limit = max(cost.cost_s, MIN_SAVE_COST_S), _name_limit(cost, rate, bounds)
     if rate > 0:
         expected = f"one failure is expected in {format_duration(1 / rate)}"
         waits = cost.durable_after_s + cost.restore_s
@@ -175,12 +211,10 @@ def decide_tier(
     best = (
         f"; the best interval would be {format_duration(daly_interval(spent, rate))}, but {limit}"
     )
-    return IntervalDecision(
-        cost.tier,
-        seconds,
+    return (
         f"tier {cost.tier} is saved every {format_duration(seconds)}: a save costs "
         f"{format_duration(spent)} and "
-        f"{expected}{f' ({evidence})' if evidence else ''}{best if limit else ''}{lose}",
+        f"{expected}{f' ({evidence()})' if evidence else ''}{best if limit else ''}{lose}"
     )
 
 
@@ -189,7 +223,7 @@ def decide_tiers(
     rates: Mapping[int, float],
     bounds: IntervalBounds | Mapping[int, IntervalBounds],
     *,
-    evidence: str = "",
+    evidence: Callable[[], str] | None = None,
     current: Mapping[int, IntervalDecision] | None = None,
     fixed_intervals: Mapping[int, float] | None = None,
     required: Collection[int] = (),
@@ -198,21 +232,20 @@ def decide_tiers(
 
     rates: by tier, failures a second that this tier survives and no lower one; the highest tier
     has to survive all. A higher tier's interval is a multiple of the next lower one's. evidence:
-    where the rates come from. current: what holds so far; each stands as long as it is as good.
+    says where the rates come from. current: what holds so far; each stands as long as it is as good.
     fixed_intervals: seconds of the tiers that the run file decides (0 where they are not known
     yet): there is no decision of these. required: tiers that a higher one is fed from: never left
     out.
     """
-    ordered = sorted(costs, key=lambda cost: cost.tier)
+    ordered = sorted(costs, key=_TIER)
     fixed_intervals, current = fixed_intervals or {}, current or {}
     if not ordered or len({c.tier for c in ordered}) < len(ordered):
         raise ValueError("each tier has one cost, and there is at least one tier")
     if any(tier > ordered[-1].tier and rate > 0 for tier, rate in rates.items()):
         raise ValueError(f"failures are given that tier {ordered[-1].tier} does not survive")
-    limits = {
-        cost.tier: bounds if isinstance(bounds, IntervalBounds) else bounds[cost.tier]
-        for cost in ordered
-    }
+    limits = (
+        {cost.tier: bounds for cost in ordered} if isinstance(bounds, IntervalBounds) else bounds
+    )
     always = {*fixed_intervals, *required}
     chosen = _choose_tiers(ordered, rates, limits, always, fixed_intervals, current)
     handed = _accumulate_rates(chosen, rates)
@@ -225,16 +258,20 @@ def decide_tiers(
         made = decide_tier(cost, handed[cost.tier], limits[cost.tier], evidence=evidence)
         if below is not None and 0 < below[1] < inf and made.seconds < inf:
             times = max(1, round(made.seconds / below[1]))
-            reason = f"{made.reason}; that is with every {_ordinal(times)} save of tier {below[0]}"
-            made = replace(made, seconds=times * below[1], reason=reason)
+            explain = partial(_reason_of_multiple, made.explain, times, below[0])
+            made = IntervalDecision(cost.tier, times * below[1], explain)
         used[cost.tier] = made
         below = cost.tier, made.seconds
-    out = (
-        used.get(cost.tier) or _unused_tier_decision(cost, ordered, chosen)
-        for cost in ordered
-        if cost.tier not in fixed_intervals
-    )
-    return tuple(_keep_if_as_good(current.get(made.tier), made) for made in out)
+    out = []
+    for cost in ordered:
+        if cost.tier not in fixed_intervals:
+            new = used.get(cost.tier) or _unused_tier_decision(cost, chosen)
+            out.append(_keep_if_as_good(current.get(cost.tier), new))
+    return tuple(out)
+
+
+def _reason_of_multiple(explain: Callable[[], str], times: int, below: int) -> str:
+    return f"{explain()}; that is with every {_ordinal(times)} save of tier {below}"
 
 
 def _keep_if_as_good(current: IntervalDecision | None, made: IntervalDecision) -> IntervalDecision:
@@ -248,26 +285,27 @@ def _keep_if_as_good(current: IntervalDecision | None, made: IntervalDecision) -
     return current if same else made
 
 
-def _unused_tier_decision(
-    cost: TierCost, ordered: Sequence[TierCost], used: Sequence[TierCost]
-) -> IntervalDecision:
-    above = next(c.tier for c in ordered if c.tier > cost.tier and c in used)
-    return IntervalDecision(
-        cost.tier,
-        inf,
+def _unused_tier_decision(cost: TierCost, used: Sequence[TierCost]) -> IntervalDecision:
+    above = next(c.tier for c in used if c.tier > cost.tier)
+    return IntervalDecision(cost.tier, inf, partial(_reason_of_unused, cost, above))
+
+
+def _reason_of_unused(cost: TierCost, above: int) -> str:
+    return (
         f"tier {cost.tier} is not saved into for itself: its saves "
         f"({format_duration(cost.cost_s)}) cost "
-        f"more than they spare beside those of tier {above}",
+        f"more than they spare beside those of tier {above}"
     )
 
 
 def _accumulate_rates(chosen: Sequence[TierCost], rates: Mapping[int, float]) -> dict[int, float]:
     """The rate that each chosen tier has to deal with: that of all classes up to its own."""
-    handed: dict[int, float] = {}
-    floor = -1
-    for cost in chosen:
-        handed[cost.tier] = sum(r for tier, r in rates.items() if floor < tier <= cost.tier)
-        floor = cost.tier
+    handed = {cost.tier: 0.0 for cost in chosen}
+    for tier, rate in rates.items():
+        for highest in handed:
+            if tier <= highest:
+                handed[highest] += rate
+                break
     return handed
 
 
@@ -286,21 +324,34 @@ def _choose_tiers(
     free = [cost for cost in lower if cost.tier not in required]
     always = [cost for cost in lower if cost.tier in required] + [top]
     subsets = [
-        sorted([*picked, *always], key=lambda cost: cost.tier)
+        sorted([*picked, *always], key=_TIER)
         for size in range(len(free) + 1)
         for picked in combinations(free, size)
     ]
 
-    def loss(subset: list[TierCost]) -> float:
-        handed = _accumulate_rates(subset, rates)
-        return sum(
-            expected_waste(c, handed[c.tier], limits[c.tier], fixed.get(c.tier)) for c in subset
-        )
-
-    best = min(subsets, key=loss)
+    losses = [_loss_of(subset, rates, limits, fixed) for subset in subsets]
+    least = min(losses)
+    best = subsets[losses.index(least)]
+    if not current:
+        return best
     in_force = {tier for tier, decision in current.items() if decision.seconds < inf}
-    now = next((s for s in subsets if {c.tier for c in s} - set(fixed) == in_force), best)
-    return now if current and loss(now) <= (1 + MIN_TIER_SET_GAIN_SHARE) * loss(best) else best
+    for subset, loss in zip(subsets, losses, strict=True):
+        if {cost.tier for cost in subset}.difference(fixed) == in_force:
+            return subset if loss <= (1 + MIN_TIER_SET_GAIN_SHARE) * least else best
+    return best
+
+
+def _loss_of(
+    subset: Sequence[TierCost],
+    rates: Mapping[int, float],
+    limits: Mapping[int, IntervalBounds],
+    fixed: Mapping[int, float],
+) -> float:
+    handed, total = _accumulate_rates(subset, rates), 0.0
+    for cost in subset:
+        tier = cost.tier
+        total += expected_waste(cost, handed[tier], limits[tier], fixed.get(tier))
+    return total
 
 
 def _ordinal(number: int) -> str:

@@ -13,8 +13,9 @@ A tier's cadence is the run file's or decided here (`auto`, `interval: adaptive`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from holdfast.config.checkpoint import CheckpointConfig
@@ -129,9 +130,18 @@ def decide_intervals(
     0 where they are not known. current: the decisions in force, each of which stands as long as it
     is as good.
     """
-    seen = f"{failure_rate.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
+    rates = failure_classes.rate_by_tier(failure_rate.failures_per_second(nodes), tiers.present)
+    evidence = partial(_evidence_on, failure_rate, nodes)
+    prices = tier_costs(tiers, costs, durations)
+    return decide_at_rates(tiers, prices, rates, fixed_intervals, current, evidence)
+
+
+def tier_costs(
+    tiers: TierSettings, costs: SaveCosts, durations: TierDurations
+) -> tuple[TierCost, ...]:
+    """What each tier of a run costs: its saves, the wait until they are durable, its restores."""
     lower = tiers.present[0] if tiers.present[0] != DISK else None
-    prices = [
+    return tuple(
         TierCost(
             tier,
             costs.cost_s(tier, lower),
@@ -139,21 +149,41 @@ def decide_intervals(
             durations.restore_s.get(tier, 0.0),
         )
         for tier in tiers.present
-    ]
+    )
+
+
+def decide_at_rates(
+    tiers: TierSettings,
+    prices: Sequence[TierCost],
+    rates: Mapping[int, float],
+    fixed_intervals: Mapping[int, float],
+    current: Mapping[int, IntervalDecision],
+    evidence: Callable[[], str] | None = None,
+) -> dict[int, IntervalDecision]:
+    """Decide as `decide_intervals` does, for a caller that knows the numbers.
+
+    prices: of `tier_costs`. rates: failures a second by tier, of `FailureClassCounts.rate_by_tier`.
+    evidence: says where the rates come from.
+    """
+    fixed = {
+        tier: fixed_intervals.get(tier, 0.0)
+        for tier in tiers.present
+        if tier not in tiers.automatic
+    }
     made = decide_tiers(
         prices,
-        failure_classes.rate_by_tier(failure_rate.failures_per_second(nodes), tiers.present),
+        rates,
         tiers.bounds,
-        evidence=seen,
+        evidence=evidence,
         current=current,
         required=REQUIRED_TIERS,
-        fixed_intervals={
-            tier: fixed_intervals.get(tier, 0.0)
-            for tier in tiers.present
-            if tier not in tiers.automatic
-        },
+        fixed_intervals=fixed,
     )
     return {decision.tier: decision for decision in made}
+
+
+def _evidence_on(failure_rate: FailureRate, nodes: float) -> str:
+    return f"{failure_rate.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
 
 
 def due_tiers(

@@ -5,15 +5,15 @@ They choose tiers and intervals from the failures seen so far. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
-from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost
+from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost, TierCost
 from holdfast.policy.saving.tier_durations import TierDurations
-from holdfast.policy.saving.tiers import SaveCosts, TierSettings, decide_intervals
+from holdfast.policy.saving.tiers import SaveCosts, TierSettings, decide_at_rates, tier_costs
 from holdfast.simulate.engine.interfaces import (
     DISK,
     MEMORY,
@@ -37,13 +37,19 @@ _MAX_LAYOUTS = 64
 """Layouts whose saves are remembered."""
 
 
+def _are_near(rates: Mapping[int, float], before: Mapping[int, float]) -> bool:
+    for tier, rate in before.items():
+        if not SAME_RATE * rate < rates[tier] < rate / SAME_RATE:
+            return False
+    return True
+
+
 @dataclass(slots=True)
 class _SavesOn:
-    """What saves and restores of a layout take: by tier, and as `decide_intervals` wants it."""
+    """What saves and restores of a layout take: by tier, and as `decide_at_rates` wants it."""
 
     each: Mapping[int, TierSave]
-    costs: SaveCosts
-    durations: TierDurations
+    prices: Sequence[TierCost]
 
 
 @dataclass(slots=True)
@@ -129,12 +135,8 @@ class HoldfastSaves:
             self._decide_at = now + max(MIN_REVIEW_S, REVIEW_FAILURES / rate, quiet)
             self._decided_for = nodes
             rates = self.classes.rate_by_tier(rate, self.settings.present)
-            if not self._decided_rates or any(
-                not SAME_RATE * before < rates[tier] < before / SAME_RATE
-                for tier, before in self._decided_rates.items()
-            ):
-                self._decide_intervals(point)
-                self._decided_rates = rates
+            if not self._decided_rates or not _are_near(rates, self._decided_rates):
+                self._decide_intervals(point, rates)
         return SavePlan(self._tiers(point), max(MIN_REVIEW_S, self._decide_at - now))
 
     def _tiers(self, point: OperatingPoint) -> tuple[TierSave, ...]:
@@ -163,26 +165,15 @@ class HoldfastSaves:
             }
             paid = {tier: SaveCost(save.blocked_s) for tier, save in each.items()}
             durable = {tier: save.durable_s for tier, save in each.items()}
-            found = _SavesOn(
-                each,
-                SaveCosts({MEMORY: SaveCost(0.0), **paid}),
-                TierDurations(durable, self.restores_s(point)),
-            )
+            save_costs = SaveCosts({MEMORY: SaveCost(0.0), **paid})
+            durations = TierDurations(durable, self.restores_s(point))
+            found = _SavesOn(each, tier_costs(self.settings, save_costs, durations))
             if len(self._saves) >= _MAX_LAYOUTS:
                 self._saves.clear()
             self._saves[point] = found
         return found
 
-    def _decide_intervals(self, point: OperatingPoint) -> None:
-        on = self._saves_on(point)
-        self._planned_for = None
-        self._current = decide_intervals(
-            self.settings,
-            on.costs,
-            on.durations,
-            self.rate,
-            self.classes,
-            point.nodes,
-            self.given,
-            self._current,
-        )
+    def _decide_intervals(self, point: OperatingPoint, rates: Mapping[int, float]) -> None:
+        prices = self._saves_on(point).prices
+        self._planned_for, self._decided_rates = None, rates
+        self._current = decide_at_rates(self.settings, prices, rates, self.given, self._current)
