@@ -10,6 +10,9 @@ distribution along (Rabiner, Proceedings of the IEEE 77(2), 1989):
   as a gamma prior whose mean the run file gives.
 - A time without a failure multiplies the weight of rate r by the chance of that, exp(-r x time). A
   failure multiplies it by r.
+- The rate may change within that time. So the weights follow a linear differential equation, and
+  its solution is exact for any time: a sum of modes, each of which falls at a rate of its own
+  (`_without_failure`).
 - A regime ends once in thirty failures, at any rate. The next rate is near, and less likely the
   further off it is. So a burst is believed after two or three failures, a quiet week after a few
   usual gaps. Old evidence is forgotten at the pace of the machines: within hours in a spot pool,
@@ -73,8 +76,7 @@ worst published spot pool. Too low a rate costs more than too high a one. A high
 losing work, and from the few failures of a short run. A low rate is learnt by waiting, while saves
 are a little too frequent for some hours of a long run."""
 
-_LEAST_S = 1e-100  # a shorter time tells nothing, and its chances cannot be divided by it
-_MAX_FAILURES_PER_UPDATE = 0.25  # failures expected within a piece of time that is taken in one go
+_MOST_NODE_S = 1e11  # a longer quiet, of over 3,000 years, says no more
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class FailureRate:
     def failures_per_second(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
         factors = self._node_factors(nodes)
-        return float(sum(map(mul, factors, self._weights.dot(_RATES).tolist())))
+        means: list[float] = self._weights.dot(_RATES).tolist()
+        return sum(map(mul, factors, means))
 
     def _node_factors(self, nodes: float) -> tuple[float, ...]:
         """By exponent: failures of a run on `nodes` nodes, for one of a single node."""
@@ -129,21 +132,17 @@ class FailureRate:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        factors, weights, left = self._node_factors(nodes), self._weights, seconds
-        rates = np.multiply.outer(factors, _RATES)
-        while left > _LEAST_S:
-            # Pieces in which hardly anything is expected: what is believed changes between them.
-            sums = weights.dot(_RATES_AND_ONE).tolist()
-            expected, total = 0.0, 0.0
-            for factor, (at, one) in zip(factors, sums, strict=True):
-                expected += factor * at
-                total += one
-            piece = min(left, _MAX_FAILURES_PER_UPDATE * total / expected)
-            weights, left = _without_failure(weights / total, rates * -piece), left - piece
-        for _ in range(failures):
-            weights = weights * rates
-            weights /= np.add.reduce(weights, axis=None)
-        if not failures:
+        factors, weights = self._node_factors(nodes), self._weights
+        if seconds > 0:
+            weights = _without_failure(
+                weights, [min(factor * seconds, _MOST_NODE_S) for factor in factors]
+            )
+        if failures:
+            rates = np.multiply.outer(factors, _RATES)
+            for _ in range(failures):
+                weights = weights * rates
+                weights /= np.add.reduce(weights, axis=None)
+        else:
             weights = weights / np.add.reduce(weights, axis=None)
         return FailureRate(
             self.mtbf,
@@ -187,22 +186,25 @@ class FailureRate:
         )
 
 
-def _without_failure(weights: Array, at_risk: Array) -> Array:
+def _without_failure(weights: Array, node_s: list[float]) -> Array:
     """Return the weights, times the chance of no failure in a time.
 
-    In that time t a regime of rate r may have ended at the rate r / REGIME. A rate that came in
-    meanwhile had to be quiet for the rest of the time only: the mean of exp(-r t) over it.
+    A regime of rate r ends at the rate e r, where e is 1 / FAILURES_PER_REGIME, and the next one
+    has the rate s with the chance C(r, s). So the row w of weights follows
 
-    weights: of shape (hypotheses, rates). at_risk: -r t, of the same shape; below 0 everywhere.
+        dw/dt = w R (e C - (1 + e) I)         R: the rates, on the diagonal
+
+    C is symmetric. With v = w R^(1/2) the matrix is symmetric too, so it has orthogonal modes, each
+    of which falls as exp(-l t).
+
+    Args:
+        weights: Of shape (hypotheses, rates).
+        node_s: By hypothesis, seconds at risk of a single node.
     """
-    stayed = np.exp(at_risk * (1 + 1 / FAILURES_PER_REGIME))
-    stayed *= weights
-    found: Array = (weights - stayed).dot(_REGIME_STARTS)  # out of the regime, quiet until then
-    quiet = np.expm1(at_risk)
-    quiet /= at_risk
-    found *= quiet
-    found += stayed
-    return found
+    modes = weights.dot(_TO_MODES)
+    modes *= np.exp(np.multiply.outer(node_s, _MODE_GROWTH))
+    found: Array = modes.dot(_FROM_MODES)
+    return np.abs(found, out=found)  # rounding leaves some of the least likely below 0
 
 
 def _regime_changes() -> Array:
@@ -213,10 +215,20 @@ def _regime_changes() -> Array:
     return changes
 
 
+def _quiet_modes() -> tuple[Array, Array, Array]:
+    """The modes of `_without_failure`: their growth per second (below 0), of shape (modes,), and
+    the matrices that lead from weights to modes and back, of shape (rates, modes) and (modes,
+    rates)."""
+    ends = 1 / FAILURES_PER_REGIME
+    root = np.sqrt(FAILURE_RATES)
+    change = ends * _regime_changes() - (1 + ends) * np.eye(len(root))
+    growth, modes = np.linalg.eigh(root[:, None] * change * root)
+    return growth, root[:, None] * modes, modes.T / root
+
+
 _SHAPE = len(NODE_COUNT_EXPONENTS), len(FAILURE_RATES)
 _RATES = np.array(FAILURE_RATES)
-_RATES_AND_ONE = np.stack([_RATES, np.ones(len(_RATES))], axis=1)
-_REGIME_STARTS = _regime_changes() / (1 + FAILURES_PER_REGIME)
+_MODE_GROWTH, _TO_MODES, _FROM_MODES = _quiet_modes()
 
 
 def _gamma_prior_density(mtbf: float) -> tuple[float, ...]:
