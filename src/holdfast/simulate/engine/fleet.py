@@ -97,17 +97,20 @@ class Fleet:
 def seats(used: Sequence[str], nodes: Mapping[str, Node], number: int) -> list[str]:
     """Names of `number` nodes in the order of ranks, or of all if there are fewer. A node in use
     keeps its place where that is possible. Nodes with a notice come last."""
-    kept = [name if name in nodes else "" for name in used]
-    if len(kept) == number and all(kept):
+    kept = [name for name in used if name in nodes]
+    if len(used) > number:
+        del kept[number:]
+    if len(kept) == number:
         return kept
-    if len(kept) > number:
-        kept = [name for name in kept if name][:number]
-    kept += [""] * (number - len(kept))
     taken = set(kept)
     free = [name for name in nodes if name not in taken]
     free.sort(key=lambda name: nodes[name].leaves_s < inf)
-    spare = iter(free)
-    return [name for name in (each or next(spare, "") for each in kept) if name]
+    if len(used) <= number and len(kept) < len(used):
+        holes = [place for place, name in enumerate(used) if name not in nodes]
+        for place, name in zip(holes, free, strict=False):
+            kept.insert(place, name)
+        del free[: len(holes)]
+    return kept + free[: number - len(kept)]
 
 
 def instants(events: Iterable[TraceEvent]) -> Iterator[tuple[float, list[TraceEvent]]]:

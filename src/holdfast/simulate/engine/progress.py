@@ -27,14 +27,18 @@ class Mark:
     productive: float
     blocked: float
 
-    def mark(self) -> Mark:
-        return self
+    def marks(self) -> list[Mark]:
+        return [self]
+
+
+_Saves = tuple[float, float, float]
+"""Saves into a tier in a stretch: seconds since the last one, interval, seconds of each."""
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Work and saves that were taken at once, from the values at its start. tiers: (seconds since
-    the last save, interval, seconds of a save). It is never changed."""
+    """Work and saves that were taken at once, from the values at its start. tiers: the saves into
+    each. It is never changed."""
 
     now: float
     tokens: float
@@ -42,32 +46,41 @@ class _Stretch:
     blocked: float
     rate: float
     step_tokens: float
-    tiers: tuple[tuple[float, float, float], ...]
+    tiers: tuple[_Saves, ...]
+
+    def mark(self, work: float, durable_s: float) -> Mark:
+        """The save that is made after `work` seconds, and is usable `durable_s` later."""
+        halted = sum(
+            floor((since + work) / interval + 1e-9) * blocked
+            for since, interval, blocked in self.tiers
+        )
+        tokens = self.tokens + work * self.rate
+        saved = whole_steps(tokens, self.step_tokens)
+        return Mark(
+            self.now + work + halted + durable_s,
+            saved,
+            self.productive + work - (tokens - saved) / self.rate,
+            self.blocked + halted,
+        )
 
 
 @dataclass(slots=True)
-class _Place:
-    """The save that is made after `work` seconds of a stretch. It is worked out when it is needed,
+class _Marks:
+    """Saves `first` to `last` of one tier in a stretch. They are worked out when they are needed,
     which most saves never are. It is never changed."""
 
     stretch: _Stretch
-    work: float
+    saves: _Saves
     durable_s: float
+    first: int
+    last: int
 
-    def mark(self) -> Mark:
-        of = self.stretch
-        halted = sum(
-            floor((since + self.work) / interval + 1e-9) * blocked
-            for since, interval, blocked in of.tiers
-        )
-        tokens = of.tokens + self.work * of.rate
-        saved = whole_steps(tokens, of.step_tokens)
-        return Mark(
-            of.now + self.work + halted + self.durable_s,
-            saved,
-            of.productive + self.work - (tokens - saved) / of.rate,
-            of.blocked + halted,
-        )
+    def marks(self) -> list[Mark]:
+        since, interval, _ = self.saves
+        return [
+            self.stretch.mark(number * interval - since, self.durable_s)
+            for number in range(self.first, self.last + 1)
+        ]
 
 
 def whole_steps(tokens: float, step_tokens: float) -> float:
@@ -88,7 +101,7 @@ class _Tier:
     plan: TierSave
     interval: float
     since: float = 0.0
-    marks: list[Mark | _Place] = field(default_factory=list)
+    marks: list[Mark | _Marks] = field(default_factory=list)
     unsure: int = 0
 
 
@@ -126,7 +139,7 @@ class Progress:
     _share: float = 1.0
     _least: float = inf
     _planned: tuple[TierSave, ...] = ()
-    _marks: dict[int, list[Mark | _Place]] = field(default_factory=dict)
+    _marks: dict[int, list[Mark | _Marks]] = field(default_factory=dict)
 
     # --- what holds from now on -----------------------------------------------------------------
     def set_rate(self, tokens_per_s: float) -> None:
@@ -164,14 +177,6 @@ class Progress:
             share += blocked / interval
             least = min(least, interval)
         self._pause, self._share, self._least = pause, share, least
-
-    def save_now(self, tiers: Collection[int], usable_s: float) -> None:
-        """All up to the last finished step is saved into these tiers, in addition to the plan."""
-        for tier in tiers:
-            if tier in self._tiers:
-                self._tiers[tier].since = 0.0
-            marks = self._marks.setdefault(tier, [])
-            marks.append(self._mark(usable_s, self.tokens, self.productive, self.blocked))
 
     # --- time passes ----------------------------------------------------------------------------
     def advance(self, now: float, seconds: float) -> None:
@@ -229,13 +234,14 @@ class Progress:
             now, self.tokens, self.productive, self.blocked, self.rate, self.step_tokens, before
         )
         spent = 0.0
-        for tier in tiers:
-            since, interval, plan = tier.since, tier.interval, tier.plan
+        for tier, saves in zip(tiers, before, strict=True):
+            since, interval, blocked = saves
             count = floor((since + work) / interval)
-            spent += count * plan.blocked_s
-            for number in range(max(1, count - tier.unsure), count + 1):
-                tier.marks.append(_Place(stretch, number * interval - since, plan.durable_s))
-            del tier.marks[:-_MARKS]
+            spent += count * blocked
+            if count:
+                first, marks = max(1, count - tier.unsure), tier.marks
+                marks.append(_Marks(stretch, saves, tier.plan.durable_s, first, count))
+                del marks[:-_MARKS]
             self._count(tier, count)
             tier.since = max(0.0, since + work - count * interval)
         self._work(work)
@@ -261,7 +267,7 @@ class Progress:
     @property
     def unsaved_s(self) -> float:
         """Seconds of work since the newest save, of any tier."""
-        marks = [marks[-1].mark().productive for marks in self._marks.values() if marks]
+        marks = [marks[-1].marks()[-1].productive for marks in self._marks.values() if marks]
         return self.productive - max(marks, default=0.0)
 
     # --- saves ----------------------------------------------------------------------------------
@@ -301,17 +307,18 @@ class Progress:
         """Go back to the newest save of these tiers that is usable now. Later saves are dropped."""
         partial = self.lose_step()
         best = _START
-        for tier, marks in self._marks.items():
+        found: dict[int, list[Mark]] = {}
+        for tier, runs in self._marks.items():
             if tier not in tiers:
-                marks.clear()
+                runs.clear()
                 continue
-            for each in reversed(marks):
-                mark = each.mark()
+            found[tier] = [mark for each in runs for mark in each.marks()][-_MARKS:]
+            for mark in reversed(found[tier]):
                 if mark.usable_s <= now + _TINY:
                     best = mark if mark.tokens > best.tokens else best
                     break
-        for marks in self._marks.values():
-            marks[:] = [each for each in marks if each.mark().tokens <= best.tokens]
+        for tier, marks in found.items():
+            self._marks[tier][:] = [mark for mark in marks if mark.tokens <= best.tokens]
         lost = LostWork(
             self.tokens - best.tokens + partial.tokens,
             self.productive - best.productive + partial.productive,
