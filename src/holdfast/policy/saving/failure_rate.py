@@ -137,13 +137,11 @@ class FailureRate:
             weights = _without_failure(
                 weights, [min(factor * seconds, _MOST_NODE_S) for factor in factors]
             )
-        if failures:
-            rates = np.multiply.outer(factors, _RATES)
-            for _ in range(failures):
-                weights = weights * rates
-                weights /= np.add.reduce(weights, axis=None)
-        else:
-            weights = weights / np.add.reduce(weights, axis=None)
+        for _ in range(failures):
+            total = sum(map(mul, factors, weights.dot(_RATES).tolist()))
+            weights = weights * np.multiply.outer([each / total for each in factors], _RATES)
+        if not failures:
+            weights = weights * (1 / sum(weights.dot(_ONES).tolist()))
         return FailureRate(
             self.mtbf,
             weights.tobytes(),
@@ -228,6 +226,7 @@ def _quiet_modes() -> tuple[Array, Array, Array]:
 
 _SHAPE = len(NODE_COUNT_EXPONENTS), len(FAILURE_RATES)
 _RATES = np.array(FAILURE_RATES)
+_ONES = np.ones(len(FAILURE_RATES))
 _MODE_GROWTH, _TO_MODES, _FROM_MODES = _quiet_modes()
 
 

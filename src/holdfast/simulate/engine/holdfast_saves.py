@@ -76,7 +76,7 @@ class HoldfastSaves:
     _decide_at: float = 0.0
     _decided_for: int = 0
     _decided_rates: Mapping[int, float] = field(default_factory=dict)
-    _saves: dict[OperatingPoint, _SavesOn] = field(default_factory=dict)
+    _saves: dict[tuple[int, int], _SavesOn] = field(default_factory=dict)
     _current: dict[int, IntervalDecision] = field(default_factory=dict)
     _planned_for: OperatingPoint | None = None
     _planned: tuple[TierSave, ...] = ()
@@ -153,8 +153,10 @@ class HoldfastSaves:
         return self._planned
 
     def _saves_on(self, point: OperatingPoint) -> _SavesOn:
-        """What a save into each tier takes, and a restore from it, for this layout."""
-        found = self._saves.get(point)
+        """What a save into each tier takes, and a restore from it, for this layout. That depends on
+        its nodes and replicas alone."""
+        key = point.nodes, point.replicas
+        found = self._saves.get(key)
         if found is None:
             costs, nodes = self.costs, point.nodes
             sent = costs.save_pause_s + costs.sent_share * costs.peer_s(nodes)
@@ -170,7 +172,7 @@ class HoldfastSaves:
             found = _SavesOn(each, tier_costs(self.settings, save_costs, durations))
             if len(self._saves) >= _MAX_LAYOUTS:
                 self._saves.clear()
-            self._saves[point] = found
+            self._saves[key] = found
         return found
 
     def _decide_intervals(self, point: OperatingPoint, rates: Mapping[int, float]) -> None:
