@@ -10,9 +10,8 @@ distribution along (Rabiner, Proceedings of the IEEE 77(2), 1989):
   as a gamma prior whose mean the run file gives.
 - A time without a failure multiplies the weight of rate r by the chance of that, exp(-r x time). A
   failure multiplies it by r.
-- The rate may change within that time. So the weights follow a linear differential equation, and
-  its solution is exact for any time: a sum of modes, each of which falls at a rate of its own
-  (`_without_failure`).
+- The rate may change within that time, so the weights follow a linear differential equation. Its
+  solution is exact for any time (`_without_failure`).
 - A regime ends once in thirty failures, at any rate. The next rate is near, and less likely the
   further off it is. So a burst is believed after two or three failures, a quiet week after a few
   usual gaps. Old evidence is forgotten at the pace of the machines: within hours in a spot pool,
@@ -116,7 +115,7 @@ class FailureRate:
         """Failures a second of a run on `nodes` nodes."""
         factors = self._node_factors(nodes)
         means: list[float] = self._weights.dot(_RATES).tolist()
-        return sum(map(mul, factors, means))
+        return float(sum(map(mul, factors, means)))
 
     def _node_factors(self, nodes: float) -> tuple[float, ...]:
         """By exponent: failures of a run on `nodes` nodes, for one of a single node."""
@@ -187,13 +186,13 @@ class FailureRate:
 def _without_failure(weights: Array, node_s: list[float]) -> Array:
     """Return the weights, times the chance of no failure in a time.
 
-    A regime of rate r ends at the rate e r, where e is 1 / FAILURES_PER_REGIME, and the next one
-    has the rate s with the chance C(r, s). So the row w of weights follows
+    A regime of rate r ends at the rate e r. e is 1 / FAILURES_PER_REGIME. The next regime has the
+    rate s with the chance C(r, s). So the row w of weights follows this equation.
 
         dw/dt = w R (e C - (1 + e) I)         R: the rates, on the diagonal
 
-    C is symmetric. With v = w R^(1/2) the matrix is symmetric too, so it has orthogonal modes, each
-    of which falls as exp(-l t).
+    C is symmetric. With v = w R^(1/2) the matrix is symmetric too. So it has orthogonal modes. Each
+    of them falls as exp(-l t).
 
     Args:
         weights: Of shape (hypotheses, rates).
@@ -214,9 +213,11 @@ def _regime_changes() -> Array:
 
 
 def _quiet_modes() -> tuple[Array, Array, Array]:
-    """The modes of `_without_failure`: their growth per second (below 0), of shape (modes,), and
-    the matrices that lead from weights to modes and back, of shape (rates, modes) and (modes,
-    rates)."""
+    """The modes of `_without_failure`: growth, to modes, from modes.
+
+    Growth is per second, below 0, of shape (modes,). Two matrices lead from weights to modes and
+    back. Their shapes are (rates, modes) and (modes, rates).
+    """
     ends = 1 / FAILURES_PER_REGIME
     root = np.sqrt(FAILURE_RATES)
     change = ends * _regime_changes() - (1 + ends) * np.eye(len(root))

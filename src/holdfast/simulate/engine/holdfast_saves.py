@@ -38,10 +38,7 @@ _MAX_LAYOUTS = 64
 
 
 def _are_near(rates: Mapping[int, float], before: Mapping[int, float]) -> bool:
-    for tier, rate in before.items():
-        if not SAME_RATE * rate < rates[tier] < rate / SAME_RATE:
-            return False
-    return True
+    return all(SAME_RATE * rate < rates[tier] < rate / SAME_RATE for tier, rate in before.items())
 
 
 @dataclass(slots=True)
