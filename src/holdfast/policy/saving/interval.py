@@ -232,7 +232,7 @@ def decide_tiers(
 
     rates: by tier, failures a second that this tier survives and no lower one; the highest tier
     has to survive all. A higher tier's interval is a multiple of the next lower one's. evidence:
-    says where the rates come from. current: what holds so far; each stands as long as it is as good.
+    says where the rates come from. current: what holds so far; each stands while it is as good.
     fixed_intervals: seconds of the tiers that the run file decides (0 where they are not known
     yet): there is no decision of these. required: tiers that a higher one is fed from: never left
     out.
