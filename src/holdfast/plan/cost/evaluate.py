@@ -111,6 +111,7 @@ class Evaluator:
     _places: dict[object, _Place] = field(default_factory=dict)
     _pipelines: dict[object, PipelineTime] = field(default_factory=dict)
     _counts: dict[object, tuple[Counts, ...]] = field(default_factory=dict)
+    _chunks: dict[object, tuple[tuple[int, Counts], ...]] = field(default_factory=dict)
 
     def cost(self, choice: Choice) -> StepCost:
         """Return the cost, with the timeline of the schedule executed."""
@@ -251,9 +252,8 @@ class Evaluator:
         found, before = list[StageTimes](), tuple[object, ...]()
         common = (choice.microbatch, choice.zero, choice.ep, choice.sequence_parallel)
         shared, slow_of = (common, group.mesh_shape[1:]), self.problem.slow
-        for chunk in range(max(1, len(group.stages)) if group.pp > 1 else 1):
-            index = index_of(choice, group, chunk)
-            place, counts = places[index], chunk_counts(self.problem.workload, group, chunk)
+        for index, counts in self._chunks_of(choice, group):
+            place = places[index]
             own = (id(place), counts, group.recompute_at(index), slow_of.get(index, 1.0))
             if own == before:
                 found.append(found[-1])
@@ -263,6 +263,19 @@ class Evaluator:
                 stage = _stage(self, choice, group, index, place, counts)
                 self._stages[shared, own] = stage
             found.append(stage)
+        return found
+
+    def _chunks_of(self, choice: Choice, group: ReplicaChoice) -> tuple[tuple[int, Counts], ...]:
+        """The index on pp and the layers of each stage."""
+        key = (group.pp, group.stages, SCHEDULE_KINDS[choice.schedule].is_folded)
+        found = self._chunks.get(key)
+        if found is None:
+            workload = self.problem.workload
+            chunks = range(max(1, len(group.stages)) if group.pp > 1 else 1)
+            found = self._chunks[key] = tuple(
+                (index_of(choice, group, chunk), chunk_counts(workload, group, chunk))
+                for chunk in chunks
+            )
         return found
 
     def layer_times(
