@@ -150,7 +150,7 @@ def read_histories(
     for option, given in (("--zone", zones), ("--system", systems)):
         if given and len(given) not in (1, len(files)):
             raise UserError(
-                f"there are {len(files)} files, and {len(given)} values of {option}",
+                f"the numbers of files ({len(files)}) and of values ({len(given)}) differ",
                 where=f"command line, {option}",
                 remedy="give one for all files, or one for each, in their order",
             )

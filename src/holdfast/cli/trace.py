@@ -217,7 +217,7 @@ def read_each(
     given = zones or []
     if given and len(given) not in (1, len(files)):
         raise DataError(
-            f"there are {len(files)} files, and {len(given)} zones",
+            f"the numbers of files ({len(files)}) and of zones ({len(given)}) differ",
             where="command line, --zone",
             remedy="give one zone for each file, in their order",
         )

@@ -76,7 +76,7 @@ CASES: list[Case] = [
         fixed(since=0.5),
     ),
     case(
-        "cli/predict.py: there are … files, and … values of …",
+        "cli/predict.py: the numbers of files (…) and of values (…) differ",
         lambda lab: (
             write_trace(lab),
             write_trace(lab, "u.jsonl"),

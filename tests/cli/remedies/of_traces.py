@@ -374,7 +374,7 @@ CASES: list[Case] = [
         fixed(to="b.jsonl"),
     ),
     case(
-        "cli/trace.py: there are … files, and … zones",
+        "cli/trace.py: the numbers of files (…) and of zones (…) differ",
         lambda lab: (small(lab), lab.settings.update(zones=["x", "y"])),
         convert,
         "give one zone for each file, in their order",
