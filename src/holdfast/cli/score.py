@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,9 @@ TrainerName = Annotated[
         "FILE.py:CLASS"
     ),
 ]
+ScenarioNames = Annotated[
+    str, typer.Option(help="F0 to F13, several with commas; empty: the level's own set")
+]
 
 app = make_app("Score how well a trainer survives.")
 
@@ -50,14 +54,12 @@ def score(
     policy: Annotated[
         str, typer.Option(help="level 0: holdfast, or a policy of docs/rivals.md")
     ] = "holdfast",
-    scenario: Annotated[
-        str, typer.Option(help="F0 to F13, several with commas; empty: the level's own set")
-    ] = "",
+    scenario: ScenarioNames = "",
     seeds: Annotated[int, typer.Option(min=1, help="how many seeds each scenario gets")] = 1,
     tuning: Annotated[
         bool, typer.Option("--tuning", help="use seeds 0 to 4, which never score")
     ] = False,
-    k: Annotated[float, typer.Option(min=1, help="level 1: by how much time is compressed")] = 40.0,
+    k: Annotated[float, typer.Option(min=1, help="level 1: by how much time is compressed")] = 20.0,
     validate_k: Annotated[
         bool, typer.Option("--validate-k", help="level 1: run at twice k, too, and compare G")
     ] = False,
@@ -75,41 +77,54 @@ def score(
     never compared. Runs that lie in --out are not repeated: a set can be done in parts.
 
     The vector, the gate, the score, its 95 % interval and the literature's own formula are printed.
-    A card lies in --out, as HTML and as SVG. docs/score.md defines everything. With --validate-k
-    it says whether k is valid: whether G at k and at twice k differ by at most 2 %.
+    A card lies in --out, as HTML and as SVG. docs/score.md defines everything.
 
     \b
     Example:
       holdfast score                                        Holdfast, real processes, one seed
       holdfast score --trainer torchrun-dcp --scenario F1
-      holdfast score --scenario F0,F1,F3,F11 --k 10 --validate-k
+      holdfast score --scenario F0,F1,F3,F11 --validate-k
       holdfast score --level 0 --policy holdfast --seeds 5
     """
     names = scenarios_of(scenario, level)
+    refuse_compression(level, validate_k)
     make_folder(out)
     chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
     given = Weights() if weights is None else parse_weights(_text(weights), str(weights))
-    gate, notes = list[GateCheck](), list[str]()
     if level == 0:
-        pairs, subject = _simulated(policy, names, chosen), policy
-        setting = f"64 nodes, {len(names)} scenarios, {len(chosen)} seeds"
+        subject, place, runs = policy, "64 nodes", _Runs(_simulated(policy, names, chosen))
     else:
-        subject = trainer
-        runs = _real(trainer, names, chosen, k, python, reference, out)
-        pairs = [score_pair(record, runs.table) for record in runs.records]
-        gate, notes = [*gate_checks(runs.records)], notes_on_starts(runs.records)
-        if validate_k:  # a given table holds for k alone
-            twice = _real(trainer, names, chosen, 2 * k, python, None, out)
-            notes += print_compression(runs, twice, k)
-        setting = f"k = {k:g}, {len(names)} scenarios, {len(chosen)} seeds"
-    if not pairs:
+        subject, place = trainer, f"k = {k:g}"
+        real = _real(trainer, names, chosen, k, python, reference, out)
+        # a given table holds for k alone
+        twice = _real(trainer, names, chosen, 2 * k, python, None, out) if validate_k else None
+        runs = _Runs.of(real, twice, k)
+    if not runs.pairs:
         say("no run could be made")
         return 1
-    found = score_of(pairs, gate, given)
-    card = card_of(found, subject, level, setting, notes)
+    found = score_of(runs.pairs, runs.gate, given)
+    setting = f"{place}, {len(names)} scenarios, {len(chosen)} seeds"
+    card = card_of(found, subject, level, setting, runs.notes)
     print_score(found, card)
     _write_card(card, out / f"card-{level}-{Path(subject).name.replace(':', '-')}")
     return 0
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """notes: for the card."""
+
+    pairs: Sequence[PairScore]
+    gate: Sequence[GateCheck] = ()
+    notes: Sequence[str] = ()
+
+    @staticmethod
+    def of(real: RealRuns, twice: RealRuns | None, k: float) -> _Runs:
+        """twice: the same runs at twice k."""
+        pairs = [score_pair(record, real.table) for record in real.records]
+        notes = notes_on_starts(real.records)
+        notes += print_compression(real, twice, k) if twice else []
+        return _Runs(pairs, gate_checks(real.records), notes)
 
 
 def _write_card(card: ScoreCard, stem: Path) -> None:
@@ -143,6 +158,16 @@ def scenarios_of(text: str, level: int) -> tuple[str, ...]:
                 remedy=f"use some of {', '.join(possible)}",
             )
     return names
+
+
+def refuse_compression(level: int, validate_k: bool) -> None:
+    """Raises ConfigError if time is not compressed at this level."""
+    if validate_k and level == 0:
+        raise ConfigError(
+            "level 0 compresses no time",
+            where="command line, --validate-k",
+            remedy="leave it out, or use --level 1",
+        )
 
 
 def _simulated(policy: str, names: Sequence[str], seeds: Sequence[int]) -> list[PairScore]:

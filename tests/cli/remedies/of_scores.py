@@ -87,6 +87,13 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(names=found[1]),
     ),
     case(
+        SCORE + "level 0 compresses no time",
+        given(level=0),
+        lambda lab: command.refuse_compression(lab.settings["level"], True),
+        "leave it out, or use --level 1",
+        fixed(level=1),
+    ),
+    case(
         SCORE + "… cannot run: …",
         given(),
         score_other,

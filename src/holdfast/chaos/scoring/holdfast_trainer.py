@@ -33,9 +33,10 @@ train:
   schedule: {{warmup_steps: 0}}
   evaluate: {{every: 0}}
 """
-_BEAT_S, _SETTLE_S, _ALONE_S = 16.0, 12.0, 80.0
+_BEAT_S, _SETTLE_S, _ALONE_S, _NOTICES_S = 16.0, 12.0, 80.0, 4.0
 """Seconds of the real world, divided by k. They are the heartbeats (a node is lost after three),
-how long a new node must be reachable, and how long a minority waits."""
+how long a new node must be reachable, how long a minority waits, and how often a node looks for a
+notice."""
 _LEAST_BEAT_S = 0.2
 
 
@@ -94,7 +95,7 @@ class _HoldfastRun:
             "cluster.gather_seconds=30",
             "cluster.threads_per_worker=1",
             "cluster.notices=file",
-            "cluster.notices_every_seconds=0.2",
+            f"cluster.notices_every_seconds={_NOTICES_S / k}",
             "cluster.max_restarts_without_progress=20",
             f"checkpoint.every_steps={0 if not on else 1000000}",
             f"checkpoint.every_seconds={every_s if on else 0}",
