@@ -34,9 +34,9 @@ train:
   evaluate: {{every: 0}}
 """
 _BEAT_S, _SETTLE_S, _ALONE_S, _NOTICES_S = 16.0, 12.0, 80.0, 4.0
-"""Seconds of the real world, divided by k. They are the heartbeats (a node is lost after three),
-how long a new node must be reachable, how long a minority waits, and how often a node looks for a
-notice."""
+"""Seconds of the real world, divided by k. A node beats so often, and is lost after three beats. A
+new node must be reachable for so long, and a minority waits so long. A node looks for a notice so
+often."""
 _LEAST_BEAT_S = 0.2
 
 
