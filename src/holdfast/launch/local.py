@@ -62,10 +62,10 @@ def train_locally(
 ) -> int:
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
-    `observers` see each record of the journal as it is written. `render_metrics` answers `/metrics`,
-    `say` prints one line, `say_last` the result. The dataset's version is read from its folder
-    unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that resumes
-    the run. `watch`: of the folder's holder. Raises UserError and CannotGoOnError.
+    `observers` see each record of the journal as it is written. `render_metrics` answers
+    `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
+    folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
+    resumes the run. `watch`: of the folder's holder. Raises UserError and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
     store = store_of_run(folder)
