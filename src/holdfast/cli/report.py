@@ -97,12 +97,11 @@ def _compare(run: Path, other: Path, *, json: bool) -> None:
 
 def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:
     """Write the page of a run as it is now; without a path, print its numbers as JSON."""
-    from holdfast.report import history, page
+    from holdfast.cli.report_compare import history_of
+    from holdfast.report import page
     from holdfast.report.summary import summary
 
-    story = history.read_history(found.store)
-    if story.state == "running" and is_holder_gone(HolderWatch(found.folder)):
-        story = story.as_interrupted()
+    story = history_of(found)
     counts, device = baselines_of(found), device_of(found)
     if path is None:
         numbers = summary(story, found.resolved, baselines=counts, device=device)

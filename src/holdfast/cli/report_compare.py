@@ -26,7 +26,7 @@ _TIERS = {0: "own memory", 1: "other nodes", 2: "the disk", 3: "the bucket"}
 def compare(run: Run, other: Path, *, json: bool) -> None:
     """Print the comparison of two runs. Raises UserError."""
     theirs = open_run(other)
-    a, b = _history_of(run), _history_of(theirs)
+    a, b = history_of(run), history_of(theirs)
     found = compare_runs(_facts(run, a), _facts(theirs, b), a, b)
     if json:
         print_json(found.to_json())
@@ -34,7 +34,8 @@ def compare(run: Run, other: Path, *, json: bool) -> None:
         _print(found)
 
 
-def _history_of(run: Run) -> History:
+def history_of(run: Run) -> History:
+    """The history of a run; interrupted if nobody runs it any more."""
     history = read_history(run.store)
     if history.state == "running" and is_holder_gone(HolderWatch(run.folder)):
         return history.as_interrupted()

@@ -14,7 +14,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.gradient_copies import GradientCopies, gradient_copies
 from holdfast.plan.cost.pipeline_time import in_flight
-from holdfast.plan.cost.stage_memory import kept_elements, rank_parameters
+from holdfast.plan.cost.stage_memory import kept_elements, late_at, rank_parameters
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices
@@ -183,6 +183,19 @@ def test_copies_of_gradients_of_many_replicas() -> None:
     """Shares of so many microbatches that each is a subtree: one piece, and its partial sums."""
     assert gradient_copies(4096, 1024, 1) == GradientCopies(2.0, 1 - 1 / 1024)
     assert gradient_copies(1, 1000, 1).sums == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_peak_alone_is_that_of_all_parts(schedule: str, zero: int) -> None:
+    """A search asks for the peak alone, and prints the parts."""
+    group = ReplicaChoice(2, 4, 2, 1, 8, (24, 24, 24, 24), ("a100",), 16)
+    choice = Choice((group,), 2, schedule, zero=zero)
+    evaluator = Evaluator(Problem(gpt(96, 12288, 96), A100, load_devices()))
+    for index, counts in enumerate(evaluator.counts_of_ranks(choice, group)):
+        held, late = evaluator.bytes_of(choice, group, index, counts), late_at(choice, group, index)
+        for number in (0.5, 1.0, 4.0, 16.0):
+            assert held.peak(number, late) == held.at(number, late).peak
 
 
 def test_one_evaluator_tells_numbers_of_replicas_apart() -> None:

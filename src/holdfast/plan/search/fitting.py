@@ -36,7 +36,7 @@ class Fitting:
             if rooms:
                 own = self.bounds.least_recomputed(shape, variant, most, rooms, group.seconds)
                 found.append((own, variant))
-        if not found:
+        if not found:  # nor does any with fewer replicas, which keep no less
             return None
         variants = tuple(variant for _, variant in found)
         return *self._least(group, found), replace(group, variants=variants, is_fitted=True)

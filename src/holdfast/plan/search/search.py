@@ -311,7 +311,7 @@ class Search:
                 rest = numbers[place + 1 :]
                 group = Scheduled(node, shape, variants, number, rest)
                 self._push(*self._fitting.scored(group))
-            return  # fewer replicas keep no less
+            return  # fewer replicas wait until this group is opened
 
     def _open_scheduled(self, node: Scheduled) -> None:
         shape, one = node.shape, node.variants[0]

@@ -115,14 +115,17 @@ def expected_waste(
         # Saves of a fixed tier cost the same in every choice.
         return waits + rate * fixed_s / 2
     spent = max(cost.cost_s, MIN_SAVE_COST_S)
-    seconds = young_interval(spent, rate)
+    seconds = _bounded(young_interval(spent, rate), cost, bounds)
+    return spent / seconds + rate * seconds / 2 + waits
+
+
+def _bounded(seconds: float, cost: TierCost, bounds: IntervalBounds) -> float:
+    """A save waits until the one before is durable; the bounds come first."""
     if seconds < cost.durable_after_s:
         seconds = cost.durable_after_s
     if seconds < bounds.min_seconds:
-        seconds = bounds.min_seconds
-    if seconds > bounds.max_seconds:
-        seconds = bounds.max_seconds
-    return spent / seconds + rate * seconds / 2 + waits
+        return bounds.min_seconds
+    return min(seconds, bounds.max_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +149,7 @@ def seconds_between(
     cost: TierCost, rate: float, bounds: IntervalBounds, current: float | None = None
 ) -> float:
     """Return the interval. current: the interval in force; it stays as long as it is as good."""
-    seconds = daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate)
-    if seconds < cost.durable_after_s:
-        seconds = cost.durable_after_s
-    if seconds < bounds.min_seconds:
-        seconds = bounds.min_seconds
-    elif seconds > bounds.max_seconds:
-        seconds = bounds.max_seconds
+    seconds = _bounded(daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate), cost, bounds)
     if current is not None and abs(seconds - current) <= MIN_INTERVAL_CHANGE_SHARE * current:
         return current
     return seconds
