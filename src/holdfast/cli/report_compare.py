@@ -35,7 +35,7 @@ def compare(run: Run, other: Path, *, json: bool) -> None:
 
 
 def history_of(run: Run) -> History:
-    """The history of a run; interrupted if nobody runs it any more."""
+    """The history of a run. It was interrupted if no process holds it any more."""
     history = read_history(run.store)
     if history.state == "running" and is_holder_gone(HolderWatch(run.folder)):
         return history.as_interrupted()
