@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
+from holdfast.cli.progress import LongWork
 from holdfast.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def fit(
 
     streams = read_histories(files, zone, system, seed)
     parts = [TrainingPart(stream, stream.seconds * until, every_nth) for stream in streams]
-    made = fit_models(parts, horizon, train_lstm if lstm else None)
+    with LongWork("fitting") as work:
+        made = fit_models(parts, horizon, train_lstm if lstm else None, work.stage)
     write_text(to, json_module.dumps(made.to_json()) + "\n")
     if json:
         print_json({"chosen": made.chosen, "verdicts": _verdicts(made)})
@@ -129,7 +131,8 @@ def judge(
     out = []
     for stream in read_histories(files, zone, system, seed):
         start = first_unseen_second(fitted, stream) if since is None else since * stream.seconds
-        found, at_thresholds = judge_stream(fitted, stream, start, every_nth)
+        with LongWork(f"judging on {stream.header.source}"):
+            found, at_thresholds = judge_stream(fitted, stream, start, every_nth)
         if json:
             out.append(_as_json(stream, start, found, at_thresholds))
         else:
@@ -161,7 +164,8 @@ def read_histories(
             zone=zones[place % len(zones)] if zones else "",
             system=systems[place % len(systems)] if systems else None,
         )
-        stream = read_history(read_bytes(path), str(path), options)
+        with LongWork(f"reading {path}"):
+            stream = read_history(read_bytes(path), str(path), options)
         out.append(label_zone(stream, path.stem))
     return out
 

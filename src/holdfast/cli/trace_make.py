@@ -62,8 +62,7 @@ def lines_of(stream: EventStream) -> list[tuple[str, Points]]:
     return found
 
 
-def print_lines(stream: EventStream, most: int) -> None:
-    lines = lines_of(stream)
+def print_lines(stream: EventStream, lines: Sequence[tuple[str, Points]], most: int) -> None:
     for title, points in lines[:most]:
         print(title)
         print("\n".join(steps_text(points, stream.seconds)))
@@ -71,7 +70,7 @@ def print_lines(stream: EventStream, most: int) -> None:
         print(f"and {len(lines) - most} more; --zone and --gpu choose")
 
 
-def svg_of(stream: EventStream) -> str:
+def svg_of(stream: EventStream, lines: Sequence[tuple[str, Points]]) -> str:
     """The first line that can be drawn."""
-    title, points = lines_of(stream)[0]
+    title, points = lines[0]
     return steps_svg(points, stream.seconds, f"{stream.header.trace}: {title}", stream.header.gaps)

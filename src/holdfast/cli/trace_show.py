@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli.output import print_table
+from holdfast.cli.progress import LongWork
 from holdfast.simulate.traces.events import EventStream, TraceHeader
 from holdfast.simulate.traces.summary import Churn, Level, churn_of, levels_of, quantile
 
@@ -18,8 +19,10 @@ _MOST_LEVELS = 12
 def print_stream(stream: EventStream) -> None:
     """A table of the trace, with levels of prices, intensities, links and slow nodes."""
     header = stream.header
-    churn = churn_of(stream)
-    kinds = Counter(event.kind for event in stream.events)
+    with LongWork("adding up the trace"):
+        churn = churn_of(stream)
+        kinds = Counter(event.kind for event in stream.events)
+        levels = [(levels_of(stream, kind), kind, unit) for kind, unit in _LEVELS if kinds[kind]]
     rows: list[tuple[str, str]] = [("trace", f"{header.trace}, {header.rows:,} rows")]
     rows += [("begins", header.t0)] if header.t0 else []
     rows += [("zones", _shortened(header.zones))] if header.zones else []
@@ -29,8 +32,8 @@ def print_stream(stream: EventStream) -> None:
     rows += [("gaps", _gap_words(stream))] if header.gaps else []
     rows += [("", sentence) for sentence in remarks_on(header)]
     print_table(rows)
-    for kind, unit in _LEVELS:
-        _print_levels(levels_of(stream, kind), kind, unit)
+    for found, kind, unit in levels:
+        _print_levels(found, kind, unit)
 
 
 def _churn_rows(churn: Churn) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from holdfast.simulate.traces.counts import trace_from_counts
 from holdfast.simulate.traces.lives import renew_machines
-from holdfast.simulate.traces.node_changes import NodeChange, ReadOptions, Trace
+from holdfast.simulate.traces.node_changes import NodeChange, ReadOptions, Trace, sort_changes
 
 _DAY = 86400.0
 
@@ -134,7 +134,7 @@ def cluster_failures(
                 break
             when = max(when, back[name]) + draw.expovariate(1 / 7200)
     source = f"synthetic cluster failures, seed {seed}"
-    return Trace(source, "cluster failures", tuple(sorted(changes)), end, 60.0)
+    return Trace(source, "cluster failures", sort_changes(changes), end, 60.0)
 
 
 def poisson(seed: int, *, mtbf: float, failures: int, nodes: int = 4) -> Trace:
@@ -150,5 +150,5 @@ def poisson(seed: int, *, mtbf: float, failures: int, nodes: int = 4) -> Trace:
         stays[number] += 1
         changes.append(NodeChange(at, "join", f"n{number}.{stays[number]}"))
     return Trace(
-        f"synthetic Poisson failures, seed {seed}", "poisson", tuple(sorted(changes)), at, 0.0
+        f"synthetic Poisson failures, seed {seed}", "poisson", sort_changes(changes), at, 0.0
     )

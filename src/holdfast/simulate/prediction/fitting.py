@@ -82,14 +82,18 @@ class TrainingPart:
 
 
 def fit_models(
-    parts: Sequence[TrainingPart], horizon_s: float, train_lstm: TrainLstm | None = None
+    parts: Sequence[TrainingPart],
+    horizon_s: float,
+    train_lstm: TrainLstm | None = None,
+    stage: Callable[[str], None] = lambda words: None,
 ) -> FittedModels:
     """Fit all models on the first four fifths of the parts, and validate them on the last one.
 
-    Raises DataError if too few nodes were lost.
+    stage: hears what is done from now on. Raises DataError if too few nodes were lost.
     """
     learn, validate = SampleSet((), 0), SampleSet((), 0)
-    for part in parts:
+    for number, part in enumerate(parts, start=1):
+        stage(f"taking samples of trace {number} of {len(parts)}")
         learn += take_samples(part.stream, horizon_s, 0.0, part.split_s, part.every_nth)
         validate += take_samples(part.stream, horizon_s, part.split_s, part.until_s, part.every_nth)
     seen = [sum(sample.is_lost for sample in group.samples) for group in (learn, validate)]
@@ -100,6 +104,7 @@ def fit_models(
             where=", ".join(part.stream.header.source or "trace" for part in parts),
             remedy="give more traces or more of them with --until, or another --horizon",
         )
+    stage(f"fitting the hazard and the smoothing to {len(learn.samples):,} samples")
     samples, weights = subsample(learn.samples)
     usual = _usual_rate(parts)
     hazard = fit_hazard(parts, horizon_s)
@@ -110,6 +115,7 @@ def fit_models(
         hazard,
         _smoothing(samples, weights, horizon_s, usual),
     )
+    stage(f"training the Bi-LSTM on {len(samples):,} samples" if train_lstm else "validating")
     lstm = train_lstm(samples, weights, horizon_s) if train_lstm else None
     verdicts = {}
     for name, chances in predict_all(models, lstm, validate, horizon_s).items():

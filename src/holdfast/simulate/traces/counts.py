@@ -22,6 +22,7 @@ from holdfast.simulate.traces.node_changes import (
     NodeChange,
     ReadOptions,
     Trace,
+    sort_changes,
 )
 from holdfast.simulate.traces.rows import (
     MOST_NODES,
@@ -143,7 +144,7 @@ def trace_from_counts(
     return Trace(
         source,
         kind,
-        tuple(sorted(changes)),
+        sort_changes(changes),
         times[-1],
         step,
         started or f"{origin:g} s",

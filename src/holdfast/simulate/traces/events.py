@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.errors import DataError
-from holdfast.simulate.traces.node_changes import NodeChange, Trace
+from holdfast.simulate.traces.node_changes import NodeChange, Trace, sort_changes
 
 LONGEST_S = 1e11
 """The latest time of an event, in seconds: 3,000 years. A later one is an error of the file."""
@@ -37,6 +38,14 @@ ORDER = {
 _OF_NODES = ("preempt", "fail", "recover", "join", "notice", "slow")
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""One for all events without further keys: a million mappings of their own take 64 MB."""
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
+
+
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One change. source: file and row.
@@ -52,7 +61,7 @@ class TraceEvent:
     gpu: str = ""
     value: float = 0.0
     source: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)  # keys of a file that are not known
+    extra: Mapping[str, Any] = field(default_factory=_nothing)  # keys of a file that are not known
 
     @property
     def key(self) -> tuple[float, int, str, str, str]:
@@ -94,11 +103,18 @@ class EventStream:
 
 
 def in_order(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
-    return tuple(sorted(events, key=lambda event: event.key))
+    given = tuple(events)
+    before = (-inf, 0, "", "", "")
+    for event in given:  # most are in order, and the keys of a sort need room
+        key = event.key
+        if key < before:
+            return tuple(sorted(given, key=lambda event: event.key))
+        before = key
+    return given
 
 
 # --- checks -------------------------------------------------------------------------------------
-def check_events(events: Sequence[TraceEvent], places: Sequence[str]) -> None:
+def check_events(events: Sequence[TraceEvent], places: Iterable[str]) -> None:
     """Raise DataError for the first event that cannot be. places: of each, for the message."""
     nodes = _NodeStates()
     before = (-inf, 0, "", "", "")
@@ -208,7 +224,7 @@ def changes_of_stream(stream: EventStream) -> Trace:
     return Trace(
         header.source or header.trace,
         "events",
-        tuple(sorted(changes)),
+        sort_changes(changes),
         stream.seconds,
         header.step_s,
         header.t0,

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.errors import DataError
-from holdfast.simulate.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace
+from holdfast.simulate.traces.node_changes import (
+    DEFAULTS,
+    NodeChange,
+    ReadOptions,
+    Trace,
+    sort_changes,
+)
 from holdfast.simulate.traces.rows import digest, number, table_of
 
 _MOST_STAYS = 1e6  # of a trace that is drawn; more would fill the memory
@@ -82,4 +88,4 @@ def renew_machines(
             at, stay = at + max(life, 1.0), stay + 1
             if at < seconds:
                 changes.append(NodeChange(at, "go", name))
-    return Trace("made", "lives", tuple(sorted(changes)), seconds, 1.0)
+    return Trace("made", "lives", sort_changes(changes), seconds, 1.0)

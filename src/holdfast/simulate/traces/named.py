@@ -9,7 +9,13 @@ from typing import Any
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 from holdfast.simulate.traces.counts import json_count, take_victims, trace_from_counts
-from holdfast.simulate.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace
+from holdfast.simulate.traces.node_changes import (
+    DEFAULTS,
+    NodeChange,
+    ReadOptions,
+    Trace,
+    sort_changes,
+)
 from holdfast.simulate.traces.rows import (
     as_number,
     cells_of,
@@ -102,7 +108,7 @@ def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Tr
     return Trace(
         source,
         "intervals",
-        tuple(sorted(changes)),
+        sort_changes(changes),
         at,
         min(steps),
         "0 s",
@@ -196,11 +202,12 @@ def _trace_from_rows(
             momentary.add((node, at - origin))
         used.add(node)
         changes.append(NodeChange(at - origin, "join" if verb == "add" else "go", node, line))
+    kept = [c for c in changes if (c.node, c.seconds) not in momentary] if momentary else changes
     times = [at - origin for at, *_ in ordered]
     return Trace(
         source,
         kind,
-        tuple(sorted(c for c in changes if (c.node, c.seconds) not in momentary)),
+        sort_changes(kept),
         max(times[-1], end - origin),
         smallest_step(times),
         f"{origin:g} s",

@@ -11,8 +11,9 @@ What all of them keep to:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 UNKNOWN_GAP_STEPS = 10
@@ -24,7 +25,7 @@ Burst = Literal["any", "neighbours", "spread"]
 """How the nodes that go at one instant lie in the order of ranks."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class NodeChange:
     """A node goes or comes at `seconds`. At one instant, departures come first.
 
@@ -35,6 +36,11 @@ class NodeChange:
     kind: Literal["go", "join"]
     node: str
     row: int = field(default=0, compare=False)
+
+
+def sort_changes(changes: Iterable[NodeChange]) -> tuple[NodeChange, ...]:
+    """Sorted by time; at one instant departures come first, then names decide."""
+    return tuple(sorted(changes, key=attrgetter("seconds", "kind", "node")))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from holdfast.errors import DataError
-from holdfast.simulate.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace
+from holdfast.simulate.traces.node_changes import (
+    DEFAULTS,
+    NodeChange,
+    ReadOptions,
+    Trace,
+    sort_changes,
+)
 from holdfast.simulate.traces.rows import as_number, count, digest, minute, sort_rows, table_of
 
 _KEYS = ("System", "nodenumz", "Prob Started", "Prob Fixed")
@@ -120,7 +126,7 @@ def parse_outages(
     return Trace(
         f"{source} (system {table.system})",
         "outages",
-        tuple(sorted(changes)),
+        sort_changes(changes),
         end,
         60.0,
         "",

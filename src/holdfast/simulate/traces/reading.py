@@ -62,7 +62,7 @@ def read_stream(data: bytes, source: str, options: ReadOptions = DEFAULTS) -> Ev
         made = _reader_of(text, source)(text, source, options)
         if is_stream(text):
             return made
-    check_events(made.events, [event.source or source for event in made.events])
+    check_events(made.events, (event.source or source for event in made.events))
     return EventStream(replace(made.header, sha256=sha256(data).hexdigest()), made.events)
 
 

@@ -17,7 +17,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
-from math import isfinite
+from math import isfinite, nan
+from operator import itemgetter
 from typing import Any
 
 from holdfast.errors import DataError
@@ -71,7 +72,8 @@ def delimiter_of(text: str) -> str:
 def cells_of(text: str, source: str = "") -> Iterator[tuple[int, list[str]]]:
     """(line, cells without blanks) of every row that is not empty."""
     reader = csv.reader(
-        io.StringIO(text, newline=""),
+        # Not StringIO, which takes four bytes for each character.
+        io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline=""),
         delimiter=delimiter_of(text),
         skipinitialspace=True,
         strict=True,
@@ -119,11 +121,15 @@ def sort_rows(
     """Sorted by time, stable, without exact duplicates; how many were out of order, and dropped."""
     disorder = sum(b[0] < a[0] for a, b in itertools.pairwise(rows))
     kept: list[tuple[float, Any, int]] = []
-    seen: set[tuple[float, Any]] = set()
-    for row in sorted(rows, key=lambda r: r[0]):
-        if row[:2] not in seen:
-            seen.add(row[:2])
-            kept.append(row)
+    at, seen = nan, set[Any]()  # of one time
+    for row in sorted(rows, key=itemgetter(0)):
+        if row[0] != at:
+            at, seen = row[0], {row[1]}
+        elif row[1] in seen:
+            continue
+        else:
+            seen.add(row[1])
+        kept.append(row)
     return kept, disorder, len(rows) - len(kept)
 
 

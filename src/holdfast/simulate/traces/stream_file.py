@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from math import inf
 from typing import Any
@@ -21,7 +21,8 @@ from holdfast.simulate.traces.events import (
 
 _HEADER = {each.name: each for each in fields(TraceHeader) if each.name != "extra"}
 _EVENT = [each.name for each in fields(TraceEvent) if each.name != "extra"]
-_TEXTS = ("node", "zone", "gpu", "source")
+_SHARED = ("node", "zone", "gpu")  # the same in many events
+_TEXTS = (*_SHARED, "source")
 
 
 def is_stream(text: str) -> bool:
@@ -44,25 +45,50 @@ def format_stream(stream: EventStream) -> Iterator[str]:
 def parse_stream(text: str, source: str) -> EventStream:
     """Read, sort and check a stream. Events that were out of order are counted in the header, and
     exact duplicates are dropped. Raises DataError with file, line and remedy."""
-    rows = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    header = _header(_object(rows[0][1], f"{source}:{rows[0][0]}"), f"{source}:{rows[0][0]}")
-    found: list[tuple[TraceEvent, str]] = []
-    seen: set[str] = set()
-    for number, line in rows[1:]:
-        if line.strip() in seen:
-            continue
-        seen.add(line.strip())
+    rows = _lines(text)
+    number, line = next(rows)
+    header = _header(_object(line, f"{source}:{number}"), f"{source}:{number}")
+    found: list[tuple[TraceEvent, int]] = []
+    texts: dict[str, str] = {}
+    for number, line in rows:
         where = f"{source}:{number}"
-        event = _event(_object(line, where), where)
+        event = _event(_object(line, where), where, texts)
         if event.kind not in ORDER:
             check_events([event], [where])
-        found.append((event, where))
+        found.append((event, number))
     disorder = sum(b[0].key < a[0].key for a, b in itertools.pairwise(found))
-    found.sort(key=lambda each: each[0].key)
-    events = tuple(event for event, _ in found)
-    check_events(events, [where for _, where in found])
-    dropped = len(rows) - 1 - len(events)
-    return EventStream(_counted(header, disorder, dropped), events)
+    if disorder:
+        found.sort(key=lambda each: each[0].key)
+    kept = _without_duplicates(found)
+    events = tuple(event for event, _ in kept)
+    check_events(events, (f"{source}:{number}" for _, number in kept))
+    return EventStream(_counted(header, disorder, len(found) - len(kept)), events)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of each line that is not empty."""
+    start = number = 0
+    while start < len(text):
+        end = text.find("\n", start)
+        end = len(text) if end < 0 else end
+        number += 1
+        line = text[start:end]
+        if line.strip():
+            yield number, line
+        start = end + 1
+
+
+def _without_duplicates(found: Sequence[tuple[TraceEvent, int]]) -> list[tuple[TraceEvent, int]]:
+    """The first of each group of equal events. found: sorted by the events' keys."""
+    kept: list[tuple[TraceEvent, int]] = []
+    group: list[TraceEvent] = []  # of one key
+    for event, number in found:
+        if group and (group[0].t_s != event.t_s or group[0].key != event.key):
+            group = []
+        if event not in group:
+            group.append(event)
+            kept.append((event, number))
+    return kept
 
 
 def _counted(header: TraceHeader, disorder: int, dropped: int) -> TraceHeader:
@@ -114,7 +140,8 @@ def _header(row: Mapping[str, Any], where: str) -> TraceHeader:
     return TraceHeader(**known, extra=extra)
 
 
-def _event(row: Mapping[str, Any], where: str) -> TraceEvent:
+def _event(row: Mapping[str, Any], where: str, known: dict[str, str]) -> TraceEvent:
+    """known: texts of events before it, so that equal ones are kept once."""
     if "kind" not in row or "t_s" not in row:
         raise _bad_value("kind" if "kind" not in row else "t_s", None, where)
     for name in ("t_s", "value"):
@@ -123,11 +150,12 @@ def _event(row: Mapping[str, Any], where: str) -> TraceEvent:
     for name in ("kind", *_TEXTS):
         if not isinstance(row.get(name, ""), str):
             raise _bad_value(name, row[name], where)
-    texts = {name: row.get(name, "") for name in _TEXTS}
+    texts = {name: known.setdefault(row.get(name, ""), row.get(name, "")) for name in _SHARED}
+    texts["source"] = row.get("source", "")
+    kind = known.setdefault(row["kind"], row["kind"])
+    event = TraceEvent(float(row["t_s"]), kind, value=float(row.get("value", 0.0)), **texts)
     extra = {key: value for key, value in row.items() if key not in _EVENT}
-    return TraceEvent(
-        float(row["t_s"]), row["kind"], value=float(row.get("value", 0.0)), extra=extra, **texts
-    )
+    return replace(event, extra=extra) if extra else event
 
 
 def _is_number(value: Any) -> bool:
