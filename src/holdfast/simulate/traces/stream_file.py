@@ -150,7 +150,9 @@ def _event(row: Mapping[str, Any], where: str, known: dict[str, str]) -> TraceEv
     for name in ("kind", *_TEXTS):
         if not isinstance(row.get(name, ""), str):
             raise _bad_value(name, row[name], where)
-    texts = {name: known.setdefault(row.get(name, ""), row.get(name, "")) for name in _SHARED}
+    texts: dict[str, Any] = {
+        name: known.setdefault(row.get(name, ""), row.get(name, "")) for name in _SHARED
+    }
     texts["source"] = row.get("source", "")
     kind = known.setdefault(row["kind"], row["kind"])
     event = TraceEvent(float(row["t_s"]), kind, value=float(row.get("value", 0.0)), **texts)
