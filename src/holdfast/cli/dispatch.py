@@ -98,8 +98,8 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
             result = command.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:  # its text says what is kept
+        print(f"{program}: " + "; ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
     except EndedBySignal as ending:
         remedy = "nothing was under way; the same command starts it again"

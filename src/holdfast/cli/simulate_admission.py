@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from holdfast.cli.output import print_json, say
+from holdfast.cli.kept_replays import KeptReplays, key_of
+from holdfast.cli.output import make_folder, print_json, say
+from holdfast.cli.progress import LongWork
 from holdfast.errors import DataError
 
 if TYPE_CHECKING:
     from holdfast.simulate.admission.engine import Setup
     from holdfast.simulate.admission.fabric import Fabric
     from holdfast.simulate.admission.jobs import Job, Rules, Team
+    from holdfast.simulate.admission.outcome import Outcome
     from holdfast.simulate.admission.stragglers import JitterProfile
     from holdfast.simulate.admission.workload import Workload
 
@@ -116,7 +119,13 @@ def admission(
     )
     chosen = [POLICIES[name] for name in policy or list(PolicyName)]
     numbers = range(seed, seed + seeds)
-    study = run_study(cases.setup_of, chosen, numbers, say)
+    if out is not None:
+        make_folder(out)
+    kept = KeptReplays(out)
+    with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
+        study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))
+    if kept.reused:
+        say(f"{kept.reused} of {len(chosen) * seeds} replays were kept in {out}")
     report = StudyReport(study, cases.setup_of(seed), numbers)
     if json:
         print_json(report.to_json())
@@ -124,6 +133,22 @@ def admission(
         report.print_tables()
     if out is not None:
         report.write(out)
+
+
+class _Kept:
+    """Outcomes that an interrupted study with the same inputs left in `--out`."""
+
+    def __init__(self, kept: KeptReplays) -> None:
+        self._kept = kept
+
+    def load(self, setup: Setup, policy: str, seed: int) -> Outcome | None:
+        from holdfast.simulate.admission.outcome import Outcome
+
+        found = self._kept.get(key_of(setup, policy, seed))
+        return None if found is None else Outcome(**{**found, "waits_h": tuple(found["waits_h"])})
+
+    def store(self, setup: Setup, policy: str, seed: int, outcome: Outcome) -> None:
+        self._kept.put(key_of(setup, policy, seed), asdict(outcome))
 
 
 @dataclass(frozen=True)

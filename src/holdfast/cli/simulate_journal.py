@@ -7,6 +7,7 @@ run. In a long one a line is several steps, and the report says which steps have
 from __future__ import annotations
 
 import json
+import shutil
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from holdfast.launch.run.runs import SIMULATED_KEY
 from holdfast.simulate.engine.interfaces import SAVE, Node, SavePlan, Transition
 from holdfast.simulate.engine.loop import Simulation
 from holdfast.simulate.engine.progress import LostWork
-from holdfast.wire.journal import segment_key
+from holdfast.wire.journal import JOURNAL_PREFIX, segment_key
 from holdfast.wire.store.run_store import FolderStore, RunStore
 
 MOST_LINES = 20_000
@@ -45,6 +46,20 @@ SIMULATED_FILE = "simulated.json"
 _WRITER = "simulated"
 _HELD = 4_000
 """Lines that wait until no return to a save can split them."""
+
+
+def _drop_unfinished(folder: Path) -> None:
+    """Remove a simulated run that has no totals, if nothing else is in the folder."""
+    settings, journal = folder / "resolved.json", folder / JOURNAL_PREFIX.rstrip("/")
+    if not set(folder.iterdir()) <= {settings, journal}:
+        return
+    try:
+        found = json.loads(settings.read_text("utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(found, dict) and SIMULATED_KEY in found:
+        shutil.rmtree(journal, ignore_errors=True)
+        settings.unlink()
 
 
 @dataclass(frozen=True)
@@ -108,13 +123,18 @@ class JournalObserver:
 
     @staticmethod
     def begin(folder: Path, resolved: Mapping[str, Any]) -> RunStore:
-        """An empty run folder with its settings. Raises RunFolderError if something is there."""
+        """An empty run folder with its settings. What an interrupted first replay left is dropped.
+
+        Raises RunFolderError if something else is there.
+        """
         make_folder(folder)
+        _drop_unfinished(folder)
         if any(folder.iterdir()):
             raise RunFolderError(
                 "this folder is not empty",
                 where=f"command line, --out {folder}",
-                remedy="give --out a folder that does not exist",
+                remedy="give --out a folder that does not exist; a study continues only with the "
+                "same run file, trace and options",
             )
         (folder / "resolved.json").write_text(json.dumps(resolved, indent=1), "utf-8")
         return FolderStore(folder)

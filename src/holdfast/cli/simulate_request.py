@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
 from itertools import product
 from math import inf
 from pathlib import Path
 
+from holdfast.cli.kept_replays import key_of
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
-from holdfast.cli.trace import read_each
+from holdfast.cli.simulate_replays import StudyReplays
+from holdfast.cli.trace import read_bytes, read_each
 from holdfast.errors import ConfigError
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.simulate.engine.holdfast import HoldfastRules, holdfast
 from holdfast.simulate.engine.interfaces import CostModel, PolicyMaker
-from holdfast.simulate.engine.loop import Observer
 from holdfast.simulate.engine.planned_cost import PlannedCost, planned_cost
 from holdfast.simulate.engine.settings import (
     FLEET,
@@ -24,7 +27,7 @@ from holdfast.simulate.engine.settings import (
     is_setting,
     parse_setting,
 )
-from holdfast.simulate.engine.study import Case, Outcome, histories_of, run_case, with_all_nodes
+from holdfast.simulate.engine.study import Case, Outcome, histories_of, with_all_nodes
 from holdfast.simulate.generators import GENERATORS, make_trace
 from holdfast.simulate.rivals.registry import policy_named
 from holdfast.simulate.traces.events import EventStream
@@ -79,28 +82,42 @@ def study_of(asked: Asked) -> StudyResult:
     """Simulate what is asked. Raises UserError."""
     fixed, of_generator = _fixed_settings(asked)
     _refuse_no_trace(asked)
+    histories = _Histories(asked, of_generator)
+    files = [sha256(read_bytes(path)).hexdigest() for path in asked.traces]
     variants = list(_variants(asked, fixed))
     plans: dict[tuple[str, ...], PlanRequest] = {}
-    outcomes, notes, trace = list[Outcome](), list[str](), ""
+    outcomes, notes = list[Outcome](), list[str]()
     makers = {name: _maker(name) for name in asked.policies}
-    observer = None
-    for name, variant in product(asked.policies, variants):
-        if variant.overrides not in plans:
-            given = [*asked.overrides, *variant.overrides]
-            plans[variant.overrides] = read_plan_request(asked.run_file, given, asked.cluster)
-        request = plans[variant.overrides]
-        cost = _cost_of(request, variant.settings)
-        histories, trace = _histories(asked, of_generator, cost, variant.settings)
-        words = " ".join(part for part in (name, variant.words) if part)
-        case = Case(words, makers[name] or _ours(request, variant.settings), cost)
-        if asked.out is not None and not outcomes:
-            seconds = histories[0].seconds
-            observer = _journal(asked.out, request, words, seconds)
-        tokens = _tokens_of(request) if asked.is_until_done else inf
-        outcomes.append(run_case(case, histories, tokens, observer if not outcomes else None))
+    replays = StudyReplays(asked.out, len(asked.policies) * len(variants) * asked.seeds)
+    with replays.running():
+        for name, variant in product(asked.policies, variants):
+            if variant.overrides not in plans:
+                given = [*asked.overrides, *variant.overrides]
+                plans[variant.overrides] = read_plan_request(asked.run_file, given, asked.cluster)
+            request = plans[variant.overrides]
+            cost = _cost_of(request, variant.settings)
+            words = " ".join(part for part in (name, variant.words) if part)
+            case = Case(words, makers[name] or _ours(request, variant.settings), cost)
+            tokens = _tokens_of(request) if asked.is_until_done else inf
+            key = key_of(
+                name,
+                sorted(variant.settings.values.items()),
+                request.loaded.config,
+                request.machines,
+                request.plan.best,
+                request.problem,
+                cost.costs,
+                tokens,
+                (asked.made, asked.days, sorted(of_generator.items()), asked.seeds),
+                (asked.zones, asked.gpu, files),
+            )
+            outcomes.append(
+                replays.outcome(case, histories.of(cost, variant.settings), tokens, request, key)
+            )
     first = plans[variants[0].overrides]
     notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
-    return StudyResult(asked, first, trace, tuple(outcomes), tuple(notes))
+    notes += replays.notes
+    return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
 
 
 def _tokens_of(request: PlanRequest) -> float:
@@ -191,17 +208,52 @@ def _cost_of(request: PlanRequest, settings: Settings) -> PlannedCost:
     return replace(made, costs=settings.costs(made.costs))
 
 
-def _histories(
-    asked: Asked, of_generator: dict[str, float], cost: CostModel, settings: Settings
-) -> tuple[Sequence[EventStream], str]:
-    """The histories, and words for them."""
-    wanted = int(settings.values.get("nodes", cost.wanted) + settings.values.get("spares", 0))
-    if asked.made:
-        known = GENERATORS[asked.made].defaults
-        given = ({"nodes": float(wanted)} if "nodes" in known else {}) | of_generator
-        made = [make_trace(asked.made, seed, asked.days, given) for seed in range(asked.seeds)]
-        return [settings.stream(each, i) for i, each in enumerate(made)], f"made: {asked.made}"
-    stream = _recorded(asked)
+class _Histories:
+    """The histories of a study. Each is made when a replay needs it, and serves the next policy."""
+
+    def __init__(self, asked: Asked, of_generator: dict[str, float]) -> None:
+        self._asked, self._of_generator = asked, of_generator
+        self._recorded = _recorded(asked) if asked.traces else None
+        self._parts: dict[int, list[EventStream]] = {}
+        self._made: dict[tuple[int, int], EventStream] = {}
+
+    @property
+    def words(self) -> str:
+        if self._recorded is None:
+            return f"made: {self._asked.made}"
+        return ", ".join(path.name for path in self._asked.traces)
+
+    def of(self, cost: CostModel, settings: Settings) -> list[Callable[[], EventStream]]:
+        """What makes each history for a case. Raises ConfigError."""
+        values = settings.values
+        wanted = int(values.get("nodes", cost.wanted) + values.get("spares", 0))
+        if self._recorded is not None:
+            _refuse_fleet(self._recorded, settings)
+        number = self._asked.seeds
+        return [partial(self._history, index, wanted, settings) for index in range(number)]
+
+    def _history(self, index: int, wanted: int, settings: Settings) -> EventStream:
+        found = self._drawn if self._recorded is None else self._part
+        return settings.stream(found(index, wanted), index)
+
+    def _drawn(self, index: int, wanted: int) -> EventStream:
+        if (index, wanted) not in self._made:
+            known = GENERATORS[self._asked.made].defaults
+            nodes = {"nodes": float(wanted)} if "nodes" in known else {}
+            given = nodes | self._of_generator
+            made = make_trace(self._asked.made, index, self._asked.days, given)
+            self._made[index, wanted] = made
+        return self._made[index, wanted]
+
+    def _part(self, index: int, wanted: int) -> EventStream:
+        assert self._recorded is not None
+        if wanted not in self._parts:
+            stream = with_all_nodes(self._recorded, wanted)
+            self._parts[wanted] = histories_of(stream, self._asked.seeds)
+        return self._parts[wanted][index]
+
+
+def _refuse_fleet(stream: EventStream, settings: Settings) -> None:
     unused = [name for name in FLEET if name in settings.values]
     if unused and any(event.kind == "join" for event in stream.events):
         raise ConfigError(
@@ -209,18 +261,9 @@ def _histories(
             where="--set",
             remedy=f"leave {unused[0]} out, or make a trace with --make spot",
         )
-    found = histories_of(with_all_nodes(stream, wanted), asked.seeds)
-    words = ", ".join(path.name for path in asked.traces)
-    return [settings.stream(each, i) for i, each in enumerate(found)], words
 
 
 def _recorded(asked: Asked) -> EventStream:
     """The files of --trace as one stream."""
     read = read_each(list(asked.traces), ReadOptions(gpu=asked.gpu), list(asked.zones))
     return as_long_as_nodes(with_known_places(merge_streams(read)), read)
-
-
-def _journal(folder: Path, request: PlanRequest, words: str, seconds: float) -> Observer:
-    from holdfast.cli.simulate_journal import JournalObserver
-
-    return JournalObserver.in_folder(folder, request, words, seconds)

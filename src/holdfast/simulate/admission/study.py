@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from holdfast.simulate.admission.engine import Setup, simulate
 from holdfast.simulate.admission.outcome import Interval, Outcome, interval, outcome_of
@@ -49,19 +50,34 @@ class Study:
         return interval([one.figures[name] - two.figures[name] for one, two in pairs])
 
 
+class OutcomeStore(Protocol):
+    """Keeps outcomes, for a later call with the same setup, policy and seed."""
+
+    def load(self, setup: Setup, policy: str, seed: int) -> Outcome | None: ...
+
+    def store(self, setup: Setup, policy: str, seed: int, outcome: Outcome) -> None: ...
+
+
 def run_study(
     setup_of: Callable[[int], Setup],
     policies: Iterable[Admission],
     seeds: Sequence[int],
     progress: Callable[[str], None] = lambda text: None,
+    kept: OutcomeStore | None = None,
 ) -> Study:
-    """Simulate each policy for each seed. setup_of: jobs and slow nodes of a seed."""
+    """Simulate each policy for each seed. setup_of: jobs and slow nodes of a seed. kept: outcomes
+    that are not simulated again."""
     chosen = tuple(policies)
     found: dict[str, list[Outcome]] = {policy.name: [] for policy in chosen}
     for seed in seeds:
         setup = setup_of(seed)
-        progress(f"seed {seed}: {len(setup.jobs)} jobs")
         for policy in chosen:
-            run = simulate(setup, policy, Random(f"{seed}/admission policy"))
-            found[policy.name].append(outcome_of(run))
+            progress(f"seed {seed} of {seeds[0]} to {seeds[-1]}: {len(setup.jobs)} jobs")
+            outcome = kept.load(setup, policy.name, seed) if kept else None
+            if outcome is None:
+                draw = Random(f"{seed}/admission policy")
+                outcome = outcome_of(simulate(setup, policy, draw))
+                if kept:
+                    kept.store(setup, policy.name, seed, outcome)
+            found[policy.name].append(outcome)
     return Study({name: tuple(outcomes) for name, outcomes in found.items()})
