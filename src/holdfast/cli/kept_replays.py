@@ -1,7 +1,7 @@
 """Finished replays of a study, one JSON line each, so that an interrupted study can continue.
 
-The file stands in the folder of `--out`. A line is found again only by a digest of all inputs of
-its replay, so another run file, trace or policy never gets an older result.
+The file stands in the folder of `--out`. A line is found only by a digest of all inputs of its
+replay. So another run file, trace or policy never gets an older result.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from holdfast.launch.run.runs import SIMULATED_KEY
 from holdfast.simulate.engine.interfaces import SAVE, Node, SavePlan, Transition
 from holdfast.simulate.engine.loop import Simulation
 from holdfast.simulate.engine.progress import LostWork
-from holdfast.wire.journal import JOURNAL_PREFIX, segment_key
-from holdfast.wire.store.run_store import FolderStore, RunStore
+from holdfast.wire.journal import segment_key
+from holdfast.wire.store.run_store import JOURNAL_PREFIX, FolderStore, RunStore
 
 MOST_LINES = 20_000
 """Steps that get a line of their own."""
