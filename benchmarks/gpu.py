@@ -39,6 +39,7 @@ ROWS = (
     Row("spread-attention", 60, "correct"),
     Row("runs-fp32", 240, "correct", needs="data"),
     Row("runs-bf16-compiled", 240, "correct", on_cpu=False, needs="data"),
+    Row("runs-keys", 240, "correct", needs="data"),
     Row("runs-own-code", 240, "correct", on_cpu=False),
     Row("start", 60),
     Row("floors", 60),
@@ -74,6 +75,7 @@ def perform(name: str, settings: Settings) -> RowResult:
         "data": lambda: runs.data(settings),
         "train-1b": lambda: runs.train_1b(settings),
         "runs-fp32": lambda: runs.same_bits(settings, "fp32", ways),
+        "runs-keys": lambda: runs.with_keys(settings),
         "runs-own-code": lambda: runs.own_code(settings),
         "runs-bf16-compiled": lambda: runs.same_bits(
             settings, "bf16", precision="bf16", compile=True

@@ -40,6 +40,14 @@ from holdfast.wire.store.run_store import FolderStore
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ROOT / "examples/llama3.2-1b/run.yaml"
 GRACE_S = 30
+KEYS: dict[str, dict[str, Any]] = {
+    "fp16": {"precision": "fp16"},
+    "bf16-state": {"optimizer": {"learning_rate": 1e-3, "state_dtype": "bf16"}},
+    "8bit-state": {"optimizer": {"learning_rate": 1e-3, "state_dtype": "8bit"}},
+    "recompute": {"recompute": "full"},
+    "host": {"memory": {"optimizer": "host", "activations": "host"}},
+}
+"""Keys of `train` that change how state is stored, by name."""
 _LOG_BYTES = 3000  # of each log of a run that failed
 
 
@@ -217,6 +225,19 @@ def same_bits(
 
     figures, sentences, passed = compared(settings, name, make, ways, steps)
     return RowResult("; ".join(sentences), figures, passed)
+
+
+def with_keys(settings: Settings) -> RowResult:
+    """The small run with each of `KEYS`, undisturbed and with its worker killed."""
+    figures: dict[str, Any] = {}
+    for name, train in KEYS.items():
+        try:
+            found = same_bits(settings, f"keys-{name}", ("killed",), **train)
+        except (RuntimeError, HoldfastError, OSError) as error:
+            found = RowResult(str(error).splitlines()[0], {"error": str(error)}, False)
+        figures[name] = {"passed": found.passed, "line": found.line, **found.figures}
+    line = "; ".join(f"{name} {found['line']}" for name, found in figures.items())
+    return RowResult(line, figures, all(found["passed"] for found in figures.values()))
 
 
 def own_code(settings: Settings) -> RowResult:

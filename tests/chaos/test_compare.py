@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from holdfast.chaos import compare
 from holdfast.chaos.compare import RunComparison, compare_runs
+from holdfast.core.sharding.state_table import TensorSpec
+from tests.support.mover_process import TABLE, Mover, Workers, state, topology
 
 LOSSES = {1: 2.0, 2: 1.5, 3: 1.25}
 TENSORS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0])}
@@ -55,3 +57,25 @@ def test_what_differs_is_named(tolerance: float, monkeypatch: pytest.MonkeyPatch
         found = judged(monkeypatch, LOSSES, tensors, tolerance)
         assert words in found.tensors, str(tensors)
         assert not found.is_equal
+
+
+def test_the_state_is_read_whatever_its_dtypes_are(tmp_path: Path) -> None:
+    """fp16 has a counter in 64 bits; optimizer state may be in bf16, or in codes of a byte."""
+    table = (
+        *TABLE,
+        TensorSpec("optimizer.scale.good_steps", "I64", (12,), None),
+        TensorSpec("optimizer.exp_avg.codes", "U8", (9, 4), 0),
+    )
+    topo, mover = topology(), Mover(tmp_path)
+    try:
+        Workers(mover.begin(topo, table), topo, table).commit(3)
+    finally:
+        mover.close()
+    step, found = compare.read_newest_state(tmp_path)
+    assert step == 3
+    right = state(3, table)
+    assert set(found) == set(right)
+    for name, tensor in right.items():
+        assert tensor.any(), name
+        assert found[name].shape == tuple(tensor.shape)
+        assert np.array_equal(found[name], tensor.double().numpy()), name

@@ -39,7 +39,13 @@ TABLE: StateTable = (
     TensorSpec("model.half", "BF16", (5, 3), 0),
     TensorSpec("model.scale", "F64", (), None),
 )
-DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
+DTYPE = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
 
 
 def topology(replicas: int = 1, dp_shard: int = 1, generation: int = 1) -> Topology:
@@ -53,7 +59,7 @@ def state(step: int, table: StateTable = TABLE) -> dict[str, torch.Tensor]:
     for number, spec in enumerate(table):
         generator = torch.Generator().manual_seed(1000 * step + number)
         full = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
-        made[spec.name] = full.to(DTYPE[spec.dtype])
+        made[spec.name] = (full.abs() if spec.dtype == "U8" else full).to(DTYPE[spec.dtype])
     return made
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.inspect import read_as_float64
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.core.data.lineage import split_effective
-from holdfast.core.sharding.boxes import whole_box
 from holdfast.data.audit import audit_records
 from holdfast.events import StepDone
 from holdfast.wire.journal import read_journal
@@ -115,9 +115,6 @@ def read_newest_state(folder: Path) -> tuple[int, dict[str, NDArray[np.float64]]
     if not found:
         return 0, {}
     checkpoint = Checkpoint.open(store, found[0])
-    out: dict[str, NDArray[np.float64]] = {}
-    for spec in checkpoint.tensors:
-        value = np.empty(spec.shape, np.dtype(spec.dtype.replace("F", "float").lower()))
-        checkpoint.read(whole_box(spec.name, spec.shape), value.data.cast("B"))
-        out[spec.name] = value.astype(np.float64)
-    return checkpoint.step, out
+    return checkpoint.step, {
+        spec.name: read_as_float64(checkpoint, spec) for spec in checkpoint.tensors
+    }

@@ -13,13 +13,14 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.format.manifest import Commit, parse_commit_key, place_boxes
-from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.ownership import Ownership
-from holdfast.core.sharding.state_table import ITEM_BYTES
+from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec
 from holdfast.errors import CheckpointError
 from holdfast.layout import AXES, Topology
 from holdfast.wire.store.run_store import RunStore
@@ -231,6 +232,17 @@ def _compare_piece(
     entry.nonfinite_elements += count - finite.size
     if finite.size:
         entry.max_abs = max(entry.max_abs or 0.0, float(finite.max()))
+
+
+def read_as_float64(checkpoint: Checkpoint, spec: TensorSpec) -> NDArray[np.float64]:
+    """Read all of a tensor of any dtype, in its shape. An integer above 2^53 is rounded.
+
+    Raises CorruptError when its bytes are not those that were written.
+    """
+    bits = np.empty(prod(spec.shape), _BITS[ITEM_BYTES[spec.dtype]])
+    checkpoint.read(whole_box(spec.name, spec.shape), bits.data)
+    found: NDArray[np.float64] = _as_float64(bits, spec.dtype).reshape(spec.shape)
+    return found
 
 
 def _as_float64(bits: Any, dtype: str) -> Any:
