@@ -206,7 +206,7 @@ CASES: list[Case] = [
         "cli/simulate_journal.py: this folder is not empty",
         lambda lab: (run_file(lab), lab.write("full/file", ""), lab.settings.update(out="full")),
         lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
-        "give --out a folder that does not exist",
+        "give --out a folder that does not exist; a study continues only with .*",
         fixed(out="made"),
     ),
     case(
