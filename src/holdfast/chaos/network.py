@@ -10,8 +10,9 @@ however the process that called `up` ended.
     part     two nodes do not reach each other, and all other nodes reach both
     delay    every packet comes that much later, in each direction
     loss     that share of packets is dropped, in each direction
+    split    some nodes get a bridge of their own, and one line joins the bridges (`region_link.py`)
 
-The last two are the kernel's netem where it has it; where not, a process stands in the line and
+Delay and loss are the kernel's netem where it has it; where not, a process stands in the line and
 holds packets back (`relay.py`). Root can do all of this, and so can a user that may make a user
 namespace. Inside it, that user is root over these networks only.
 """
@@ -26,12 +27,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from holdfast.chaos.region_link import RegionLink
 from holdfast.errors import UserError
 from holdfast.wire.child_command import module_command
 
 SUBNET = "10.77.0"
 DEVICE = "eth0"
 MAX_NODES = 250
+FIRST_BRIDGE, SECOND_BRIDGE = "br0", "br1"
 UNREACHABLE_MAC = "02:00:00:00:00:01"
 """A device that is not there."""
 _PROBE_COMMAND = "ip link add hfbr0 type bridge && ip link add hfp0 type veth peer name hfp1"
@@ -73,6 +76,7 @@ class _NetworkNode:
     veth: str  # its end of the line, in the bridge's namespace
     namespace_process: subprocess.Popen[bytes]
     relay: subprocess.Popen[bytes] | None = None
+    bridge: str = FIRST_BRIDGE
     cut: bool = False
     delay_ms: float = 0.0  # milliseconds
     loss_percent: float = 0.0  # percent
@@ -91,6 +95,7 @@ class Network:
         self._bridge_process: subprocess.Popen[bytes] | None = None
         self._nsenter_options: tuple[str, ...] = ()
         self._has_netem: bool | None = None
+        self._line: subprocess.Popen[bytes] | None = None  # between the two bridges
 
     def __enter__(self) -> Self:
         return self
@@ -114,8 +119,8 @@ class Network:
             if "--map-root-user" in way:
                 self._nsenter_options = ("--user", "--preserve-credentials")
             self._bridge_process = _start_namespace_process(["unshare", *way])
-            self._ip("link", "add", "br0", "type", "bridge")
-            self._ip("link", "set", "br0", "up")
+            self._ip("link", "add", FIRST_BRIDGE, "type", "bridge")
+            self._ip("link", "set", FIRST_BRIDGE, "up")
         for name in names:
             if name in self._nodes:
                 continue
@@ -147,11 +152,31 @@ class Network:
             "netns",
             str(holder.pid),
         )
-        self._ip("link", "set", node.veth, "master", "br0", "up")
+        self._ip("link", "set", node.veth, "master", node.bridge, "up")
         inside = self.command(name)
         _run_or_raise([*inside, "ip", "address", "add", f"{node.address}/24", "dev", DEVICE])
         _run_or_raise([*inside, "ip", "link", "set", DEVICE, "up"])
         _run_or_raise([*inside, "ip", "link", "set", "lo", "up"])
+
+    def split(self, names: Sequence[str]) -> RegionLink:
+        """Put some nodes into a region of their own, once. Returns the line between the regions,
+        which has no fault at first."""
+        assert self._line is None, "there are two regions already"
+        self._ip("link", "add", SECOND_BRIDGE, "type", "bridge")
+        self._ip("link", "set", SECOND_BRIDGE, "up")
+        for bridge, plug, end in ((FIRST_BRIDGE, "r1", "r1f"), (SECOND_BRIDGE, "r2", "r2f")):
+            self._ip("link", "add", plug, "type", "veth", "peer", "name", end)
+            self._ip("link", "set", end, "up")
+            self._ip("link", "set", plug, "master", bridge, "up")
+        inside = self._nsenter_command(self._bridge_process, "--net")
+        self._line = _start_until_ready(
+            [*inside, *module_command("holdfast.chaos.relay", "r1f", "r2f")]
+        )
+        for name in names:
+            node = self._node(name)
+            node.bridge = SECOND_BRIDGE
+            self._ip("link", "set", node.bridge_port, "master", node.bridge)
+        return RegionLink(self._line)
 
     # --- starting a node --------------------------------------------------------------------
     def command(self, name: str) -> list[str]:
@@ -183,7 +208,7 @@ class Network:
         node = self._node(name)
         node.cut = False
         self._apply_delay_and_loss(node, 0.0, 0.0)
-        self._ip("link", "set", node.bridge_port, "master", "br0")
+        self._ip("link", "set", node.bridge_port, "master", node.bridge)
 
     def disconnect(self, one: str, other: str) -> None:
         """What these two send each other vanishes, as with a link between two switches."""
@@ -210,9 +235,10 @@ class Network:
             if node.relay is not None:
                 _kill_and_wait(node.relay)
             _kill_and_wait(node.namespace_process)
-        if self._bridge_process is not None:
-            _kill_and_wait(self._bridge_process)
-        self._nodes, self._bridge_process, self._nsenter_options = {}, None, ()
+        for process in (self._line, self._bridge_process):
+            if process is not None:
+                _kill_and_wait(process)
+        self._nodes, self._line, self._bridge_process, self._nsenter_options = {}, None, None, ()
 
     # --- within -------------------------------------------------------------------------------
     def _node(self, name: str) -> _NetworkNode:
@@ -289,7 +315,7 @@ class Network:
                 ]
             )
         if not node.cut:
-            self._ip("link", "set", node.bridge_port, "master", "br0")
+            self._ip("link", "set", node.bridge_port, "master", node.bridge)
 
 
 def _supports_netem(tc: list[str], device: str) -> bool:

@@ -29,8 +29,6 @@ from holdfast.simulate.score.score import GateCheck, PairScore, Weights, parse_w
 from holdfast.simulate.score.score import score_pairs as score_of
 
 DEFAULT_REAL = ("F0", "F1", "F3", "F7", "F8", "F10", "F11")
-_NOT_YET = ("F9",)
-"""Scenarios of level 1 that no harness carries out."""
 TUNING_SEEDS = (0, 1, 2, 3, 4)
 
 TrainerName = Annotated[
@@ -142,11 +140,7 @@ def scenarios_of(text: str, level: int) -> tuple[str, ...]:
             where="command line, --level",
             remedy="use 0 (simulated) or 1 (real processes)",
         )
-    possible = [
-        name
-        for name, each in SCENARIOS.items()
-        if level in each.levels and not (level == 1 and name in _NOT_YET)
-    ]
+    possible = [name for name, each in SCENARIOS.items() if level in each.levels]
     if not text:
         return DEFAULT_REAL if level else tuple(possible)
     names = tuple(dict.fromkeys(text.replace(",", " ").split()))
@@ -190,6 +184,7 @@ def _real(
 
     python = python or sys.executable
     refuse_unavailable(trainer, python)
+    refuse_without_network(trainer, names)
     given = None
     if reference is not None:
         given = parse_reference(_text(reference), str(reference))
@@ -213,4 +208,23 @@ def refuse_unavailable(trainer: str, python: str) -> None:
             f"{trainer} cannot run: {why}",
             where="command line, --trainer",
             remedy="or name an interpreter that has it with --python",
+        )
+
+
+def refuse_without_network(trainer: str, scenarios: Sequence[str]) -> None:
+    """Raise UserError if a scenario changes a link, and the nodes cannot have networks here."""
+    from holdfast.chaos.network import why_unavailable
+    from holdfast.chaos.scoring.trainer import obeys_network, trainer_named
+
+    wanted = [name for name in scenarios if SCENARIOS[name].needs == "network"]
+    if not wanted:
+        return
+    why = why_unavailable()
+    if not obeys_network(trainer_named(trainer)):
+        why = f"all nodes of {trainer} share one network"
+    if why:
+        raise UserError(
+            f"{', '.join(wanted)} cannot run: {why}",
+            where="command line, --scenario",
+            remedy=f"leave {', '.join(wanted)} out",
         )

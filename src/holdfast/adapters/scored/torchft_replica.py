@@ -1,17 +1,18 @@
 """The loop of `holdfast score --trainer torchft`: one replica group of one process.
 
-    python -m holdfast.adapters.scored.torchft_replica REPLICAS LIGHTHOUSE FOLDER
+    python -m holdfast.adapters.scored.torchft_replica REPLICAS LIGHTHOUSE FOLDER ADDRESS
 
-The gate gives the number of the replica. As in torchft's own examples, each replica computes its
-fixed share of a step. The share of a replica that is lost is left out of that step. A replica that
-starts is sent the state by another one. Nothing is written to disk. The first replicas wait for
-each other by files in FOLDER, so that all runs begin alike. If HOLDFAST_SCORE_RESILIENT is 0,
-gradients go through a plain gloo group instead.
+The gate gives the number of the replica. ADDRESS is that of its node. As in torchft's own examples,
+each replica computes its fixed share of a step. The share of a replica that is lost is left out of
+that step. A replica that starts is sent the state by another one. Nothing is written to disk. The
+first replicas wait for each other by files in FOLDER, so that all runs begin alike. If
+HOLDFAST_SCORE_RESILIENT is 0, gradients go through a plain gloo group instead.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -36,10 +37,14 @@ from holdfast.adapters.scored.workload import (
     summed_loss,
 )
 
+_TIMEOUT_S = 10.0
+"""Of calls between replicas."""
+
 
 def main() -> None:
     torch.set_num_threads(1)
     replicas, lighthouse, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    address = sys.argv[4]
     torch.manual_seed(1)
     model = module()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -47,7 +52,7 @@ def main() -> None:
         import_module("torchft")
     (replica,) = map(int, wait_at_gate())
     if is_resilient():
-        _train_resilient(replica, replicas, lighthouse, folder, model, inner)
+        _train_resilient(replica, replicas, lighthouse, folder, address, model, inner)
     else:
         _train_plain(replica, replicas, lighthouse, model, inner)
 
@@ -64,13 +69,14 @@ def _train_resilient(
     replicas: int,
     lighthouse: str,
     folder: Path,
+    address: str,
     model: nn.Module,
     inner: torch.optim.Optimizer,
 ) -> None:
     torchft = import_module("torchft")
     lines = Lines()
     store = import_module("torch.distributed").TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        address, 0, is_master=True, wait_for_workers=False
     )
 
     def load(state: dict[str, Any]) -> None:
@@ -88,14 +94,15 @@ def _train_resilient(
         min_replica_size=1,
         rank=0,
         world_size=1,
-        store_addr="127.0.0.1",
+        store_addr=address,
         store_port=store.port,
         lighthouse_addr=lighthouse,
         replica_id=f"r{replica}_{os.getpid()}",
-        hostname="127.0.0.1",
+        hostname=address,
         heartbeat_interval=timedelta(milliseconds=50),
-        timeout=timedelta(seconds=10),
-        quorum_timeout=timedelta(seconds=10),
+        checkpoint_transport=_state_transport(address),
+        timeout=timedelta(seconds=_TIMEOUT_S),
+        quorum_timeout=timedelta(seconds=_TIMEOUT_S),
     )
     optimizer = torchft.Optimizer(manager, inner)
     _wait_for_first(replica, replicas, folder)
@@ -110,6 +117,16 @@ def _train_resilient(
         if int(manager.current_step()) == step:
             workers, quorum = int(manager.num_participants()), int(manager._quorum_id)
             lines.write(step, quorum, replica, workers, ranges, float(total))
+
+
+def _state_transport(address: str) -> Any:
+    """torchft's own, which sends the state from this node's address. By default it gives the name
+    of the machine, which leads another network's node to itself."""
+    module = import_module("torchft.checkpointing.http_transport")
+    transport = module.HTTPTransport(timeout=timedelta(seconds=_TIMEOUT_S), num_chunks=0)
+    metadata = transport.metadata
+    transport.metadata = lambda: metadata().replace(f"//{socket.gethostname()}:", f"//{address}:")
+    return transport
 
 
 def _train_plain(

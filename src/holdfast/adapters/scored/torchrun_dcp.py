@@ -1,10 +1,11 @@
 """The agent of a node and the loop of its worker for `holdfast score --trainer torchrun-dcp`.
 
-    python -m holdfast.adapters.scored.torchrun_dcp FOLDER NODES STORE_PORT KEY=VALUE...
+    python -m holdfast.adapters.scored.torchrun_dcp FOLDER NODES STORE ADDRESS KEY=VALUE...
 
-The agent is torchrun's own, started by the function that the command `torchrun` calls. KEY=VALUE
-are settings of its rendezvous. The agent has imported torch and forks its worker. The command would
-start an interpreter for each worker, which takes as long at any compression of time.
+The agent is torchrun's own, started by the function that the command `torchrun` calls. STORE is
+HOST:PORT, and ADDRESS that of this node. KEY=VALUE are settings of its rendezvous. The agent has
+imported torch and forks its worker. The command would start an interpreter for each worker, which
+takes as long at any compression of time.
 
 DDP over gloo with a fixed global batch. All processes save with `torch.distributed.checkpoint`,
 at Young's interval for the measured time of a save and the scenario's interruptions. The newest
@@ -47,19 +48,19 @@ _PEER_TIMEOUT_S = 10.0
 
 
 def main() -> None:
-    folder, nodes, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, nodes, store, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=nodes,
         nproc_per_node=1,
         run_id="score",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs=dict(setting.split("=", 1) for setting in sys.argv[4:]),
+        rdzv_endpoint=store,
+        rdzv_configs=dict(setting.split("=", 1) for setting in sys.argv[5:]),
         max_restarts=1000,
         monitor_interval=0.1,
         start_method="fork",
-        local_addr="127.0.0.1",
+        local_addr=address,
     )
     wait_at_gate()
     elastic_launch(config, train)(folder)

@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from holdfast.chaos.scoring.node_network import NodeNetwork, needs_network
 from holdfast.chaos.scoring.trainer import ParkingRun, Trainer, TrainerRun, Workplace
 from holdfast.errors import HoldfastError
 from holdfast.simulate.score.record import Commit, RunRecord
@@ -77,21 +78,27 @@ def run_scenario(
         is_resilient,
         options.python,
     )
-    job = trainer.open(workplace)
-    is_parked = isinstance(job, ParkingRun)
     try:
-        first = [e.node for e in short.events if e.kind == "join" and e.t_s == 0]
-        if isinstance(job, ParkingRun):
-            _park(job, [*first, *_later_nodes(short.events)])
-        job.start(first)
-        began = _wait_until_steady(job, len(first))
-        deeds = _play(job, short, began, first)
-        commits = _settled_commits(job, began + short.seconds)
+        with ExitStack() as stack:
+            network = stack.enter_context(NodeNetwork(short)) if needs_network(short) else None
+            job = trainer.open(replace(workplace, network=network))
+            stack.callback(job.stop)
+            return _run(job, short, network)
     finally:
-        job.stop()
         if not options.keeps_folder:
             shutil.rmtree(folder, ignore_errors=True)
-    return replace(_record(short, began, commits, deeds), is_parked=is_parked)
+
+
+def _run(job: TrainerRun, run: ScenarioRun, network: NodeNetwork | None) -> RunRecord:
+    """run: with compressed times."""
+    first = [e.node for e in run.events if e.kind == "join" and e.t_s == 0]
+    if is_parked := isinstance(job, ParkingRun):
+        _park(job, [*first, *_later_nodes(run.events)])
+    job.start(first)
+    began = _wait_until_steady(job, len(first))
+    deeds = _play(job, run, began, first, network)
+    commits = _settled_commits(job, began + run.seconds)
+    return replace(_record(run, began, commits, deeds), is_parked=is_parked)
 
 
 def _park(job: ParkingRun, nodes: Sequence[str]) -> None:
@@ -133,14 +140,22 @@ def _wait_until_steady(job: TrainerRun, nodes: int) -> float:
     raise RunFailedError(f"no step of {nodes} nodes within {START_TIMEOUT_S:.0f} s")
 
 
-def _play(job: TrainerRun, run: ScenarioRun, began: float, first: Sequence[str]) -> _Deeds:
+def _play(
+    job: TrainerRun,
+    run: ScenarioRun,
+    began: float,
+    first: Sequence[str],
+    network: NodeNetwork | None,
+) -> _Deeds:
     """Do what the events say, each when it is due, until the scenario's end."""
     deeds = _Deeds(set(first), [(0.0, len(first))])
     slow: dict[str, _SlowNode] = {}
     due: list[tuple[float, Callable[[float], None]]] = []
     losses = set(interruptions(run.events))
     for event in run.events:
-        if event.t_s > 0 or event.kind != "join":
+        if event.kind == "net" and network is not None:
+            due.append((event.t_s, _degrading(network, event)))
+        elif event.t_s > 0 or event.kind != "join":
             due.append((event.t_s, _deed(job, event, deeds, slow)))
     if run.corrupt_s >= 0:
         due.append((run.corrupt_s, lambda now: _corrupt(job, deeds)))
@@ -180,6 +195,10 @@ def _deed(
             slow[node] = _SlowNode(job, node, event.value)
 
     return do
+
+
+def _degrading(network: NodeNetwork, event: TraceEvent) -> Callable[[float], None]:
+    return lambda now: network.degrade(event)
 
 
 def _corrupt(job: TrainerRun, deeds: _Deeds) -> None:

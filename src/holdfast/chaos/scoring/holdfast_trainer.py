@@ -42,6 +42,7 @@ _LEAST_BEAT_S = 0.2
 
 class HoldfastTrainer:
     name = "holdfast"
+    obeys_network = True
     survives = True
 
     def why_unavailable(self, python: str) -> str:
@@ -66,7 +67,9 @@ class _HoldfastRun:
         self._notices.mkdir(parents=True)
         self._run_file = folder / "run.yaml"
         self._run_file.write_text(_RUN_FILE.format(folder=folder))
-        self._processes = NodeProcesses(folder / "agents", workplace.environment())
+        self._processes = NodeProcesses(
+            folder / "agents", workplace.environment(), workplace.network
+        )
         self._run_folder = folder / "run"
         self._tail: JournalTail | None = None
         self._records: list[Record] = []
@@ -78,6 +81,7 @@ class _HoldfastRun:
             f"cluster.node={node}",
             f"cluster.notices_at={self._notices / node}",
             *self._settings(),
+            *(self._at.network.settings(node) if self._at.network is not None else ()),
         )
 
     def _settings(self) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from holdfast.chaos.agents import die_with_parent
+from holdfast.chaos.scoring.node_network import NodeNetwork
 from holdfast.simulate.score.record import Commit
 
 READY_VARIABLE = "HOLDFAST_SCORE_READY"
@@ -38,8 +39,11 @@ class NodeProcesses:
     A process that calls `holdfast.adapters.scored.gate.wait_at_gate` can be parked. It waits there
     until `start` lets its node join."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], network: NodeNetwork | None = None
+    ) -> None:
+        """network: of the nodes, and of the helpers."""
+        self._folder, self._network = folder, network
         self._environment = {**os.environ, **environment}
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._helpers: list[subprocess.Popen[bytes]] = []
@@ -55,7 +59,9 @@ class NodeProcesses:
         """Start a node that joins later."""
         self._parked_count += 1
         ready = self._folder.absolute() / f"ready-{self._parked_count}"
-        process = self._start(node, command, {**environment, READY_VARIABLE: str(ready)})
+        inside = [] if self._network is None else self._network.command(node)
+        variables = {**environment, READY_VARIABLE: str(ready)}
+        process = self._start(node, [*inside, *command], variables)
         self._parked.setdefault(node, deque()).append(_Parked(process, ready))
 
     @property
@@ -78,7 +84,8 @@ class NodeProcesses:
             process.stdin.flush()
 
     def start_helper(self, name: str, command: Sequence[str]) -> None:
-        self._helpers.append(self._start(name, command, {}))
+        inside = [] if self._network is None else self._network.command()
+        self._helpers.append(self._start(name, [*inside, *command], {}))
 
     def _start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]

@@ -16,7 +16,7 @@ from holdfast.wire.child_command import module_command
 
 _LIGHTHOUSE = (
     "import time\nfrom torchft.coordination import LighthouseServer as L\n"
-    "server = L(bind='127.0.0.1:{port}', min_replicas=1, join_timeout_ms={join_ms}, "
+    "server = L(bind='{address}:{port}', min_replicas=1, join_timeout_ms={join_ms}, "
     "quorum_tick_ms=20, heartbeat_timeout_ms=500)\nwhile True: time.sleep(60)"
 )
 _JOIN_TIMEOUT_MS = 60_000
@@ -25,6 +25,7 @@ _JOIN_TIMEOUT_MS = 60_000
 
 class TorchftTrainer:
     name = "torchft"
+    obeys_network = True
 
     def why_unavailable(self, python: str) -> str:
         return why_no_module(python, "torchft", "holdfast[torchft]")
@@ -36,31 +37,34 @@ class TorchftTrainer:
 class _TorchftRun:
     def __init__(self, workplace: Workplace) -> None:
         self._at = workplace
-        self._processes = NodeProcesses(workplace.folder / "nodes", workplace.environment())
+        self._processes = NodeProcesses(
+            workplace.folder / "nodes", workplace.environment(), workplace.network
+        )
         port = free_port()
-        self._lighthouse = f"http://127.0.0.1:{port}"
+        self._lighthouse = f"http://{workplace.helper_address}:{port}"
         self._free_places = list(range(workplace.places))
         self._place_of: dict[str, int] = {}
         self._reader = LineReader(workplace.folder / "lines")
         if workplace.is_resilient:
             join_ms = max(500, round(_JOIN_TIMEOUT_MS / workplace.k))
-            code = _LIGHTHOUSE.format(port=port, join_ms=join_ms)
+            code = _LIGHTHOUSE.format(address=workplace.helper_address, port=port, join_ms=join_ms)
             self._processes.start_helper("lighthouse", [workplace.python, "-c", code])
         else:
             self._lighthouse = f"file://{workplace.folder / 'meeting'}"
 
-    def _command(self) -> list[str]:
+    def _command(self, node: str) -> list[str]:
         return module_command(
             "holdfast.adapters.scored.torchft_replica",
             str(self._at.places),
             self._lighthouse,
             str(self._at.folder),
+            self._at.address(node),
             python=self._at.python,
         )
 
     def park(self, nodes: Sequence[str]) -> None:
         for node in nodes:
-            self._processes.park(node, self._command())
+            self._processes.park(node, self._command(node))
 
     def ready_nodes(self) -> int:
         return self._processes.ready
@@ -68,7 +72,7 @@ class _TorchftRun:
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
             place = self._place_of[node] = self._free_places.pop(0)
-            self._processes.start(node, self._command(), str(place))
+            self._processes.start(node, self._command(node), str(place))
 
     def kill(self, node: str) -> None:
         self._processes.kill(node)

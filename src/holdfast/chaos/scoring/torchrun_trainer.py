@@ -17,7 +17,7 @@ from holdfast.wire.child_command import module_command
 
 _STORE = (
     "import time\nfrom torch.distributed import TCPStore\n"
-    "s = TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)\n"
+    "s = TCPStore('{address}', {port}, is_master=True, wait_for_workers=False)\n"
     "while True: time.sleep(60)"
 )
 _LAST_CALL_S, _KEEP_ALIVE_S = 30.0, 15.0
@@ -33,6 +33,7 @@ dead on a busy machine, and trained as a second group."""
 
 class TorchrunTrainer:
     name = "torchrun-dcp"
+    obeys_network = True
 
     def why_unavailable(self, python: str) -> str:
         return why_no_module(python, "torch", "torch")
@@ -54,15 +55,16 @@ def why_no_module(python: str, module: str, package: str) -> str:
 class _TorchrunRun:
     def __init__(self, workplace: Workplace) -> None:
         self._at, self._port = workplace, free_port()
-        self._processes = NodeProcesses(workplace.folder / "nodes", workplace.environment())
+        self._processes = NodeProcesses(
+            workplace.folder / "nodes", workplace.environment(), workplace.network
+        )
         self._checkpoints = workplace.folder / "checkpoints"
         self._checkpoints.mkdir()
-        self._processes.start_helper(
-            "store", [workplace.python, "-c", _STORE.format(port=self._port)]
-        )
+        store = _STORE.format(address=workplace.helper_address, port=self._port)
+        self._processes.start_helper("store", [workplace.python, "-c", store])
         self._reader = LineReader(workplace.folder / "lines")
 
-    def _command(self) -> list[str]:
+    def _command(self, node: str) -> list[str]:
         last_call = max(1, round(_LAST_CALL_S / self._at.k))
         attempts = max(_LEAST_ATTEMPTS, round(_KEEP_ALIVE_S / self._at.k))
         settings = {
@@ -77,21 +79,22 @@ class _TorchrunRun:
             "holdfast.adapters.scored.torchrun_dcp",
             str(self._checkpoints),
             str(self._at.places),
-            str(self._port),
+            f"{self._at.helper_address}:{self._port}",
+            self._at.address(node),
             *(f"{key}={value}" for key, value in settings.items()),
             python=self._at.python,
         )
 
     def park(self, nodes: Sequence[str]) -> None:
         for node in nodes:
-            self._processes.park(node, self._command(), **_ENVIRONMENT)
+            self._processes.park(node, self._command(node), **_ENVIRONMENT)
 
     def ready_nodes(self) -> int:
         return self._processes.ready
 
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
-            self._processes.start(node, self._command(), **_ENVIRONMENT)
+            self._processes.start(node, self._command(node), **_ENVIRONMENT)
 
     def kill(self, node: str) -> None:
         self._processes.kill(node)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
+from holdfast.chaos.scoring.node_network import NodeNetwork
 from holdfast.errors import ConfigError
 from holdfast.simulate.score.record import Commit
 
@@ -34,6 +35,7 @@ class Workplace:
         k: compression; detection time-outs and waiting times are divided by it.
         is_resilient: False: as fast as the trainer can be if it saves nothing.
         python: the interpreter in which the trainer is installed.
+        network: of the nodes, one namespace each; None: all share the loopback device.
     """
 
     folder: Path
@@ -43,6 +45,16 @@ class Workplace:
     k: float
     is_resilient: bool
     python: str
+    network: NodeNetwork | None = None
+
+    def address(self, node: str) -> str:
+        """At which the other nodes reach a node."""
+        return "127.0.0.1" if self.network is None else self.network.address(node)
+
+    @property
+    def helper_address(self) -> str:
+        """At which nodes reach a helper: a store, a lighthouse."""
+        return "127.0.0.1" if self.network is None else self.network.address()
 
     @property
     def save_interval_s(self) -> float:
@@ -58,6 +70,7 @@ class Workplace:
             "HOLDFAST_SCORE_SAVE_S": str(SAVE_S / self.k),
             "HOLDFAST_SCORE_RESILIENT": "1" if self.is_resilient else "0",
             "OMP_NUM_THREADS": "1",
+            **(self.network.environment() if self.network is not None else {}),
         }
 
 
@@ -112,7 +125,10 @@ class ParkingRun(TrainerRun, Protocol):
 
 
 class Trainer(Protocol):
-    """A kind of trainer."""
+    """A kind of trainer.
+
+    One whose runs obey `Workplace.network` has `obeys_network = True`. Without it, the scenarios
+    that change a link are refused."""
 
     @property
     def name(self) -> str: ...
@@ -124,6 +140,11 @@ class Trainer(Protocol):
     def open(self, workplace: Workplace) -> TrainerRun:
         """Prepare a run; no node has been started yet."""
         ...
+
+
+def obeys_network(trainer: Trainer) -> bool:
+    """Whether the nodes of a trainer's runs can be put into networks of their own."""
+    return bool(getattr(trainer, "obeys_network", False))
 
 
 _TRAINERS = {

@@ -91,13 +91,8 @@ class ScenarioRun:
     corrupt_s: float = -1.0
 
     def compressed(self, k: float) -> ScenarioRun:
-        """The same with all times divided by k. A notice's value is a time, too."""
-        events = tuple(
-            replace(
-                e, t_s=e.t_s / k, value=e.value / k if e.kind in ("notice", "fail") else e.value
-            )
-            for e in self.events
-        )
+        """The same with all times divided by k: also the time that a byte takes on a link."""
+        events = tuple(_compressed(event, k) for event in self.events)
         return replace(
             self,
             seconds=self.seconds / k,
@@ -106,6 +101,17 @@ class ScenarioRun:
             between_s=self.between_s / k,
             corrupt_s=self.corrupt_s / k if self.corrupt_s >= 0 else -1.0,
         )
+
+
+def _compressed(event: TraceEvent, k: float) -> TraceEvent:
+    """Values of some kinds are times, too."""
+    found = replace(event, t_s=event.t_s / k)
+    if event.kind in ("notice", "fail"):
+        return replace(found, value=event.value / k)
+    if event.kind == "net":
+        extra = {**event.extra, "rtt_ms": event.extra["rtt_ms"] / k}
+        return replace(found, value=event.value * k, extra=extra)
+    return found
 
 
 def manifest_hash() -> str:
