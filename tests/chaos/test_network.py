@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.chaos.network import Network, why_unavailable
+from holdfast.chaos.relay import LinkShape
 from holdfast.errors import UserError
 
 WHY_NOT = why_unavailable()
@@ -131,3 +132,20 @@ def test_two_networks_do_not_meet_and_nothing_is_left_of_one_that_is_down(
         assert time.monotonic() < deadline
     with pytest.raises(UserError, match="'x' is no node"):
         other.cut("x")
+
+
+def test_a_line_between_two_regions_changes_its_shape_and_loses_nothing(network: Network) -> None:
+    network.up(["c", "far"])
+    link = network.split(["far"])
+    assert asked(network, "far", "b", 10)
+    link.shape(LinkShape(delay_s=0.1))
+    answers = asked(network, "far", "b", *[10] * 5)
+    assert len(answers) == 5
+    assert min(answers) >= 0.2
+    assert min(asked(network, "c", "b", *[10] * 5)) < 0.2, "they are in the same region"
+    link.shape(LinkShape(gbit_per_s=0.02))
+    assert max(asked(network, "far", "b", 250_000)) >= 0.1, "0.1 s in each direction"
+    link.shape(LinkShape(loss=1.0))
+    assert asked(network, "far", "b", 10, seconds=1) == []
+    link.shape(LinkShape())
+    assert min(asked(network, "far", "b", *[10] * 5)) < 0.2

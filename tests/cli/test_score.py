@@ -47,6 +47,32 @@ def test_a_scenario_of_another_level_is_refused(capsys: pytest.CaptureFixture[st
     assert "level 1 has no scenario 'F13'" in capsys.readouterr().err
 
 
+def test_a_degraded_network_is_refused_if_the_nodes_can_have_none_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "holdfast.chaos.network.why_unavailable", lambda: "ip (iproute2) is missing"
+    )
+    assert main(["score", "--scenario", "F1,F9", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "there is no network of nodes for F9: ip (iproute2) is missing" in told
+    assert "leave F9 out" in told
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_trainer_whose_nodes_share_a_network_is_refused_for_a_degraded_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "own.py"
+    adapter.write_text(
+        "class Own:\n    name = 'own'\n    def why_unavailable(self, python): return ''\n"
+        "    def open(self, workplace): raise AssertionError\n"
+    )
+    given = ["score", "--trainer", f"{adapter}:Own", "--scenario", "F9", "--out", str(tmp_path)]
+    assert main(given) == 2
+    assert "own.py:Own share one network" in capsys.readouterr().err
+
+
 def test_runs_at_k_and_at_twice_k_say_on_the_card_whether_k_is_valid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

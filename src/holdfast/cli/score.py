@@ -224,7 +224,7 @@ def refuse_without_network(trainer: str, scenarios: Sequence[str]) -> None:
         why = f"all nodes of {trainer} share one network"
     if why:
         raise UserError(
-            f"{', '.join(wanted)} cannot run: {why}",
+            f"there is no network of nodes for {', '.join(wanted)}: {why}",
             where="command line, --scenario",
             remedy=f"leave {', '.join(wanted)} out",
         )

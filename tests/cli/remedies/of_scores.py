@@ -65,6 +65,11 @@ def score_other(lab: Lab) -> None:
     command.refuse_unavailable("torchrun-dcp", python)
 
 
+def score_in_one_network(lab: Lab) -> None:
+    """The raylets of Ray Train run in one network."""
+    command.refuse_without_network("ray-train", lab.settings["names"].split(","))
+
+
 def _without_torch(lab: Lab) -> Path:
     path = lab.write("python", "#!/bin/sh\necho 'no module torch' >&2; exit 1\n")
     path.chmod(0o755)
@@ -99,6 +104,13 @@ CASES: list[Case] = [
         score_other,
         "or name an interpreter that has it with --python",
         fixed(python=sys.executable),
+    ),
+    case(
+        SCORE + "there is no network of nodes for …: …",
+        given(names="F1,F9"),
+        score_in_one_network,
+        r"leave (F9) out",
+        lambda lab, found: lab.settings.update(names="F1"),
     ),
     case(
         TRAINER + "there is no trainer …",
