@@ -300,7 +300,9 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     options = RunOptions(given.k)
     calibration = calibration_records(given.out, options, given.kept)
-    campaign = RealCampaign("holdfast", given.out, options, lambda text: print(text, flush=True))
+    campaign = RealCampaign(
+        trainer_named("holdfast"), given.out, options, lambda text: print(text, flush=True)
+    )
     reference = campaign.reference_table()
     constants = calibrate(calibration, calibration_scenario().compressed(given.k), reference)
     steps = ", ".join(f"{n}: {s:.3f}" for n, s in sorted(constants.step_s.items()))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.early_signals import EndedBySignal
 from holdfast.cli.output import make_folder, say, write_text
 from holdfast.cli.score_card import (
     RealRuns,
@@ -181,6 +182,7 @@ def _real(
 ) -> RealRuns:
     from holdfast.chaos.scoring.campaign import RealCampaign
     from holdfast.chaos.scoring.harness import RunOptions
+    from holdfast.chaos.scoring.trainer import trainer_named
 
     python = python or sys.executable
     refuse_unavailable(trainer, python)
@@ -188,8 +190,13 @@ def _real(
     given = None
     if reference is not None:
         given = parse_reference(_text(reference), str(reference))
-    campaign = RealCampaign(trainer, out, RunOptions(k, python), say, given)
-    return RealRuns(campaign.reference_table(), campaign.records(names, seeds))
+    campaign = RealCampaign(trainer_named(trainer), out, RunOptions(k, python), say, given)
+    try:
+        return RealRuns(campaign.reference_table(), campaign.records(names, seeds))
+    except (KeyboardInterrupt, EndedBySignal):
+        made, wanted = campaign.made(names, seeds), campaign.wanted(names, seeds)
+        say(f"{made} of {wanted} runs are complete, in {out / 'runs'}; the same command keeps them")
+        raise
 
 
 def _text(path: Path) -> str:

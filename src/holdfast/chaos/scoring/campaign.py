@@ -26,10 +26,10 @@ _CALM_STEPS = 7
 
 @dataclass(frozen=True)
 class RealCampaign:
-    """trainer: its name. reference: a table that is given; None: it is measured.
+    """reference: a table that is given; None: it is measured.
     say: gets a line for each run."""
 
-    trainer: str
+    trainer: Trainer
     folder: Path
     options: RunOptions
     say: Callable[[str], None]
@@ -56,40 +56,62 @@ class RealCampaign:
 
     def records(self, scenarios: Sequence[str], seeds: Sequence[int]) -> list[RunRecord]:
         """The records of all pairs. A run that does not begin to train is left out, and said."""
-        trainer = trainer_named(self.trainer)
-        found = []
-        for name, seed in itertools.product(scenarios, seeds):
-            drawn = draw_scenario(name, seed, LEVEL_1)
-            record = self._record(trainer, drawn, "on")
-            if record is not None and name == "F0":
-                calm = replace(drawn, seconds=drawn.seconds / 2)
-                off = self._record(trainer, calm, "off")
-                if off is not None:
-                    record = replace(record, off_rate=_rate(off))
-            if record is not None:
-                found.append(record)
-        return found
+        runs = _runs(scenarios, seeds)
+        if kept := self.made(scenarios, seeds):
+            self.say(f"{kept} of {len(runs)} runs are kept from before, in {self.folder / 'runs'}")
+        found: dict[tuple[str, int], RunRecord] = {}
+        for drawn, is_resilient in runs:
+            record = self._record(drawn, is_resilient)
+            key = drawn.scenario, drawn.seed
+            if record is not None and is_resilient:
+                found[key] = record
+            elif record is not None and key in found:
+                found[key] = replace(found[key], off_rate=_rate(record))
+        return list(found.values())
 
-    def _record(self, trainer: Trainer, drawn: ScenarioRun, resilience: str) -> RunRecord | None:
-        title = f"{trainer.name}-k{self.options.k:g}-{drawn.scenario}-{drawn.seed}"
-        title += "" if resilience == "on" else "-off"
-        file = self.folder / "runs" / f"{title}.json"
+    def made(self, scenarios: Sequence[str], seeds: Sequence[int]) -> int:
+        """How many runs of these are complete."""
+        return sum(self._file(*run).exists() for run in _runs(scenarios, seeds))
+
+    def wanted(self, scenarios: Sequence[str], seeds: Sequence[int]) -> int:
+        """How many runs these are."""
+        return len(_runs(scenarios, seeds))
+
+    def _file(self, drawn: ScenarioRun, is_resilient: bool) -> Path:
+        title = f"{self.trainer.name}-k{self.options.k:g}-{drawn.scenario}"
+        title += f"-{drawn.seed}{'' if is_resilient else '-off'}"
+        return self.folder / "runs" / f"{title}.json"
+
+    def _record(self, drawn: ScenarioRun, is_resilient: bool) -> RunRecord | None:
+        file = self._file(drawn, is_resilient)
         if file.exists():
             return parse_record(file.read_text(), str(file))
         try:
             record = run_scenario(
-                trainer,
+                self.trainer,
                 drawn,
-                self.folder / "work" / title,
+                self.folder / "work" / file.stem,
                 self.options,
-                is_resilient=resilience == "on",
+                is_resilient=is_resilient,
             )
         except RunFailedError as error:
-            self.say(f"{title}: {error}")
+            self.say(f"{file.stem}: {error}")
             return None
         _write(file, format_record(record))
-        self.say(f"{title}: {len(record.commits)} commits, {len(record.faults)} interruptions")
+        told = f"{len(record.commits)} commits, {len(record.faults)} interruptions"
+        self.say(f"{file.stem}: {told}")
         return record
+
+
+def _runs(scenarios: Sequence[str], seeds: Sequence[int]) -> list[tuple[ScenarioRun, bool]]:
+    """All runs, each with whether the trainer is resilient. F0 has one half as long without."""
+    found = []
+    for name, seed in itertools.product(scenarios, seeds):
+        drawn = draw_scenario(name, seed, LEVEL_1)
+        found.append((drawn, True))
+        if name == "F0":
+            found.append((replace(drawn, seconds=drawn.seconds / 2), False))
+    return found
 
 
 def _write(file: Path, text: str) -> None:

@@ -49,7 +49,7 @@ class NodeNetwork:
         self._network.down()
 
     def command(self, node: str = _HELPERS) -> list[str]:
-        """What to put before a command so that it runs on a node, or beside the helpers."""
+        """What to put before a command so that it runs on a node, or where the helpers run."""
         return self._network.command(node)
 
     def address(self, node: str = _HELPERS) -> str:

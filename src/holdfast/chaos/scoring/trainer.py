@@ -181,12 +181,12 @@ def trainer_named(name: str) -> Trainer:
 
 def _made_by_user(file: str, attribute: str) -> Trainer:
     """An object of a user's class. Raises ConfigError with the line of the file that failed."""
-    from holdfast.tasks.loading import place_in_user_code  # it is slow to import
-
     try:
         found = getattr(_module_of(file), attribute, None)
         made: Any = found() if found is not None else None
     except Exception as error:
+        from holdfast.tasks.loading import place_in_user_code  # it is slow to import
+
         said = " ".join(str(error).split())
         raise ConfigError(
             f"{file} cannot be loaded: {type(error).__name__}: {said}{place_in_user_code(error)}",
