@@ -13,8 +13,8 @@ So the first simulation gets these times from the real run. A node is usable fro
 first step that has it. The second one gets the calibrated time instead, the same for every node.
 The bars judge the first one.
 
-Of F9, which no bar judges, each step of the simulation is longer by one ring all-reduce over the
-degraded link (`holdfast.simulate.score.links`).
+Of F9, which no bar judges, each step of the simulation is longer by the messages that wait for
+the degraded link (`holdfast.simulate.score.links`).
 
 G is kept tokens over tokens of the reference table on the nodes that were there. The step in flight
 at the end counts by its share, in both. error: G of the simulation relative to that of the real
@@ -37,7 +37,7 @@ from holdfast.simulate.engine.holdfast import HoldfastRules, holdfast
 from holdfast.simulate.engine.interfaces import CostModel, Costs, OperatingPoint, Policy
 from holdfast.simulate.engine.loop import Limits, Simulation
 from holdfast.simulate.engine.table_cost import TableCost
-from holdfast.simulate.score.links import with_slow_nodes
+from holdfast.simulate.score.links import HOLDFAST_WAITS, with_slow_nodes
 from holdfast.simulate.score.record import (
     ReferenceTable,
     RunRecord,
@@ -257,7 +257,7 @@ def compare(
     rows = []
     for record in records:
         run = draw_scenario(record.scenario, record.seed, LEVEL_1).compressed(k)
-        run = with_slow_nodes(run, constants.step_s[run.nodes], GRADIENT_BYTES)
+        run = with_slow_nodes(run, constants.step_s[run.nodes], HOLDFAST_WAITS, GRADIENT_BYTES)
         ideal = reference.tokens(record.capacity, 0.0, record.seconds)
         given = {
             True: with_recorded_times(run, record, constants),

@@ -13,7 +13,7 @@ from holdfast.simulate.engine.holdfast import holdfast
 from holdfast.simulate.engine.interfaces import CostModel, Policy
 from holdfast.simulate.score.compression import compare_compressions, compression_verdict
 from holdfast.simulate.score.gate import gate_checks
-from holdfast.simulate.score.links import ring_seconds, with_slow_nodes
+from holdfast.simulate.score.links import gloo_ring_waits, link_seconds, with_slow_nodes
 from holdfast.simulate.score.record import (
     Commit,
     ReferenceTable,
@@ -263,16 +263,17 @@ def test_a_degraded_link_is_as_late_and_as_slow_as_compressed_time() -> None:
     assert (short.value, short.extra) == (114.0, {"rtt_ms": 7.65})
 
 
-def test_each_round_of_a_ring_waits_for_the_link() -> None:
+def test_a_step_waits_for_each_message_over_the_link() -> None:
     run = draw_scenario("F9", 7, LEVEL_1)
     link = next(e for e in run.events if e.kind == "net")
-    assert ring_seconds(link, 4, 0.0) == pytest.approx(6 * 0.0765)
+    assert gloo_ring_waits(4) == 12
+    assert link_seconds(link, 3, 0.0) == pytest.approx(3 * 0.0765)
     payload = 5.7e9 / 8  # one second of the link
-    assert ring_seconds(link, 4, payload) == pytest.approx(6 * (0.0765 + 0.25))
-    assert ring_seconds(replace(link, value=0.0), 4, payload) == pytest.approx(6 * 0.0765)
-    slow = [e for e in with_slow_nodes(run, 20.0, 0.0).events if e.t_s > 0]
+    assert link_seconds(link, 3, payload) == pytest.approx(3 * 0.0765 + 1)
+    assert link_seconds(replace(link, value=0.0), 3, payload) == pytest.approx(3 * 0.0765)
+    slow = [e for e in with_slow_nodes(run, 20.0, 3, 0.0).events if e.t_s > 0]
     assert [(e.kind, e.node, e.t_s) for e in slow] == [("slow", n, 240.0) for n in ("n1", "n2")]
-    assert slow[0].value == pytest.approx(1 + 6 * 0.0765 / 20)
+    assert slow[0].value == pytest.approx(1 + 3 * 0.0765 / 20)
 
 
 def test_scoring_seeds_are_none_of_the_seeds_for_tuning() -> None:

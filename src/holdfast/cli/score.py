@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.early_signals import EndedBySignal
 from holdfast.cli.output import make_folder, say, write_text
 from holdfast.cli.score_card import (
     RealRuns,
@@ -193,7 +192,7 @@ def _real(
     campaign = RealCampaign(trainer_named(trainer), out, RunOptions(k, python), say, given)
     try:
         return RealRuns(campaign.reference_table(), campaign.records(names, seeds))
-    except (KeyboardInterrupt, EndedBySignal):
+    except KeyboardInterrupt:
         made, wanted = campaign.made(names, seeds), campaign.wanted(names, seeds)
         say(f"{made} of {wanted} runs are complete, in {out / 'runs'}; the same command keeps them")
         raise
