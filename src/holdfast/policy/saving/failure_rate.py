@@ -11,7 +11,7 @@ distribution along (Rabiner, Proceedings of the IEEE 77(2), 1989):
 - A time without a failure multiplies the weight of rate r by the chance of that, exp(-r x time). A
   failure multiplies it by r.
 - The rate may change within that time, so the weights follow a linear differential equation. Its
-  solution is exact for any time (`_without_failure`).
+  solution is exact for any time (`_Weights.after`).
 - A regime ends once in thirty failures, at any rate. The next rate is near, and less likely the
   further off it is. So a burst is believed after two or three failures, a quiet week after a few
   usual gaps. Old evidence is forgotten at the pace of the machines: within hours in a spot pool,
@@ -30,7 +30,8 @@ Pure: a value; `with_observation` gives the next one. Time comes in as seconds t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import exp, isfinite, log, pow
+from functools import cached_property
+from math import exp, isfinite, log
 from operator import mul
 from typing import Any
 
@@ -79,28 +80,70 @@ _MOST_NODE_S = 1e11  # a longer quiet, of over 3,000 years, says no more
 
 
 @dataclass(frozen=True)
+class _Weights:
+    """The weights after a failure, and at first. packed: the bytes of an array of shape
+    (exponents, FAILURE_RATES); all together add up to one."""
+
+    packed: bytes = field(repr=False)
+
+    @cached_property
+    def by_rate(self) -> Array:
+        return np.ndarray(_SHAPE, np.float64, self.packed)
+
+    @cached_property
+    def by_mode(self) -> Array:
+        """The same in the modes of `_quiet_modes`."""
+        found: Array = self.by_rate.dot(_TO_MODES)
+        return found
+
+    def after(self, quiet: tuple[float, ...]) -> Array:
+        """Return the weights by mode, after a quiet of so many node-seconds by exponent.
+
+        A regime of rate r ends at the rate e r. e is 1 / FAILURES_PER_REGIME. The next regime has
+        the rate s with the chance C(r, s). So the row w of weights follows this equation.
+
+            dw/dt = w R (e C - (1 + e) I)         R: the rates, on the diagonal
+
+        C is symmetric. With v = w R^(1/2) the matrix is symmetric too. So it has orthogonal modes.
+        Each of them falls as exp(-l t).
+        """
+        passed = np.array([(min(each, _MOST_NODE_S),) for each in quiet])
+        fall: Array = np.exp(passed.dot(_MODE_GROWTH))
+        fall *= self.by_mode
+        return fall
+
+
+@dataclass(frozen=True)
 class FailureRate:
     """The knowledge about the rate of failures. Begin with `FailureRate.from_prior`.
 
-    packed: the weights, as the bytes of an array of shape (exponents, FAILURE_RATES); together they
-    add up to one. first_nodes: nodes of the first observation; 0: none yet. failures, seconds: seen
+    A quiet changes nothing but `quiet`, which a question and a failure then work in.
+
+    last: the weights after the last failure. quiet: since then, seconds at risk of a single node,
+    by exponent. first_nodes: nodes of the first observation; 0: none yet. failures, seconds: seen
     so far, for people.
     """
 
     mtbf: float
-    packed: bytes = field(repr=False)
+    last: _Weights = field(repr=False)
+    quiet: tuple[float, ...] = (0.0,) * len(NODE_COUNT_EXPONENTS)
     first_nodes: float = 0.0
     failures: int = 0
     seconds: float = 0.0
 
     @property
     def weights(self) -> tuple[tuple[float, ...], ...]:
-        """By exponent, of FAILURE_RATES."""
-        return tuple(map(tuple, self._weights.tolist()))
+        """By exponent, of FAILURE_RATES; together they add up to one."""
+        found = self._weights
+        return tuple(map(tuple, (found * (1 / found.sum())).tolist()))
 
     @property
     def _weights(self) -> Array:
-        return np.ndarray(_SHAPE, np.float64, self.packed)
+        """They add up to less than one."""
+        if not any(self.quiet):
+            return self.last.by_rate
+        found: Array = self.last.after(self.quiet).dot(_FROM_MODES)
+        return np.abs(found, out=found)  # rounding leaves some of the least likely below 0
 
     @staticmethod
     def from_prior(mtbf: float = PRIOR_NODE_MTBF_S) -> FailureRate:
@@ -109,19 +152,25 @@ class FailureRate:
             raise ValueError(f"the mean time between failures must be positive, not {mtbf}")
         share = 1 / len(NODE_COUNT_EXPONENTS)
         prior = tuple(weight * share for weight in _gamma_prior_density(mtbf))
-        return FailureRate(mtbf, np.array((prior,) * len(NODE_COUNT_EXPONENTS)).tobytes())
+        packed = np.array((prior,) * len(NODE_COUNT_EXPONENTS)).tobytes()
+        return FailureRate(mtbf, _Weights(packed))
+
+    @cached_property
+    def _means(self) -> tuple[float, ...]:
+        """By exponent: failures per node and second, times the weight of that exponent."""
+        found: list[list[float]] = self.last.after(self.quiet).dot(_SUMS).tolist()
+        total = sum([weight for _, weight in found])
+        return tuple([mean / total for mean, _ in found])
 
     def failures_per_second(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
-        factors = self._node_factors(nodes)
-        means: list[float] = self._weights.dot(_RATES).tolist()
-        return float(sum(map(mul, factors, means)))
+        return sum(map(mul, self._node_factors(nodes), self._means))
 
     def _node_factors(self, nodes: float) -> tuple[float, ...]:
         """By exponent: failures of a run on `nodes` nodes, for one of a single node."""
         first = self.first_nodes or nodes
-        at_first, growth = pow(first, PRIOR_NODE_COUNT_EXPONENT), nodes / first
-        return tuple([at_first * pow(growth, each) for each in NODE_COUNT_EXPONENTS])
+        at_first, growth = first**PRIOR_NODE_COUNT_EXPONENT, nodes / first
+        return tuple([at_first * growth**each for each in NODE_COUNT_EXPONENTS])
 
     def with_observation(
         self, seconds: float, nodes: float = 1.0, failures: int = 0
@@ -131,23 +180,17 @@ class FailureRate:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        factors, weights = self._node_factors(nodes), self._weights
-        if seconds > 0:
-            weights = _without_failure(
-                weights, [min(factor * seconds, _MOST_NODE_S) for factor in factors]
-            )
-        for _ in range(failures):
-            total = sum(map(mul, factors, weights.dot(_RATES).tolist()))
-            weights = weights * np.multiply.outer([each / total for each in factors], _RATES)
+        factors, seconds = self._node_factors(nodes), max(0.0, seconds)
+        quiet = tuple([was + factor * seconds for was, factor in zip(self.quiet, factors)])
+        seen = self.first_nodes or nodes, self.failures + failures, self.seconds + seconds
+        now = FailureRate(self.mtbf, self.last, quiet, *seen)
         if not failures:
-            weights = weights * (1 / sum(weights.dot(_ONES).tolist()))
-        return FailureRate(
-            self.mtbf,
-            weights.tobytes(),
-            self.first_nodes or nodes,
-            self.failures + failures,
-            self.seconds + max(0.0, seconds),
-        )
+            return now
+        weights = now._weights
+        for _ in range(failures):
+            weights = weights * _RATES * np.array([(each,) for each in factors])
+            weights *= 1 / sum(weights.dot(_ONES).tolist())
+        return FailureRate(self.mtbf, _Weights(weights.tobytes()), _NO_QUIET, *seen)
 
     @property
     def evidence(self) -> str:
@@ -160,7 +203,8 @@ class FailureRate:
     def to_json(self) -> dict[str, Any]:
         return {
             "mtbf": self.mtbf,
-            "weights": [list(each) for each in self.weights],
+            "weights": self.last.by_rate.tolist(),
+            "quiet": list(self.quiet),
             "first_nodes": self.first_nodes,
             "failures": self.failures,
             "seconds": self.seconds,
@@ -176,32 +220,12 @@ class FailureRate:
             return prior
         return FailureRate(
             prior.mtbf,
-            np.array([list(map(float, each)) for each in found]).tobytes(),
+            _Weights(np.array([list(map(float, each)) for each in found]).tobytes()),
+            tuple(map(float, value.get("quiet", _NO_QUIET))),
             float(value["first_nodes"]),
             int(value["failures"]),
             float(value["seconds"]),
         )
-
-
-def _without_failure(weights: Array, node_s: list[float]) -> Array:
-    """Return the weights, times the chance of no failure in a time.
-
-    A regime of rate r ends at the rate e r. e is 1 / FAILURES_PER_REGIME. The next regime has the
-    rate s with the chance C(r, s). So the row w of weights follows this equation.
-
-        dw/dt = w R (e C - (1 + e) I)         R: the rates, on the diagonal
-
-    C is symmetric. With v = w R^(1/2) the matrix is symmetric too. So it has orthogonal modes. Each
-    of them falls as exp(-l t).
-
-    Args:
-        weights: Of shape (hypotheses, rates).
-        node_s: By hypothesis, seconds at risk of a single node.
-    """
-    modes = weights.dot(_TO_MODES)
-    modes *= np.exp(np.multiply.outer(node_s, _MODE_GROWTH))
-    found: Array = modes.dot(_FROM_MODES)
-    return np.abs(found, out=found)  # rounding leaves some of the least likely below 0
 
 
 def _regime_changes() -> Array:
@@ -213,22 +237,25 @@ def _regime_changes() -> Array:
 
 
 def _quiet_modes() -> tuple[Array, Array, Array]:
-    """The modes of `_without_failure`: growth, to modes, from modes.
+    """The modes of `_Weights.after`: growth, to modes, from modes.
 
-    Growth is per second, below 0, of shape (modes,). Two matrices lead from weights to modes and
+    Growth is per second, below 0, of shape (1, modes). Two matrices lead from weights to modes and
     back. Their shapes are (rates, modes) and (modes, rates).
     """
     ends = 1 / FAILURES_PER_REGIME
     root = np.sqrt(FAILURE_RATES)
     change = ends * _regime_changes() - (1 + ends) * np.eye(len(root))
     growth, modes = np.linalg.eigh(root[:, None] * change * root)
-    return growth, root[:, None] * modes, modes.T / root
+    return growth[None, :], root[:, None] * modes, modes.T / root
 
 
 _SHAPE = len(NODE_COUNT_EXPONENTS), len(FAILURE_RATES)
 _RATES = np.array(FAILURE_RATES)
 _ONES = np.ones(len(FAILURE_RATES))
+_NO_QUIET = (0.0,) * len(NODE_COUNT_EXPONENTS)
 _MODE_GROWTH, _TO_MODES, _FROM_MODES = _quiet_modes()
+_SUMS = _FROM_MODES.dot(np.stack([_RATES, _ONES], axis=1))
+"""From modes to the sum of rates, and to that of weights: of shape (modes, 2)."""
 
 
 def _gamma_prior_density(mtbf: float) -> tuple[float, ...]:
