@@ -27,14 +27,18 @@ class Accounts:
     meter: Meter = field(init=False)
     _ideal: float = 0.0
     _full: float = 0.0
+    _passed_s: float = 0.0
+    _has_idle_watts: bool = False
 
     def __post_init__(self) -> None:
         best = self.cost.point(self.cost.wanted)
         self.meter = Meter(self.cost.costs)
         self._full = best.tokens_per_s if best else 0.0
+        self._has_idle_watts = self.cost.costs.idle_watts > 0
 
     def count(self, nodes: Collection[Node]) -> None:
         """The nodes that are there, or their prices, have changed."""
+        self._add_passed()
         number = len(nodes)
         self.meter.count(nodes, number)
         best = self.cost.point(min(number, self.cost.wanted))
@@ -42,9 +46,19 @@ class Accounts:
 
     def add_time(self, seconds: float, used: int, watts: float) -> None:
         """Seconds pass, whatever they are spent on. watts: of the nodes in use."""
-        self.meter.run(self.ledger, seconds, used, watts)
-        self.ledger.ideal_tokens += self._ideal * seconds
-        self.ledger.full_tokens += self._full * seconds
+        self._passed_s += seconds
+        self.ledger.used_node_s += used * seconds
+        if watts or self._has_idle_watts:
+            self.meter.add_energy(self.ledger, seconds, used, watts)
+
+    def _add_passed(self) -> None:
+        """What depends only on the nodes that are there is booked when they change."""
+        ledger, meter, seconds = self.ledger, self.meter, self._passed_s
+        self._passed_s = 0.0
+        ledger.node_s += meter.nodes * seconds
+        ledger.usd += meter.usd_per_s * seconds
+        ledger.ideal_tokens += self._ideal * seconds
+        ledger.full_tokens += self._full * seconds
 
     def add_fault(self, now: float) -> None:
         """Nodes in use went."""
@@ -80,6 +94,7 @@ class Accounts:
 
     def close(self, progress: Progress) -> Ledger:
         """The ledger at the end of the run."""
+        self._add_passed()
         ledger = self.ledger
         ledger.tokens = progress.tokens
         ledger.seconds["productive"] = progress.productive

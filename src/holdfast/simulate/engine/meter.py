@@ -55,11 +55,8 @@ class Meter:
         else:
             self.grams_per_joule = self.costs.grams_co2_per_kwh / 3.6e6
 
-    def run(self, ledger: Ledger, seconds: float, used: int, watts: float) -> None:
+    def add_energy(self, ledger: Ledger, seconds: float, used: int, watts: float) -> None:
         """Seconds pass. watts: of the nodes in use; the rest are idle."""
-        ledger.node_s += self.nodes * seconds
-        ledger.used_node_s += used * seconds
-        ledger.usd += self.usd_per_s * seconds
         joules = (watts + max(0, self.nodes - used) * self.costs.idle_watts) * seconds
         ledger.joules += joules
         ledger.grams_co2 += joules * self.grams_per_joule
