@@ -30,9 +30,7 @@ Pure: a value; `with_observation` gives the next one. Time comes in as seconds t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import exp, isfinite, log
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -79,24 +77,19 @@ are a little too frequent for some hours of a long run."""
 _MOST_NODE_S = 1e11  # a longer quiet, of over 3,000 years, says no more
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Weights:
-    """The weights after a failure, and at first. packed: the bytes of an array of shape
-    (exponents, FAILURE_RATES); all together add up to one."""
+    """The weights after a failure, and at first: an array of shape (exponents, FAILURE_RATES). All
+    together add up to one. packed: its bytes. Nothing changes it; `_by_mode` is worked out once."""
 
     packed: bytes = field(repr=False)
+    _by_mode: Array | None = field(default=None, repr=False, compare=False)
 
-    @cached_property
+    @property
     def by_rate(self) -> Array:
         return np.ndarray(_SHAPE, np.float64, self.packed)
 
-    @cached_property
-    def by_mode(self) -> Array:
-        """The same in the modes of `_quiet_modes`."""
-        found: Array = self.by_rate.dot(_TO_MODES)
-        return found
-
-    def after(self, quiet: tuple[float, ...]) -> Array:
+    def after(self, quiet: tuple[float, float]) -> Array:
         """Return the weights by mode, after a quiet of so many node-seconds by exponent.
 
         A regime of rate r ends at the rate e r. e is 1 / FAILURES_PER_REGIME. The next regime has
@@ -107,17 +100,23 @@ class _Weights:
         C is symmetric. With v = w R^(1/2) the matrix is symmetric too. So it has orthogonal modes.
         Each of them falls as exp(-l t).
         """
-        passed = np.array([(min(each, _MOST_NODE_S),) for each in quiet])
-        fall: Array = np.exp(passed.dot(_MODE_GROWTH))
-        fall *= self.by_mode
+        if self._by_mode is None:
+            self._by_mode = self.by_rate.dot(_TO_MODES)
+        low, high = quiet
+        if high > _MOST_NODE_S or low > _MOST_NODE_S:
+            low, high = min(low, _MOST_NODE_S), min(high, _MOST_NODE_S)
+        fall: Array = np.exp(np.array(((low,), (high,))).dot(_MODE_GROWTH))
+        fall *= self._by_mode
         return fall
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FailureRate:
     """The knowledge about the rate of failures. Begin with `FailureRate.from_prior`.
 
-    A quiet changes nothing but `quiet`, which a question and a failure then work in.
+    A value that nothing changes. It is not frozen, as that takes thrice as long to make, and a
+    replay makes one at each look. A quiet adds to `quiet` alone. A question and a failure work
+    it into the weights.
 
     last: the weights after the last failure. quiet: since then, seconds at risk of a single node,
     by exponent. first_nodes: nodes of the first observation; 0: none yet. failures, seconds: seen
@@ -126,21 +125,21 @@ class FailureRate:
 
     mtbf: float
     last: _Weights = field(repr=False)
-    quiet: tuple[float, ...] = (0.0,) * len(NODE_COUNT_EXPONENTS)
+    quiet: tuple[float, float] = (0.0, 0.0)
     first_nodes: float = 0.0
     failures: int = 0
     seconds: float = 0.0
+    _means: tuple[float, float] | None = field(default=None, repr=False, compare=False)
 
     @property
     def weights(self) -> tuple[tuple[float, ...], ...]:
         """By exponent, of FAILURE_RATES; together they add up to one."""
-        found = self._weights
+        found = self._weights()
         return tuple(map(tuple, (found * (1 / found.sum())).tolist()))
 
-    @property
     def _weights(self) -> Array:
-        """They add up to less than one."""
-        if not any(self.quiet):
+        """They add up to less than one after a quiet."""
+        if self.quiet == (0.0, 0.0):
             return self.last.by_rate
         found: Array = self.last.after(self.quiet).dot(_FROM_MODES)
         return np.abs(found, out=found)  # rounding leaves some of the least likely below 0
@@ -155,22 +154,20 @@ class FailureRate:
         packed = np.array((prior,) * len(NODE_COUNT_EXPONENTS)).tobytes()
         return FailureRate(mtbf, _Weights(packed))
 
-    @cached_property
-    def _means(self) -> tuple[float, ...]:
-        """By exponent: failures per node and second, times the weight of that exponent."""
-        found: list[list[float]] = self.last.after(self.quiet).dot(_SUMS).tolist()
-        total = sum([weight for _, weight in found])
-        return tuple([mean / total for mean, _ in found])
-
     def failures_per_second(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
-        return sum(map(mul, self._node_factors(nodes), self._means))
+        if self._means is None:
+            # By exponent: failures per node and second, times the weight of that exponent.
+            (low, weight), (high, other) = self.last.after(self.quiet).dot(_SUMS).tolist()
+            self._means = low / (weight + other), high / (weight + other)
+        as_one, each = self._node_factors(nodes)
+        return as_one * self._means[0] + each * self._means[1]
 
-    def _node_factors(self, nodes: float) -> tuple[float, ...]:
+    def _node_factors(self, nodes: float) -> tuple[float, float]:
         """By exponent: failures of a run on `nodes` nodes, for one of a single node."""
         first = self.first_nodes or nodes
-        at_first, growth = first**PRIOR_NODE_COUNT_EXPONENT, nodes / first
-        return tuple([at_first * growth**each for each in NODE_COUNT_EXPONENTS])
+        at_first = first**PRIOR_NODE_COUNT_EXPONENT
+        return at_first, at_first * nodes / first
 
     def with_observation(
         self, seconds: float, nodes: float = 1.0, failures: int = 0
@@ -180,17 +177,21 @@ class FailureRate:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        factors, seconds = self._node_factors(nodes), max(0.0, seconds)
-        quiet = tuple([was + factor * seconds for was, factor in zip(self.quiet, factors)])
-        seen = self.first_nodes or nodes, self.failures + failures, self.seconds + seconds
-        now = FailureRate(self.mtbf, self.last, quiet, *seen)
+        as_one, each = self._node_factors(nodes)
+        seen = seconds if seconds > 0 else 0.0
+        quiet = self.quiet[0] + as_one * seen, self.quiet[1] + each * seen
+        first, number, seen = self.first_nodes or nodes, self.failures, self.seconds + seen
+        now = FailureRate(self.mtbf, self.last, quiet, first, number + failures, seen)
         if not failures:
             return now
-        weights = now._weights
+        weights = now._weights()
         for _ in range(failures):
-            weights = weights * _RATES * np.array([(each,) for each in factors])
-            weights *= 1 / sum(weights.dot(_ONES).tolist())
-        return FailureRate(self.mtbf, _Weights(weights.tobytes()), _NO_QUIET, *seen)
+            low, high = weights.dot(_RATES).tolist()
+            total = as_one * low + each * high
+            factors = np.array(((as_one / total,), (each / total,)))
+            weights = weights * factors.dot(_RATES_ROW)
+        now.last, now.quiet = _Weights(weights.tobytes()), (0.0, 0.0)
+        return now
 
     @property
     def evidence(self) -> str:
@@ -218,10 +219,11 @@ class FailureRate:
         shapes = [len(each) if isinstance(each, list) else 0 for each in found]
         if shapes != [len(each) for each in prior.weights]:
             return prior
+        low, high = value.get("quiet", (0.0, 0.0))
         return FailureRate(
             prior.mtbf,
             _Weights(np.array([list(map(float, each)) for each in found]).tobytes()),
-            tuple(map(float, value.get("quiet", _NO_QUIET))),
+            (float(low), float(high)),
             float(value["first_nodes"]),
             int(value["failures"]),
             float(value["seconds"]),
@@ -251,10 +253,9 @@ def _quiet_modes() -> tuple[Array, Array, Array]:
 
 _SHAPE = len(NODE_COUNT_EXPONENTS), len(FAILURE_RATES)
 _RATES = np.array(FAILURE_RATES)
-_ONES = np.ones(len(FAILURE_RATES))
-_NO_QUIET = (0.0,) * len(NODE_COUNT_EXPONENTS)
+_RATES_ROW = _RATES[None, :]
 _MODE_GROWTH, _TO_MODES, _FROM_MODES = _quiet_modes()
-_SUMS = _FROM_MODES.dot(np.stack([_RATES, _ONES], axis=1))
+_SUMS = _FROM_MODES.dot(np.stack([_RATES, np.ones(len(_RATES))], axis=1))
 """From modes to the sum of rates, and to that of weights: of shape (modes, 2)."""
 
 

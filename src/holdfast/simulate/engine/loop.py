@@ -136,20 +136,27 @@ class Simulation:
         if self.accounts.ledger.finished:
             return True
         while self.now < end:
-            until = min(end, self._review_at)
+            # Comparisons stand here for min(): this loop runs for each change of a trace.
+            until, pauses = end, self._pauses
+            if self._review_at < until:
+                until = self._review_at
             training = False
-            if self._pauses:
-                until = min(until, self.now + self._pauses[0][1])
+            if pauses:
+                if self.now + pauses[0][1] < until:
+                    until = self.now + pauses[0][1]
             elif self.point is not None:
                 training = True
-                until = min(until, self._saves_at, self._planned_at)
+                if self._saves_at < until:
+                    until = self._saves_at
+                if self._planned_at < until:
+                    until = self._planned_at
             if until > self.now:
                 if self._pass(until - self.now, training):
                     return True
                 self.now = until
-            if self._pauses and self._pauses[0][1] <= _TINY:
-                self._pauses.pop(0)
-                if not self._pauses:
+            if pauses and pauses[0][1] <= _TINY:
+                del pauses[0]
+                if not pauses:
                     self._resume()
             if self.now >= self._planned_at and self._planned is not None:
                 self._carry_out(self._planned)
@@ -181,7 +188,7 @@ class Simulation:
                 self.now -= seconds
         elif self._pauses:
             label, left = self._pauses[0]
-            self.accounts.ledger.seconds[label] += min(seconds, left)
+            self.accounts.ledger.seconds[label] += seconds if seconds < left else left
             self._pauses[0] = label, left - seconds
         else:
             self.accounts.ledger.seconds["stopped"] += seconds
@@ -247,7 +254,7 @@ class Simulation:
         accounts.add_transition(transition)
         before, commit_at = self.point, accounts.commit_at
         self.point, accounts.commit_at = transition.point, inf
-        accounts.ledger.changes += before != transition.point
+        accounts.ledger.changes += before is not transition.point and before != transition.point
         self._seat(transition)
         # As in the report of a real run: it has not started until a step is done.
         is_first = bool(transition.pauses) and transition.pauses[0][0] == "startup"

@@ -148,7 +148,7 @@ class Progress:
 
     def set_plan(self, plan: SavePlan) -> None:
         """Save by this plan; what was worked since the last save still counts."""
-        if plan.tiers == self._planned:
+        if plan.tiers is self._planned or plan.tiers == self._planned:
             return
         self._planned = plan.tiers
         old = self._tiers
@@ -167,15 +167,18 @@ class Progress:
         step = self.step_tokens / self.rate if self.rate > 0 else 0.0
         pause, share, least = 0.0, 1.0, inf
         for tier in self._tiers.values():
-            wanted, blocked = tier.plan.interval_s, tier.plan.blocked_s
-            interval = max(1, ceil(wanted / step - 1e-6)) * step if step else wanted
+            plan = tier.plan
+            interval, blocked = plan.interval_s, plan.blocked_s
+            if step:
+                interval = (ceil(interval / step - 1e-6) or 1) * step
             tier.interval = interval
-            tier.since = min(tier.since, interval)  # a save that is overdue comes at once
-            durable = ceil(tier.plan.durable_s / max(interval, _TINY))
-            tier.unsure = min(_MARKS - 2, durable)
+            if tier.since > interval:
+                tier.since = interval  # a save that is overdue comes at once
+            tier.unsure = min(_MARKS - 2, ceil(plan.durable_s / interval))
             pause += blocked
             share += blocked / interval
-            least = min(least, interval)
+            if interval < least:
+                least = interval
         self._pause, self._share, self._least = pause, share, least
 
     # --- time passes ----------------------------------------------------------------------------
@@ -190,7 +193,9 @@ class Progress:
             left = self._finish_save(now, left)
         if left <= 0:
             return
-        left = self._jump(now + seconds - left, left, tiers)
+        work = (left - self._pause) / self._share
+        if work > 2 * self._least:
+            left = self._jump(now + seconds - left, left, work, tiers)
         while left > _TINY:
             ahead = min([tier.interval - tier.since for tier in tiers])
             if ahead >= left:
@@ -224,11 +229,8 @@ class Progress:
         for tier in tiers:
             tier.since += seconds
 
-    def _jump(self, now: float, left: float, tiers: Collection[_Tier]) -> float:
-        """Take as much work with its saves at once as surely fits; return the seconds left."""
-        work = (left - self._pause) / self._share
-        if work <= 2 * self._least:
-            return left
+    def _jump(self, now: float, left: float, work: float, tiers: Collection[_Tier]) -> float:
+        """Take so many seconds of work at once, with its saves; return the seconds left."""
         before = tuple([(tier.since, tier.interval, tier.plan.blocked_s) for tier in tiers])
         stretch = _Stretch(
             now, self.tokens, self.productive, self.blocked, self.rate, self.step_tokens, before
@@ -238,12 +240,13 @@ class Progress:
             since, interval, blocked = saves
             count = floor((since + work) / interval)
             spent += count * blocked
+            since = since + work - count * interval
+            tier.since = since if since > 0 else 0.0
             if count:
-                first, marks = max(1, count - tier.unsure), tier.marks
-                marks.append(_Marks(stretch, saves, tier.plan.durable_s, first, count))
-                del marks[:-_MARKS]
-            self._count(tier, count)
-            tier.since = max(0.0, since + work - count * interval)
+                first = count - tier.unsure
+                made = _Marks(stretch, saves, tier.plan.durable_s, first if first > 1 else 1, count)
+                self._add(tier, made)
+                self._count(tier, count)
         self._work(work)
         self.blocked += spent
         return left - work - spent
@@ -287,7 +290,7 @@ class Progress:
         return whole_steps(tokens, self.step_tokens)
 
     @staticmethod
-    def _add(tier: _Tier, mark: Mark) -> None:
+    def _add(tier: _Tier, mark: Mark | _Marks) -> None:
         tier.marks.append(mark)
         if len(tier.marks) > _MARKS:
             del tier.marks[: len(tier.marks) - _MARKS]
