@@ -6,6 +6,9 @@ takes, what a loss costs it, when it saves. Many policies run over one cost mode
 of them is one of decisions. The engine (`loop.py`) keeps time, work, saves and money.
 
 Seconds, bytes and tokens everywhere. Time is the time of the trace, from 0.
+
+No code changes a Change, a Transition, a Decision or a plan once it is made. They are not frozen, as
+a frozen one takes three times as long to make, and a replay makes several for each event.
 """
 
 from __future__ import annotations
@@ -131,7 +134,7 @@ class Node:
     leaves_s: float = inf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Change:
     """What changed at one instant. lost: places in `View.used` of nodes that went, rising; a node
     that was not in use is not mentioned. joined, noticed, slowed: names. review: the policy
@@ -185,7 +188,7 @@ NOTHING, STEP, SAVE = "nothing", "step", "save"
 """What a transition loses: nothing, the unfinished step, or all since the newest usable save."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transition:
     """The run takes another layout.
 
@@ -206,7 +209,7 @@ class Transition:
     rung: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """transition: None if the run continues as it is. After a loss of nodes in use it is required.
     review_s: seconds until the policy wants to be called with `Change(review=True)`."""
@@ -218,7 +221,7 @@ class Decision:
 STAY = Decision()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierSave:
     """Saves into one tier. interval_s: seconds of training between them. blocked_s: training waits
     for each. durable_s: from its end until it may be used. bytes: of each."""
@@ -230,7 +233,7 @@ class TierSave:
     bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavePlan:
     """tiers: those that are saved into. review_s: seconds until the policy is asked again; it is
     asked after every transition anyway."""

@@ -105,7 +105,7 @@ class _Tier:
     unsure: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LostWork:
     """tokens; productive and blocked: seconds that were spent on them. partial_s: of them, seconds
     of the unfinished step. saved: tokens that stay."""
