@@ -86,7 +86,7 @@ def peak_bytes(times: int, stream: EventStream) -> int:
 
 def counting(stream: EventStream) -> int:
     fleet = Fleet()
-    return sum(len(fleet.take(group, {}).joined) for _, group in instants(stream.events))
+    return sum(len(fleet.take(group, {}.get).joined) for _, group in instants(stream.events))
 
 
 def main() -> int:

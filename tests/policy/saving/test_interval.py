@@ -18,10 +18,10 @@ from holdfast.policy.saving.interval import (
     TierCost,
     daly_interval,
     decide_tier,
-    decide_tiers,
     lost_time_share,
     young_interval,
 )
+from holdfast.policy.saving.tier_choice import decide_tiers
 from holdfast.simulate.intervals import RunSpell, replay_two_tiers
 
 WIDE = IntervalBounds(1e-6, 1e9)

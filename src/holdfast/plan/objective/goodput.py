@@ -45,9 +45,9 @@ from holdfast.policy.saving.interval import (
     IntervalBounds,
     IntervalDecision,
     TierCost,
-    decide_tiers,
     lost_time_share,
 )
+from holdfast.policy.saving.tier_choice import decide_tiers
 from holdfast.policy.saving.tiers import DISK, PEERS
 
 MAX_STATES = 400

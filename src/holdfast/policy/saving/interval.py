@@ -1,39 +1,20 @@
-"""Computes the interval between saves that loses the least time, per tier, with its reason.
+"""Computes the interval between saves into one tier that loses the least time, with its reason.
 
-One tier. A save costs C seconds, a failure throws away the work since the last one, and failures
-come at the rate r. To first order the lost share of time is C / t + r t / 2. It is least at t =
-sqrt(2 C / r) (Young, CACM 17(9), 1974). If C is not small against 1 / r, the higher-order terms
-count: Daly's perturbation solution (Future Generation Computer Systems 22(3), 2006).
-
-Several tiers. Tier k survives the failures of class k and below, and a save in it is a save in all
-lower ones. Let r_k be the rate of the failures that need tier k and no higher one. A save into
-tier k is durable after D_k seconds, and a restore from it takes L_k seconds. Then the lost share is
-
-    sum over k of C_k / t_k + r_k (t_k / 2 + D_k + L_k)
-
-The terms are the saves, the work since the last save, the work while that save was not durable,
-and the restore. (Moody, Bronevetsky, Mohror and de Supinski, SC 2010; Di, Bouguerra,
-Bautista-Gomez and Cappello, IPDPS 2014. Both count a restart cost for each level.) D_k and L_k do
-not depend on t_k. So each tier has its own optimum t_k = sqrt(2 C_k / r_k). (Benoit, Cavelan,
-Le Fevre, Robert and Sun, IEEE Transactions on Computers 66(7), 2017.) But no tier is asked to save
-again before its last save is durable.
-
-D_k and L_k decide which tiers are worth having. A tier that is left out hands its failures to the
-next one above. Each of them then waits for the higher tier's D and L. The paper finds the tiers
-by a dynamic program; this module tries all subsets, of at most eight tiers. A tier whose interval
-the run file fixes is in all of them.
+A save costs C seconds, a failure throws away the work since the last one, and failures come at the
+rate r. To first order the lost share of time is C / t + r t / 2. It is least at t = sqrt(2 C / r)
+(Young, CACM 17(9), 1974). If C is not small against 1 / r, the higher-order terms count: Daly's
+perturbation solution (Future Generation Computer Systems 22(3), 2006). `tier_choice.py` decides
+several tiers together.
 
 t counts from the end of a save to the beginning of the next. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
 from math import expm1, inf, sqrt
-from operator import attrgetter
 from statistics import median
 
 from holdfast.policy.saving.failure_rate import format_duration
@@ -41,17 +22,12 @@ from holdfast.policy.saving.failure_rate import format_duration
 MIN_INTERVAL_CHANGE_SHARE = 0.1
 """A decision stands until the best interval has moved by this share. An interval that is off by 10
 % costs half a per cent of the lost time, and the journal is not flooded."""
-MIN_TIER_SET_GAIN_SHARE = 0.02
-"""Share of the lost time that another choice of tiers must spare before it is taken."""
 
 # saves over which a cost is taken: the median of so few follows a disk that fills up
 _COST_WINDOW_SAVES = 9
 _USUAL_STEP_WINDOW = 15  # ordinary steps over which the usual step is taken
 MIN_SAVE_COST_S = 1e-4
 """Seconds that a save costs at least: a snapshot of a few tensors and its announcement."""
-
-
-_TIER = attrgetter("tier")
 
 
 def young_interval(cost: float, rate: float) -> float:
@@ -105,7 +81,7 @@ class TierCost:
 def expected_waste(
     cost: TierCost, rate: float, bounds: IntervalBounds, fixed_s: float | None = None
 ) -> float:
-    """Return the share of the time that a tier loses, to first order; see the module.
+    """Return the share of the time that a tier loses, to first order; see `tier_choice.py`.
 
     rate: failures a second that are restored from this tier. fixed_s: seconds between its saves if
     the run file fixes them, 0 if they are not known; None: Young's interval within the bounds.
@@ -213,150 +189,6 @@ def _reason_of_tier(
         f"{format_duration(spent)} and "
         f"{expected}{f' ({evidence()})' if evidence else ''}{best if limit else ''}{lose}"
     )
-
-
-def decide_tiers(
-    costs: Sequence[TierCost],
-    rates: Mapping[int, float],
-    bounds: IntervalBounds | Mapping[int, IntervalBounds],
-    *,
-    evidence: Callable[[], str] | None = None,
-    current: Mapping[int, IntervalDecision] | None = None,
-    fixed_intervals: Mapping[int, float] | None = None,
-    required: Collection[int] = (),
-) -> tuple[IntervalDecision, ...]:
-    """One decision a tier, lowest tier first; one that is not worth having has `inf`.
-
-    rates: by tier, failures a second that this tier survives and no lower one; the highest tier
-    has to survive all. A higher tier's interval is a multiple of the next lower one's. evidence:
-    says where the rates come from. current: what holds so far; each stands while it is as good.
-    fixed_intervals: seconds of the tiers that the run file decides (0 where they are not known
-    yet): there is no decision of these. required: tiers that a higher one is fed from: never left
-    out.
-    """
-    ordered = sorted(costs, key=_TIER)
-    fixed_intervals, current = fixed_intervals or {}, current or {}
-    if not ordered or len({c.tier for c in ordered}) < len(ordered):
-        raise ValueError("each tier has one cost, and there is at least one tier")
-    if any(tier > ordered[-1].tier and rate > 0 for tier, rate in rates.items()):
-        raise ValueError(f"failures are given that tier {ordered[-1].tier} does not survive")
-    limits = (
-        {cost.tier: bounds for cost in ordered} if isinstance(bounds, IntervalBounds) else bounds
-    )
-    always = {*fixed_intervals, *required}
-    chosen = _choose_tiers(ordered, rates, limits, always, fixed_intervals, current)
-    handed = _accumulate_rates(chosen, rates)
-    used: dict[int, IntervalDecision] = {}
-    below: tuple[int, float] | None = None
-    for cost in chosen:
-        if cost.tier in fixed_intervals:
-            below = cost.tier, fixed_intervals[cost.tier]
-            continue
-        made = decide_tier(cost, handed[cost.tier], limits[cost.tier], evidence=evidence)
-        if below is not None and 0 < below[1] < inf and made.seconds < inf:
-            times = max(1, round(made.seconds / below[1]))
-            explain = partial(_reason_of_multiple, made.explain, times, below[0])
-            made = IntervalDecision(cost.tier, times * below[1], explain)
-        used[cost.tier] = made
-        below = cost.tier, made.seconds
-    out = []
-    for cost in ordered:
-        if cost.tier not in fixed_intervals:
-            new = used.get(cost.tier) or _unused_tier_decision(cost, chosen)
-            out.append(_keep_if_as_good(current.get(cost.tier), new))
-    return tuple(out)
-
-
-def _reason_of_multiple(explain: Callable[[], str], times: int, below: int) -> str:
-    return f"{explain()}; that is with every {_ordinal(times)} save of tier {below}"
-
-
-def _keep_if_as_good(current: IntervalDecision | None, made: IntervalDecision) -> IntervalDecision:
-    """Return the present interval if it is as good as the new one."""
-    if current is None or (current.seconds == inf) != (made.seconds == inf):
-        return made
-    same = (
-        made.seconds == inf
-        or abs(made.seconds - current.seconds) <= MIN_INTERVAL_CHANGE_SHARE * current.seconds
-    )
-    return current if same else made
-
-
-def _unused_tier_decision(cost: TierCost, used: Sequence[TierCost]) -> IntervalDecision:
-    above = next(c.tier for c in used if c.tier > cost.tier)
-    return IntervalDecision(cost.tier, inf, partial(_reason_of_unused, cost, above))
-
-
-def _reason_of_unused(cost: TierCost, above: int) -> str:
-    return (
-        f"tier {cost.tier} is not saved into for itself: its saves "
-        f"({format_duration(cost.cost_s)}) cost "
-        f"more than they spare beside those of tier {above}"
-    )
-
-
-def _accumulate_rates(chosen: Sequence[TierCost], rates: Mapping[int, float]) -> dict[int, float]:
-    """The rate that each chosen tier has to deal with: that of all classes up to its own."""
-    handed = {cost.tier: 0.0 for cost in chosen}
-    for tier, rate in rates.items():
-        for highest in handed:
-            if tier <= highest:
-                handed[highest] += rate
-                break
-    return handed
-
-
-def _choose_tiers(
-    ordered: Sequence[TierCost],
-    rates: Mapping[int, float],
-    limits: Mapping[int, IntervalBounds],
-    required: Collection[int],
-    fixed: Mapping[int, float],
-    current: Mapping[int, IntervalDecision],
-) -> list[TierCost]:
-    """Return the subset that loses least, with the highest tier and those given; of equals the
-    smallest. The one in force stays as long as it loses little more, so the choice does not
-    alternate."""
-    *lower, top = ordered
-    free = [cost for cost in lower if cost.tier not in required]
-    always = [cost for cost in lower if cost.tier in required] + [top]
-    subsets = [
-        sorted([*picked, *always], key=_TIER)
-        for size in range(len(free) + 1)
-        for picked in combinations(free, size)
-    ]
-
-    losses = [_loss_of(subset, rates, limits, fixed) for subset in subsets]
-    least = min(losses)
-    best = subsets[losses.index(least)]
-    if not current:
-        return best
-    in_force = {tier for tier, decision in current.items() if decision.seconds < inf}
-    for subset, loss in zip(subsets, losses, strict=True):
-        if {cost.tier for cost in subset}.difference(fixed) == in_force:
-            return subset if loss <= (1 + MIN_TIER_SET_GAIN_SHARE) * least else best
-    return best
-
-
-def _loss_of(
-    subset: Sequence[TierCost],
-    rates: Mapping[int, float],
-    limits: Mapping[int, IntervalBounds],
-    fixed: Mapping[int, float],
-) -> float:
-    handed, total = _accumulate_rates(subset, rates), 0.0
-    for cost in subset:
-        tier = cost.tier
-        total += expected_waste(cost, handed[tier], limits[tier], fixed.get(tier))
-    return total
-
-
-def _ordinal(number: int) -> str:
-    if number == 1:
-        return "single"
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    ending = "th" if number % 100 in (11, 12, 13) else endings.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ A tier's cadence is the run file's or decided here (`auto`, `interval: adaptive`
     hazard     failures a second, whatever they take with them (Hazard)
     classes    how they are shared out: process, node, several nodes, run store (Classes)
 
-`interval.decide_tiers` does the sum.
+`tier_choice.TierChoices` does the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -26,8 +26,8 @@ from holdfast.policy.saving.interval import (
     IntervalDecision,
     SaveCost,
     TierCost,
-    decide_tiers,
 )
+from holdfast.policy.saving.tier_choice import TierChoices
 from holdfast.policy.saving.tier_durations import TierDurations
 
 MEMORY, PEERS, DISK, BUCKET = range(4)
@@ -132,8 +132,8 @@ def decide_intervals(
     """
     rates = failure_classes.rate_by_tier(failure_rate.failures_per_second(nodes), tiers.present)
     evidence = partial(_evidence_on, failure_rate, nodes)
-    prices = tier_costs(tiers, costs, durations)
-    return decide_at_rates(tiers, prices, rates, fixed_intervals, current, evidence)
+    choices = tier_choices(tiers, tier_costs(tiers, costs, durations), fixed_intervals)
+    return {made.tier: made for made in choices.decide(rates, current, evidence)}
 
 
 def tier_costs(
@@ -152,34 +152,19 @@ def tier_costs(
     )
 
 
-def decide_at_rates(
-    tiers: TierSettings,
-    prices: Sequence[TierCost],
-    rates: Mapping[int, float],
-    fixed_intervals: Mapping[int, float],
-    current: Mapping[int, IntervalDecision],
-    evidence: Callable[[], str] | None = None,
-) -> dict[int, IntervalDecision]:
-    """Decide as `decide_intervals` does, for a caller that knows the numbers.
+def tier_choices(
+    tiers: TierSettings, prices: Sequence[TierCost], fixed_intervals: Mapping[int, float]
+) -> TierChoices:
+    """The choices that a run has, for a caller that keeps them as long as prices stay.
 
-    prices: of `tier_costs`. rates: failures a second by tier, of `FailureClassCounts.rate_by_tier`.
-    evidence: says where the rates come from.
+    prices: of `tier_costs`. fixed_intervals: as of `decide_intervals`.
     """
     fixed = {
         tier: fixed_intervals.get(tier, 0.0)
         for tier in tiers.present
         if tier not in tiers.automatic
     }
-    made = decide_tiers(
-        prices,
-        rates,
-        tiers.bounds,
-        evidence=evidence,
-        current=current,
-        required=REQUIRED_TIERS,
-        fixed_intervals=fixed,
-    )
-    return {decision.tier: decision for decision in made}
+    return TierChoices.among(prices, tiers.bounds, fixed, REQUIRED_TIERS)
 
 
 def _evidence_on(failure_rate: FailureRate, nodes: float) -> str:

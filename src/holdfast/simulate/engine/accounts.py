@@ -27,11 +27,13 @@ class Accounts:
     meter: Meter = field(init=False)
     _ideal: float = 0.0
     _full: float = 0.0
+    _wanted: int = 0
     _passed_s: float = 0.0
     _has_idle_watts: bool = False
 
     def __post_init__(self) -> None:
-        best = self.cost.point(self.cost.wanted)
+        self._wanted = self.cost.wanted
+        best = self.cost.point(self._wanted)
         self.meter = Meter(self.cost.costs)
         self._full = best.tokens_per_s if best else 0.0
         self._has_idle_watts = self.cost.costs.idle_watts > 0
@@ -41,7 +43,7 @@ class Accounts:
         self._add_passed()
         number = len(nodes)
         self.meter.count(nodes, number)
-        best = self.cost.point(min(number, self.cost.wanted))
+        best = self.cost.point(min(number, self._wanted))
         self._ideal = best.tokens_per_s if best else 0.0
 
     def add_time(self, seconds: float, used: int, watts: float) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.simulate.engine.interfaces import Change, Node
 from holdfast.simulate.traces.events import TraceEvent
+
+PlaceOf = Callable[[str], int | None]
+"""The place of a node in the order of ranks; None if it is not in use."""
 
 
 @dataclass(slots=True)
@@ -15,20 +18,21 @@ class Taken:
     """What the events of one instant changed. departed: nodes in use that were lost; lost:
     their places. levels: prices and intensities. is_new: nodes came or went, or prices changed."""
 
-    lost: list[int] = field(default_factory=list)
-    departed: list[Node] = field(default_factory=list)
-    joined: list[str] = field(default_factory=list)
-    noticed: list[str] = field(default_factory=list)
-    slowed: list[str] = field(default_factory=list)
-    levels: list[TraceEvent] = field(default_factory=list)
+    lost: list[int]
+    departed: list[Node]
+    joined: list[str]
+    noticed: list[str]
+    slowed: list[str]
+    levels: list[TraceEvent]
     is_new: bool = False
 
     def change(self) -> Change | None:
         """None if nothing happened to a node that matters to a run."""
         if not (self.lost or self.joined or self.noticed or self.slowed):
             return None
+        lost = self.lost
         return Change(
-            tuple(sorted(self.lost)),
+            tuple(sorted(lost) if len(lost) > 1 else lost),
             tuple(self.joined),
             tuple(self.noticed),
             tuple(self.slowed),
@@ -43,13 +47,13 @@ class Fleet:
     links: dict[str, TraceEvent] = field(default_factory=dict)
     _failed: dict[str, Node] = field(default_factory=dict)
 
-    def take(self, group: Sequence[TraceEvent], places: Mapping[str, int]) -> Taken:
-        """Take in the events of one instant. places: of the nodes in use, in the order of ranks."""
-        taken = Taken()
+    def take(self, group: Sequence[TraceEvent], place_of: PlaceOf) -> Taken:
+        """Take in the events of one instant."""
+        taken = Taken([], [], [], [], [], [])
         for event in group:
             kind, name = event.kind, event.node
             if kind in ("preempt", "fail"):
-                self._lose(event, places, taken)
+                self._lose(event, place_of, taken)
             elif kind == "join":
                 self.nodes[name] = Node(name, event.zone, event.gpu, event.t_s, event.value)
                 taken.joined.append(name)
@@ -70,14 +74,14 @@ class Fleet:
         taken.is_new = taken.is_new or bool(taken.joined or taken.levels)
         return taken
 
-    def _lose(self, event: TraceEvent, places: Mapping[str, int], taken: Taken) -> None:
+    def _lose(self, event: TraceEvent, place_of: PlaceOf, taken: Taken) -> None:
         node = self.nodes.pop(event.node, None)
         if node is None:
             return
         taken.is_new = True
         if event.kind == "fail":
             self._failed[event.node] = node
-        place = places.get(event.node)
+        place = place_of(event.node)
         if place is not None:
             taken.lost.append(place)
             taken.departed.append(node)

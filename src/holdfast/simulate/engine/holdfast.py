@@ -8,7 +8,7 @@ order of ranks. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -130,7 +130,10 @@ class HoldfastPolicy:
         return Decision(Transition(point, pauses, NOTHING, read=read, rung=6))
 
     def _after_loss(self, view: View, change: Change) -> Decision:
-        need = self._need(view, change.lost)
+        assert view.point is not None
+        each = view.point.nodes_per_replica
+        hit = {place // each for place in change.lost}
+        need = self._need(view, change.lost, len(hit))
         if view.pause_left == 0:
             self.cadence.add_failure(view, _LEVELS[need])
         if need == FROM_MEMORY and self.cadence.interval(PEERS) == inf:
@@ -143,7 +146,7 @@ class HoldfastPolicy:
         loses, rung, read = STEP, 0, dict[int, float]()
         tiers: tuple[int, ...] = (DISK,)
         if need == CONTINUES:
-            seconds = seconds + self.rules.rung_s[0] + self._moving(view, point, change.lost)
+            seconds = seconds + self.rules.rung_s[0] + self._moving(view, point, hit)
         elif need == FROM_MEMORY:
             loses, tiers, rung = SAVE, (PEERS, DISK), 4
             seconds += restores_s(costs, self.rules, point)[PEERS]
@@ -155,23 +158,21 @@ class HoldfastPolicy:
         pauses = (("recovery", seconds),)
         return Decision(Transition(point, pauses, loses, tiers, None, read, need, rung))
 
-    def _moving(self, view: View, point: OperatingPoint, lost: tuple[int, ...] = ()) -> float:
+    def _moving(self, view: View, point: OperatingPoint, hit: Collection[int] = ()) -> float:
         """Seconds until nodes have a new part of the state. They take one if a replica is added, or
-        if replicas lie on another number of nodes. lost: places that have no node any more."""
+        if replicas lie on another number of nodes. hit: replicas that lost a node."""
         now, each = view.point, point.nodes_per_replica
         if now is None or each != now.nodes_per_replica:
             return self.cost.costs.peer_s(each)
-        hit = {place // each for place in lost}
         complete = now.replicas - sum([number < now.replicas for number in hit])
         return self.cost.costs.peer_s(each) if point.replicas > complete else 0.0
 
-    def _need(self, view: View, lost: tuple[int, ...]) -> str:
-        """What can have the state of the lost nodes: a replica, another node, or the store."""
+    def _need(self, view: View, lost: tuple[int, ...], hit: int) -> str:
+        """What can have the state of the lost nodes: a replica, another node, or the store. hit:
+        number of replicas that lost a node."""
         point, used = view.point, view.used
         assert point is not None
-        each = point.nodes_per_replica
-        hit = {place // each for place in lost}
-        if self.rules.replicas_go_on and point.replicas > 1 and len(hit) < point.replicas:
+        if self.rules.replicas_go_on and point.replicas > 1 and hit < point.replicas:
             return CONTINUES
         number, gone = len(used), set(lost)
         safe = self.rules.staged or (

@@ -5,15 +5,16 @@ They choose tiers and intervals from the failures seen so far. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
-from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost, TierCost
+from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost
+from holdfast.policy.saving.tier_choice import TierChoices
 from holdfast.policy.saving.tier_durations import TierDurations
-from holdfast.policy.saving.tiers import SaveCosts, TierSettings, decide_at_rates, tier_costs
+from holdfast.policy.saving.tiers import SaveCosts, TierSettings, tier_choices, tier_costs
 from holdfast.simulate.engine.interfaces import (
     DISK,
     MEMORY,
@@ -38,15 +39,19 @@ _MAX_LAYOUTS = 64
 
 
 def _are_near(rates: Mapping[int, float], before: Mapping[int, float]) -> bool:
-    return all(SAME_RATE * rate < rates[tier] < rate / SAME_RATE for tier, rate in before.items())
+    near = [SAME_RATE * rate < rates[tier] < rate / SAME_RATE for tier, rate in before.items()]
+    return False not in near
 
 
 @dataclass(slots=True)
 class _SavesOn:
-    """What saves and restores of a layout take: by tier, and as `decide_at_rates` wants it."""
+    """What saves of a layout take by tier, and the choices of tiers. planned: its saves by the
+    decisions `planned_by`."""
 
     each: Mapping[int, TierSave]
-    prices: Sequence[TierCost]
+    choices: TierChoices
+    planned_by: Mapping[int, IntervalDecision] | None = None
+    planned: tuple[TierSave, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,8 +80,7 @@ class HoldfastSaves:
     _decided_rates: Mapping[int, float] = field(default_factory=dict)
     _saves: dict[tuple[int, int], _SavesOn] = field(default_factory=dict)
     _current: dict[int, IntervalDecision] = field(default_factory=dict)
-    _planned_for: OperatingPoint | None = None
-    _planned: tuple[TierSave, ...] = ()
+    _shares: Mapping[int, float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rate = FailureRate.from_prior(self.prior_mtbf_s)
@@ -86,6 +90,7 @@ class HoldfastSaves:
         bounds = {MEMORY: memory, PEERS: memory, DISK: IntervalBounds(least, most)}
         # A node's own memory holds each step. Its saves cost nothing and are not simulated.
         self.settings = TierSettings((MEMORY, *self.given), decided, bounds)
+        self._shares = self.classes.rate_by_tier(1.0, self.settings.present)
 
     def interval(self, tier: int) -> float:
         """Seconds between saves into a tier; inf: none are made."""
@@ -106,13 +111,14 @@ class HoldfastSaves:
         self._observe(view, failures=1)
         self._last_failure = self._decide_at = view.now
         self.classes = self.classes.with_failure(level)
+        self._shares = self.classes.rate_by_tier(1.0, self.settings.present)
 
     def _observe(self, view: View, failures: int = 0) -> None:
         """Time passed at risk, on the mean number of nodes since the last look; then failures."""
         self.count_nodes(view)
         passed = view.now - self._since
         nodes = self._node_s / passed if passed > 0 else 1.0
-        self.rate = self.rate.with_observation(max(0.0, passed), max(1.0, nodes), failures)
+        self.rate = self.rate.with_observation(passed, nodes if nodes > 1 else 1.0, failures)
         self._since, self._node_s = view.now, 0.0
 
     # --- what is decided ------------------------------------------------------------------------
@@ -131,23 +137,24 @@ class HoldfastSaves:
             quiet = REVIEW_SHARE * (now - self._last_failure)
             self._decide_at = now + max(MIN_REVIEW_S, REVIEW_FAILURES / rate, quiet)
             self._decided_for = nodes
-            rates = self.classes.rate_by_tier(rate, self.settings.present)
+            rates = {tier: rate * share for tier, share in self._shares.items()}
             if not self._decided_rates or not _are_near(rates, self._decided_rates):
                 self._decide_intervals(point, rates)
         return SavePlan(self._tiers(point), max(MIN_REVIEW_S, self._decide_at - now))
 
     def _tiers(self, point: OperatingPoint) -> tuple[TierSave, ...]:
         """The saves of the intervals in force. They stay the same object as long as they hold."""
-        if self._planned_for is not point:
-            self._planned_for = point
-            self._planned = tuple(
+        saves = self._saves_on(point)
+        if saves.planned_by is not self._current:
+            saves.planned_by = self._current
+            saves.planned = tuple(
                 [
                     TierSave(tier, interval, save.blocked_s, save.durable_s, save.bytes)
-                    for tier, save in self._saves_on(point).each.items()
+                    for tier, save in saves.each.items()
                     if tier in self.given and (interval := self.interval(tier)) < inf
                 ]
             )
-        return self._planned
+        return saves.planned
 
     def _saves_on(self, point: OperatingPoint) -> _SavesOn:
         """What a save into each tier takes, and a restore from it, for this layout. That depends on
@@ -166,13 +173,14 @@ class HoldfastSaves:
             durable = {tier: save.durable_s for tier, save in each.items()}
             save_costs = SaveCosts({MEMORY: SaveCost(0.0), **paid})
             durations = TierDurations(durable, self.restores_s(point))
-            found = _SavesOn(each, tier_costs(self.settings, save_costs, durations))
+            prices = tier_costs(self.settings, save_costs, durations)
+            found = _SavesOn(each, tier_choices(self.settings, prices, self.given))
             if len(self._saves) >= _MAX_LAYOUTS:
                 self._saves.clear()
             self._saves[key] = found
         return found
 
     def _decide_intervals(self, point: OperatingPoint, rates: Mapping[int, float]) -> None:
-        prices = self._saves_on(point).prices
-        self._planned_for, self._decided_rates = None, rates
-        self._current = decide_at_rates(self.settings, prices, rates, self.given, self._current)
+        made = self._saves_on(point).choices.decide(rates, self._current)
+        self._decided_rates = rates
+        self._current = {decision.tier: decision for decision in made}

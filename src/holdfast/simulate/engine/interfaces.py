@@ -7,8 +7,8 @@ of them is one of decisions. The engine (`loop.py`) keeps time, work, saves and 
 
 Seconds, bytes and tokens everywhere. Time is the time of the trace, from 0.
 
-No code changes a Change, a Transition, a Decision or a plan once it is made. They are not frozen, as
-a frozen one takes three times as long to make, and a replay makes several for each event.
+No code alters a Change, a Transition, a Decision or a plan once it is made. They are not frozen: a
+frozen one takes three times as long to make, and a replay makes several for each event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OperatingPoint:
 
     layout: a name for people. nodes: that it uses. replicas: complete copies of the model, on
     `nodes // replicas` nodes each. tokens_per_s: without failures and saves. step_s: 0 if steps do
-    not matter. watts: of all its nodes while they train.
+    not matter. watts: of all its nodes while they train. nodes_per_replica: follows.
     """
 
     layout: str
@@ -49,10 +49,11 @@ class OperatingPoint:
     step_s: float = 0.0
     replicas: int = 1
     watts: float = 0.0
+    nodes_per_replica: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def nodes_per_replica(self) -> int:
-        return max(1, self.nodes // self.replicas) if self.replicas > 1 else self.nodes or 1
+    def __post_init__(self) -> None:
+        each = max(1, self.nodes // self.replicas) if self.replicas > 1 else self.nodes or 1
+        object.__setattr__(self, "nodes_per_replica", each)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Simulation:
     nodes: Mapping[str, Node] = field(init=False)
     accounts: Accounts = field(init=False)
     progress: Progress = field(init=False)
-    _places: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, int] | None = None
     _pauses: list[tuple[str, float]] = field(default_factory=list)
     _planned: Transition | None = None
     _planned_at: float = inf
@@ -200,7 +200,7 @@ class Simulation:
     # --- events ---------------------------------------------------------------------------------
     def _take(self, group: Sequence[TraceEvent]) -> None:
         """Take in all events of one instant, and let the policy decide once."""
-        taken = self.fleet.take(group, self._places)
+        taken = self.fleet.take(group, self._place_of)
         self._dirty = self._dirty or taken.is_new
         for event in taken.levels:
             self.accounts.meter.observe(event)
@@ -216,11 +216,13 @@ class Simulation:
 
     # --- decisions ------------------------------------------------------------------------------
     def _decide(self, change: Change) -> None:
-        self.accounts.settle(self.now)
+        if self.accounts.fault_at is not None:
+            self.accounts.settle(self.now)
         if change.lost:
             self.accounts.add_fault(self.now)
         decision = self.policy.decide(self, change)
-        self._review_at = self.now + max(MIN_REVIEW_S, decision.review_s)
+        wait = decision.review_s
+        self._review_at = self.now + (wait if wait > MIN_REVIEW_S else MIN_REVIEW_S)
         if decision.transition is not None:
             self._plan(decision.transition, bool(change.lost))
         elif change.lost:
@@ -291,7 +293,12 @@ class Simulation:
             self.used = list(transition.used)
         else:
             self.used = seats(self.used, self.nodes, point.nodes)
-        self._places = dict(zip(self.used, count()))
+        self._places = None
+
+    def _place_of(self, name: str) -> int | None:
+        if self._places is None:
+            self._places = dict(zip(self.used, count()))
+        return self._places.get(name)
 
     def _resume(self) -> None:
         if self.point is None:
@@ -307,7 +314,8 @@ class Simulation:
 
     def _ask_saves(self) -> None:
         plan = self.policy.saves(self)
-        self._saves_at = self.now + max(MIN_REVIEW_S, plan.review_s)
+        wait = plan.review_s
+        self._saves_at = self.now + (wait if wait > MIN_REVIEW_S else MIN_REVIEW_S)
         self.progress.set_plan(plan)
         if self.observer:
             self.observer.planned(self, plan)
