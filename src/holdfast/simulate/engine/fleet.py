@@ -108,7 +108,9 @@ def seats(used: Sequence[str], nodes: Mapping[str, Node], number: int) -> list[s
         return kept
     taken = set(kept)
     free = [name for name in nodes if name not in taken]
-    free.sort(key=lambda name: nodes[name].leaves_s < inf)
+    late = [name for name in free if nodes[name].leaves_s < inf]
+    if late:
+        free = [name for name in free if nodes[name].leaves_s == inf] + late
     if len(used) <= number and len(kept) < len(used):
         holes = [place for place, name in enumerate(used) if name not in nodes]
         for place, name in zip(holes, free, strict=False):

@@ -94,14 +94,31 @@ _START = Mark(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
+class _Kept:
+    """What a tier has, whatever the plan: saves and bytes made so far, and the newest marks."""
+
+    saves: int = 0
+    bytes: float = 0.0
+    marks: list[Mark | _Marks] = field(default_factory=list)
+
+    def add(self, number: int, size: float, mark: Mark | _Marks) -> None:
+        """So many saves of `size` bytes were made; `mark` has the newest."""
+        self.saves += number
+        self.bytes += number * size
+        self.marks.append(mark)
+        if len(self.marks) > _MARKS:
+            del self.marks[0]
+
+
+@dataclass(slots=True)
 class _Tier:
     """since: seconds of work since the last save. unsure: saves before the last one that may be the
     newest usable one."""
 
     plan: TierSave
     interval: float
-    since: float = 0.0
-    marks: list[Mark | _Marks] = field(default_factory=list)
+    since: float
+    kept: _Kept
     unsure: int = 0
 
 
@@ -121,8 +138,7 @@ class LostWork:
 class Progress:
     """The kept line of a run: tokens, and the seconds that they took.
 
-    step_tokens: of one step; 0 if steps do not matter. rate: tokens a second of work now. saves,
-    bytes: made so far, by tier.
+    step_tokens: of one step; 0 if steps do not matter. rate: tokens a second of work now.
     """
 
     step_tokens: float = 0.0
@@ -130,8 +146,6 @@ class Progress:
     productive: float = 0.0
     blocked: float = 0.0
     rate: float = 0.0
-    saves: dict[int, int] = field(default_factory=dict)
-    bytes: dict[int, float] = field(default_factory=dict)
     block_left: float = 0.0
     _in_save: list[_Tier] = field(default_factory=list)
     _tiers: dict[int, _Tier] = field(default_factory=dict)
@@ -139,7 +153,7 @@ class Progress:
     _share: float = 1.0
     _least: float = inf
     _planned: tuple[TierSave, ...] = ()
-    _marks: dict[int, list[Mark | _Marks]] = field(default_factory=dict)
+    _kept: dict[int, _Kept] = field(default_factory=dict)
 
     # --- what holds from now on -----------------------------------------------------------------
     def set_rate(self, tokens_per_s: float) -> None:
@@ -148,7 +162,7 @@ class Progress:
 
     def set_plan(self, plan: SavePlan) -> None:
         """Save by this plan; what was worked since the last save still counts."""
-        if plan.tiers is self._planned or plan.tiers == self._planned:
+        if plan.tiers is self._planned:
             return
         self._planned = plan.tiers
         old = self._tiers
@@ -157,9 +171,9 @@ class Progress:
             if each.interval_s == inf:
                 continue
             before = old.get(each.tier)
-            marks = self._marks.setdefault(each.tier, [])
+            kept = before.kept if before else self._kept.setdefault(each.tier, _Kept())
             since = before.since if before else 0.0
-            self._tiers[each.tier] = _Tier(each, each.interval_s, since, marks)
+            self._tiers[each.tier] = _Tier(each, each.interval_s, since, kept)
         self._round_intervals()
 
     def _round_intervals(self) -> None:
@@ -217,9 +231,9 @@ class Progress:
         if self.block_left <= _TINY and self._in_save:
             self.block_left = 0.0
             for tier in self._in_save:
-                self._count(tier, 1)
                 at = now + spent + tier.plan.durable_s
-                self._add(tier, self._mark(at, self.tokens, self.productive, self.blocked))
+                mark = self._mark(at, self.tokens, self.productive, self.blocked)
+                tier.kept.add(1, tier.plan.bytes, mark)
             self._in_save = []
         return left - spent
 
@@ -243,10 +257,9 @@ class Progress:
             since = since + work - count * interval
             tier.since = since if since > 0 else 0.0
             if count:
-                first = count - tier.unsure
-                made = _Marks(stretch, saves, tier.plan.durable_s, first if first > 1 else 1, count)
-                self._add(tier, made)
-                self._count(tier, count)
+                first, plan = count - tier.unsure, tier.plan
+                made = _Marks(stretch, saves, plan.durable_s, first if first > 1 else 1, count)
+                tier.kept.add(count, plan.bytes, made)
         self._work(work)
         self.blocked += spent
         return left - work - spent
@@ -270,15 +283,20 @@ class Progress:
     @property
     def unsaved_s(self) -> float:
         """Seconds of work since the newest save, of any tier."""
-        marks = [marks[-1].marks()[-1].productive for marks in self._marks.values() if marks]
-        return self.productive - max(marks, default=0.0)
+        runs = [kept.marks[-1].marks() for kept in self._kept.values() if kept.marks]
+        return self.productive - max([run[-1].productive for run in runs], default=0.0)
+
+    @property
+    def saves(self) -> dict[int, int]:
+        """Made so far, by tier."""
+        return {tier: kept.saves for tier, kept in self._kept.items()}
+
+    @property
+    def bytes(self) -> dict[int, float]:
+        """Saved so far, by tier."""
+        return {tier: kept.bytes for tier, kept in self._kept.items()}
 
     # --- saves ----------------------------------------------------------------------------------
-    def _count(self, tier: _Tier, number: int) -> None:
-        name = tier.plan.tier
-        self.saves[name] = self.saves.get(name, 0) + number
-        self.bytes[name] = self.bytes.get(name, 0.0) + number * tier.plan.bytes
-
     def _mark(self, usable: float, tokens: float, productive: float, blocked: float) -> Mark:
         """A save holds complete steps."""
         whole = self._whole(tokens)
@@ -288,12 +306,6 @@ class Progress:
 
     def _whole(self, tokens: float) -> float:
         return whole_steps(tokens, self.step_tokens)
-
-    @staticmethod
-    def _add(tier: _Tier, mark: Mark | _Marks) -> None:
-        tier.marks.append(mark)
-        if len(tier.marks) > _MARKS:
-            del tier.marks[: len(tier.marks) - _MARKS]
 
     def lose_step(self) -> LostWork:
         """Only the unfinished step is lost, and a save that was under way."""
@@ -311,17 +323,17 @@ class Progress:
         partial = self.lose_step()
         best = _START
         found: dict[int, list[Mark]] = {}
-        for tier, runs in self._marks.items():
+        for tier, kept in self._kept.items():
             if tier not in tiers:
-                runs.clear()
+                kept.marks.clear()
                 continue
-            found[tier] = [mark for each in runs for mark in each.marks()][-_MARKS:]
+            found[tier] = [mark for each in kept.marks for mark in each.marks()][-_MARKS:]
             for mark in reversed(found[tier]):
                 if mark.usable_s <= now + _TINY:
                     best = mark if mark.tokens > best.tokens else best
                     break
         for tier, marks in found.items():
-            self._marks[tier][:] = [mark for mark in marks if mark.tokens <= best.tokens]
+            self._kept[tier].marks[:] = [mark for mark in marks if mark.tokens <= best.tokens]
         lost = LostWork(
             self.tokens - best.tokens + partial.tokens,
             self.productive - best.productive + partial.productive,
