@@ -152,13 +152,13 @@ class Progress:
     _pause: float = 0.0
     _share: float = 1.0
     _least: float = inf
+    _is_rounded: bool = False
     _planned: tuple[TierSave, ...] = ()
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
     # --- what holds from now on -----------------------------------------------------------------
     def set_rate(self, tokens_per_s: float) -> None:
-        self.rate = tokens_per_s
-        self._round_intervals()
+        self.rate, self._is_rounded = tokens_per_s, False
 
     def set_plan(self, plan: SavePlan) -> None:
         """Save by this plan; what was worked since the last save still counts."""
@@ -174,10 +174,11 @@ class Progress:
             kept = before.kept if before else self._kept.setdefault(each.tier, _Kept())
             since = before.since if before else 0.0
             self._tiers[each.tier] = _Tier(each, each.interval_s, since, kept)
-        self._round_intervals()
+        self._is_rounded = False
 
     def _round_intervals(self) -> None:
         """Saves are made at the end of a step."""
+        self._is_rounded = True
         step = self.step_tokens / self.rate if self.rate > 0 else 0.0
         pause, share, least = 0.0, 1.0, inf
         for tier in self._tiers.values():
@@ -201,6 +202,8 @@ class Progress:
         if not self._tiers:
             self._work(seconds)
             return
+        if not self._is_rounded:
+            self._round_intervals()
         tiers = self._tiers.values()
         left = seconds
         if self.block_left > 0:
@@ -266,6 +269,8 @@ class Progress:
 
     def seconds_for(self, tokens: float) -> float:
         """Seconds of training, saves included, until the kept line has so many tokens."""
+        if not self._is_rounded:
+            self._round_intervals()
         work = (tokens - self.tokens) / self.rate
         tiers = self._tiers.values()
         saves = sum(
