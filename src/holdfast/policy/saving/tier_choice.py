@@ -79,7 +79,7 @@ class _Subset:
         """The rate that each tier has to deal with: that of all classes up to its own."""
         out, places = [0.0] * len(self.costs), self.highest_of
         for tier, rate in rates.items():
-            if tier < len(places):
+            if rate > 0:
                 out[places[tier]] += rate
         return out
 

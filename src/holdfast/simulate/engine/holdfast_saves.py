@@ -115,7 +115,8 @@ class HoldfastSaves:
 
     def _observe(self, view: View, failures: int = 0) -> None:
         """Time passed at risk, on the mean number of nodes since the last look; then failures."""
-        self.count_nodes(view)
+        if view.now > self._counted_at:
+            self.count_nodes(view)
         passed = view.now - self._since
         nodes = self._node_s / passed if passed > 0 else 1.0
         self.rate = self.rate.with_observation(passed, nodes if nodes > 1 else 1.0, failures)

@@ -29,7 +29,8 @@ class Sketch:
     def add(self, value: float) -> None:
         self.count += 1
         self.total += value
-        self.most = max(self.most, value)
+        if value > self.most:
+            self.most = value
         if value <= 1e-9:
             self.zeros += 1
         else:

@@ -214,12 +214,15 @@ class Progress:
         if work > 2 * self._least:
             left = self._jump(now + seconds - left, left, work, tiers)
         while left > _TINY:
-            ahead = min([tier.interval - tier.since for tier in tiers])
-            if ahead >= left:
-                self._work(left, tiers)
+            ahead = left
+            for tier in tiers:
+                gap = tier.interval - tier.since
+                if gap < ahead:
+                    ahead = gap if gap > 0 else 0.0
+            self._work(ahead, tiers)
+            if ahead == left:
                 return
-            self._work(max(0.0, ahead), tiers)
-            left -= max(0.0, ahead)
+            left -= ahead
             due = [tier for tier in tiers if tier.interval - tier.since <= _TINY]
             self.block_left = sum(tier.plan.blocked_s for tier in due)
             self._in_save = due
@@ -282,7 +285,7 @@ class Progress:
         """Seconds until the step ends that is under way; 0 if none is."""
         if not self.step_tokens or self.rate <= 0:
             return 0.0
-        left = self.step_tokens - (self.tokens - self._whole(self.tokens))
+        left = self.step_tokens - (self.tokens - whole_steps(self.tokens, self.step_tokens))
         return self.block_left + (left / self.rate if left < self.step_tokens * (1 - 1e-6) else 0.0)
 
     @property
@@ -304,23 +307,20 @@ class Progress:
     # --- saves ----------------------------------------------------------------------------------
     def _mark(self, usable: float, tokens: float, productive: float, blocked: float) -> Mark:
         """A save holds complete steps."""
-        whole = self._whole(tokens)
+        whole = whole_steps(tokens, self.step_tokens)
         if self.rate > 0:
             productive -= (tokens - whole) / self.rate
         return Mark(usable, whole, productive, blocked)
 
-    def _whole(self, tokens: float) -> float:
-        return whole_steps(tokens, self.step_tokens)
-
     def lose_step(self) -> LostWork:
         """Only the unfinished step is lost, and a save that was under way."""
         self.block_left, self._in_save = 0.0, []
-        partial = self.tokens - self._whole(self.tokens)
+        partial = self.tokens - whole_steps(self.tokens, self.step_tokens)
         seconds = partial / self.rate if self.rate > 0 else 0.0
         self.tokens -= partial
         self.productive -= seconds
         for tier in self._tiers.values():
-            tier.since = max(0.0, tier.since - seconds)
+            tier.since = tier.since - seconds if tier.since > seconds else 0.0
         return LostWork(partial, seconds, 0.0, seconds, self.tokens)
 
     def return_to_save(self, now: float, tiers: Collection[int]) -> LostWork:
