@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from math import inf, sqrt
 
 import pytest
@@ -17,7 +18,6 @@ from holdfast.policy.saving.interval import (
     SaveCost,
     TierCost,
     daly_interval,
-    decide_tier,
     lost_time_share,
     young_interval,
 )
@@ -27,6 +27,19 @@ from holdfast.simulate.intervals import RunSpell, replay_two_tiers
 WIDE = IntervalBounds(1e-6, 1e9)
 costs = st.floats(1e-3, 100)
 rates = st.floats(1e-8, 1e-2)
+
+
+def decide_tier(
+    cost: TierCost,
+    rate: float,
+    bounds: IntervalBounds,
+    evidence: Callable[[], str] | None = None,
+    current: IntervalDecision | None = None,
+) -> IntervalDecision:
+    """The decision of a run that has one tier."""
+    before = {} if current is None else {cost.tier: current}
+    [made] = decide_tiers([cost], {cost.tier: rate}, bounds, evidence=evidence, current=before)
+    return made
 
 
 # --- one tier -------------------------------------------------------------------------------------

@@ -144,33 +144,14 @@ def _name_limit(cost: TierCost, rate: float, bounds: IntervalBounds) -> str:
     return ""
 
 
-def decide_tier(
-    cost: TierCost,
-    rate: float,
-    bounds: IntervalBounds,
-    *,
-    evidence: Callable[[], str] | None = None,
-    current: IntervalDecision | None = None,
-) -> IntervalDecision:
-    """The interval of one tier. current: what holds so far; it is returned as long as it is as
-    good.
-
-    rate: failures a second that need this tier. evidence: says where the rate comes from.
-    """
-    seconds = seconds_between(cost, rate, bounds, None if current is None else current.seconds)
-    if current is not None and seconds == current.seconds:
-        return current
-    explain = partial(_reason_of_tier, cost, rate, bounds, seconds, evidence)
-    return IntervalDecision(cost.tier, seconds, explain)
-
-
-def _reason_of_tier(
+def reason_of_tier(
     cost: TierCost,
     rate: float,
     bounds: IntervalBounds,
     seconds: float,
     evidence: Callable[[], str] | None,
 ) -> str:
+    """One sentence with the numbers of an interval of `seconds_between`."""
     spent, limit = max(cost.cost_s, MIN_SAVE_COST_S), _name_limit(cost, rate, bounds)
     if rate > 0:
         expected = f"one failure is expected in {format_duration(1 / rate)}"

@@ -36,8 +36,9 @@ from holdfast.policy.saving.interval import (
     IntervalBounds,
     IntervalDecision,
     TierCost,
-    decide_tier,
     expected_waste,
+    reason_of_tier,
+    seconds_between,
 )
 
 MIN_TIER_SET_GAIN_SHARE = 0.02
@@ -166,27 +167,31 @@ class TierChoices:
                 raise ValueError(f"failures are given that tier {top} does not survive")
         chosen = self._choose(rates, current)
         used: dict[int, IntervalDecision] = {}
-        below: tuple[int, float] | None = None
+        below, below_s = 0, 0.0
         for cost, rate, limits, fixed in zip(
             chosen.costs, chosen.handed(rates), chosen.bounds, chosen.fixed_s, strict=True
         ):
+            tier = cost.tier
             if fixed is not None:
-                below = cost.tier, fixed
+                below, below_s = tier, fixed
                 continue
-            made = decide_tier(cost, rate, limits, evidence=evidence)
-            if below is not None and 0 < below[1] < inf and made.seconds < inf:
-                times = max(1, round(made.seconds / below[1]))
-                explain = partial(_reason_of_multiple, made.explain, times, below[0])
-                made = IntervalDecision(cost.tier, times * below[1], explain)
-            used[cost.tier] = made
-            below = cost.tier, made.seconds
+            best = seconds = seconds_between(cost, rate, limits)
+            times = 0
+            if 0 < below_s < inf and best < inf:
+                times = round(best / below_s) or 1
+                seconds = times * below_s
+            made = current.get(tier)
+            if made is None or not _is_as_good(made.seconds, seconds):
+                explain = partial(reason_of_tier, cost, rate, limits, best, evidence)
+                if times:
+                    explain = partial(_reason_of_multiple, explain, times, below)
+                made = IntervalDecision(tier, seconds, explain)
+            used[tier] = made
+            below, below_s = tier, seconds
         every = self.subsets[-1].decided
         return tuple(
             [
-                _keep_if_as_good(
-                    current.get(cost.tier),
-                    used.get(cost.tier) or _unused_tier_decision(cost, chosen.costs),
-                )
+                used.get(cost.tier) or _unused(cost, chosen.costs, current.get(cost.tier))
                 for cost in self.costs
                 if cost.tier in every
             ]
@@ -202,7 +207,7 @@ class TierChoices:
         best = self.subsets[wastes.index(least)]
         if not current:
             return best
-        in_force = {tier for tier, decision in current.items() if decision.seconds < inf}
+        in_force = {tier for tier, made in current.items() if made.seconds < inf}
         if best.decided == in_force:
             return best
         for subset, waste in zip(self.subsets, wastes, strict=True):
@@ -215,18 +220,19 @@ def _reason_of_multiple(explain: Callable[[], str], times: int, below: int) -> s
     return f"{explain()}; that is with every {_ordinal(times)} save of tier {below}"
 
 
-def _keep_if_as_good(current: IntervalDecision | None, made: IntervalDecision) -> IntervalDecision:
-    """Return the present interval if it is as good as the new one."""
-    if current is None or (current.seconds == inf) != (made.seconds == inf):
-        return made
-    same = (
-        made.seconds == inf
-        or abs(made.seconds - current.seconds) <= MIN_INTERVAL_CHANGE_SHARE * current.seconds
-    )
-    return current if same else made
+def _is_as_good(seconds: float, best: float) -> bool:
+    """Return True if an interval may stay."""
+    if seconds == inf or best == inf:
+        return seconds == best
+    return abs(best - seconds) <= MIN_INTERVAL_CHANGE_SHARE * seconds
 
 
-def _unused_tier_decision(cost: TierCost, used: Sequence[TierCost]) -> IntervalDecision:
+def _unused(
+    cost: TierCost, used: Sequence[TierCost], current: IntervalDecision | None
+) -> IntervalDecision:
+    """A tier that is not worth having."""
+    if current is not None and current.seconds == inf:
+        return current
     above = next(c.tier for c in used if c.tier > cost.tier)
     return IntervalDecision(cost.tier, inf, partial(_reason_of_unused, cost, above))
 
