@@ -144,7 +144,7 @@ def test_each_tier_has_its_own_optimum_and_multiples_nest() -> None:
 def test_a_tier_that_costs_more_than_it_spares_is_left_out() -> None:
     same = decide_tiers([TierCost(0, 1.0), TierCost(3, 1.0)], {0: 1e-4, 3: 1e-4}, WIDE)
     assert same[0].seconds == inf
-    assert "cost more than they spare beside those of tier 3" in same[0].reason
+    assert "cost more than they spare with those of tier 3" in same[0].reason
     assert same[1].seconds == pytest.approx(young_interval(1.0, 2e-4), rel=0.01)
     rare = decide_tiers([TierCost(0, 0.01), TierCost(3, 5.0)], {0: 1e-9, 3: 1e-4}, WIDE)
     assert rare[0].seconds == inf

@@ -4,8 +4,8 @@ The state of a run is how many nodes of each pool are absent. Each state has a c
 (`absent_nodes.py`), a layout and its throughput. The layout is complete replicas of the same shape,
 or another shape on the rest if that is faster. Losses and returns of nodes pause the run. A pause
 that another loss interrupts begins again: it takes (e^(vR) - 1)/v seconds (Daly, 2006). What a loss
-needs says which tier must hold the state. `policy/saving/interval.py` chooses the intervals of the
-tiers for these rates, as the runtime does, and says what they lose. So
+needs says which tier must hold the state. `policy/saving/tier_choice.py` chooses the intervals of
+the tiers for these rates, as the runtime does, and says what they lose. So
 
     goodput = sum over states (chance x tokens/s) / (1 + pauses + saves and lost work)
 

@@ -241,7 +241,7 @@ def _reason_of_unused(cost: TierCost, above: int) -> str:
     return (
         f"tier {cost.tier} is not saved into for itself: its saves "
         f"({format_duration(cost.cost_s)}) cost "
-        f"more than they spare beside those of tier {above}"
+        f"more than they spare with those of tier {above}"
     )
 
 
