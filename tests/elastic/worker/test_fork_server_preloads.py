@@ -22,6 +22,8 @@ SYMBOLS, COMPILER, FSDP = "sympy", "torch._dynamo", "torch.distributed.fsdp"
 LAYOUTS: dict[str, list[str]] = {
     "dp2": [],
     "bf16.dp2": [],
+    "fp16.dp2": [SYMBOLS],
+    "full.dp2": [SYMBOLS, COMPILER, FSDP],
     "tp2": [],
     "zero1.2": [],
     "pp2": [SYMBOLS],
@@ -51,3 +53,11 @@ def test_an_own_loop_has_the_compiler_for_its_optimizers_before_a_worker_is_fork
     own = config.model_copy(update={"task": config.task.model_copy(update={"name": SCRIPT_TASK})})
     assert COMPILER in modules_to_preload(own)
     assert COMPILER not in modules_to_preload(config)
+
+
+def test_a_run_that_recomputes_has_the_compiler_before_a_worker_is_forked() -> None:
+    """torch.utils.checkpoint imports it at its first call, in the first step after a kill."""
+    config = tiny()
+    for words in ("full", "selective", ("none", "full")):
+        train = config.train.model_copy(update={"recompute": words})
+        assert COMPILER in modules_to_preload(config.model_copy(update={"train": train}))

@@ -39,12 +39,13 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
         needed += ["holdfast.parallel.fsdp", _COMPILER]
     elif (
         config.train.compile
+        or config.train.recomputes  # torch.utils.checkpoint imports it at its first call
         or config.train.optimizer.name != "adamw"
         or config.train.precision == "fp8"
         or config.task.name == SCRIPT_TASK  # its optimizer is one of torch.optim
     ):
         needed += [_COMPILER]
-    if any(degrees.pp > 1 for degrees in kinds):
+    if config.train.precision == "fp16" or any(degrees.pp > 1 for degrees in kinds):
         needed += ["torch.fx.experimental.symbolic_shapes"]  # a backward that is given a gradient
     return tuple(needed)
 
