@@ -78,7 +78,7 @@ def test_make_fit_and_plot(file: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["show", "none.csv"], "none.csv: the file cannot be read: No such file"),
         (["show", "bad.csv"], "bad.csv:2: '60000,gone,n1' is no row; write 'time_ms,add,node'"),
         (["convert", "nodes.csv", "--to", "nodes.csv"], "this is the file that is read"),
-        (["make", "spot", "--to", "a", "--set", "x=1"], "spot cannot be made with x=1"),
+        (["make", "spot", "--to", "a", "--set", "x=1"], "spot has no parameter 'x'"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -57,6 +57,19 @@ def write_text(path: Path, text: str) -> None:
     say(f"wrote {path}")
 
 
+def check_target(to: Path, option: str, inputs: Sequence[Path] = ()) -> None:
+    """Raise UserError before long work for a file that it could not write, or that it reads."""
+    where = f"command line, {option} {to}"
+    if to.exists() and any(path.exists() and path.samefile(to) for path in inputs):
+        raise UserError("this is the file that is read", where=where, remedy="give another path")
+    if to.is_dir() or not to.parent.is_dir():
+        raise UserError(
+            "this is a folder" if to.is_dir() else "there is no folder for this file",
+            where=where,
+            remedy="give a file in a folder that exists",
+        )
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder of `--out`, if it is not there. Raises UserError."""
     with explained_out_errors(folder):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, print_table, say
+from holdfast.cli.output import check_target, print_json, print_table, say
 from holdfast.cli.progress import LongWork
 from holdfast.errors import DataError, UserError
 
@@ -32,7 +32,7 @@ Zones = Annotated[
 Systems = Annotated[
     list[str] | None, typer.Option("--system", help="one for each file, of tables of outages")
 ]
-Seed = Annotated[int, typer.Option(help="for what a file leaves open")]
+Seed = Annotated[int, typer.Option(help="of what a file leaves open: which nodes of a count go")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Nth = Annotated[
     int, typer.Option("--every-nth", min=1, help="ask about each N-th node only, to save time")
@@ -74,6 +74,7 @@ def fit(
     from holdfast.cli.output import write_text
     from holdfast.simulate.prediction.fitting import TrainingPart, fit_models
 
+    check_target(to, "--to", files)
     streams = read_histories(files, zone, system, seed)
     parts = [TrainingPart(stream, stream.seconds * until, every_nth) for stream in streams]
     with LongWork("fitting") as work:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, say, write_text
+from holdfast.cli.output import check_target, print_json, say, write_text
 from holdfast.cli.simulate_admission import admission
 from holdfast.cli.simulate_mix import mix
 
@@ -19,37 +19,60 @@ RunFile = Annotated[Path, typer.Argument(help="the run file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
 Traces = Annotated[
     list[Path] | None,
-    typer.Option(help="a file of any kind that `holdfast trace` reads; repeatable"),
+    typer.Option(
+        help="a file of any kind that `holdfast trace` reads, also of prices or carbon; repeatable"
+    ),
 ]
 Zones = Annotated[
     list[str] | None,
-    typer.Option("--zone", help="one for each file, or a choice of its zones; repeatable"),
+    typer.Option(
+        "--zone", help="a name for the zone of each file, or the choice of one; repeatable"
+    ),
 ]
-Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a choice, or a label")]
+Gpu = Annotated[
+    str, typer.Option("--gpu", help="a name for the type of device, or the choice of one")
+]
 Maker = Annotated[
     Literal["spot", "gang", "lives", "failures"] | None,
     typer.Option(help="a synthetic trace in place of a file; one for each seed"),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="a constant or rule (docs/simulate.md), or one of --make"),
+    typer.Option(
+        "--set",
+        help="name=value: a setting of docs/simulate.md, or of the generator of --make; repeatable",
+    ),
 ]
-Days = Annotated[float | None, typer.Option(min=0.01, max=36500, help="length of --make")]
+Days = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=36500, help="length of --make in days; default: the generator's"),
+]
 Machines = Annotated[
-    str, typer.Option("--cluster", help="the machines; none: plan.cluster, or this machine")
+    str,
+    typer.Option(
+        "--cluster",
+        help="a cluster file, or NODESxDEVICESxNAME; default: plan.cluster, or this machine",
+    ),
 ]
 Policies = Annotated[
-    list[str] | None, typer.Option(help="holdfast, or the policy of another trainer; repeatable")
+    list[str] | None,
+    typer.Option(
+        help="holdfast (the default), restart, torchft, bamboo, varuna, parcae or acute; repeatable"
+    ),
 ]
 Sweeps = Annotated[
-    list[str] | None, typer.Option(help="key=a,b,c: a setting, or a key of the run file")
+    list[str] | None,
+    typer.Option(help="key=a,b,c: a setting of --set, or a key of the run file; repeatable"),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="histories to simulate")]
 UntilDone = Annotated[
     bool, typer.Option("--until-done", help="repeat the trace until the run is done")
 ]
-Out = Annotated[Path | None, typer.Option(help="a run folder to write, for `holdfast report`")]
-Svg = Annotated[Path | None, typer.Option(help="draw the comparison as SVG")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="a new folder: a run for `holdfast report`, and each finished replay"),
+]
+Svg = Annotated[Path | None, typer.Option(help="a file to write: the comparison as a chart")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -109,6 +132,8 @@ def run_file(
     from holdfast.cli.simulate_request import Asked, study_of
     from holdfast.cli.simulate_show import as_json, comparison_svg, print_outcomes
 
+    if svg is not None:
+        check_target(svg, "--svg", [run_file, *(trace or ()), Path(cluster)])
     asked = Asked(
         run_file=run_file,
         overrides=tuple(overrides or ()),

@@ -15,7 +15,7 @@ import typer
 from holdfast.cli.kept_replays import KeptReplays, key_of
 from holdfast.cli.output import make_folder, print_json, say
 from holdfast.cli.progress import LongWork
-from holdfast.errors import DataError
+from holdfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from holdfast.simulate.admission.engine import Setup
@@ -40,24 +40,34 @@ class PolicyName(StrEnum):
     ELASTIC = "elastic"
 
 
-Jobs = Annotated[Path | None, typer.Option(help="a CSV file; without, they are drawn")]
-Policies = Annotated[list[PolicyName] | None, typer.Option(help="repeatable; without, all")]
-Seeds = Annotated[int, typer.Option(min=1, help="workloads to draw, for the intervals")]
-Seed = Annotated[int, typer.Option(help="the first of them")]
-ClusterName = Annotated[
-    str, typer.Option(help="a cluster file, or NODESxDEVICESxNAME; without, 64 nodes of 8")
+Jobs = Annotated[
+    Path | None,
+    typer.Option(help="a CSV file of jobs (docs/admission.md); default: jobs are drawn"),
 ]
-Zones = Annotated[int, typer.Option(min=1, help="of the cluster that is not named")]
+Policies = Annotated[
+    list[PolicyName] | None, typer.Option(help="a way to admit jobs; repeatable; default: all")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="workloads to draw, for the intervals")]
+Seed = Annotated[int, typer.Option(help="the first of the --seeds")]
+ClusterName = Annotated[
+    str, typer.Option(help="a cluster file, or NODESxDEVICESxNAME; example: 64 nodes of 8 devices")
+]
+Zones = Annotated[int, typer.Option(min=1, help="zones of the example cluster")]
 Teams = Annotated[
     list[str] | None, typer.Option(help="NAME=DEVICES: a team and its quota; repeatable")
 ]
 QuotaRule = Annotated[
     Quotas, typer.Option(help="reclaim: borrowed devices are taken back; hard: none are lent")
 ]
-Load = Annotated[float, typer.Option(min=0.01, max=100, help="demand over devices, of drawn jobs")]
-Days = Annotated[float, typer.Option(min=0.01, max=3650, help="in which drawn jobs are submitted")]
+Load = Annotated[
+    float, typer.Option(min=0.01, max=100, help="demand of drawn jobs, over all devices")
+]
+Days = Annotated[
+    float, typer.Option(min=0.01, max=3650, help="days in which drawn jobs are submitted")
+]
 Elastic = Annotated[
-    float, typer.Option(min=0, max=1, help="share of elastic jobs of those with several pods")
+    float,
+    typer.Option(min=0, max=1, help="share of the drawn jobs of several pods that are elastic"),
 ]
 Jitter = Annotated[
     Path | None, typer.Option(help="a trace of operations, such as ByteDance's, in Parquet")
@@ -100,18 +110,25 @@ def admission(
       holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
     """
     from holdfast.cli.simulate_admission_show import StudyReport
+    from holdfast.cli.trace_make import refuse_repeated
     from holdfast.simulate.admission.jobs import Rules
     from holdfast.simulate.admission.policies import POLICIES
     from holdfast.simulate.admission.study import run_study
     from holdfast.simulate.admission.workload import Workload
 
+    for option, names in (("--policy", policy), ("--team", team)):
+        refuse_repeated([name.partition("=")[0] for name in names or ()], option)
+    for words in team or ():
+        _team_of(words)
+    drawn = Workload(load=load, days=days, elastic=elastic)
+    _refuse_unused(drawn, jobs, cluster, zones)
     rules = Rules(
         group_timeout_s=group_timeout, evicted_save=save_on_eviction, reclaims=quotas == "reclaim"
     )
     cases = _Cases(
         _fabric_of(cluster, zones),
         _jobs_of(jobs),
-        Workload(load=load, days=days, elastic=elastic),
+        drawn,
         _jitter_of(jitter),
         rules,
         tuple(team or ()),
@@ -133,6 +150,22 @@ def admission(
         report.print_tables()
     if out is not None:
         report.write(out)
+
+
+def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int) -> None:
+    """Raise ConfigError for an option that another one makes void."""
+    from holdfast.simulate.admission.workload import Workload
+
+    usual = Workload(load=1.0, days=7.0, elastic=0.5)
+    void = [(name, "--jobs") for name in ("load", "days", "elastic") if jobs is not None]
+    void = [each for each in void if getattr(drawn, each[0]) != getattr(usual, each[0])]
+    void += [("zones", "--cluster")] if zones > 1 and cluster != _EXAMPLE else []
+    for name, other in void:
+        raise ConfigError(
+            f"--{name} has no effect with {other}",
+            where="command line",
+            remedy=f"leave --{name} or {other} out",
+        )
 
 
 class _Kept:
@@ -187,10 +220,11 @@ def _fabric_of(cluster: str, zones: int) -> Fabric:
 def _jobs_of(path: Path | None) -> tuple[Job, ...]:
     from holdfast.cli.trace import read_bytes
     from holdfast.simulate.admission.jobs_file import read_jobs
+    from holdfast.simulate.traces.rows import text_of
 
     if path is None:
         return ()
-    return read_jobs(read_bytes(path).decode("utf-8", "replace"), str(path))
+    return read_jobs(text_of(read_bytes(path), str(path)), str(path))
 
 
 def _teams_of(
@@ -237,4 +271,5 @@ def _jitter_of(path: Path | None) -> JitterProfile:
         path = public if public.is_file() else None
     if path is None:
         return lognormal_profile()
-    return profile_of_trace(read_stream(read_bytes(path), path.name, DEFAULTS))
+    with LongWork(f"reading {path}"):
+        return profile_of_trace(read_stream(read_bytes(path), path.name, DEFAULTS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.output import print_json, print_table, say
+from holdfast.cli.progress import LongWork
 from holdfast.cli.trace import read_bytes
+from holdfast.cli.trace_make import refuse_repeated
 from holdfast.errors import ConfigError
 from holdfast.simulate.spot_mix import (
     MixResult,
@@ -33,13 +36,16 @@ _LETTER = re.compile(r"-?[a-z]$")
 def mix(
     zone: Annotated[
         list[str],
-        typer.Option("--zone", help="NAME=FILE: a zone's spot nodes by time; repeat it"),
+        typer.Option("--zone", help="NAME=FILE: a trace of a zone's spot nodes; repeatable"),
     ],
-    work: Annotated[float, typer.Option(min=0.01, help="node-hours to do")],
+    work: Annotated[float, typer.Option(min=0.01, max=1e7, help="node-hours to do")],
     nodes: Annotated[int, typer.Option(min=1, max=1024, help="most nodes at a time")],
-    deadline: Annotated[float, typer.Option(min=0.01, help="hours from the begin")],
+    deadline: Annotated[
+        float,
+        typer.Option(min=0.01, max=10_000, help="hours from the begin to the end"),
+    ],
     on_demand: Annotated[
-        float | None, typer.Option(min=0.0, help="dollars an hour of an on-demand node")
+        float | None, typer.Option(min=1e-6, max=1e6, help="dollars an hour of an on-demand node")
     ] = None,
     spot: Annotated[
         list[str] | None,
@@ -50,18 +56,25 @@ def mix(
     ] = None,
     machine: Annotated[str, typer.Option(help="the machine type in --prices")] = "",
     prices_from: Annotated[
-        str, typer.Option(help="date in --prices at which the zones' files begin; none: its first")
+        str,
+        typer.Option(
+            help="date at which the zones' files begin, as 2023-08-27; default: that of --prices"
+        ),
     ] = "",
     in_time: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="share of replays that end in time")
     ] = 0.95,
     replays: Annotated[int, typer.Option(min=1, max=10_000, help="begins to replay")] = 200,
-    seed: Annotated[int, typer.Option(help="of the begins")] = 0,
-    tick: Annotated[float, typer.Option(min=0.01, help="hours between two decisions")] = 0.25,
+    seed: Annotated[int, typer.Option(help="of the draw of the begins")] = 0,
+    tick: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="hours between two decisions")
+    ] = 0.25,
     change: Annotated[
-        float, typer.Option(min=0.0, help="hours that a change of nodes costs the run")
+        float, typer.Option(min=0.0, max=1000, help="hours that a change of nodes costs the run")
     ] = 0.02,
-    move: Annotated[float, typer.Option(min=0.0, help="dollars of a move between regions")] = 0.0,
+    move: Annotated[
+        float, typer.Option(min=0.0, max=1e6, help="dollars of a move between regions")
+    ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Search the cheapest mix that ends in time in most replays.
@@ -75,15 +88,20 @@ def mix(
       holdfast simulate mix --zone a=a.json --spot a=1 --on-demand 3 --work 9 --nodes 2 --deadline 6
     """
     asked = Work(work, nodes, deadline, tick, change, move)
-    streams = {name: _stream(path) for name, path in map(_zone_of, zone)}
+    for option, named in (("--zone", zone), ("--spot", spot or [])):
+        refuse_repeated([text.partition("=")[0] for text in named], option)
+    files, fixed = dict(map(_zone_of, zone)), dict(map(_price_of, spot or []))
+    _refuse_unused(files, fixed, prices, machine, prices_from)
+    streams = {name: _stream(path) for name, path in files.items()}
     ticks = max(1, int(min(each.seconds for each in streams.values()) / 3600 / tick))
-    priced = _Prices(on_demand, dict(_price_of(text) for text in spot or ()), machine, tick, ticks)
+    priced = _Prices(on_demand, fixed, machine, tick, ticks)
     if prices is not None:
         priced.read(prices, prices_from)
     zones = [priced.offer(name, node_counts(each, tick, ticks)) for name, each in streams.items()]
     draw = random.Random(f"{seed}/mix")
     starts = [draw.randrange(ticks) for _ in range(replays)]
-    found = search_mix(zones, asked, starts, in_time)
+    with LongWork("replaying mixes"):
+        found = search_mix(zones, asked, starts, in_time)
     if json:
         print_json(_as_json(found))
     else:
@@ -91,9 +109,35 @@ def mix(
     return 0 if found.best is not None else 1
 
 
+def _refuse_unused(
+    zones: Iterable[str], spot: Iterable[str], prices: Path | None, machine: str, begin: str
+) -> None:
+    """Raise ConfigError for an option that has no effect, or lacks another one."""
+    known = sorted({*zones, *map(region_of, zones)})
+    for name in spot:
+        if name not in known:
+            raise ConfigError(
+                f"{name} is the name of no --zone",
+                where="--spot",
+                remedy=f"use one of: {', '.join(known)}",
+            )
+    if prices is None and (machine or begin):
+        raise ConfigError(
+            f"--{'machine' if machine else 'prices-from'} has no effect without --prices",
+            where="command line",
+            remedy="leave it out, or add --prices FILE",
+        )
+    if prices is not None and not machine:
+        raise ConfigError(
+            "the table has prices of several machine types",
+            where="--prices",
+            remedy="add --machine TYPE",
+        )
+
+
 def region_of(zone: str) -> str:
     """A zone's name without its last letter: us-east-1c and us-east1-b."""
-    return _LETTER.sub("", zone)
+    return _LETTER.sub("", zone) or zone
 
 
 def _zone_of(text: str) -> tuple[str, Path]:
@@ -115,7 +159,7 @@ def _price_of(text: str) -> tuple[str, float]:
         price = float(value)
     except ValueError:
         price = -1.0
-    if not name or not 0 <= price < float("inf"):
+    if not name or not 0 <= price <= 1e6:
         raise ConfigError(
             f"{text!r} is no price", where="--spot", remedy="write NAME=DOLLARS: us-east-1=0.61"
         )
@@ -142,7 +186,14 @@ class _Prices:
         self._table = _stream(path)
         if begin:
             first = _date(self._table.header.t0[:10], "--prices")
-            self._from_s = max(0.0, _date(begin, "--prices-from") - first)
+            self._from_s = _date(begin, "--prices-from") - first
+            if not 0 <= self._from_s <= self._table.seconds:
+                days = datetime.fromtimestamp(first + self._table.seconds, UTC)
+                raise ConfigError(
+                    f"{begin} is outside of {path}",
+                    where="--prices-from",
+                    remedy=f"give a date from {self._table.header.t0[:10]} to {days:%Y-%m-%d}",
+                )
 
     def offer(self, name: str, counts: list[int]) -> ZoneOffer:
         region, ticks = region_of(name), self._ticks

@@ -14,6 +14,7 @@ from holdfast.cli.kept_replays import key_of
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.cli.simulate_replays import StudyReplays
 from holdfast.cli.trace import read_bytes, read_each
+from holdfast.cli.trace_make import refuse_repeated
 from holdfast.errors import ConfigError
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
@@ -142,11 +143,20 @@ def _refuse_no_trace(asked: Asked) -> None:
 # --- settings -----------------------------------------------------------------------------------
 def _fixed_settings(asked: Asked) -> tuple[dict[str, float], dict[str, float]]:
     """Values of --set for the simulation, and for the generator."""
+    refuse_repeated(asked.policies, "--policy")
+    for option, given in (("--set", asked.given), ("--sweep", asked.sweeps)):
+        refuse_repeated([text.partition("=")[0].strip() for text in given], option)
     known = GENERATORS[asked.made].defaults if asked.made else {}
     ours: dict[str, float] = {}
     made: dict[str, float] = {}
     for text in asked.given:
         name, values = parse_setting(text, "--set")
+        if len(values) > 1:
+            raise ConfigError(
+                f"{text!r} has {len(values)} values",
+                where="--set",
+                remedy=f"give one, or compare them with --sweep {text}",
+            )
         (made if name in known else ours)[name] = as_number(name, values[0], "--set")
         if name not in known and not is_setting(name):
             raise ConfigError(
@@ -159,6 +169,8 @@ def _fixed_settings(asked: Asked) -> tuple[dict[str, float], dict[str, float]]:
 
 def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
     parsed = [parse_setting(text, "--sweep") for text in asked.sweeps]
+    for name, swept in parsed:
+        refuse_repeated(swept, f"--sweep {name}")
     for chosen in product(*([(name, value) for value in values] for name, values in parsed)):
         values = dict(fixed)
         overrides = []

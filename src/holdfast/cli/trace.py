@@ -11,37 +11,60 @@ from typing import Annotated, Literal
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, say
+from holdfast.cli.output import check_target, print_json, say
 from holdfast.cli.progress import LongWork
 from holdfast.cli.trace_show import print_stream, stream_as_json
 from holdfast.errors import DataError
 from holdfast.simulate.traces.events import EventStream
 from holdfast.simulate.traces.node_changes import Burst, ReadOptions, Victims
 from holdfast.simulate.traces.reading import merge_streams, read_stream
+from holdfast.simulate.traces.rows import MOST_NODES
 from holdfast.simulate.traces.scenario import GapRule, with_notices, without_gaps
 from holdfast.simulate.traces.stream_file import format_stream
 
 app = make_app("Read, show and make traces of machines that come and go.")
 
 Files = Annotated[list[Path], typer.Argument(help="files of any known kind; of several, one trace")]
-Seed = Annotated[int, typer.Option(help="for what a file leaves open")]
-Rule = Annotated[Victims, typer.Option("--victims", help="which nodes of a count go")]
+Seed = Annotated[int, typer.Option(help="of what a file leaves open: which nodes of a count go")]
+Rule = Annotated[
+    Victims, typer.Option("--victims", help="which nodes of a count go; lifo: the youngest first")
+]
 Bursts = Annotated[
     Burst, typer.Option("--burst", help="how nodes that go together lie in the order of ranks")
 ]
 Gaps = Annotated[
-    GapRule, typer.Option("--gaps", help="hold the state, take the time out, or keep one part")
+    GapRule,
+    typer.Option(
+        "--gaps",
+        help="of gaps in the file: hold the state before them, skip their time, or cut out the "
+        "longest part between two",
+    ),
 ]
-Tick = Annotated[float | None, typer.Option("--tick", help="seconds of a tick, of such a file")]
+Tick = Annotated[
+    float | None,
+    typer.Option("--tick", min=0, help="seconds of a tick, for files of ticks; default: theirs"),
+]
 Zones = Annotated[
-    list[str] | None, typer.Option("--zone", help="one for each file, or a choice of its zones")
+    list[str] | None,
+    typer.Option(
+        "--zone", help="a name for the zone of each file, or the choice of one; repeatable"
+    ),
 ]
-Gpu = Annotated[str, typer.Option("--gpu", help="type of device: a label, or a choice of a file's")]
-Nodes = Annotated[int | None, typer.Option(min=1, help="for tables of lives or rates")]
+Gpu = Annotated[
+    str, typer.Option("--gpu", help="a name for the type of device, or the choice of one")
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST_NODES, help="nodes to draw from a table of lives or rates"),
+]
 Days = Annotated[
-    float | None, typer.Option(min=0.001, max=36500, help="for tables of lives or rates")
+    float | None,
+    typer.Option(min=0.001, max=36500, help="days to draw from a table of lives or rates"),
 ]
-System = Annotated[str | None, typer.Option(help="of a table of outages; the one with most rows")]
+System = Annotated[
+    str | None,
+    typer.Option(help="the system in a table of outages; default: the one with most rows"),
+]
 Carbon = Annotated[
     Literal["average", "marginal"] | None,
     typer.Option(help="what an intensity is, if the file does not say it"),
@@ -56,7 +79,9 @@ def convert(
     victims: Rule = "random",
     burst: Bursts = "any",
     seed: Seed = 0,
-    notice: Annotated[float, typer.Option(min=0, help="seconds before each departure")] = 0.0,
+    notice: Annotated[
+        float, typer.Option(min=0, help="seconds of warning before each departure")
+    ] = 0.0,
     gaps: Gaps = "hold",
     tick: Tick = None,
     zone: Zones = None,
@@ -77,11 +102,12 @@ def convert(
       holdfast trace convert p3-trace.csv --to p3.jsonl
       holdfast trace convert a.json b.json --zone us-east-1a --zone us-east-1c --to both.jsonl
     """
+    check_target(to, "--to", files)
     options = ReadOptions(
         seed, victims, burst, tick, nodes, days, system, gpu=gpu, carbon=carbon or ""
     )
     stream = without_gaps(with_notices(read_files(files, options, zone), notice), gaps)
-    write_stream(stream, to, files)
+    write_stream(stream, to)
     if json:
         print_json(stream_as_json(stream))
 
@@ -156,14 +182,23 @@ def make(
     ],
     to: Annotated[Path, typer.Option("--to", help="the file to write")],
     seed: Seed = 0,
-    days: Annotated[float | None, typer.Option(min=0.01, help="length")] = None,
-    given: Annotated[
-        list[str] | None, typer.Option("--set", help="a parameter of the generator: key=number")
+    days: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=36500, help="length in days; default: the generator's"),
     ] = None,
-    notice: Annotated[float, typer.Option(min=0, help="seconds before each departure")] = 0.0,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="a parameter of the generator: key=number; repeatable"),
+    ] = None,
+    notice: Annotated[
+        float, typer.Option(min=0, help="seconds of warning before each departure")
+    ] = 0.0,
     json: Json = False,
 ) -> None:
     """Write a synthetic trace. The same seed gives the same trace.
+
+    docs/traces.md has the parameters of each generator. `holdfast trace fit` estimates them from a
+    trace, and prints the command that makes a similar one.
 
     \b
     Example:
@@ -172,6 +207,7 @@ def make(
     from holdfast.cli.trace_make import parameters_of
     from holdfast.simulate.generators import make_trace
 
+    check_target(to, "--to")
     with LongWork("making the trace"):
         stream = with_notices(make_trace(kind, seed, days, parameters_of(given or [])), notice)
     write_stream(stream, to)
@@ -200,6 +236,9 @@ def plot(
       holdfast trace plot p3.jsonl --svg p3.svg
     """
     from holdfast.cli.trace_make import lines_of, print_lines, svg_of
+
+    if svg is not None:
+        check_target(svg, "--svg", files)
 
     options = ReadOptions(seed, victims, "any", tick, nodes, days, system, gpu=gpu)
     stream = read_files(files, options, zone)
@@ -267,14 +306,8 @@ def read_bytes(path: Path) -> bytes:
         ) from None
 
 
-def write_stream(stream: EventStream, to: Path, files: list[Path] | None = None) -> None:
+def write_stream(stream: EventStream, to: Path) -> None:
     """Write the stream, and say what was found."""
-    if to.exists() and any(path.exists() and path.samefile(to) for path in files or []):
-        raise DataError(
-            "this is the file that is read",
-            where=f"command line, --to {to}",
-            remedy="give another path",
-        )
     with LongWork(f"writing {to}"):
         write_text("".join(f"{line}\n" for line in format_stream(stream)), to, "--to")
     header = stream.header

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cli.output import print_table
-from holdfast.errors import DataError
+from holdfast.errors import ConfigError, DataError
 from holdfast.report.steps_chart import Points, steps_svg, steps_text
 from holdfast.simulate.generators import Fit
 from holdfast.simulate.traces.events import EventStream
@@ -37,7 +37,19 @@ def parameters_of(given: Sequence[str]) -> dict[str, float]:
                 where="command line, --set",
                 remedy="write key=number, such as --set nodes=32",
             )
+    refuse_repeated([each.partition("=")[0] for each in given], "--set")
     return found
+
+
+def refuse_repeated(names: Sequence[str], option: str) -> None:
+    """Raise ConfigError if an option names one thing twice: which value counts is a guess."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{name} is named {names.count(name)} times",
+                where=f"command line, {option}",
+                remedy=f"name {name} once",
+            )
 
 
 def lines_of(stream: EventStream) -> list[tuple[str, Points]]:

@@ -145,16 +145,48 @@ GENERATORS: Mapping[str, Generator] = {
     "carbon": Generator(_carbon, 30.0, {"mean": 256.0, "swing": 0.5, "noise": 0.2}),
 }
 
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "nodes": (1, 100_000),
+    "between_s": (0.1, 1e9),
+    "up_s": (1, 1e9),
+    "down_s": (1, 1e9),
+    "wall_h": (0.1, 10_000),
+    "per_node_year": (0.001, 1000),
+    "lemons": (0, 1),
+    "repeat": (0, 0.95),
+    "mean": (0, 1e6),
+    "on_demand": (0, 1e6),
+    "between_days": (1, 36_500),
+    "step": (0, 10),
+    "noise": (0, 10),
+    "swing": (0, 100),
+    "spot swing": (0.01, 100),
+    **dict.fromkeys(_SIZES, (0, 1)),
+}
+"""The least and the most of each parameter: beyond them a generator divides by 0, or does not end.
+Units are in the names; shares are from 0 to 1."""
+
 
 def make_trace(name: str, seed: int, days: float | None, given: Parameters) -> EventStream:
-    """A trace of a generator. given: parameters that replace its defaults."""
+    """A trace of a generator. given: parameters that replace its defaults.
+
+    Raises DataError for a parameter that the generator does not have, or a value beyond its limits.
+    """
     generator = GENERATORS[name]
     for key, value in given.items():
-        if key not in generator.defaults or not 0 <= value < float("inf"):
+        if key not in generator.defaults:
+            raise DataError(
+                f"{name} has no parameter {key!r}",
+                where="command line, --set",
+                remedy=f"use one of: {', '.join(generator.defaults)}",
+            )
+        least, most = _LIMITS.get(f"{name} {key}", _LIMITS[key])
+        if not least <= value <= most or (key == "nodes" and not value.is_integer()):
+            kind = "a whole number" if key == "nodes" else "a number"
             raise DataError(
                 f"{name} cannot be made with {key}={value:g}",
                 where="command line, --set",
-                remedy=f"give 0 or more for one of: {', '.join(generator.defaults)}",
+                remedy=f"give {kind} from {least:g} to {most:g}",
             )
     length = generator.days if days is None else days
     return generator.make(seed, length, {**generator.defaults, **given})

@@ -41,7 +41,8 @@ def run(lab: Lab) -> None:
     path = lab.write("jobs.csv", lab.settings.get("text", f"{HEAD}\nred,0,1,8,60\n"))
     given = {"cluster": "2x8xA100-80", "team": None, "out": None} | lab.settings
     out = Path(given["out"]) if given["out"] else None
-    admission(path, seeds=1, cluster=given["cluster"], team=given["team"], out=out)
+    zones = given.get("zones", 1)
+    admission(path, seeds=1, cluster=given["cluster"], zones=zones, team=given["team"], out=out)
 
 
 def draw(lab: Lab) -> None:
@@ -117,6 +118,13 @@ CASES: list[Case] = [
         run,
         "give it more with --team (red)=DEVICES, or leave the job out",
         lambda lab, found: lab.settings.update(team=[f"{found[1]}=8"]),
+    ),
+    case(
+        "cli/simulate_admission.py: --… has no effect with …",
+        set_to(zones=2),
+        run,
+        "leave --zones or --cluster out",
+        then(zones=1),
     ),
     case(
         "cli/simulate_admission.py: … is no team with a quota",

@@ -10,6 +10,7 @@ from holdfast.policy.prediction.predictor import FittedModels
 from holdfast.simulate.generators import make_trace
 from holdfast.simulate.prediction.fitting import TrainingPart, fit_models
 from holdfast.simulate.prediction.reading import label_zone
+from holdfast.simulate.prediction.samples import take_samples
 from holdfast.simulate.traces.stream_file import format_stream
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 
@@ -46,6 +47,13 @@ def read(lab: Lab) -> None:
 
 
 CASES: list[Case] = [
+    case(
+        "simulate/prediction/samples.py: a horizon of … s gives … samples",
+        lambda lab: lab.settings.update(horizon=0.001),
+        lambda lab: take_samples(make_trace("spot", 0, 0.01, {}), lab.settings["horizon"]),
+        r"give a --horizon of (\d+) or more, .*",
+        lambda lab, found: lab.settings.update(horizon=float(found[1])),
+    ),
     case(
         "simulate/prediction/fitting.py: a horizon of … s foresees … losses before the last fifth"
         " and … in it; a fit needs … and 1",

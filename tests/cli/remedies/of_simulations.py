@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.output import check_target
 from holdfast.cli.simulate_journal import JournalObserver
 from holdfast.cli.simulate_mix import mix
 from holdfast.cli.simulate_request import Asked, study_of
@@ -44,6 +45,7 @@ def simulate(lab: Lab) -> None:
 PRICES = """\
 date,machine_type,region,usd_per_hour_on_demand,usd_per_hour_spot
 2023-05-08,m,mars-1,3.0,1.0
+2023-09-08,m,mars-1,3.0,1.0
 """
 
 
@@ -60,7 +62,7 @@ def mix_lab(**settings: Any) -> Callable[[Lab], None]:
 
 def mixed(lab: Lab) -> None:
     given = lab.settings
-    uses_table = given["machine"] or given["begin"]
+    uses_table = (given["machine"] or given["begin"]) and not given.get("lacks_prices")
     mix(
         [given["zone"]],
         10.0,
@@ -210,6 +212,58 @@ CASES: list[Case] = [
         fixed(out="made"),
     ),
     case(
+        "cli/trace_make.py: … is named … times",
+        lambda lab: (
+            run_file(lab),
+            lab.settings.update(given=("detection_s=1", "detection_s=2")),
+        ),
+        simulate,
+        r"name (\w+) once",
+        lambda lab, found: lab.settings.update(given=(f"{found[1]}=2",)),
+    ),
+    case(
+        "cli/simulate_request.py: … has … values",
+        lambda lab: (run_file(lab), lab.settings.update(given=("detection_s=1,2",))),
+        simulate,
+        r"give one, or compare them with --sweep (\S+)",
+        lambda lab, found: lab.settings.update(given=(), sweeps=(found[1],)),
+    ),
+    case(
+        "cli/output.py: this is a folder | there is no folder for this file",
+        lambda lab: lab.settings.update(out="absent/chart.svg"),
+        lambda lab: check_target(Path(lab.path(lab.settings["out"])), "--svg"),
+        "give a file in a folder that exists",
+        fixed(out="chart.svg"),
+    ),
+    case(
+        "cli/simulate_mix.py: … is the name of no --zone",
+        mix_lab(spot=["mars=0.61"]),
+        mixed,
+        r"use one of: (\S+), \S+",
+        lambda lab, found: lab.settings.update(spot=[f"{found[1]}=0.61"]),
+    ),
+    case(
+        "cli/simulate_mix.py: --… has no effect without --prices",
+        lambda lab: (mix_lab()(lab), lab.settings.update(lacks_prices=True, machine="m")),
+        mixed,
+        "leave it out, or add --prices FILE",
+        fixed(lacks_prices=False),
+    ),
+    case(
+        "cli/simulate_mix.py: the table has prices of several machine types",
+        mix_lab(begin="2023-05-08"),
+        mixed,
+        "add --machine TYPE",
+        fixed(machine="m"),
+    ),
+    case(
+        "cli/simulate_mix.py: … is outside of …",
+        mix_lab(machine="m", begin="1999-01-01"),
+        mixed,
+        r"give a date from (\S+) to \S+",
+        lambda lab, found: lab.settings.update(begin=found[1]),
+    ),
+    case(
         "cli/simulate_mix.py: … is no zone",
         mix_lab(zone="c.json"),
         mixed,
@@ -232,7 +286,7 @@ CASES: list[Case] = [
     ),
     case(
         "cli/simulate_mix.py: … is no date",
-        mix_lab(begin="27 August"),
+        mix_lab(begin="27 August", machine="m"),
         mixed,
         r"write it as (\S+)",
         lambda lab, found: lab.settings.update(begin=found[1]),

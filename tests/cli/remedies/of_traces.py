@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from holdfast.cli import trace as command
+from holdfast.cli.output import check_target
 from holdfast.cli.trace_make import lines_of, parameters_of
 from holdfast.simulate.generators import fit_trace, make_trace
 from holdfast.simulate.traces.events import EventStream, TraceEvent, check_events, in_order
@@ -93,8 +94,9 @@ def check(lab: Lab) -> None:
 def convert(lab: Lab) -> None:
     files = [Path(lab.path(name)) for name in lab.settings.get("files", ["a.csv"])]
     to = Path(lab.path(lab.settings.get("to", "b.jsonl")))
+    check_target(to, "--to", files)
     stream = command.read_files(files, DEFAULTS, lab.settings.get("zones"))
-    command.write_stream(stream, to, files)
+    command.write_stream(stream, to)
 
 
 def small(lab: Lab) -> None:
@@ -332,11 +334,18 @@ CASES: list[Case] = [
         good("0,4\n60000,3\n120000,1\n"),
     ),
     case(
-        "simulate/generators.py: … cannot be made with …=…",
+        "simulate/generators.py: … has no parameter …",
         lambda lab: lab.settings.update(given={"machines": 3.0}),
         lambda lab: make_trace("spot", 0, 0.1, lab.settings["given"]),
-        r"give 0 or more for one of: (\w+), .*",
+        r"use one of: (\w+), .*",
         lambda lab, found: lab.settings.update(given={found[1]: 3.0}),
+    ),
+    case(
+        "simulate/generators.py: … cannot be made with …=…",
+        lambda lab: lab.settings.update(given={"nodes": 2.5}),
+        lambda lab: make_trace("spot", 0, 0.1, lab.settings["given"]),
+        r"give a whole number from (\d+) to \S+",
+        lambda lab, found: lab.settings.update(given={"nodes": float(found[1])}),
     ),
     case(
         "cli/trace_make.py: … is no parameter",
@@ -361,13 +370,13 @@ CASES: list[Case] = [
     ),
     case(
         "cli/trace.py: the file cannot be written: …",
-        lambda lab: (small(lab), lab.settings.update(to="none/b.jsonl")),
-        convert,
+        lambda lab: lab.settings.update(to="none/b.jsonl"),
+        lambda lab: command.write_text("", Path(lab.path(lab.settings["to"])), "--to"),
         "give a path in a folder that exists and that you can write to",
         fixed(to="b.jsonl"),
     ),
     case(
-        "cli/trace.py: this is the file that is read",
+        "cli/output.py: this is the file that is read",
         lambda lab: (small(lab), lab.settings.update(to="a.csv")),
         convert,
         "give another path",

@@ -16,6 +16,7 @@ from math import isfinite
 
 from holdfast.errors import DataError
 from holdfast.simulate.admission.jobs import Job
+from holdfast.simulate.traces.rows import cells_of
 
 NEEDED = ("team", "submit_s", "pods", "devices", "seconds")
 _LEAST = {"pods": 1, "devices": 1, "microbatches": 1, "priority": None}
@@ -27,13 +28,13 @@ COLUMNS = tuple(field.name for field in fields(Job))
 
 def read_jobs(text: str, source: str) -> tuple[Job, ...]:
     """Jobs in the order of their submission. Raises DataError with file, line and remedy."""
-    rows = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-    head = [name.strip() for name in next(rows, [])]
+    rows = cells_of(text.removeprefix("\ufeff"), source)
+    _, head = next(rows, (1, []))
     unknown = [name for name in head if name not in COLUMNS]
     missing = [name for name in NEEDED if name not in head]
     if unknown or missing or len(set(head)) < len(head):
         raise DataError(
-            f"the columns are {', '.join(head) or 'none'}",
+            f"the columns are {', '.join(head)[:80] or 'none'}",
             where=f"{source}:1",
             remedy=f"write {','.join(NEEDED)}, and of {','.join(sorted(set(COLUMNS) - {*NEEDED}))} "
             "what is known, each once",
@@ -55,10 +56,8 @@ def format_jobs(jobs: tuple[Job, ...]) -> str:
     return out.getvalue()
 
 
-def _jobs(rows: Iterator[list[str]], head: list[str], source: str) -> Iterator[Job]:
-    for number, row in enumerate(rows, start=2):
-        if not any(cell.strip() for cell in row):
-            continue
+def _jobs(rows: Iterator[tuple[int, list[str]]], head: list[str], source: str) -> Iterator[Job]:
+    for number, row in rows:
         where = f"{source}:{number}"
         if len(row) != len(head):
             raise DataError(
@@ -66,7 +65,7 @@ def _jobs(rows: Iterator[list[str]], head: list[str], source: str) -> Iterator[J
                 where=where,
                 remedy="write one value for each column",
             )
-        given = {name: cell.strip() for name, cell in zip(head, row, strict=True) if cell.strip()}
+        given = {name: cell for name, cell in zip(head, row, strict=True) if cell}
         yield _job(given, number, where)
 
 

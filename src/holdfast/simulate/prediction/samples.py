@@ -12,7 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
+from holdfast.errors import DataError
 from holdfast.policy.prediction.history import ClusterHistory, NodeChange, NodeSignals
 from holdfast.policy.prediction.windows import Window, ZoneRows, node_window, zone_rows
 from holdfast.simulate.traces.events import EventStream
@@ -20,6 +22,8 @@ from holdfast.simulate.traces.events import EventStream
 WINDOW_BINS = 24
 BINS_PER_HORIZON = 2
 HALF_LIVES_IN_HORIZONS = (2.0, 12.0, 72.0)
+MOST_SAMPLES = 3_000_000
+"""Samples of one trace: with more, the memory of a usual machine does not last."""
 MEMORY_IN_HORIZONS = WINDOW_BINS / BINS_PER_HORIZON + 1
 
 
@@ -89,6 +93,14 @@ def take_samples(
         for place, name in enumerate(dict.fromkeys(change.node for change in changes))
         if place % every_nth == 0
     }
+    expected = _node_seconds(changes, asked, start_s, stop) / horizon_s
+    if expected > MOST_SAMPLES:
+        raise DataError(
+            f"a horizon of {horizon_s:g} s gives {expected:,.0f} samples",
+            where=stream.header.source or "trace",
+            remedy=f"give a --horizon of {ceil(horizon_s * expected / MOST_SAMPLES)} or more, or "
+            "ask about fewer nodes with --every-nth",
+        )
     ends = _departures(changes)
     history = ClusterHistory(
         tuple(share * horizon_s for share in HALF_LIVES_IN_HORIZONS),
@@ -103,6 +115,21 @@ def take_samples(
         samples += _ask(history, asked, ends, now, horizon_s)
     losses = sum(c.kind == "lost" and start_s < c.t_s <= stop and c.node in asked for c in changes)
     return SampleSet(tuple(samples), losses)
+
+
+def _node_seconds(
+    changes: Sequence[NodeChange], asked: set[str], start_s: float, stop_s: float
+) -> float:
+    """Seconds that the asked nodes work between two times; at least those between the times."""
+    total, since = 0.0, dict[str, float]()
+    for change in changes:
+        if change.kind == "join":
+            since.setdefault(change.node, max(change.t_s, start_s))
+        elif change.node in since:
+            begun = since.pop(change.node)
+            total += max(0.0, min(change.t_s, stop_s) - begun) if change.node in asked else 0.0
+    total += sum(max(0.0, stop_s - begun) for node, begun in since.items() if node in asked)
+    return max(total, stop_s - start_s)
 
 
 def _departures(changes: Sequence[NodeChange]) -> dict[str, list[tuple[float, bool]]]:
