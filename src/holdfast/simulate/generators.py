@@ -181,7 +181,7 @@ def make_trace(name: str, seed: int, days: float | None, given: Parameters) -> E
                 remedy=f"use one of: {', '.join(generator.defaults)}",
             )
         least, most = _LIMITS.get(f"{name} {key}", _LIMITS[key])
-        if not least <= value <= most or (key == "nodes" and not value.is_integer()):
+        if not least <= value <= most or (key == "nodes" and value % 1):
             kind = "a whole number" if key == "nodes" else "a number"
             raise DataError(
                 f"{name} cannot be made with {key}={value:g}",
