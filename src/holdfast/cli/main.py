@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.cli.streams import guard_streams
+from holdfast.wire.process_end import skip_last_collection
 
 # name -> (module, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # a process of our own
+        skip_last_collection()
         guard_streams(arguments)
     if argv is None and COMPLETION_VARIABLE in os.environ:
         from holdfast.cli.completion import answer_shell

@@ -24,6 +24,7 @@ from holdfast.data.unit_tasks import Encoder, perform_task
 from holdfast.errors import HoldfastError, UserError
 from holdfast.wire import lifeline
 from holdfast.wire.child_command import module_command
+from holdfast.wire.process_end import skip_last_collection
 
 Task = dict[str, Any]
 
@@ -184,6 +185,7 @@ def error_to_json(error: Exception) -> dict[str, Any]:
 
 def main() -> None:
     """Do tasks until standard input ends. Signals are the parent's to handle."""
+    skip_last_collection()
     lifeline.ignore_agent_signals()
     tokenizer_of = _tokenizer_loader()
     for line in sys.stdin:

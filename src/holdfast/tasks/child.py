@@ -26,6 +26,7 @@ from holdfast.tasks.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
 from holdfast.tasks.sharding import sharding_rows
 from holdfast.tasks.validation import open_validation
+from holdfast.wire.process_end import skip_last_collection
 
 _SAMPLED_STEPS = 10_000
 
@@ -90,6 +91,7 @@ def answer(question: Question) -> Answer:
 
 
 def main() -> None:
+    skip_last_collection()
     answer_file = Path(sys.argv[1])  # a script gets arguments of its own
     found = answer(Question.from_json(json.load(sys.stdin)))
     answer_file.write_text(json.dumps(asdict(found)), "utf-8")

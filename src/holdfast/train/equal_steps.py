@@ -27,6 +27,7 @@ from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
 from holdfast.train.precision import same_kernels_each_time
 from holdfast.train.vote import StepVerdict
+from holdfast.wire.process_end import skip_last_collection
 
 STEPS = 2
 
@@ -126,6 +127,7 @@ def compare_steps(device: torch.device) -> tuple[int, list[str]]:
 
 def main() -> None:
     """Compare on the device that the command names."""
+    skip_last_collection()
     device = torch.device(sys.argv[1])
     if device.type != "cpu":
         same_kernels_each_time(compiled=False)
