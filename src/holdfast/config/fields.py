@@ -7,6 +7,7 @@ the list of all keys (`data.sources.*.path`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -102,6 +103,7 @@ def leaves(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
         yield ".".join(prefix), value
 
 
+@lru_cache(4096)
 def change_of(key: str) -> Change | None:
     """Return what a change of a key does to a run that has begun; None for an unknown key.
 

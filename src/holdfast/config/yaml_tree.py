@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -108,6 +109,7 @@ def parse_value(text: str, where: str) -> Any:
     return None if node is None else _build(node, (), where, {})
 
 
+@lru_cache(4096)
 def is_plain(text: str) -> bool:
     """Return True if `parse_value` reads this text, written without quotes, as itself."""
     try:

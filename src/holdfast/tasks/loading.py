@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
@@ -145,16 +146,18 @@ def import_module(name: str, folder: str) -> ModuleType:
 
 def _own_sources(config: TaskConfig) -> Iterator[tuple[str, Path]]:
     top = config.name.partition(":")[0].partition(".")[0]
-    folder = Path(config.folder).resolve() if config.folder else None
+    folder = os.path.join(os.path.realpath(config.folder), "") if config.folder else None
+    real_folder = cache(os.path.realpath)  # torch brings a thousand modules of a few folders
     for name, module in list(sys.modules.items()):
         file: Any = getattr(module, "__file__", None)
         if not file or name.partition(".")[0] == "holdfast":
             continue
-        path = Path(file).resolve()
+        real = os.path.join(real_folder(os.path.dirname(file)), os.path.basename(file))
+        real = os.path.realpath(real) if os.path.islink(real) else real
         is_beside = (
             folder is not None
-            and path.is_relative_to(folder)
-            and not any(part in _INSTALLED for part in path.parts)
+            and real.startswith(folder)
+            and not any(part in _INSTALLED for part in real.split(os.sep))
         )
-        if (is_beside or name.partition(".")[0] == top) and path.is_file():
-            yield name, path
+        if (is_beside or name.partition(".")[0] == top) and os.path.isfile(real):
+            yield name, Path(real)
