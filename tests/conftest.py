@@ -73,7 +73,6 @@ def _import_a_share(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The collector of the tests' own objects has nothing to look for in all that was imported."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -37,15 +37,17 @@ MOVED = {"optimizer": "host", "gradients": "host", "piece_mb": 0.04}
 """Without most of the state on the device, its peak is that of activations."""
 
 
-def _config(layout: str, memory: dict[str, Any]) -> RunConfig:
-    wide = {"model__dim": 128, "model__ffn_dim": 384, "model__layers": 6}
+def _config(layout: str, memory: dict[str, Any], layers: int = 6) -> RunConfig:
+    wide = {"model__dim": 128, "model__ffn_dim": 384, "model__layers": layers}
     wide |= {"train__precision": "fp32", "data__sequence_length": 12}
     return config_of({**wide, **case(layout).changes, "train__memory": memory})
 
 
-def _engine(layout: str, memory: dict[str, Any]) -> tuple[StepEngine, RunConfig, Topology]:
+def _engine(
+    layout: str, memory: dict[str, Any], layers: int = 6
+) -> tuple[StepEngine, RunConfig, Topology]:
     """An engine of one process."""
-    config = _config(layout, memory)
+    config = _config(layout, memory, layers)
     topology = topology_of(case(layout), config)
     return engine_of(config, topology, 0, HashStore()), config, topology
 
@@ -60,7 +62,7 @@ def test_what_blocks_keep_leaves_the_device(layout: str, tmp_path: Path) -> None
     found, peaks = [], []
     for place in ("device", "host", "file"):
         memory = MOVED | {"device_gb": 1, "activations": place, "folder": str(tmp_path)}
-        made, config, topology = _engine(layout, memory)
+        made, config, topology = _engine(layout, memory, layers=3)
         losses = [one_step(made, step).mean_loss.hex() for step in (1, 2)]
         found.append([*losses, digest(made)])
         (placed,), said = (

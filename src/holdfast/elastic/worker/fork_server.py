@@ -236,7 +236,6 @@ def main() -> None:
         importlib.import_module(name)
     entry = load_entry(arguments.entry)
     reference = compute_in_child() if arguments.reference else ""
-    gc.collect()
     # Freeze for good: a child's collector must not touch, and so copy, inherited objects. Nor may
     # it look through them (a third of a second) whenever it collects.
     gc.freeze()
