@@ -12,8 +12,9 @@ from dataclasses import replace
 from holdfast.simulate.score.scenarios import ScenarioRun
 from holdfast.simulate.traces.events import TraceEvent
 
-HOLDFAST_WAITS = 3
-"""A piece of the gradient to its owner, the sum back, the ballots of the step."""
+HOLDFAST_WAITS = 4
+"""A piece of the gradient to its owner, the sum back, and the ballots of the step. Before a ballot
+is sent, its receiver says that it is ready."""
 
 
 def gloo_ring_waits(nodes: int) -> int:
