@@ -10,9 +10,11 @@ import sys
 from holdfast.config.load import load_config
 from holdfast.errors import UserError
 from holdfast.launch import local
+from holdfast.wire.process_end import skip_last_collection
 
 
 def main() -> int:
+    skip_last_collection()
     folder, *overrides = sys.argv[1:]
     loaded = load_config(None, [f"folder={folder}", "device=cpu", *overrides])
     try:
