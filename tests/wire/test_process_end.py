@@ -1,4 +1,4 @@
-"""A program ends without a search of its memory, and still does what it registered for its end."""
+"""A program ends without a search of its memory, and does what it registered for its end."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ class Said:
 if {spared}:
     skip_last_collection()
 atexit.register(print, "registered")
-in_a_cycle, alone = Said("cycle"), Said("alone")
-in_a_cycle.itself = in_a_cycle
+held = Said("held")
+
+def work():
+    local = Said("local")
+
+work()
 """
 
 
-@pytest.mark.parametrize(("spared", "said"), [(True, ""), (False, "cycle")])
-def test_only_what_is_in_a_cycle_is_left_as_it_is(spared: bool, said: str) -> None:
+@pytest.mark.parametrize(("spared", "said"), [(True, []), (False, ["held"])])
+def test_what_is_registered_runs_and_what_modules_hold_is_left(
+    spared: bool, said: list[str]
+) -> None:
     program = PROGRAM.format(spared=spared)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert set(done.stdout.split()) == {"registered", "alone", *said.split()}
+    assert done.stdout.split() == ["local", "registered", *said]
