@@ -12,6 +12,7 @@ from holdfast.simulate.traces.lives import survival_curve
 from holdfast.simulate.traces.loading import load_trace
 from holdfast.simulate.traces.node_changes import Trace
 from holdfast.simulate.traces.outages import parse_outages
+from holdfast.simulate.traces.reading import read_stream
 
 NAMED = "0,add,n1\n0,add,n2\n60000,add,n3\n120000,remove,n1\n120000,remove,n2\n180000,add,n4\n"
 
@@ -141,3 +142,41 @@ def test_outages_of_one_system_are_not_pooled_with_others() -> None:
     assert parse_outages(head + rows, "a.csv", system="7").rows == 1
     with pytest.raises(DataError, match="no outage of system '9'"):
         parse_outages(head + rows, "a.csv", system="9")
+
+
+MIX = (
+    "time,COL,NG,avg_CI\n2022-01-01 00:00:00+00:00,5,7,400.5\n2022-01-01 01:00:00+00:00,5,8,390.5\n"
+)
+
+
+def test_names_of_columns_count_in_capitals_too() -> None:
+    """In capitals, megawatts of coal would else be read as intensities of a zone of that name."""
+    small, large = (
+        read_stream(text.encode(), "m.csv") for text in (MIX, MIX.replace("avg", "AVG"))
+    )
+    assert small.events == large.events
+    assert [event.value for event in large.events] == [400.5, 390.5]
+
+
+def test_the_column_of_dates_may_stand_anywhere() -> None:
+    lines = [line.split(",") for line in MIX.splitlines()]
+    other = "\n".join(",".join(reversed(cells)) for cells in lines)
+    one, two = (read_stream(text.encode(), "m.csv") for text in (MIX, other))
+    assert one.events == two.events
+    zones = "time,z1,z2\n2022-01-01 00:00,400,500\n2022-01-01 01:00,390,510\n"
+    moved = "z1,time,z2\n400,2022-01-01 00:00,500\n390,2022-01-01 01:00,510\n"
+    one, two = (read_stream(text.encode(), "m.csv") for text in (zones, moved))
+    assert one.events == two.events
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MIX.replace("400.5", "400,5"),
+        "time,zone1\n2022-01-01 00:00,400.5\n2022-01-01 01:00,390,5\n",
+        "src_region,dst_region,throughput_received\na,b,1000,5\n",
+    ],
+)
+def test_a_decimal_comma_moves_no_values_into_other_columns(text: str) -> None:
+    with pytest.raises(DataError, match="quote a cell that has a comma"):
+        read_stream(text.encode(), "m.csv")

@@ -11,7 +11,15 @@ from typing import Any
 from holdfast.errors import DataError
 from holdfast.simulate.traces.events import EventStream, TraceEvent, TraceHeader, in_order
 from holdfast.simulate.traces.node_changes import UNKNOWN_GAP_STEPS, ReadOptions
-from holdfast.simulate.traces.rows import as_date, as_number, cells_of, row_error, table_of
+from holdfast.simulate.traces.rows import (
+    as_date,
+    as_number,
+    cells_of,
+    refuse_longer_row,
+    row_error,
+    table_of,
+    with_date_first,
+)
 
 _LEAST_GENERATION = 0.3
 """An hour that reports less than this share of the median generation is incomplete."""
@@ -61,15 +69,16 @@ def price_events(text: str, source: str, options: ReadOptions) -> EventStream:
 def mix_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """A table of time, generation by source in MW, and `avg_CI`. An hour whose generation is below
     30 % of the median, or that is empty, is unknown: the value before it holds."""
-    rows = list(cells_of(text, source))
+    rows = with_date_first(list(cells_of(text, source)))
     header = rows[0][1]
-    at_ci = header.index("avg_CI")
+    at_ci = [name.lower() for name in header].index("avg_ci")
     zone = options.place or "grid"
     found, missing = [], 0
     for line, cells in rows[1:]:
         at = as_date(cells[0])
         if at is None:
             raise row_error(source, line, cells, "write a time such as 2022-01-01 00:00:00+00:00")
+        refuse_longer_row(header, cells, source, line)
         cells = [*cells, *[""] * (len(header) - len(cells))]
         numbers = [as_number(cell) for cell in cells[1:]]
         bad = [
@@ -95,12 +104,13 @@ def mix_events(text: str, source: str, options: ReadOptions) -> EventStream:
 def signal_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """A table of time and one column of intensities per zone. Whether they are average or marginal
     is not in it."""
-    rows = cells_of(text, source)
+    rows = iter(with_date_first(list(cells_of(text, source))))
     _, header = next(rows)
     points: list[Point] = []
     many = empty = 0
     for line, cells in rows:
         many += 1
+        refuse_longer_row(header, cells, source, line)
         at = as_date(cells[0])
         values = [as_number(cell) for cell in cells[1:]]
         wrong = any(cell and value is None for cell, value in zip(cells[1:], values, strict=True))
@@ -157,7 +167,7 @@ def link_events(text: str, source: str, options: ReadOptions) -> EventStream:
 def transfer_price_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """A table of `src`, `dest` or `dst`, and `cost` in $ for a GB between regions."""
     _, first = next(cells_of(text, source))
-    other = "dest" if "dest" in first else "dst"
+    other = "dest" if "dest" in [name.lower() for name in first] else "dst"
     points: list[Point] = []
     rows = 0
     for line, row in table_of(text, source, ("src", other, "cost"), ("src_tier", "dest_tier")):

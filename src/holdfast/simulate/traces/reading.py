@@ -36,7 +36,7 @@ from holdfast.simulate.traces.levels import (
 )
 from holdfast.simulate.traces.loading import churn_reader
 from holdfast.simulate.traces.node_changes import DEFAULTS, ReadOptions, Trace
-from holdfast.simulate.traces.rows import as_date, as_number, first_rows, text_of
+from holdfast.simulate.traces.rows import as_date, as_number, date_place, first_rows, text_of
 from holdfast.simulate.traces.stream_file import is_stream, parse_stream
 
 StreamReader = Callable[[str, str, ReadOptions], EventStream]
@@ -75,8 +75,9 @@ def _reader_of(text: str, source: str) -> StreamReader:
                 return reader
     else:
         first, data = first_rows(text)
+        names = {name.lower() for name in first}
         for columns, reader in _TABLES:
-            if columns <= set(first):
+            if {column.lower() for column in columns} <= names:
                 return reader
         if churn_reader(text) is None and _is_signal(first, data):
             return signal_events
@@ -101,16 +102,17 @@ _TABLES: tuple[tuple[frozenset[str], StreamReader], ...] = (
     (frozenset({"src", "dest", "cost"}), transfer_price_events),
     (frozenset({"src", "dst", "cost"}), transfer_price_events),
 )
-"""What columns a table must have to be of a kind."""
+"""What columns a table must have to be of a kind, in capitals or not."""
 
 
 def _is_signal(first: Sequence[str], data: Sequence[str]) -> bool:
     """Return True for a header, and rows of a time and numbers."""
+    place = date_place(data)
     return (
         len(first) == len(data) >= 2
         and first != data
-        and as_date(data[0]) is not None
-        and all(not cell or as_number(cell) is not None for cell in data[1:])
+        and as_date(data[place]) is not None
+        and all(i == place or not c or as_number(c) is not None for i, c in enumerate(data))
     )
 
 

@@ -100,6 +100,9 @@ def table_of(
     """(line, row by column) of a table with a header; other columns are passed over."""
     rows = cells_of(text, source)
     _, header = next(rows, (0, []))
+    known = {key.lower(): key for key in (*keys, *optional)}
+    exact = set(header)
+    header = [name if (k := known.get(name.lower(), name)) in exact else k for name in header]
     missing = [key for key in keys if key not in header]
     if missing:
         raise DataError(
@@ -112,7 +115,34 @@ def table_of(
     for line, cells in rows:
         if len(cells) <= most:
             raise row_error(source, line, cells, f"give all {len(header)} columns of the header")
+        refuse_longer_row(header, cells, source, line)
         yield line, {k: cells[place] for k, place in places.items() if place < len(cells)}
+
+
+def date_place(cells: Sequence[str]) -> int:
+    """The column of dates, by a row of data: the first, if no cell is a date."""
+    if cells and as_date(cells[0]) is not None:
+        return 0
+    dates = (i for i, cell in enumerate(cells) if {"-", "/"} & set(cell) and as_date(cell))
+    return next(dates, 0)
+
+
+def with_date_first(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int, list[str]]]:
+    """The rows of a table with a header, with their column of dates first."""
+    place = date_place(rows[1][1]) if len(rows) > 1 else 0
+    if not place:
+        return list(rows)
+    return [
+        (n, [*cells[place : place + 1], *cells[:place], *cells[place + 1 :]]) for n, cells in rows
+    ]
+
+
+def refuse_longer_row(header: Sequence[str], cells: Sequence[str], source: str, line: int) -> None:
+    """Raise DataError for cells beyond the header: a decimal comma moves values into other
+    columns."""
+    if any(cells[len(header) :]):
+        remedy = f"give {len(header)} columns as the header; quote a cell that has a comma"
+        raise row_error(source, line, cells, remedy)
 
 
 def sort_rows(
