@@ -47,6 +47,23 @@ def test_a_scenario_of_another_level_is_refused(capsys: pytest.CaptureFixture[st
     assert "level 1 has no scenario 'F13'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--level", "0", "--trainer", "torchft"], "--trainer has no effect at level 0"),
+        (["--level", "0", "--python", "python3"], "--python has no effect at level 0"),
+        (["--policy", "parcae"], "--policy has no effect at level 1"),
+        (["--scenario", ","], "this names no scenario"),
+    ],
+)
+def test_an_option_of_the_other_level_is_refused(
+    given: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["score", *given, "--out", str(tmp_path / "s")]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_degraded_network_is_refused_if_the_nodes_can_have_none_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

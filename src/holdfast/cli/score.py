@@ -86,6 +86,7 @@ def score(
     """
     names = scenarios_of(scenario, level)
     refuse_compression(level, validate_k)
+    refuse_without_effect(level, policy, trainer, python, reference)
     make_folder(out)
     chosen = TUNING_SEEDS[:seeds] if tuning else scoring_seeds(seeds)
     given = Weights() if weights is None else parse_weights(_text(weights), str(weights))
@@ -100,9 +101,8 @@ def score(
     if not runs.pairs:
         say("no run could be made")
         return 1
-    found = score_of(runs.pairs, runs.gate, given)
-    setting = f"{place}, {len(names)} scenarios, {len(chosen)} seeds"
-    card = card_of(found, subject, level, setting, runs.notes)
+    found, setting = score_of(runs.pairs, runs.gate, given), f"{place}, {len(names)} scenarios"
+    card = card_of(found, subject, level, f"{setting}, {len(chosen)} seeds", runs.notes)
     print_score(found, card)
     _write_card(card, out / f"card-{level}-{Path(subject).name.replace(':', '-')}")
     return 0
@@ -144,6 +144,12 @@ def scenarios_of(text: str, level: int) -> tuple[str, ...]:
     if not text:
         return DEFAULT_REAL if level else tuple(possible)
     names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+    if not names:
+        raise ConfigError(
+            "this names no scenario",
+            where="command line, --scenario",
+            remedy=f"use some of {', '.join(possible)}",
+        )
     for name in names:
         if name not in possible:
             raise ConfigError(
@@ -162,6 +168,20 @@ def refuse_compression(level: int, validate_k: bool) -> None:
             where="command line, --validate-k",
             remedy="leave it out, or use --level 1",
         )
+
+
+def refuse_without_effect(
+    level: int, policy: str, trainer: str, python: str, reference: Path | None
+) -> None:
+    """Raise ConfigError for an option of the other level that is not its default."""
+    real = {"--trainer": trainer, "--python": python, "--reference": reference}
+    for option, value in (real if level == 0 else {"--policy": policy}).items():
+        if value not in ("holdfast", "", None):
+            raise ConfigError(
+                f"{option} has no effect at level {level}",
+                where="command line",
+                remedy=f"leave {option} out, or use --level {1 - level}",
+            )
 
 
 def _simulated(policy: str, names: Sequence[str], seeds: Sequence[int]) -> list[PairScore]:

@@ -106,6 +106,22 @@ CASES: list[Case] = [
         fixed(python=sys.executable),
     ),
     case(
+        SCORE + "this names no scenario",
+        given(names=","),
+        lambda lab: command.scenarios_of(lab.settings["names"], 1),
+        r"use some of (F0), .*",
+        lambda lab, found: lab.settings.update(names=found[1]),
+    ),
+    case(
+        SCORE + "… has no effect at level …",
+        given(level=0),
+        lambda lab: command.refuse_without_effect(
+            lab.settings["level"], "holdfast", "torchft", "", None
+        ),
+        r"leave --trainer out, or use --level (1)",
+        lambda lab, found: lab.settings.update(level=int(found[1])),
+    ),
+    case(
         SCORE + "there is no network of nodes for …: …",
         given(names="F1,F9"),
         score_in_one_network,
