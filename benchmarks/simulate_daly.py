@@ -17,10 +17,10 @@ all points gives the minimum.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from math import exp, expm1, log
 
+from benchmarks.interrupting import run
 from benchmarks.published_runs import RestartFromSave
 from holdfast.policy.saving.interval import daly_interval
 from holdfast.simulate.engine.interfaces import Costs
@@ -116,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
