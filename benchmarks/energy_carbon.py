@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.interrupting import run
+from benchmarks.interrupting import run_main
 from holdfast.errors import DataError
 from holdfast.policy.power.clocks import NodePower
 from holdfast.policy.power.shifting import Action, Moment, ShiftRules, decide
@@ -213,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run_main(main: Callable[[], int | None]) -> None:
     """Call `main`. What it has printed stays; nothing else is kept."""
     try:
         sys.exit(main())

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.interrupting import run
+from benchmarks.interrupting import run_main
 from holdfast.cli.predict import first_unseen_second, read_histories, train_lstm
 from holdfast.policy.prediction.predictor import FittedModels, NodePredictor
 from holdfast.policy.prediction.response import ResponsePolicy
@@ -241,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

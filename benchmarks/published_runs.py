@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.interrupting import run
+from benchmarks.interrupting import run_main
 from holdfast.simulate.engine.interfaces import (
     DISK,
     NOTHING,
@@ -162,4 +162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterator
 from math import exp, expm1, log
 
-from benchmarks.interrupting import run
+from benchmarks.interrupting import run_main
 from benchmarks.published_runs import RestartFromSave
 from holdfast.policy.saving.interval import daly_interval
 from holdfast.simulate.engine.interfaces import Costs
@@ -116,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.interrupting import run
+from benchmarks.interrupting import run_main
 from holdfast.cli.simulate_mix import region_of
 from holdfast.simulate.spot_mix import (
     MixResult,
@@ -183,4 +183,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)
