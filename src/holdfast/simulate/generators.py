@@ -61,6 +61,12 @@ def _stream(trace: Trace, seed: int) -> EventStream:
 
 def _spot(seed: int, days: float, p: Parameters) -> EventStream:
     weights = [round(1000 * p[f"size_{k}"]) for k in range(1, 7)]
+    if not any(weights):
+        raise DataError(
+            "no size of a burst has a weight",
+            where="command line, --set",
+            remedy="give one of them 0.001 or more: size_1=1",
+        )
     return _stream(
         synthetic.spot_pool(
             seed,

@@ -341,6 +341,13 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(given={found[1]: 3.0}),
     ),
     case(
+        "simulate/generators.py: no size of a burst has a weight",
+        lambda lab: lab.settings.update(given={f"size_{k}": 0.0 for k in range(1, 7)}),
+        lambda lab: make_trace("spot", 0, 0.1, lab.settings["given"]),
+        r"give one of them 0.001 or more: (\w+)=1",
+        lambda lab, found: lab.settings["given"].update({found[1]: 1.0}),
+    ),
+    case(
         "simulate/generators.py: … cannot be made with …=…",
         lambda lab: lab.settings.update(given={"nodes": 2.5}),
         lambda lab: make_trace("spot", 0, 0.1, lab.settings["given"]),
