@@ -341,6 +341,13 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(given={found[1]: 3.0}),
     ),
     case(
+        ROOM + "rows.py: there are … cells for … columns",
+        give("src,dest,cost\na,b,0,02\n"),
+        read,
+        "give as many cells as the header has; quote a cell that has a comma",
+        good("src,dest,cost\na,b,0.02\n"),
+    ),
+    case(
         "simulate/generators.py: no size of a burst has a weight",
         lambda lab: lab.settings.update(given={f"size_{k}": 0.0 for k in range(1, 7)}),
         lambda lab: make_trace("spot", 0, 0.1, lab.settings["given"]),

@@ -141,8 +141,11 @@ def refuse_longer_row(header: Sequence[str], cells: Sequence[str], source: str, 
     """Raise DataError for cells beyond the header: a decimal comma moves values into other
     columns."""
     if any(cells[len(header) :]):
-        remedy = f"give {len(header)} columns as the header; quote a cell that has a comma"
-        raise row_error(source, line, cells, remedy)
+        raise DataError(
+            f"there are {len(cells)} cells for {len(header)} columns",
+            where=f"{source}:{line}",
+            remedy="give as many cells as the header has; quote a cell that has a comma",
+        )
 
 
 def sort_rows(
