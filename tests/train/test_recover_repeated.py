@@ -26,7 +26,7 @@ def _lost_twice(rank: RankContext) -> dict[str, Any]:
     real = module.agree
 
     def agree(*args: Any) -> Any:
-        # A rank that is lost while the others still connect to it costs them their time limit.
+        # If it is lost while ranks still connect to it, they wait until their time limit.
         rank.mark("met")
         if rank.rank == 2:
             rank.wait_mark("met", 0)
