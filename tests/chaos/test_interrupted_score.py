@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_runs_that_are_complete_are_kept_and_nothing_is_left_running(
         text=True,
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("own-k1200-F8-")
+    assert re.match(r"own-\w{8}-k1200-F8-", process.stderr.readline())
     while len(nodes := psutil.Process(process.pid).children(recursive=True)) < 4:
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -81,7 +82,7 @@ def test_runs_that_are_complete_are_kept_and_nothing_is_left_running(
     assert not list(Path("score/work").glob("*"))
     assert main([*given, "2"]) == 0
     told = capsys.readouterr().err
-    assert told.startswith("1 of 2 runs are kept from before, in score/runs\nown-k1200-F8-")
+    assert re.match(r"1 of 2 runs are kept from before, in score/runs\nown-\w{8}-k1200-F8-", told)
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import holdfast
 from holdfast.cli.output import explained_out_errors
 
 FILE = "replays.jsonl"
+_ROOMS = ("simulate", "policy", "plan")
 
 
 class KeptReplays:
@@ -73,5 +75,16 @@ class KeptReplays:
 
 
 def key_of(*inputs: object) -> str:
-    """A digest of inputs whose `repr` says all of them, and of this version of Holdfast."""
-    return sha256(repr((version("holdfast"), *inputs)).encode()).hexdigest()[:32]
+    """A digest of inputs whose `repr` says all of them, and of the code that a result follows
+    from."""
+    return sha256(repr((_code(), *inputs)).encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """A digest of the sources of simulation, policies and plans."""
+    digest = sha256()
+    for room in _ROOMS:
+        for file in sorted((Path(holdfast.__file__).parent / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

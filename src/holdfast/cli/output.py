@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,33 @@ def make_folder(folder: Path) -> None:
     """Make a folder of `--out`, if it is not there. Raises UserError."""
     with explained_out_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def only_writer(folder: Path | None) -> Iterator[None]:
+    """Inside, no second command writes into this folder of `--out`. It is made, and removed again
+    if nothing was written. Raises UserError."""
+    if folder is None:
+        yield
+        return
+    is_new = not folder.exists()
+    make_folder(folder)
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "another command is writing into this folder",
+                where=f"command line, --out: {folder}",
+                remedy="wait until it ends, or give --out another path",
+            ) from None
+        yield
+    finally:
+        os.close(place)
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import make_folder, say, write_text
+from holdfast.cli.output import make_folder, only_writer, say, write_text
 from holdfast.cli.score_card import (
     RealRuns,
     card_of,
@@ -211,7 +211,8 @@ def _real(
         given = parse_reference(_text(reference), str(reference))
     campaign = RealCampaign(trainer_named(trainer), out, RunOptions(k, python), say, given)
     try:
-        return RealRuns(campaign.reference_table(), campaign.records(names, seeds))
+        with only_writer(out):
+            return RealRuns(campaign.reference_table(), campaign.records(names, seeds))
     except KeyboardInterrupt:
         made, wanted = campaign.made(names, seeds), campaign.wanted(names, seeds)
         say(f"{made} of {wanted} runs are complete, in {out / 'runs'}; the same command keeps them")

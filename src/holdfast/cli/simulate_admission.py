@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from holdfast.cli.kept_replays import KeptReplays, key_of
-from holdfast.cli.output import make_folder, print_json, say
+from holdfast.cli.output import only_writer, print_json, say
 from holdfast.cli.progress import LongWork
 from holdfast.errors import ConfigError, DataError
 
@@ -136,20 +136,19 @@ def admission(
     )
     chosen = [POLICIES[name] for name in policy or list(PolicyName)]
     numbers = range(seed, seed + seeds)
-    if out is not None:
-        make_folder(out)
-    kept = KeptReplays(out)
-    with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
-        study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))
-    if kept.reused:
-        say(f"{kept.reused} of {len(chosen) * seeds} replays were kept in {out}")
-    report = StudyReport(study, cases.setup_of(seed), numbers)
-    if json:
-        print_json(report.to_json())
-    else:
-        report.print_tables()
-    if out is not None:
-        report.write(out)
+    with only_writer(out):
+        kept = KeptReplays(out)
+        with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
+            study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))
+        if kept.reused:
+            say(f"{kept.reused} of {len(chosen) * seeds} replays were kept in {out}")
+        report = StudyReport(study, cases.setup_of(seed), numbers)
+        if json:
+            print_json(report.to_json())
+        else:
+            report.print_tables()
+        if out is not None:
+            report.write(out)
 
 
 def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int) -> None:

@@ -15,6 +15,7 @@ from math import ceil, floor, inf
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.kept_replays import FILE as KEPT_REPLAYS
 from holdfast.cli.output import make_folder
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.errors import RunFolderError
@@ -129,7 +130,7 @@ class JournalObserver:
         """
         make_folder(folder)
         _drop_unfinished(folder)
-        if any(folder.iterdir()):
+        if any(path.name != KEPT_REPLAYS for path in folder.iterdir()):
             raise RunFolderError(
                 "this folder is not empty",
                 where=f"command line, --out {folder}",

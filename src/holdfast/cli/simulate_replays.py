@@ -33,10 +33,10 @@ class StudyReplays:
         self._work = LongWork("planning")
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Iterator[StudyReplays]:
         """Inside, the replays run: progress is shown, and Ctrl-C says what is kept."""
         with self._kept.counted(self._total), self._work:
-            yield
+            yield self
 
     @property
     def notes(self) -> list[str]:
@@ -60,7 +60,8 @@ class StudyReplays:
         for index, make in enumerate(histories):
             self._work.count("replays", self._done, self._total)
             name, is_first = f"{key}/{index}", self._done == 0
-            found = self._kept.get(name)
+            has_journal = self._out is None or (self._out / "resolved.json").exists()
+            found = self._kept.get(name) if has_journal or not is_first else None
             if found is None:
                 history = make()
                 heard = self._journal(request, case, history) if is_first else None

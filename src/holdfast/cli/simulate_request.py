@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 from holdfast.cli.kept_replays import key_of
+from holdfast.cli.output import only_writer
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.cli.simulate_replays import StudyReplays
 from holdfast.cli.trace import read_bytes, read_each
@@ -89,8 +90,8 @@ def study_of(asked: Asked) -> StudyResult:
     plans: dict[tuple[str, ...], PlanRequest] = {}
     outcomes, notes = list[Outcome](), list[str]()
     makers = {name: _maker(name) for name in asked.policies}
-    replays = StudyReplays(asked.out, len(asked.policies) * len(variants) * asked.seeds)
-    with replays.running():
+    total = len(asked.policies) * len(variants) * asked.seeds
+    with only_writer(asked.out), StudyReplays(asked.out, total).running() as replays:
         for name, variant in product(asked.policies, variants):
             if variant.overrides not in plans:
                 given = [*asked.overrides, *variant.overrides]

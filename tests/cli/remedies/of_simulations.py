@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import check_target
+from holdfast.cli.output import check_target, only_writer
 from holdfast.cli.simulate_journal import JournalObserver
 from holdfast.cli.simulate_mix import mix
 from holdfast.cli.simulate_request import Asked, study_of
@@ -31,6 +32,18 @@ model: {preset: tiny, vocab_size: 1000, max_position: 512}
 data: {sequence_length: 512}
 train: {steps: 4, batch_size: 32, precision: bf16}
 """
+
+
+def _hold(folder: Path) -> ExitStack:
+    """A command that writes into a folder, until the stack is closed."""
+    stack = ExitStack()
+    stack.enter_context(only_writer(folder))
+    return stack
+
+
+def _enter(writing: AbstractContextManager[None]) -> None:
+    with writing:
+        pass
 
 
 def run_file(lab: Lab) -> None:
@@ -210,6 +223,13 @@ CASES: list[Case] = [
         lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
         "give --out a folder that does not exist; a study continues only with .*",
         fixed(out="made"),
+    ),
+    case(
+        "cli/output.py: another command is writing into this folder",
+        lambda lab: lab.settings.update(out="busy", held=_hold(Path(lab.path("busy")))),
+        lambda lab: _enter(only_writer(Path(lab.path(lab.settings["out"])))),
+        "wait until it ends, or give --out another path",
+        fixed(out="free"),
     ),
     case(
         "cli/trace_make.py: … is named … times",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 from holdfast.chaos.scoring.harness import RunFailedError, RunOptions, run_scenario
@@ -78,9 +81,18 @@ class RealCampaign:
         return len(_runs(scenarios, seeds))
 
     def _file(self, drawn: ScenarioRun, is_resilient: bool) -> Path:
-        title = f"{self.trainer.name}-k{self.options.k:g}-{drawn.scenario}"
+        title = f"{self.trainer.name}{self._variant()}-k{self.options.k:g}-{drawn.scenario}"
         title += f"-{drawn.seed}{'' if is_resilient else '-off'}"
         return self.folder / "runs" / f"{title}.json"
+
+    def _variant(self) -> str:
+        """Tells runs of a user's own trainer, or of a second interpreter, from earlier ones."""
+        parts = []
+        if not type(self.trainer).__module__.startswith("holdfast."):
+            parts.append(Path(inspect.getfile(type(self.trainer).open)).read_bytes())
+        if self.options.python != sys.executable:
+            parts.append(self.options.python.encode())
+        return f"-{sha256(b' '.join(parts)).hexdigest()[:8]}" if parts else ""
 
     def _record(self, drawn: ScenarioRun, is_resilient: bool) -> RunRecord | None:
         file = self._file(drawn, is_resilient)
