@@ -32,35 +32,41 @@ from holdfast.simulate.traces.reading import read_stream
 
 _LETTER = re.compile(r"-?[a-z]$")
 
+ZoneFiles = Annotated[
+    list[str],
+    typer.Option("--zone", help="NAME=FILE: a trace of a zone's spot nodes; repeatable"),
+]
+Deadline = Annotated[
+    float, typer.Option(min=0.01, max=10_000, help="hours from the begin to the end")
+]
+OnDemand = Annotated[
+    float | None, typer.Option(min=1e-6, max=1e6, help="dollars an hour of an on-demand node")
+]
+SpotPrices = Annotated[
+    list[str] | None,
+    typer.Option("--spot", help="NAME=DOLLARS an hour, of a zone or a region; repeatable"),
+]
+PriceTable = Annotated[
+    Path | None, typer.Option("--prices", help="a table of prices by machine type and region")
+]
+PricesFrom = Annotated[
+    str,
+    typer.Option(
+        help="date at which the zones' files begin, as 2023-08-27; default: that of --prices"
+    ),
+]
+
 
 def mix(
-    zone: Annotated[
-        list[str],
-        typer.Option("--zone", help="NAME=FILE: a trace of a zone's spot nodes; repeatable"),
-    ],
+    zone: ZoneFiles,
     work: Annotated[float, typer.Option(min=0.01, max=1e7, help="node-hours to do")],
     nodes: Annotated[int, typer.Option(min=1, max=1024, help="most nodes at a time")],
-    deadline: Annotated[
-        float,
-        typer.Option(min=0.01, max=10_000, help="hours from the begin to the end"),
-    ],
-    on_demand: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e6, help="dollars an hour of an on-demand node")
-    ] = None,
-    spot: Annotated[
-        list[str] | None,
-        typer.Option("--spot", help="NAME=DOLLARS an hour, of a zone or a region; repeatable"),
-    ] = None,
-    prices: Annotated[
-        Path | None, typer.Option("--prices", help="a table of prices by machine type and region")
-    ] = None,
+    deadline: Deadline,
+    on_demand: OnDemand = None,
+    spot: SpotPrices = None,
+    prices: PriceTable = None,
     machine: Annotated[str, typer.Option(help="the machine type in --prices")] = "",
-    prices_from: Annotated[
-        str,
-        typer.Option(
-            help="date at which the zones' files begin, as 2023-08-27; default: that of --prices"
-        ),
-    ] = "",
+    prices_from: PricesFrom = "",
     in_time: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="share of replays that end in time")
     ] = 0.95,

@@ -60,8 +60,8 @@ class StudyReplays:
         for index, make in enumerate(histories):
             self._work.count("replays", self._done, self._total)
             name, is_first = f"{key}/{index}", self._done == 0
-            has_journal = self._out is None or (self._out / "resolved.json").exists()
-            found = self._kept.get(name) if has_journal or not is_first else None
+            is_lost = is_first and self._out and not (self._out / "resolved.json").exists()
+            found = None if is_lost else self._kept.get(name)
             if found is None:
                 history = make()
                 heard = self._journal(request, case, history) if is_first else None
