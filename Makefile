@@ -5,10 +5,10 @@
 # make campaign     the long tests (marker slow), and what the next two lines name
 # make campaign-bucket  tests of several nodes once more, with a bucket in place of their folder
 # make campaign-ceph    runs without a shared disk on a Ceph, where its commands are installed
-# make gpu          what runs on one accelerator, in a table and a file (docs/accelerators.md)
+# make gpu          what runs on one accelerator, in a table and a file (docs/guide/accelerators.md)
 # make gpus         the same for all accelerators of this machine
 # make endless      what takes hours and many GiB (marker endless)
-# make chaos      over 1,000 faults of a run that several nodes train (docs/chaos.md); SHARD=1/4
+# make chaos      over 1,000 faults of a run that several nodes train (docs/studies/chaos.md); SHARD=1/4
 # make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
 
 PYTHON ?= python3
@@ -88,10 +88,10 @@ campaign-ceph: $(VENV)/.installed-dev
 	HOLDFAST_TEST_S3=ceph $(ONE_THREAD) $(BIN)/python -m pytest -rs tests/system/test_no_shared_disk.py
 
 gpu: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.gpu --out gpu.json
+	$(BIN)/python -m benchmarks.runtime.gpu --out gpu.json
 
 gpus: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.gpus --out gpus.json
+	$(BIN)/python -m benchmarks.runtime.gpus --out gpus.json
 
 endless: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m endless
@@ -101,8 +101,8 @@ chaos: $(VENV)/.installed
 	  --layout replicated,two,dp_shard,tp,tp-by,cp,ep,ep-cp,pp,interleaved,zbv,zero,mixed,wide,uneven
 
 rotten: $(VENV)/.installed-dev
-	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_fault_campaign.py \
-	  tests/system/test_corrupt_checkpoints.py tests/checkpoint/test_dcp_failures.py
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/runtime/checkpoint/test_fault_campaign.py \
+	  tests/system/test_corrupt_checkpoints.py tests/runtime/checkpoint/test_dcp_failures.py
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed
@@ -116,7 +116,7 @@ $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 docs: $(VENV)/.installed
-	$(BIN)/holdfast config schema --markdown > docs/run-file.md
+	$(BIN)/holdfast config schema --markdown > docs/reference/run-file.md
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch* build dist

@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import yaml
 
-from holdfast.config.load import load_config
+from holdfast.config.loading.load import load_config
 from holdfast.errors import UserError
 from tests.support.commands import start
 from tests.support.deploy_files import (

@@ -19,7 +19,7 @@ TORCH_ROOMS = (
     "holdfast.model",
     "holdfast.parallel",
     "holdfast.train",
-    "holdfast.data.loader",
+    "holdfast.data.stream.loader",
     "holdfast.tasks",
     "holdfast.adapters",
     "holdfast.checkpoint.capture",

@@ -43,7 +43,7 @@ def test_the_package_imports_nothing_heavy_and_train_can_be_called_after_its_roo
     program = """
 import sys, holdfast
 assert not {"torch", "pydantic", "numpy"} & set(sys.modules)
-import holdfast.train.step_status
+import holdfast.training.engine.step_status
 try:
     holdfast.train(None, "no-such-run.yaml")
 except holdfast.UserError as error:

@@ -1,4 +1,4 @@
-"""docs/tour.md: each step names a function that its file really defines."""
+"""docs/internals/tour.md: each step names a function that its file really defines."""
 
 from __future__ import annotations
 

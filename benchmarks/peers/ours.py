@@ -1,4 +1,5 @@
-"""Holdfast's step engine, replicated or sharded, driven as `train/runner.py` drives it."""
+"""Holdfast's step engine, replicated or sharded, driven as `training/engine/runner.py` drives
+it."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers.work import Bench, Work
-from holdfast.config.layout import LayoutConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import LayoutConfig
 from holdfast.layout import AXES, Layout, place_layout
-from holdfast.parallel.process_groups import connect
-from holdfast.train.build import build_engine
-from holdfast.train.engine import StepEngine
-from holdfast.train.malloc import keep_freed_memory
-from holdfast.train.precision import same_products_on_any_threads
+from holdfast.parallel.axes.process_groups import connect
+from holdfast.training.engine.build import build_engine
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.precision import same_products_on_any_threads
+from holdfast.training.memory.malloc import keep_freed_memory
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 All ranks do so at the same time, as the ranks of a run do. The notes of a step are seconds, by
 samples of a microbatch, layer and pass. The head computes its gradient in its forward pass
-(`train/objective.py`), so its backward pass is short.
+(`training/engine/objective.py`), so its backward pass is short.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 import torch
 
 from benchmarks.peers.work import Bench, Work
-from holdfast.train.malloc import keep_freed_memory
-from holdfast.train.objective import NextTokenObjective
-from holdfast.train.precision import same_products_on_any_threads
+from holdfast.training.engine.objective import NextTokenObjective
+from holdfast.training.engine.precision import same_products_on_any_threads
+from holdfast.training.memory.malloc import keep_freed_memory
 
 SAMPLES = (1, 2, 4, 8)
 

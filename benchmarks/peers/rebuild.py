@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from benchmarks.peers.ours import run_config, train
 from benchmarks.peers.work import Bench, Work
-from holdfast.data.batch import Batches, ValidationSet
+from holdfast.data.stream.batch import Batches, ValidationSet
 from holdfast.layout import Layout, place_layout
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.parallel.process_groups import connect
-from holdfast.train.build import build_engine, make_session
-from holdfast.train.engine import StepEngine
-from holdfast.train.recover import recover
+from holdfast.training.engine.build import build_engine, make_session
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.recover.recover import recover
 
 SECONDS = 120.0
 PHASES = ("abort", "control", "agree", "plan", "build", "move")

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from benchmarks.peers.ours import run_config, train
 from benchmarks.peers.rebuild import SECONDS, NoData, layout_of
 from benchmarks.peers.work import Bench
-from holdfast.data.batch import Batches
+from holdfast.data.stream.batch import Batches
 from holdfast.layout import place_layout
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.parallel.process_groups import connect
-from holdfast.train.build import build_engine, make_session
-from holdfast.train.recover import recover
+from holdfast.training.engine.build import build_engine, make_session
+from holdfast.training.recover.recover import recover
 
 
 def run(bench: Bench, layouts: str) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan's side of `benchmarks.exchange`: its Llama 3, its optimizer container and its
+"""torchtitan's side of `benchmarks.runtime.exchange`: its Llama 3, its optimizer container and its
 CheckpointManager, in one process on a CPU. One request as JSON, one line of JSON as the answer."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks.peers.torchtitan_llama import shaped, without_triton
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 
 Found = dict[str, Any]
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
 
 from benchmarks.peers.work import Bench, Work
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 
 RENAMED = {
     "embed": "tok_embeddings",

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.model.decoder import Decoder

@@ -1,4 +1,5 @@
-"""A convolutional network of one's own on scikit-learn's handwritten digits. See docs/python.md."""
+"""A convolutional network of one's own on scikit-learn's handwritten digits. See
+docs/guide/python.md."""
 
 from __future__ import annotations
 

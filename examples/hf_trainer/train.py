@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer on Holdfast: a small Llama learns to count. See docs/python.md.
+"""A Hugging Face Trainer on Holdfast: a small Llama learns to count. See docs/guide/python.md.
 
 pip install holdfast[hf]
 holdfast run train.py --workers 2

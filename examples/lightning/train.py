@@ -1,4 +1,5 @@
-"""A LightningModule on Holdfast: which of three spirals does a point lie on? See docs/python.md.
+"""A LightningModule on Holdfast: which of three spirals does a point lie on? See
+docs/guide/python.md.
 
 pip install holdfast[lightning]
 holdfast run train.py --workers 2

@@ -1,4 +1,4 @@
-"""A loop of one's own: which of three spirals does a point lie on? See docs/python.md.
+"""A loop of one's own: which of three spirals does a point lie on? See docs/guide/python.md.
 
 holdfast run train.py --workers 2 -- --hidden 64
 """

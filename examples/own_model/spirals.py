@@ -1,4 +1,4 @@
-"""A task of one's own: which of three spirals does a point lie on? See docs/python.md."""
+"""A task of one's own: which of three spirals does a point lie on? See docs/guide/python.md."""
 
 from __future__ import annotations
 

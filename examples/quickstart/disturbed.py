@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.chaos.agents import Fleet
-from holdfast.chaos.network import Network, why_unavailable
 from holdfast.events import (
     Evaluated,
     Event,
@@ -34,10 +32,12 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.report.formatting import format_clock, format_duration
-from holdfast.report.ordering import order_records
+from holdfast.report.ledger.ordering import order_records
 from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
+from holdfast_lab.chaos.agents import Fleet
+from holdfast_lab.chaos.network import Network, why_unavailable
 
 NODES = ("one", "two", "three", "four")
 SETTINGS = (

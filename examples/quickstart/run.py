@@ -17,9 +17,9 @@ from pathlib import Path
 
 from disturbed import NODES, SETTINGS, Disturbed, Row, table
 
-from holdfast.config.load import load_config
+from holdfast.config.loading.load import load_config
 from holdfast.core.data.lineage import split_effective
-from holdfast.data.dataset import Dataset
+from holdfast.data.stream.dataset import Dataset
 from holdfast.events import Evaluated, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore

@@ -1,7 +1,7 @@
 """Trains large language models on machines that come and go.
 
-The public names are those of `__init__.pyi`; docs/python.md explains them. Each is loaded when it
-is first asked for, so that importing this package imports no torch.
+The public names are those of `__init__.pyi`; docs/guide/python.md explains them. Each is loaded
+when it is first asked for, so that importing this package imports no torch.
 """
 
 from importlib.metadata import version

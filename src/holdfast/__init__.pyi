@@ -1,4 +1,4 @@
-"""The public names, for type checkers and editors. docs/python.md explains them."""
+"""The public names, for type checkers and editors. docs/guide/python.md explains them."""
 
 from holdfast.api.reading import Checkpoint as Checkpoint
 from holdfast.api.reading import batches as batches
@@ -15,10 +15,10 @@ from holdfast.core.sharding.parameters import Ones as Ones
 from holdfast.core.sharding.parameters import Zeros as Zeros
 from holdfast.errors import TaskError as TaskError
 from holdfast.errors import UserError as UserError
-from holdfast.launch.pods.controller import Controller as Controller
-from holdfast.tasks.own_loop import run as run
-from holdfast.tasks.task import Batch as Batch
-from holdfast.tasks.task import Samples as Samples
-from holdfast.tasks.task import Task as Task
+from holdfast.tasks.scripts.own_loop import run as run
+from holdfast.tasks.task.task import Batch as Batch
+from holdfast.tasks.task.task import Samples as Samples
+from holdfast.tasks.task.task import Task as Task
+from holdfast_platform.pods.controller import Controller as Controller
 
 __version__: str

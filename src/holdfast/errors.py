@@ -69,7 +69,8 @@ class CheckpointError(UserError):
 
 
 class TaskError(UserError):
-    """A user's task cannot be made, does not fit the run, or breaks a rule of docs/python.md."""
+    """A user's task cannot be made, does not fit the run, or breaks a rule of
+    docs/guide/python.md."""
 
 
 class ScriptError(TaskError):

@@ -87,7 +87,7 @@ class GenerationStarted(Event):
     topology: dict[str, Any]
     reason: str  # start, resume, worker_lost, hang, non_finite, ...
     restored_from: str | None = None  # key of the commit object, None for initial weights
-    rung: int = -1  # of the recovery ladder (docs/elastic.md); -1: nothing was recovered
+    rung: int = -1  # of the recovery ladder (docs/internals/elastic.md); -1: nothing was recovered
     came_from: list[int | None] | None = None  # live: by rank, whose state it went on with
     cause: str = ""  # what ended the generation before, for people
 

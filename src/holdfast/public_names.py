@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import Any
 
 HOMES = {
-    "Batch": "holdfast.tasks.task",
+    "Batch": "holdfast.tasks.task.task",
     "Checkpoint": "holdfast.api.reading",
-    "Controller": "holdfast.launch.pods.controller",
+    "Controller": "holdfast_platform.pods.controller",
     "Normal": "holdfast.core.sharding.parameters",
     "Ones": "holdfast.core.sharding.parameters",
     "RunFile": "holdfast.api.run_file",
-    "Samples": "holdfast.tasks.task",
-    "Task": "holdfast.tasks.task",
+    "Samples": "holdfast.tasks.task.task",
+    "Task": "holdfast.tasks.task.task",
     "TaskError": "holdfast.errors",
     "TrainingResult": "holdfast.api.training",
     "UserError": "holdfast.errors",
@@ -28,7 +28,7 @@ HOMES = {
     "journal": "holdfast.api.reading",
     "load_run_file": "holdfast.api.run_file",
     "open_checkpoint": "holdfast.api.reading",
-    "run": "holdfast.tasks.own_loop",
+    "run": "holdfast.tasks.scripts.own_loop",
     "summary": "holdfast.api.reading",
     "train": "holdfast.api.training",
 }

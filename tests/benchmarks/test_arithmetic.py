@@ -10,22 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.accelerator.journal import speed
-from benchmarks.paired import Estimate, estimate
 from benchmarks.peers.floor import matrices
 from benchmarks.peers.rebuild import layout_of
 from benchmarks.peers.work import Work
 from benchmarks.peers.worker import NAMES
-from benchmarks.rebuild import LAYOUTS
-from benchmarks.recovering.lines import Line, Lines
-from benchmarks.saving import floors
-from benchmarks.steady import Stretch, row
-from benchmarks.steadying.worker import KINDS, kind_of
-from benchmarks.turns import Pair, losses
+from benchmarks.runtime import layouts, train_step
+from benchmarks.runtime.accelerator.journal import speed
+from benchmarks.runtime.paired import Estimate, estimate
+from benchmarks.runtime.rebuild import LAYOUTS
+from benchmarks.runtime.recovering.lines import Line, Lines
+from benchmarks.runtime.saving import floors
+from benchmarks.runtime.steady import Stretch, row
+from benchmarks.runtime.steadying.worker import KINDS, kind_of
+from benchmarks.runtime.turns import Pair, losses
 
-from benchmarks import layouts, train_step
-from holdfast.config.load import load_config
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.loading.load import load_config
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
 from holdfast.layout import Layout
@@ -138,7 +138,7 @@ def test_ways_of_saving_are_measured_beside_their_floors(
         [
             sys.executable,
             "-m",
-            "benchmarks.checkpoint",
+            "benchmarks.runtime.checkpoint",
             *cases,
             "--quick",
             "--ranks",

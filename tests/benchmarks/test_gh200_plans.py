@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.plan_fidelity.gh200 import fit, main, predictions_of, textbook_error
-from benchmarks.plan_fidelity.sailor import read_sailor
+from benchmarks.runtime.plan_fidelity.gh200 import fit, main, predictions_of, textbook_error
+from benchmarks.runtime.plan_fidelity.sailor import read_sailor
 
 FORWARD, BACKWARD, UPDATE, REDUCE = 0.02, 0.04, 0.001, 0.5
 

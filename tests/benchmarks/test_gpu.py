@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.accelerator.settings import Settings
-from benchmarks.accelerator.several import BUS_FACTORS, NodeLayout, parity
-from benchmarks.accelerator.table import Row, in_groups
-from benchmarks.gpu import ROWS, SUITE
-from benchmarks.gpus import SUITE as SEVERAL
+from benchmarks.runtime.accelerator.settings import Settings
+from benchmarks.runtime.accelerator.several import BUS_FACTORS, NodeLayout, parity
+from benchmarks.runtime.accelerator.table import Row, in_groups
+from benchmarks.runtime.gpu import ROWS, SUITE
+from benchmarks.runtime.gpus import SUITE as SEVERAL
 
 from tests.support.ranks import ROOT
 
 
 def quick(
-    out: Path, *arguments: str, module: str = "benchmarks.gpu"
+    out: Path, *arguments: str, module: str = "benchmarks.runtime.gpu"
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, "--device", "cpu", "--quick"]
     return subprocess.run(
@@ -54,7 +54,7 @@ def test_every_row_that_a_cpu_has_passes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_rows_for_several_devices_pass_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpus.json"
-    done = quick(out, "--workers", "4", module="benchmarks.gpus")
+    done = quick(out, "--workers", "4", module="benchmarks.runtime.gpus")
     assert done.returncode == 0, done.stdout + done.stderr
     told = {row["row"]: row["line"] for row in json.loads(out.read_text())["rows"]}
     assert list(told) == [row.name for row in SEVERAL.rows if row.on_cpu]

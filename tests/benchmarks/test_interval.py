@@ -7,9 +7,9 @@ import sys
 from xml.dom import minidom
 
 import pytest
-from benchmarks.interval import COSTS, Job, drawing, jobs, measure, shown, summary
+from benchmarks.lab.interval import COSTS, Job, drawing, jobs, measure, shown, summary
 
-from holdfast.simulate import synthetic
+from holdfast_lab.traces import synthetic
 from tests.support.ranks import ROOT
 
 
@@ -35,7 +35,7 @@ def test_too_few_failures_are_not_judged() -> None:
 @pytest.mark.slow
 def test_without_data_it_says_what_is_missing() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.interval", "--phases", "2", "--only", "Poisson"],
+        [sys.executable, "-m", "benchmarks.lab.interval", "--phases", "2", "--only", "Poisson"],
         cwd=ROOT,
         env={"PYTHONPATH": "src"},
         capture_output=True,

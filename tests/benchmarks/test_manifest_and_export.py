@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.manifest import measure
+from benchmarks.runtime.manifest import measure
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.layout import Layout
 
 
@@ -28,7 +28,7 @@ def test_exports_are_measured(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.export",
+        "benchmarks.runtime.export",
         "--megabytes",
         "4",
         "--shard-megabytes",

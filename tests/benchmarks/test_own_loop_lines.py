@@ -1,9 +1,10 @@
-"""What `benchmarks.own_loop_kill` makes of a journal: the steps, and the process of each rank."""
+"""What `benchmarks.runtime.own_loop_kill` makes of a journal: the steps, and the process of each
+rank."""
 
 from __future__ import annotations
 
-from benchmarks.own_loop_kill import lines_of
-from benchmarks.recovering.lines import Line
+from benchmarks.runtime.own_loop_kill import lines_of
+from benchmarks.runtime.recovering.lines import Line
 
 from holdfast.events import Event, GenerationStarted, Record, StepDone, WorkerStarted
 from holdfast.layout import Layout, place_replicas

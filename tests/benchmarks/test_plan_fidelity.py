@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.plan_fidelity import hybrid
-from benchmarks.plan_fidelity.__main__ import main, predict
-from benchmarks.plan_fidelity.architectures import MPT, named, of_parameters
-from benchmarks.plan_fidelity.case import predicted
-from benchmarks.plan_fidelity.fsdp import cases_of
-from benchmarks.plan_fidelity.megatron import EIGHT
-from benchmarks.plan_fidelity.megatron import cases_of as megatron_cases
-from benchmarks.plan_fidelity.report import rank_correlation
-from benchmarks.plan_fidelity.rows import read_rows
+from benchmarks.runtime.plan_fidelity import hybrid
+from benchmarks.runtime.plan_fidelity.__main__ import main, predict
+from benchmarks.runtime.plan_fidelity.architectures import MPT, named, of_parameters
+from benchmarks.runtime.plan_fidelity.case import predicted
+from benchmarks.runtime.plan_fidelity.fsdp import cases_of
+from benchmarks.runtime.plan_fidelity.megatron import EIGHT
+from benchmarks.runtime.plan_fidelity.megatron import cases_of as megatron_cases
+from benchmarks.runtime.plan_fidelity.report import rank_correlation
+from benchmarks.runtime.plan_fidelity.rows import read_rows
 
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.devices import load_devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.precision import PRECISIONS, QUANTIZED, STATES, curve_of, differences
+from benchmarks.runtime.precision import PRECISIONS, QUANTIZED, STATES, curve_of, differences
 
 STEPS = 80
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.recovery` makes of the lines that processes write, ours and others'."""
+"""What `benchmarks.runtime.recovery` makes of the lines that processes write, ours and others'."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.recovering.lines import Found, Line, Lines
+from benchmarks.runtime.recovering.lines import Found, Line, Lines
 
 Told = tuple[float, int, int, int]
 """When, in seconds from now; step, generation, process."""

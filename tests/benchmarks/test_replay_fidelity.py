@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.replay_fidelity import (
+from benchmarks.lab.replay_fidelity import (
     Constants,
     compare,
     simulated_tokens,
@@ -11,9 +11,9 @@ from benchmarks.replay_fidelity import (
     with_start_time,
 )
 
-from holdfast.simulate.score.record import Commit, ReferenceTable, RunRecord
-from holdfast.simulate.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
-from holdfast.simulate.traces.events import TraceEvent
+from holdfast_lab.score.record import Commit, ReferenceTable, RunRecord
+from holdfast_lab.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
+from holdfast_lab.traces.events import TraceEvent
 
 CONSTANTS = Constants({1: 2.0, 2: 1.0, 3: 0.7, 4: 0.5}, 0.0, 0.0, 4.0, 0.0)
 

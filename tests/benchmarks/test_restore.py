@@ -14,7 +14,7 @@ from tests.support.ranks import ROOT
 @pytest.mark.slow
 def test_every_source_and_layout_has_a_row_beside_its_floor() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.restore", "--quick"],
+        [sys.executable, "-m", "benchmarks.runtime.restore", "--quick"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.acute import verdicts
-from benchmarks.staging.storage import CHUNK, NetworkStore, Sink, Storage, _Server
-from benchmarks.staging.ways import DEFAULT, KEPT, NODE, OURS
-from benchmarks.staging.whole import summary
+from benchmarks.lab.acute import verdicts
+from benchmarks.runtime.staging.storage import CHUNK, NetworkStore, Sink, Storage, _Server
+from benchmarks.runtime.staging.ways import DEFAULT, KEPT, NODE, OURS
+from benchmarks.runtime.staging.whole import summary
 
 from holdfast.events import (
     CheckpointCaptured,
@@ -117,7 +117,7 @@ def test_staging_is_measured(tmp_path: Path) -> None:
         [
             sys.executable,
             "-m",
-            "benchmarks.acute",
+            "benchmarks.lab.acute",
             "--quick",
             "--ways",
             KEPT,

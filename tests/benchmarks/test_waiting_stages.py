@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.bubble import SPLIT_V, execute, in_order
-from benchmarks.waiting_stages import WaitingStages
+from benchmarks.runtime.bubble import SPLIT_V, execute, in_order
+from benchmarks.runtime.waiting_stages import WaitingStages
 
 from holdfast.core.schedule.csv import from_csv
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import ActionKind, Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
-from holdfast.parallel.trace import (
+from holdfast.parallel.comm.trace import (
     COMPUTE,
     RECEIVE,
     PipelineMeasurement,

@@ -13,7 +13,7 @@ from tests.support.ranks import ROOT
 @pytest.mark.slow
 def test_a_standby_has_compiled_before_it_is_needed() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.warm_standby"],
+        [sys.executable, "-m", "benchmarks.runtime.warm_standby"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,5 +1,5 @@
 """The example of a model of one's own: a script that calls `holdfast.train`, and the lines of
-docs/python.md in its folder."""
+docs/guide/python.md in its folder."""
 
 from __future__ import annotations
 

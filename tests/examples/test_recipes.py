@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.config.load import load_config
+from holdfast.config.loading.load import load_config
 from tests.support.adapters import write_base
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

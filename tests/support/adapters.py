@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.model import ModelConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.data.weight_files import weights_checksum
+from holdfast.data.read.weight_files import weights_checksum
 from holdfast.model.huggingface import export_folder
 from holdfast.model.init import initial_tensor
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
@@ -54,7 +54,7 @@ checkpoint: {{every_steps: {steps}}}
 cluster: {{threads_per_worker: 1}}
 """
 GOLDEN = Path(__file__).parents[1] / "golden" / "expected" / "lora.json"
-"""Losses of this run by PEFT and TRL: `python -m benchmarks.lora_parity --golden`."""
+"""Losses of this run by PEFT and TRL: `python -m benchmarks.runtime.lora_parity --golden`."""
 
 
 def write_base(folder: Path, model: ModelConfig | None = None, seed: int = 3) -> None:

@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.data import DataConfig
-from holdfast.config.train import TrainConfig
-from holdfast.data.batch import Batches
-from holdfast.data.dataset import Dataset
-from holdfast.data.prepare import prepare_dataset
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.train import TrainConfig
+from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset import Dataset
 
 SYLLABLES = ["ka", "lo", "mi", "ru", "te", "sho", "né", "日本", "ü", "🙂"]
 

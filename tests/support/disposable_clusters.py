@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from holdfast.launch.clusters.cluster import ClusterState
-from holdfast.launch.clusters.lifecycle import take_down
-from holdfast.launch.clusters.processes import all_of
-from holdfast.launch.clusters.states import ClusterStates
+from holdfast_platform.clusters.cluster import ClusterState
+from holdfast_platform.clusters.lifecycle import take_down
+from holdfast_platform.clusters.processes import all_of
+from holdfast_platform.clusters.states import ClusterStates
 from tests.support.commands import Outcome, apart
 
 DEADLINE_S = 150.0

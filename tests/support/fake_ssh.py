@@ -16,7 +16,7 @@ case "$1" in
   changed*) echo "Host key verification failed." >&2; exit 255;;
   locked*) echo "$1: Permission denied (publickey)." >&2; exit 255;;
   off*) echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255;;
-  bare*) set -- "$1" "exec env -i {bare} -P -m holdfast.launch.ssh.node_host";;
+  bare*) set -- "$1" "exec env -i {bare} -P -m holdfast.launch.owners.ssh.node_host";;
 esac
 [ ! -e "{root}/$1.off" ] || {{ echo "ssh: connect to host $1: No route to host" >&2; exit 255; }}
 mkdir -p "{root}/$1"
@@ -27,7 +27,7 @@ _PYTHON = """\
 #!{python}
 import sys
 
-from holdfast.launch.ssh import node_host
+from holdfast.launch.owners.ssh import node_host
 
 SCRIPT = {script!r}
 {more}

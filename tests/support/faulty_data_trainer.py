@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from holdfast.cli.main import main
-from holdfast.data.batch import MASKED_TARGET, Batches, Microbatch
+from holdfast.data.stream.batch import MASKED_TARGET, Batches, Microbatch
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.launch import local
 from holdfast.wire.secret import Secret
@@ -41,7 +41,7 @@ class Faulty(Batches):
 def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
-    from holdfast.train import task
+    from holdfast.training.engine import task
 
     task.Batches = Faulty  # type: ignore[attr-defined]
     return worker.run(boot, secret)

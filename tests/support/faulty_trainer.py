@@ -33,9 +33,9 @@ DEEDS = "HOLDFAST_TEST_DEEDS"
 def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
-    from holdfast.plan.machine import links
-    from holdfast.train import recover as recovering
-    from holdfast.train.engine import StepEngine
+    from holdfast.machine import links
+    from holdfast.training.engine.engine import StepEngine
+    from holdfast.training.recover import recover as recovering
     from tests.support import fake_nccl
 
     deeds = json.loads(os.environ[DEEDS])

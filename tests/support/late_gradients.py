@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.train.engine import StepEngine
+from holdfast.training.engine.engine import StepEngine
 
 DECAY = 0.135
 """D of pipemare."""

@@ -34,16 +34,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.data import DataConfig
 from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.layout import Layout, Topology, place_replicas
-from holdfast.parallel.process_groups import connect
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.torch_compat import Store
 from holdfast.plan.placing.balance import planned_stages
-from holdfast.train.build import build_engine, choose_exchange
-from holdfast.train.engine import StepEngine
-from holdfast.train.vote import StepVerdict
+from holdfast.training.engine.build import build_engine, choose_exchange
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.vote import StepVerdict
 from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.run_place import local_run_folder
+from holdfast.config.sections.run_place import local_run_folder
 from holdfast.wire.store.location import open_store
 from tests.support import s3
 from tests.support.commands import secret_file

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.parallel.process_groups import connect
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.torch_compat import Store
 from holdfast.tasks.child import describe_named
 from holdfast.tasks.choose import open_task
-from holdfast.train.build import build_engine
-from holdfast.train.engine import StepEngine
+from holdfast.training.engine.build import build_engine
+from holdfast.training.engine.engine import StepEngine
 from tests.support.layouts import case, config_of, topology_of
 from tests.support.tiny_training import CPU
 

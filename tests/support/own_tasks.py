@@ -10,18 +10,18 @@ import numpy as np
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skip, Skips
 from holdfast.layout import Topology, place_replicas
-from holdfast.parallel.process_groups import connect
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.child import describe
 from holdfast.tasks.choose import open_task
-from holdfast.tasks.module import meta_module, module_rows
-from holdfast.tasks.own import OwnTask
-from holdfast.tasks.sharding import sharding_rows
-from holdfast.tasks.task import Task
-from holdfast.train.build import build_engine
-from holdfast.train.engine import StepEngine
-from holdfast.train.replica_check import refuse_unequal_start
+from holdfast.tasks.task.batches import TaskBatches, open_samples
+from holdfast.tasks.task.module import meta_module, module_rows
+from holdfast.tasks.task.own import OwnTask
+from holdfast.tasks.task.sharding import sharding_rows
+from holdfast.tasks.task.task import Task
+from holdfast.training.engine.build import build_engine
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.replica_check import refuse_unequal_start
 from tests.support.layouts import case
 from tests.support.ranks import RankContext
 from tests.support.tiny_training import CPU

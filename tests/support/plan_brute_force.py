@@ -11,7 +11,7 @@ from itertools import combinations, pairwise, product
 from math import inf, prod
 from random import Random
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.workload import Attention, Layer, Product, Workload

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.network import Network, why_unavailable
 from holdfast.wire.store.location import open_store
+from holdfast_lab.chaos.network import Network, why_unavailable
 from tests.support import s3
 from tests.support.commands import secret_file
 from tests.support.journal_reader import Journal

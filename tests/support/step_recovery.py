@@ -20,18 +20,18 @@ from typing import Any, cast
 import torch
 
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.data.batch import Batches, ValidationSet
+from holdfast.data.stream.batch import Batches, ValidationSet
 from holdfast.errors import PeerLostError
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
-from holdfast.parallel.process_groups import connect
-from holdfast.train import engine as engine_module
-from holdfast.train.build import TrainingSession, build_engine, make_session
-from holdfast.train.engine import StepEngine
-from holdfast.train.objective import NextTokenObjective
-from holdfast.train.recover import RecoveryResult, join_generation, recover
-from holdfast.train.step_plan import Dealer
-from holdfast.train.vote import StepVerdict
+from holdfast.parallel.axes.process_groups import connect
+from holdfast.training.engine import engine as engine_module
+from holdfast.training.engine.build import TrainingSession, build_engine, make_session
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.objective import NextTokenObjective
+from holdfast.training.engine.step_plan import Dealer
+from holdfast.training.engine.vote import StepVerdict
+from holdfast.training.recover.recover import RecoveryResult, join_generation, recover
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest, feed

@@ -15,11 +15,11 @@ from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.layout import Layout, place_layout
-from holdfast.parallel.process_groups import connect
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.train.build import build_engine
-from holdfast.train.engine import StepEngine
-from holdfast.train.vote import StepVerdict
+from holdfast.training.engine.build import build_engine
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.vote import StepVerdict
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH = 64, 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.layout import Layout, Replica, Topology, place_replicas
 
 

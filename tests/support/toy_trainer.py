@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.config.load import load_config
+from holdfast.config.loading.load import load_config
 from holdfast.errors import UserError
 from holdfast.launch import local
 from holdfast.wire.process_end import skip_last_collection

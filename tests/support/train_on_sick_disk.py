@@ -24,11 +24,11 @@ from typing import Protocol
 
 import psutil
 
-from holdfast.chaos.compare import compare_runs
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from holdfast_lab.chaos.compare import compare_runs
 from tests.support.commands import apart
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.train_on_full_disk import fill

@@ -59,8 +59,8 @@ def work(rank: RankContext, boot: dict[str, Any], secret: str, deeds: dict[str, 
 def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
     from holdfast.elastic.worker import worker
     from holdfast.elastic.worker.http_store import HttpStore
-    from holdfast.train import recover as recovering
-    from holdfast.train.engine import StepEngine
+    from holdfast.training.engine.engine import StepEngine
+    from holdfast.training.recover import recover as recovering
 
     agree = recovering.agree  # type: ignore[attr-defined]
     update = StepEngine.update

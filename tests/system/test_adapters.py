@@ -1,6 +1,7 @@
 """A run of adapters by the real commands: a worker is killed, and PEFT itself is asked.
 
-Campaign tests. `tests/export/test_adapters.py` compares with a golden file of PEFT's losses.
+Campaign tests. `tests/runtime/export/test_adapters.py` compares with a golden file of PEFT's
+losses.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def test_losses_adapters_and_folders_are_peft_s_own(tmp_path: Path, capsys: Capt
     """The library itself, if it is installed: training, its folder as our start, ours in it."""
     pytest.importorskip("peft")
     import torch
-    from benchmarks.lora_parity import our_adapter, our_losses, peft_model, train_peft
+    from benchmarks.runtime.lora_parity import our_adapter, our_losses, peft_model, train_peft
 
     path = write_run(tmp_path)
     ours = our_losses(path)

@@ -1,4 +1,4 @@
-"""The commands of docs/nodes.md, typed as they stand, on three machines.
+"""The commands of docs/guide/nodes.md, typed as they stand, on three machines.
 
 Each machine is a network namespace with a host name of its own, and the run folder is the disk that
 they share. No key names an address.
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.network import Network, why_unavailable
 from holdfast.events import GenerationStarted, StepDone, WorkerReady
+from holdfast_lab.chaos.network import Network, why_unavailable
 from tests.support.journal_reader import Journal
 from tests.support.nodes import prepared
 from tests.support.ranks import ROOT, wait_until

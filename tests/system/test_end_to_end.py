@@ -27,10 +27,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.events import CheckpointCommitted, Event, StepDone, WorkerStarted
-from holdfast.report import history
+from holdfast.report.history import history
 from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
-from tests.report.test_metrics import as_tensorboard_shows
+from tests.runtime.report.test_metrics import as_tensorboard_shows
 from tests.support.commands import apart, start, write_run_file
 from tests.support.processes import runs
 from tests.support.ranks import wait_until

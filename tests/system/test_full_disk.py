@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.save.test_writer_full_disk import namespaces
+from tests.runtime.checkpoint.save.test_writer_full_disk import namespaces
 
 MOUNT = 'mount -t tmpfs -o size=12m none "$0" && exec "$@"'
 

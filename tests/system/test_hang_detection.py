@@ -236,7 +236,8 @@ def test_a_worker_whose_state_is_not_that_of_the_others_takes_theirs(
 
 @pytest.mark.slow
 def test_nobody_is_named_in_two_thousand_undisturbed_steps(run_file: Path, tmp_path: Path) -> None:
-    """In the second half both cores are busy. `benchmarks.noticing undisturbed` tells the pace."""
+    """In the second half both cores are busy. `benchmarks.runtime.noticing undisturbed` tells the
+    pace."""
     steps = 2000
     settings = (
         *SETTINGS,

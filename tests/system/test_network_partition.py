@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.network import Network, why_unavailable
 from holdfast.events import GenerationStarted
-from holdfast.report import history
+from holdfast.report.history import history
+from holdfast_lab.chaos.network import Network, why_unavailable
 from tests.support.commands import apart
 from tests.support.nodes import Nodes, in_bucket, nodes_of
 from tests.support.separate_nodes import separate_nodes

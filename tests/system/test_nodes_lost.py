@@ -12,7 +12,7 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.store.run_store import RunStore
-from tests.report.trackers.test_process import rows
+from tests.runtime.report.trackers.test_process import rows
 from tests.support.commands import within
 from tests.support.nodes import DEADLINE, Nodes, in_bucket, nodes_of
 from tests.support.ranks import wait_until

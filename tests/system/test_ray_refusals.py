@@ -77,7 +77,7 @@ def test_another_version_of_ray(run_file: Path, cluster: RayCluster, tmp_path: P
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys\n"
-        "if sys.orig_argv[-1] == 'holdfast.launch.ray.job':\n"
+        "if sys.orig_argv[-1] == 'holdfast.launch.owners.ray.job':\n"
         "    import ray\n"
         "    ray.__version__ = '2.1.0'\n"
     )

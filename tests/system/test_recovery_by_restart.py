@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.events import GenerationStarted, RunFailed, StepDone, StopRequested, WorkerLost
-from holdfast.report import history
+from holdfast.report.history import history
 from tests.support.trainer_process import Trainer, training
 
 NODES = ("layout.workers=2", "cluster.places=1", "cluster.min_nodes=2", "cluster.beat_seconds=0.5")

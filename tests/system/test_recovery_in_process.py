@@ -36,7 +36,7 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.report import history
+from holdfast.report.history import history
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start, within

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.load import load_config
-from holdfast.config.memory import GB
-from holdfast.data.dataset import Dataset
+from holdfast.config.loading.load import load_config
+from holdfast.config.sections.memory import GB
+from holdfast.data.stream.dataset import Dataset
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.events import StepDone, WorkerStarted
 from holdfast.plan.memory.memory_use import contents_by_rank

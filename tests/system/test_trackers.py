@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.events import GenerationStarted, StepDone
 from holdfast.report.trackers.process import TrackerSpec
-from tests.report.trackers.test_process import deliver, rows
+from tests.runtime.report.trackers.test_process import deliver, rows
 from tests.support.processes import children_of, stop
 from tests.support.ranks import wait_until
 from tests.support.tracker_server import TRACKER, TrackerServer

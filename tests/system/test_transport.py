@@ -14,7 +14,7 @@ import pytest
 from holdfast.events import WorkerReady
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
-from tests.plan.test_links import TOOL, write
+from tests.runtime.plan.test_links import TOOL, write
 from tests.support.commands import Outcome
 from tests.support.faulty_trainer import DEEDS
 from tests.support.ranks import ROOT

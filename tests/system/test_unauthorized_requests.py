@@ -440,8 +440,8 @@ def test_a_crowd_of_silent_connections(run: AttackedRun) -> None:
 
 
 def test_only_listeners_of_the_table_exist(run: AttackedRun) -> None:
-    """All have the address of the run file (127.0.0.1 by default) and a row in docs/security.md.
-    Only this user reaches the mover's socket."""
+    """All have the address of the run file (127.0.0.1 by default) and a row in
+    docs/guide/security.md. Only this user reaches the mover's socket."""
     family = run.trainer.family()
     found = listening(family)
     named = {run.control, run.health, run.peers, run.socket}

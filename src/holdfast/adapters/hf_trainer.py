@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import TaskError
-from holdfast.tasks.own_loop import run
+from holdfast.tasks.scripts.own_loop import run
 
 _WHERE = "holdfast.adapters.hf_trainer"
 _IGNORED_LABEL = -100  # of a position that no loss is computed of

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from holdfast.errors import TaskError
-from holdfast.tasks.own_loop import MapDataset, run
+from holdfast.tasks.scripts.own_loop import MapDataset, run
 
 _WHERE = "holdfast.adapters.lightning"
 

@@ -83,8 +83,8 @@ def _run_once_begun(path: Path, stop: threading.Event, seconds: float, wait: flo
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
     """Return what `holdfast report RUN --json` prints; with `curve` every step too."""
     from holdfast.launch.run.runs import named_path, open_run
-    from holdfast.report.history import read_history
-    from holdfast.report.summary import summary as summarise
+    from holdfast.report.history.history import read_history
+    from holdfast.report.history.summary import summary as summarise
 
     found = open_run(named_path(run))
     return summarise(read_history(found.store), found.resolved, curve=curve)
@@ -107,7 +107,7 @@ def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
 class Checkpoint:
     """A checkpoint's tensors by name, read when asked for: parameters as "model.NAME", AdamW's
     moments as "optimizer.exp_avg.NAME" and "optimizer.exp_avg_sq.NAME". Another optimizer's state
-    has names of its own (docs/optimizers.md)."""
+    has names of its own (docs/guide/optimizers.md)."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.config.load import LoadedConfig
+    from holdfast.config.loading.load import LoadedConfig
 
 
 class RunFile:
@@ -45,6 +45,6 @@ class RunFile:
 def load_run_file(path: str | Path, overrides: tuple[str, ...] = ()) -> RunFile:
     """Read and check a run file. overrides: `key=value`, as on the command line. Raises
     ConfigError."""
-    from holdfast.config.load import load_config
+    from holdfast.config.loading.load import load_config
 
     return RunFile(Path(path), tuple(overrides), load_config(Path(path), overrides))

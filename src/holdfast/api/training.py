@@ -13,7 +13,7 @@ from holdfast.api.run_file import RunFile
 from holdfast.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
-    from holdfast.tasks.task import Task
+    from holdfast.tasks.task.task import Task
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def train(
     """
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.cli.train import start_run
-    from holdfast.config.load import load_config
+    from holdfast.config.loading.load import load_config
     from holdfast.launch.run.runs import run_folder_of
-    from holdfast.tasks.importing import is_importing
+    from holdfast.tasks.task.importing import is_importing
     from holdfast.wire.store.run_location import store_of_run
 
     if is_importing():

@@ -11,11 +11,11 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import print_json, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.launch.run.runs import Run, open_run
 from holdfast.report.formatting import format_bytes
+from holdfast.show.output import print_json, say
 
 if TYPE_CHECKING:
     from holdfast.launch.run.branch import Branch
@@ -44,9 +44,9 @@ def branch(
     has a run file of its own, which 'holdfast train' starts. 'holdfast report' and 'holdfast data
     audit' of the branch know which steps the parent did.
 
-    The table in docs/run-file.md says which keys can change in a branch. Keys of the model and of
-    the data cannot: no checkpoint fits another value. A branch that is cut short is no run folder;
-    the same command resumes it.
+    The table in docs/reference/run-file.md says which keys can change in a branch. Keys of the
+    model and of the data cannot: no checkpoint fits another value. A branch that is cut short is no
+    run folder; the same command resumes it.
 
     \b
     Example:
@@ -66,7 +66,7 @@ def branch(
 
 def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageProgress) -> Branch:
     from holdfast.launch.run.branch import make_branch
-    from holdfast.plan.machine.hardware import detect_hardware
+    from holdfast.machine.hardware import detect_hardware
 
     show = partial(progress.show_bytes, "copied")
     return make_branch(parent, at, to, overrides, detect_hardware(), show)

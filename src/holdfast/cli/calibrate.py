@@ -17,11 +17,11 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
-from holdfast.config.cluster import LOOPBACK_DEVICE
+from holdfast.config.sections.cluster import LOOPBACK_DEVICE
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import UserError
+from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.hardware.calibration import (
     Calibration,
     calibration_path,
@@ -37,11 +37,11 @@ from holdfast.plan.hardware.fit import (
     mean_error,
     samples_from_json,
 )
-from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.plan.probing.step_fit import compare_steps, with_steps
+from holdfast.show.output import print_json, print_table, say
 from holdfast.wire.child_command import module_command
 
-RANK_MODULE = "holdfast.train.measure_machine"
+RANK_MODULE = "holdfast.training.measure.measure_machine"
 START_S = 10
 """Of --seconds, what processes need to start: importing torch."""
 LEAST_S = 1

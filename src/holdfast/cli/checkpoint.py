@@ -9,10 +9,10 @@ import typer
 from holdfast.cli import checkpoint_import, checkpoint_tools
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.run.runs import open_run
 from holdfast.layout import AXES
 from holdfast.report.formatting import format_bytes, format_count
+from holdfast.show.output import print_json, print_table, say
 
 app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
 

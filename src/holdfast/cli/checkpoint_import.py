@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.output import print_json, say
-from holdfast.config.lora import refuse_lora
-from holdfast.config.run_place import is_bucket
-from holdfast.config.task import refuse_file_of_task
+from holdfast.config.sections.lora import refuse_lora
+from holdfast.config.sections.run_place import is_bucket
+from holdfast.config.sections.task import refuse_file_of_task
 from holdfast.errors import DataError, OutOfSpaceError, RunFolderError, UserError
 from holdfast.launch.run.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
+from holdfast.show.output import print_json, say
 
 if TYPE_CHECKING:
-    from holdfast.config.load import LoadedConfig
+    from holdfast.config.loading.load import LoadedConfig
     from holdfast.config.run import RunConfig
     from holdfast.core.format.manifest import Commit
-    from holdfast.data.dataset import Dataset
-    from holdfast.plan.machine.hardware import HardwareInfo
+    from holdfast.data.stream.dataset import Dataset
+    from holdfast.machine.hardware import HardwareInfo
     from holdfast.wire.store.run_store import RunStore
 
 COMMAND = "holdfast checkpoint import"
@@ -67,13 +67,13 @@ def import_(
       holdfast checkpoint import run.yaml --from Llama-3.2-1B model.from=Llama-3.2-1B
     """
     from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset
-    from holdfast.config.load import load_config
+    from holdfast.config.loading.load import load_config
     from holdfast.launch.local import resume_command
     from holdfast.launch.run.holder import HolderWatch
     from holdfast.launch.run.microbatch_size import with_microbatch_size
     from holdfast.launch.run.named_parts import with_named_parts
     from holdfast.launch.run.run_folder import refuse_in_use, refuse_other
-    from holdfast.plan.machine.hardware import detect_hardware
+    from holdfast.machine.hardware import detect_hardware
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
@@ -129,7 +129,7 @@ def _with_folder_vocabulary(
     """The vocabulary of the folder where the run file leaves it open, if it has a row for each
     token of the dataset."""
     from holdfast.cli.train import with_vocabulary
-    from holdfast.data.dataset_match import needed_vocabulary
+    from holdfast.data.prepare.dataset_match import needed_vocabulary
 
     if not size or loaded.config.model.vocab_size not in (0, size):
         return with_vocabulary(loaded, dataset)
@@ -150,7 +150,7 @@ def _begin_run(
     """Make the run folder, with what was imported as its first checkpoint, which is described. If
     that fails, a description of the run that was not there before does not stay."""
     from holdfast.checkpoint.restore.catalog import describe_checkpoint
-    from holdfast.config.identity import config_hash
+    from holdfast.config.loading.identity import config_hash
     from holdfast.launch.run.run_folder import remove_description, write_description
     from holdfast.launch.run.runs import read_resolved
     from holdfast.wire.store.run_store import FolderStore
@@ -238,7 +238,7 @@ def _from_dcp(
 def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
     """Raises DataError when a model's folder has a tokenizer that is not the dataset's. Every token
     would mean something else than the weights have learnt."""
-    from holdfast.data.vocabulary import describe_difference
+    from holdfast.data.read.vocabulary import describe_difference
 
     theirs = source / "tokenizer.json"
     if theirs.is_file() and (difference := describe_difference(theirs, dataset.tokenizer_path)):

@@ -10,13 +10,13 @@ import typer
 
 from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.options import RunArgument, named_argument
-from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import CheckpointError
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import open_run
 from holdfast.report.formatting import format_bytes, format_count
+from holdfast.show.output import print_json, print_table, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.restore.inspect import TensorDifference

@@ -9,12 +9,12 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import expand_argument
-from holdfast.cli.output import print_json, print_table
-from holdfast.config.explain import format_value as shown
-from holdfast.config.fields import leaves
-from holdfast.config.identity import config_hash
-from holdfast.config.load import load_config
-from holdfast.config.reference import json_schema, markdown
+from holdfast.config.loading.explain import format_value as shown
+from holdfast.config.loading.fields import leaves
+from holdfast.config.loading.identity import config_hash
+from holdfast.config.loading.load import load_config
+from holdfast.config.loading.reference import json_schema, markdown
+from holdfast.show.output import print_json, print_table
 
 app = make_app("Show a run file as it is understood, and what it may contain.")
 
@@ -54,7 +54,7 @@ def show(
 @app.command()
 def schema(
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="the reference page (docs/run-file.md)")
+        bool, typer.Option("--markdown", help="the reference page (docs/reference/run-file.md)")
     ] = False,
 ) -> None:
     """Print the run file's JSON schema, or its reference page.

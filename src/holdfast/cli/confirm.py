@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.errors import ConfigError
 
 KEY = "plan.ask_above_usd"

@@ -12,18 +12,18 @@ import typer
 from holdfast.cli.data_audit import audit_parents, audit_run
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
-from holdfast.config.load import load_config
+from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.runs import open_run
 from holdfast.launch.run.task_run import with_task
 from holdfast.report.formatting import format_bytes, format_count
+from holdfast.show.output import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from holdfast.data.dataset import Dataset
-    from holdfast.data.prepare import MakePool
+    from holdfast.data.prepare.prepare import MakePool
+    from holdfast.data.stream.dataset import Dataset
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
 
@@ -50,8 +50,8 @@ def prepare(
       holdfast data prepare run.yaml data.processes=8
       holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
-    from holdfast.data.inspect import dataset_numbers
-    from holdfast.data.prepare import prepare_dataset as make
+    from holdfast.data.prepare.prepare import prepare_dataset as make
+    from holdfast.data.stream.inspect import dataset_numbers
 
     pool = _pool(on, address)
     with StageProgress() as progress:
@@ -80,8 +80,8 @@ def inspect(
     Example:
       holdfast data inspect run.yaml --position 1000
     """
-    from holdfast.data.batch import Batches
-    from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
+    from holdfast.data.stream.batch import Batches
+    from holdfast.data.stream.inspect import dataset_numbers, mask_shares, render_sample
 
     config = _decoder_config(run_file, overrides, "data inspect")
     dataset = _prepared(config, run_file, overrides or [])
@@ -121,7 +121,7 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     Example:
       holdfast data verify run.yaml
     """
-    from holdfast.data.verify import find_problems as problems_of
+    from holdfast.data.stream.verify import find_problems as problems_of
 
     given = overrides or []
     config = _decoder_config(run_file, given, "data verify")
@@ -193,7 +193,7 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
 def _pool(on: str, address: str) -> MakePool:
     """Raises ConfigError."""
     if on == "ray":
-        from holdfast.data.ray_pool import RayPool
+        from holdfast.data.stages.ray_pool import RayPool
 
         return lambda processes: RayPool(address)
     if on != "local":
@@ -204,19 +204,19 @@ def _pool(on: str, address: str) -> MakePool:
         raise ConfigError(
             "an address is for Ray alone", where="--address", remedy="add --on ray, or leave it out"
         )
-    from holdfast.data.task_pool import TaskPool
+    from holdfast.data.stages.task_pool import TaskPool
 
     return TaskPool
 
 
 def _is_prepared(config: RunConfig) -> bool:
-    from holdfast.data.dataset_location import dataset_exists
+    from holdfast.data.stream.dataset_location import dataset_exists
 
     return dataset_exists(config.data.folder, config.data)
 
 
 def _prepared(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Dataset:
-    from holdfast.data.dataset_location import open_dataset
+    from holdfast.data.stream.dataset_location import open_dataset
 
     if not _is_prepared(config):
         raise DataError(

@@ -9,7 +9,7 @@ from holdfast.errors import RunFolderError, UserError
 from holdfast.launch.run.runs import Run, named_path, open_run
 
 if TYPE_CHECKING:
-    from holdfast.data.audit import AuditResult
+    from holdfast.data.order.audit import AuditResult
     from holdfast.events import RunBranched
     from holdfast.wire.journal import JournalContents
 
@@ -56,7 +56,7 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
     """Audit a run's own steps, up to `last_step` or its last committed one. Raises RunFolderError
     for a simulated run."""
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
-    from holdfast.data.audit import AuditProblem, audit_records
+    from holdfast.data.order.audit import AuditProblem, audit_records
     from holdfast.tasks.choose import open_audited
     from holdfast.wire.journal import read_contents
     from holdfast.wire.term import newest_term
@@ -90,7 +90,7 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
 def audit_parents(found: Run) -> dict[str, RunAudit]:
     """Audit the runs that a branch continues, each up to the step that was branched from. The key
     is the run's folder; the nearest parent comes first."""
-    from holdfast.data.audit import branch_event
+    from holdfast.data.order.audit import branch_event
     from holdfast.wire.journal import read_journal
 
     audits: dict[str, RunAudit] = {}

@@ -64,7 +64,7 @@ def _expanded(name: str, value: Any) -> Any:
 
 def expand_argument(name: str, text: str) -> str:
     """A path of the command line with `~` filled in. Raises UserError with its place."""
-    from holdfast.config.paths import expand_path
+    from holdfast.config.loading.paths import expand_path
 
     try:
         return expand_path(text)

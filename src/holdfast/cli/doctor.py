@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.doctor_checks import Check, run_checks
-from holdfast.cli.doctor_versions import run_version_checks
 from holdfast.cli.options import named_argument
-from holdfast.cli.output import print_json, print_table, say
+from holdfast.doctor.checks import Check, run_checks
+from holdfast.doctor.versions import run_version_checks
+from holdfast.show.output import print_json, print_table, say
 
 app = make_app("Check that this machine can train, or look at a run.")
 
@@ -45,8 +45,8 @@ def doctor(
         else:
             print_checks(checks)
         return 1 if any(check.state == "fails" for check in checks) else 0
-    from holdfast.cli.doctor_deadline import QUICK_S, Deadlines
-    from holdfast.cli.doctor_run import RunDiagnosis, diagnose_run, folder_of
+    from holdfast.doctor.deadline import QUICK_S, Deadlines
+    from holdfast.doctor.run import RunDiagnosis, diagnose_run, folder_of
     from holdfast.launch.run.holder import HolderWatch
     from holdfast.wire.store.run_location import location_of_run
 

@@ -10,8 +10,8 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import say
 from holdfast.launch.run.runs import folder_with_job
+from holdfast.show.output import say
 
 if TYPE_CHECKING:
     from holdfast.launch.owners.owner import MachineOwner, OwnedJob

@@ -10,8 +10,8 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import print_json, say
 from holdfast.launch.run.runs import Run, open_run, with_base
+from holdfast.show.output import print_json, say
 
 app = make_app("Write a folder that transformers or torch.distributed.checkpoint loads.")
 

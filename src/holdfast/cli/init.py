@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import say
-from holdfast.config.yaml_tree import parse_scalar
+from holdfast.config.loading.yaml_tree import parse_scalar
 from holdfast.errors import UserError
+from holdfast.show.output import say
 
 TEMPLATE = """\
 # A Holdfast run. Train it with: holdfast train {name}

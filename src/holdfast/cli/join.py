@@ -13,7 +13,6 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import JournalJson, run_path
-from holdfast.cli.output import say
 from holdfast.cli.train import (
     finished_step,
     prepare_and_check_dataset,
@@ -21,9 +20,9 @@ from holdfast.cli.train import (
     with_device,
 )
 from holdfast.cli.views import RunViews
-from holdfast.config import yaml_tree
-from holdfast.config.identity import refuse_other_run
-from holdfast.config.load import LoadedConfig, resolve_config
+from holdfast.config.loading import yaml_tree
+from holdfast.config.loading.identity import refuse_other_run
+from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.node_place import MACHINE_KEYS, with_place
@@ -36,6 +35,7 @@ from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
 from holdfast.launch.run.task_run import described
+from holdfast.show.output import say
 from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
@@ -73,7 +73,7 @@ def join(
       holdfast join runs/my-run --node second cluster.places=1        on another one
     """
     from holdfast.launch import local
-    from holdfast.plan.machine.hardware import detect_hardware
+    from holdfast.machine.hardware import detect_hardware
 
     stored = _read_begun_run(folder)
     refuse_alone(folder, HolderWatch(folder, say))
@@ -146,8 +146,8 @@ def _with_data(
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-    from holdfast.data.dataset_location import open_dataset
-    from holdfast.data.verify import check_dataset
+    from holdfast.data.stream.dataset_location import open_dataset
+    from holdfast.data.stream.verify import check_dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
     if loaded.config.task.name:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.errors import HoldfastError
 from holdfast.events import Record
-from holdfast.report.ordering import order_records
+from holdfast.report.ledger.ordering import order_records
 from holdfast.wire.journal import JournalTail
 from holdfast.wire.store.run_store import RunStore, append_interval
 

@@ -11,18 +11,18 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import Fresh, Yes
-from holdfast.cli.output import print_json, say
 from holdfast.cli.train import begin_run, checked_layouts
-from holdfast.config.load import LoadedConfig, load_config
+from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.plan.placing.layouts import max_workers
+from holdfast.show.output import print_json, say
 from holdfast.wire.store.run_location import bucket_of_run
 
 if TYPE_CHECKING:
-    from holdfast.config.launch import LaunchConfig
+    from holdfast.config.sections.launch import LaunchConfig
     from holdfast.launch.owners.owner import LaunchRequest, MachineOwner, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
@@ -64,7 +64,7 @@ def launch(
       holdfast down run.yaml
     """
     from holdfast.launch.owners.choose import open_owner
-    from holdfast.plan.machine.hardware import detect_hardware
+    from holdfast.machine.hardware import detect_hardware
 
     given = list(overrides or [])
     given += [f"launch.on={on}"] if on else []
@@ -169,7 +169,7 @@ def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
 
 
 def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
-    from holdfast.config.cluster import AUTO
+    from holdfast.config.sections.cluster import AUTO
     from holdfast.launch.owners.owner import LaunchRequest
 
     config = loaded.config

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli import layout_distance, layout_show
+from holdfast.cli import layout_show
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, say, write_text
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.draw import draw_svg as picture
@@ -26,6 +25,8 @@ from holdfast.core.schedule.table import Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.errors import ConfigError, UserError
 from holdfast.layout import Replica
+from holdfast.show import layout_distance
+from holdfast.show.output import print_json, say, write_text
 
 MAX_DRAWN_ACTIONS = 200_000  # of a drawing: more cannot be told apart
 TIME_BOUNDS = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay far from overflow
@@ -182,14 +183,14 @@ def _request_of_run_file(
 ) -> ScheduleRequest:
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
     from holdfast.cli.train import checked_layouts, with_vocabulary
-    from holdfast.config.load import load_config
-    from holdfast.config.task import refuse_file_of_task
+    from holdfast.config.loading.load import load_config
+    from holdfast.config.sections.task import refuse_file_of_task
     from holdfast.core.sharding.reduction_tree import deal
-    from holdfast.data.dataset_location import dataset_exists, open_dataset
+    from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
     from holdfast.launch.run.auto_layout import with_auto_layout
     from holdfast.launch.run.microbatch_size import with_microbatch_size
     from holdfast.launch.run.runs import run_folder_of
-    from holdfast.plan.machine.hardware import detect_hardware
+    from holdfast.machine.hardware import detect_hardware
     from holdfast.plan.placing.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 

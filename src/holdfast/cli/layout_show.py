@@ -9,21 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.layout_estimate import estimates_as_json
-from holdfast.cli.layout_picture import LayoutPicture
-from holdfast.cli.layout_stages import stages_as_json
-from holdfast.cli.output import print_json, say
 from holdfast.cli.train import checked_layouts, with_vocabulary
-from holdfast.config.load import LoadedConfig, load_config
+from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
-from holdfast.config.task import refuse_file_of_task
+from holdfast.config.sections.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.run.auto_layout import with_auto_layout
 from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.memory.memory_use import contents_by_rank
@@ -31,6 +27,10 @@ from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.plan.placing.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_plural
+from holdfast.show.layout_estimate import estimates_as_json
+from holdfast.show.layout_picture import LayoutPicture
+from holdfast.show.layout_stages import stages_as_json
+from holdfast.show.output import print_json, say
 
 
 def show(
@@ -82,7 +82,7 @@ def _read_request(
 ) -> tuple[LoadedConfig, list[str]]:
     """The run file with what the command line says, the dataset's vocabulary if it is there, and
     what has to be said about it."""
-    from holdfast.data.dataset_location import dataset_exists, open_dataset
+    from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 
     if workers is not None:
         overrides.append(f"layout.workers={workers}")

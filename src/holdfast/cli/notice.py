@@ -8,11 +8,11 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
 from holdfast.launch.run.bucket_run import require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import Run, open_run
+from holdfast.show.output import print_json, say
 
 if TYPE_CHECKING:
     from holdfast.elastic.protocol.notice_messages import (

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_json, say
 from holdfast.cli.plan_more import (
     loss_as_json,
     neighbours_as_json,
@@ -25,6 +24,7 @@ from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.cli.plan_table import plan_as_json, print_plan
 from holdfast.errors import ConfigError
 from holdfast.plan.explain.what_if import FORMS, after_loss
+from holdfast.show.output import print_json, say
 
 _NEXT_KEY = re.compile(r",(?=[\w.]+=)")
 """The comma between two overrides, and not that of a list."""

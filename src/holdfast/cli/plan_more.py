@@ -7,7 +7,6 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import print_table, write_text
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.core.schedule.draw import draw_svg, draw_text
 from holdfast.errors import LayoutError
@@ -28,6 +27,7 @@ from holdfast.report.formatting import (
     format_plural,
     format_si,
 )
+from holdfast.show.output import print_table, write_text
 
 _MOST_RANKS = 8
 """Ranks of a pipeline that are drawn as text: of more, labels do not fit."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.cli.train import with_device, with_vocabulary
-from holdfast.config.load import LoadedConfig, load_config
+from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.plan_cache import PlanCache, plan_cache_folder
 from holdfast.plan.auto.search_run import RunPlan, plan_run, why_not_searched
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops
-from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.search.search import Found
 
 
@@ -64,7 +64,7 @@ def _refuse_absent_device(loaded: LoadedConfig, hardware: HardwareInfo) -> None:
 
 def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, list[str]]:
     """The run file with its dataset's vocabulary if that is known, and notes about it."""
-    from holdfast.data.dataset_location import dataset_exists, open_dataset
+    from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 
     loaded, notes = load_config(run_file, overrides), list[str]()
     if (key := why_not_searched(loaded.config)) != "":

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from holdfast.cli.output import print_table
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.objective import end_in_words
@@ -22,6 +21,7 @@ from holdfast.report.formatting import (
     format_percent,
     format_si,
 )
+from holdfast.show.output import print_table
 
 _HEAD = (
     "layout",

@@ -12,12 +12,12 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument, run_path
-from holdfast.cli.output import print_json, say
 from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, DataError, RunFolderError
 from holdfast.events import Record
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import Run, open_run, read_environment
+from holdfast.show.output import print_json, say
 
 app = make_app("Write one HTML page about a run.")
 
@@ -98,8 +98,8 @@ def _compare(run: Path, other: Path, *, json: bool) -> None:
 def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:
     """Write the page of a run as it is now; without a path, print its numbers as JSON."""
     from holdfast.cli.report_compare import history_of
-    from holdfast.report import page
-    from holdfast.report.summary import summary
+    from holdfast.report.history.summary import summary
+    from holdfast.report.page import page
 
     story = history_of(found)
     counts, device = baselines_of(found), device_of(found)
@@ -132,8 +132,8 @@ def follow_run(
 
     is_trainer_gone: of a run whose end is in no record. wait: sleeps so many seconds; a
     KeyboardInterrupt in it ends this."""
-    from holdfast.report.history import build_history
-    from holdfast.report.page import REFRESH_S, write_page
+    from holdfast.report.history.history import build_history
+    from holdfast.report.page.page import REFRESH_S, write_page
     from holdfast.wire.journal import JournalTail
 
     tail, records = JournalTail(run.store), list[Record]()
@@ -180,7 +180,7 @@ def write_trace(run: Run, path: Path) -> None:
     from json import dumps
 
     from holdfast.events import StepTraced
-    from holdfast.parallel.trace import TraceSpan, chrome_trace
+    from holdfast.parallel.comm.trace import TraceSpan, chrome_trace
     from holdfast.wire.journal import read_journal
 
     traced = [r for r in read_journal(run.store) if isinstance(r.event, StepTraced)]
@@ -237,8 +237,8 @@ def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
 def baselines_of(run: Run) -> dict[str, float] | None:
     """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
     None, with a message, if the run's dataset no longer exists."""
-    from holdfast.data.batch import Batches
-    from holdfast.data.dataset_location import open_dataset
+    from holdfast.data.stream.batch import Batches
+    from holdfast.data.stream.dataset_location import open_dataset
 
     config = run.config
     if config.task.has_own_data or run.is_simulated:

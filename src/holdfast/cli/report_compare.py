@@ -6,17 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import print_json, print_table
-from holdfast.cli.simulate_journal import SIMULATED_FILE
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import HoldfastError
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import Run, open_run
-from holdfast.report.comparison import Decision, RunComparison, RunFacts, compare_runs, facts_of
 from holdfast.report.formatting import format_plural
-from holdfast.report.history import History, read_history
-from holdfast.report.incidents import RECOVERY_RUNGS
-from holdfast.report.timeledger import CLASSES
+from holdfast.report.history.comparison import (
+    Decision,
+    RunComparison,
+    RunFacts,
+    compare_runs,
+    facts_of,
+)
+from holdfast.report.history.history import History, read_history
+from holdfast.report.ledger.incidents import RECOVERY_RUNGS
+from holdfast.report.ledger.timeledger import CLASSES
+from holdfast.show.output import print_json, print_table
+from holdfast_lab.commands.simulate_journal import SIMULATED_FILE
 
 Form = Callable[[float], str]
 

@@ -11,7 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Fresh, JournalJson
-from holdfast.config.task import SCRIPT_TASK
+from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.errors import ConfigError
 
 app = make_app("Start or resume a run whose loop is your own script.")

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.output import print_line, say
 from holdfast.errors import UserError
 from holdfast.events import RequestsRefused
+from holdfast.show.output import print_line, say
 from holdfast.wire import lifeline
 from holdfast.wire.http.refusals import describe_refusals
 
@@ -48,8 +48,8 @@ def stage(
     """
     from holdfast.checkpoint.peers.client import split_address
     from holdfast.checkpoint.peers.staging_node import StagingNode
-    from holdfast.config.peers import is_loopback
-    from holdfast.plan.machine.limits import available_memory
+    from holdfast.config.sections.peers import is_loopback
+    from holdfast.machine.limits import available_memory
     from holdfast.wire.http.sockets import bind_listener
     from holdfast.wire.http.tls import with_tls
     from holdfast.wire.secret import read_secret

@@ -9,8 +9,8 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.run.runs import folder_with_job
+from holdfast.show.output import print_json, print_table, say
 
 app = make_app("Show the nodes of a launched run.")
 

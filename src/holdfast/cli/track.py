@@ -11,8 +11,8 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.output import say
 from holdfast.errors import UserError
+from holdfast.show.output import say
 
 CHECK_INTERVAL_S = 0.2
 TRAINER_CHECK_INTERVAL_S = 2.0

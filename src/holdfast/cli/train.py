@@ -17,9 +17,8 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import Fresh, JournalJson, Yes
-from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
-from holdfast.config.load import LoadedConfig, load_config
+from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.node.devices import (
     default_places,
@@ -63,12 +62,13 @@ from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import with_task
 from holdfast.launch.run.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
-from holdfast.plan.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
+from holdfast.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.placing.layouts import layouts_of, max_workers
+from holdfast.show.output import print_line, say
 from holdfast.wire.store.run_location import where_of_run
 
 if TYPE_CHECKING:
-    from holdfast.data.dataset import Dataset
+    from holdfast.data.stream.dataset import Dataset
     from holdfast.launch.ranks.launchers import LauncherPlace
 
 app = make_app("Start or resume the run that a run file describes.")
@@ -270,7 +270,7 @@ def prepare_run_data(
         if task.has_own_data:
             loaded, plan = with_auto_layout(loaded, machine, known, several=several)
             return loaded, RunData(task.data, task.folder, (), plan)
-    from holdfast.data.coverage import describe_use
+    from holdfast.data.stream.coverage import describe_use
 
     if not task.name:
         loaded = with_named_parts(loaded)
@@ -296,8 +296,8 @@ def prepare_run_data(
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:
     """Return the run's dataset, prepared if it is missing, and checked against its checksums.
     `wait`: for another process that is preparing it."""
-    from holdfast.data.prepare import prepare_dataset
-    from holdfast.data.verify import check_dataset
+    from holdfast.data.prepare.prepare import prepare_dataset
+    from holdfast.data.stream.verify import check_dataset
 
     with StageProgress() as progress:
         dataset = prepare_dataset(loaded.config.data, progress.say, progress.show, wait=wait)
@@ -308,7 +308,7 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
 def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = False) -> list[str]:
     """Lines about what of the run file can never take effect, and the run's `use` of its data.
     begins: the run starts for the first time."""
-    from holdfast.config.no_effect import find_without_effect
+    from holdfast.config.loading.no_effect import find_without_effect
 
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
@@ -391,7 +391,7 @@ def with_vocabulary(
 ) -> LoadedConfig:
     """If the model has no vocabulary of its own, give it that of the run in `run_folder`, or the
     dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
-    from holdfast.data.dataset_match import needed_vocabulary
+    from holdfast.data.prepare.dataset_match import needed_vocabulary
 
     given, size = loaded.config.model.vocab_size, dataset.vocab_size
     if given == 0 and (known := _known_vocabulary(run_folder, dataset.version)):

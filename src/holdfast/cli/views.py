@@ -12,16 +12,16 @@ from types import TracebackType
 
 from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.journal_follower import JournalFollower
-from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.launch.run.lora_run import describe_first_weights
-from holdfast.plan.machine.hardware import HardwareInfo
-from holdfast.report.device_metrics import DeviceMetrics
-from holdfast.report.live import LiveView
-from holdfast.report.metrics import RunMetrics
+from holdfast.machine.hardware import HardwareInfo
+from holdfast.report.live.device_metrics import DeviceMetrics
+from holdfast.report.live.live import LiveView
+from holdfast.report.live.metrics import RunMetrics
+from holdfast.show.output import say
 from holdfast.wire import journal
 from holdfast.wire.store.run_location import store_of_run
 

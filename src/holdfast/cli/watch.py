@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import JournalJson, RunArgument
-from holdfast.cli.output import say
 from holdfast.events import Record
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import open_run
+from holdfast.show.output import say
 
 TRAINER_CHECK_AFTER_S = 5.0  # without a record, until the trainer is asked whether it is there
 
@@ -35,9 +35,9 @@ def watch(
     from holdfast.checkpoint.restore.catalog import origin_of_weights
     from holdfast.cli.views import record_line
     from holdfast.launch.run.lora_run import describe_first_weights
-    from holdfast.report import live
-    from holdfast.report.ordering import order_records
-    from holdfast.report.progress import RunProgress
+    from holdfast.report.history.progress import RunProgress
+    from holdfast.report.ledger.ordering import order_records
+    from holdfast.report.live import live
     from holdfast.wire.journal import follow_journal
 
     found = open_run(run)

@@ -9,25 +9,25 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.base import Section
-from holdfast.config.change import InPlace, Never
-from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.config.cluster import ClusterConfig
-from holdfast.config.data import DataConfig
-from holdfast.config.degrees import ModuleCuts, find_impossible_degrees
-from holdfast.config.float8 import find_impossible_float8
 from holdfast.config.huggingface.convert import explain_no_architecture
-from holdfast.config.launch import LaunchConfig
-from holdfast.config.layout import LayoutConfig
-from holdfast.config.logging import LoggingConfig
-from holdfast.config.lora import LoraConfig
-from holdfast.config.memory import DEVICE
-from holdfast.config.model import ModelConfig
-from holdfast.config.plan import PlanConfig
-from holdfast.config.recompute import RecomputePolicy
-from holdfast.config.run_place import is_bucket, local_run_folder
-from holdfast.config.task import SCRIPT_TASK, TaskConfig
-from holdfast.config.train import TrainConfig
+from holdfast.config.sections.base import Section
+from holdfast.config.sections.change import InPlace, Never
+from holdfast.config.sections.checkpoint import CheckpointConfig
+from holdfast.config.sections.cluster import ClusterConfig
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.degrees import ModuleCuts, find_impossible_degrees
+from holdfast.config.sections.float8 import find_impossible_float8
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.sections.layout import LayoutConfig
+from holdfast.config.sections.logging import LoggingConfig
+from holdfast.config.sections.lora import LoraConfig
+from holdfast.config.sections.memory import DEVICE
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.plan import PlanConfig
+from holdfast.config.sections.recompute import RecomputePolicy
+from holdfast.config.sections.run_place import is_bucket, local_run_folder
+from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig
+from holdfast.config.sections.train import TrainConfig
 
 
 class RunConfig(Section):

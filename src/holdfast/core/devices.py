@@ -1,10 +1,10 @@
 """The kinds of devices that a worker may compute on, and what each of them can do.
 
 It is the only place that asks for a device's name. All other code reads a capability from the
-table. `parallel/devices.py` has the part that needs torch.
+table. `parallel/comm/devices.py` has the part that needs torch.
 
 Nothing here has run on several devices: the entries come from the source of torch 2.13 and of NCCL
-(docs/accelerators.md says which). ROCm is `cuda`, as in torch, and its backend is then RCCL.
+(docs/guide/accelerators.md says which). ROCm is `cuda`, as in torch, and its backend is then RCCL.
 """
 
 from __future__ import annotations

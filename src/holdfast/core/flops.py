@@ -22,8 +22,8 @@ from holdfast.core.sharding.parameters import count_idle_parameters, count_param
 from holdfast.core.sharding.state_table import MIXED
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
-    from holdfast.config.model import ModelConfig
     from holdfast.config.run import RunConfig
+    from holdfast.config.sections.model import ModelConfig
 
 Convention = Literal["full", "causal"]
 CONVENTIONS: dict[Convention, str] = {

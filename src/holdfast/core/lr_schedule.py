@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
-from holdfast.config.train import ScheduleConfig, TrainConfig
+from holdfast.config.sections.train import ScheduleConfig, TrainConfig
 
 RateFunction = Callable[[int, int], float]
 """A function of the run file's, from the step and the schedule's steps to rate / peak rate."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.model_from import TRANSFORMERS_TASK
-from holdfast.config.task import refuse_task
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import ConfigError
@@ -21,7 +21,7 @@ class MergedWeights:
     in full or in part. Raises ModelFolderError for another base than the run's."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
-        from holdfast.train.lora_task import open_base
+        from holdfast.training.engine.lora_task import open_base
 
         config = run.config
         self._base, self._scale = open_base(config), config.lora.scale
@@ -62,7 +62,7 @@ def run_weights(run: Run, checkpoint: Checkpoint) -> TensorParts:
         return CheckpointWeights(run, checkpoint)
     if not run.config.task.name:
         return MergedWeights(run, checkpoint)
-    from holdfast.tasks.merged import MergedTaskWeights
+    from holdfast.tasks.task.merged import MergedTaskWeights
 
     return MergedTaskWeights(run.config, CheckpointWeights(run, checkpoint))
 
@@ -93,9 +93,9 @@ def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
     if not task.name:
         write_adapter(to, run.config.model, lora, tensors, version)
         return
-    from holdfast.tasks.adapters import linear_layers
-    from holdfast.tasks.loading import load_task
-    from holdfast.tasks.module import meta_module
+    from holdfast.tasks.task.adapters import linear_layers
+    from holdfast.tasks.task.loading import load_task
+    from holdfast.tasks.task.module import meta_module
 
     layers = linear_layers(meta_module(load_task(task)))
     write_module_adapter(to, str(task.args["folder"]), lora, layers, tensors, version)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.lora import refuse_lora
-from holdfast.config.task import refuse_task
+from holdfast.config.sections.lora import refuse_lora
+from holdfast.config.sections.task import refuse_task
 from holdfast.core.format.flat_names import MOMENTS, OPTIMIZER_PREFIXES, SCHEMES, FlatName
 from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.optimizer_state import parameter_settings
@@ -60,7 +60,7 @@ def _refuse_other_optimizer(run: Run) -> None:
             f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",
             where=str(run.folder),
             remedy="export the weights with --format hf, or read its tensors with "
-            "holdfast.open_checkpoint (docs/python.md)",
+            "holdfast.open_checkpoint (docs/guide/python.md)",
         )
 
 
@@ -82,7 +82,7 @@ def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[Export
     """Yield what a trainer's optimizer has apart from moments: the step, and each group's
     settings."""
     from holdfast.model.dcp_export import ExportedObject, optimizer_settings
-    from holdfast.tasks.named import load_schedule
+    from holdfast.tasks.named.named import load_schedule
 
     train = run.config.train
     function = load_schedule(run.config) if train.schedule.is_function else None

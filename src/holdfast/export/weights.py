@@ -16,20 +16,20 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
-from holdfast.config.model_from import TRANSFORMERS_TASK
-from holdfast.config.task import refuse_task
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_parameters
-from holdfast.data.chat_render import ChatTemplate
-from holdfast.data.chat_templates import TEMPLATE_FILE
-from holdfast.data.dataset import exists, read_manifest
-from holdfast.data.vocabulary import (
+from holdfast.data.read.chat_render import ChatTemplate
+from holdfast.data.read.chat_templates import TEMPLATE_FILE
+from holdfast.data.read.vocabulary import (
     Vocabulary,
     describe_tokenizer,
     find_begin,
     load_tokenizer,
     read_neighbours,
 )
+from holdfast.data.stream.dataset import exists, read_manifest
 from holdfast.errors import CheckpointError, DataError, HoldfastError
 from holdfast.launch.run.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
@@ -219,7 +219,7 @@ def write_folder(
     cast = None if dtype is None else getattr(torch, dtype)
     weights = run_weights(run, checkpoint)
     if _is_of_transformers(run):
-        from holdfast.tasks.huggingface_export import export_causal_lm
+        from holdfast.tasks.transformers.huggingface_export import export_causal_lm
 
         export_causal_lm(
             to,
@@ -233,7 +233,7 @@ def write_folder(
         )
         return
     if run.config.task.name:
-        from holdfast.tasks.task_export import export_task
+        from holdfast.tasks.task.task_export import export_task
 
         export_task(to, run.config.task, weights, dtype=cast, shard_bytes=shard_bytes)
         return
@@ -274,7 +274,7 @@ def _open_model(run: Run, checkpoint: Checkpoint) -> Decoder | OpenSession:
     if not _is_of_transformers(run):
         return load_decoder(run, checkpoint)
     from holdfast.export.adapters import run_weights
-    from holdfast.tasks.huggingface_export import open_causal_lm
+    from holdfast.tasks.transformers.huggingface_export import open_causal_lm
 
     weights = run_weights(run, checkpoint)
     return open_causal_lm(run.config.task, weights.names, weights.whole)

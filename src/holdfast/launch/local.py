@@ -19,10 +19,10 @@ from holdfast.checkpoint.bucket.fencing import adopt_bucket_generation
 from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.generation_floor import generation_floor
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
-from holdfast.config.task import SCRIPT_TASK
-from holdfast.data.dataset_location import open_dataset
+from holdfast.config.sections.task import SCRIPT_TASK
+from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
 from holdfast.elastic.node.launch_specs import plan_single_node

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 
 Way = Literal["blocks", "varlen"]
 

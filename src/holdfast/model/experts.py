@@ -35,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.config.experts import ExpertsConfig
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.experts import ExpertsConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.model.feed_forward import ACTIVATIONS, GatedFeedForward, Linear
 
 _GROUPED_MULTIPLE = 8  # elements of a row's alignment that the grouped product asks for

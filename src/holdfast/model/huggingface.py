@@ -23,7 +23,7 @@ from torch import Tensor
 
 from holdfast.config.huggingface.convert import to_their_config
 from holdfast.config.huggingface.folder import read_folder_model, read_json_object, refuse_pointer
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.errors import ModelFolderError
 from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files

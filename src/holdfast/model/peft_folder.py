@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from holdfast.config.lora import LoraConfig
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.lora import LoraConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers, lora_parameters
 from holdfast.errors import ModelFolderError
 from holdfast.model.new_folder import new_folder

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from holdfast.config.model import ModelConfig, RopeScaling
+from holdfast.config.sections.model import ModelConfig, RopeScaling
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [S, 1, h/2], or [B, S, 1, h/2] where positions differ between samples."""

@@ -14,7 +14,7 @@ from math import isfinite, log
 from pathlib import Path
 
 from holdfast.errors import DataError
-from holdfast.policy.mix import Offer
+from holdfast_platform.clouds.mix import Offer
 
 CATALOGUE_FILE = Path(__file__).with_name("catalogue.csv")
 HOURS_PER_MONTH = 730.0

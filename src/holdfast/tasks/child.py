@@ -1,4 +1,5 @@
-"""The child process that imports a run's task and answers one question about it (`tasks/ask.py`).
+"""The child process that imports a run's task and answers one question about it
+(`tasks/task/ask.py`).
 
 The answer goes into a file, because the user's modules may print.
 """
@@ -13,19 +14,19 @@ from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
-from holdfast.data.ledger_entries import stand_in_entries
+from holdfast.data.order.ledger_entries import stand_in_entries
 from holdfast.errors import UserError
-from holdfast.tasks.adapters import frozen_values, trained_module, values_checksum
-from holdfast.tasks.ask import BASE_CHECKSUM, Answer, Question
-from holdfast.tasks.batches import TaskBatches, open_samples
-from holdfast.tasks.initial import first_values
-from holdfast.tasks.loading import place_in_user_code, source_digest
-from holdfast.tasks.module import known_flops, meta_module, module_rows, refuse_other_rows
-from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
-from holdfast.tasks.optimizer_probe import probe_optimizer
+from holdfast.tasks.named.named import load_optimizer, load_schedule, sources_of
+from holdfast.tasks.named.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
-from holdfast.tasks.sharding import sharding_rows
-from holdfast.tasks.validation import open_validation
+from holdfast.tasks.task.adapters import frozen_values, trained_module, values_checksum
+from holdfast.tasks.task.ask import BASE_CHECKSUM, Answer, Question
+from holdfast.tasks.task.batches import TaskBatches, open_samples
+from holdfast.tasks.task.initial import first_values
+from holdfast.tasks.task.loading import place_in_user_code, source_digest
+from holdfast.tasks.task.module import known_flops, meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.task.sharding import sharding_rows
+from holdfast.tasks.task.validation import open_validation
 from holdfast.wire.process_end import skip_last_collection
 
 _SAMPLED_STEPS = 10_000

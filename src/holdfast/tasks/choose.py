@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 
 from holdfast.config.run import RunConfig
-from holdfast.data.audit import AuditedBatches
-from holdfast.data.batch import Batches
-from holdfast.data.dataset_location import open_dataset
-from holdfast.data.verify import find_problems
+from holdfast.data.order.audit import AuditedBatches
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.data.stream.verify import find_problems
 from holdfast.errors import TaskError
-from holdfast.tasks.ask import describe_task
-from holdfast.tasks.batches import TaskBatches
-from holdfast.tasks.loading import source_digest
-from holdfast.tasks.named import load_user_parts
-from holdfast.tasks.own import OwnTask
+from holdfast.tasks.named.named import load_user_parts
 from holdfast.tasks.script import Script, load_run_task
-from holdfast.tasks.script_engine import ScriptEngineTask
-from holdfast.tasks.task import Task
-from holdfast.train.task import DecoderTask, EngineTask
+from holdfast.tasks.scripts.script_engine import ScriptEngineTask
+from holdfast.tasks.task.ask import describe_task
+from holdfast.tasks.task.batches import TaskBatches
+from holdfast.tasks.task.loading import source_digest
+from holdfast.tasks.task.own import OwnTask
+from holdfast.tasks.task.task import Task
+from holdfast.training.engine.task import DecoderTask, EngineTask
 
 
 def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTask:
@@ -37,7 +37,9 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
         return OwnTask(task, config, user)
     if not config.lora.rank:
         return DecoderTask(config, user)
-    from holdfast.train.lora_task import LoraTask  # only if needed: it reads folders of models
+    from holdfast.training.engine.lora_task import (
+        LoraTask,  # only if needed: it reads folders of models
+    )
 
     return LoraTask(config, user)
 

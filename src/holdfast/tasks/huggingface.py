@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from holdfast.config.huggingface.folder import CONFIG
 from holdfast.errors import TaskError
-from holdfast.tasks.executor import evaluation_mode
-from holdfast.tasks.huggingface_plan import tensor_plan
-from holdfast.tasks.task import Batch, Task
-from holdfast.train.objective import IGNORED_TARGET
+from holdfast.tasks.task.executor import evaluation_mode
+from holdfast.tasks.task.task import Batch, Task
+from holdfast.tasks.transformers.huggingface_plan import tensor_plan
+from holdfast.training.engine.objective import IGNORED_TARGET
 
 _PROBE = 4  # tokens of each of the two documents that are kept apart
 _APART = 1e-4  # relative difference of logits that another document may make: rounding
@@ -133,7 +133,7 @@ class CausalLM(Task):
             raise TaskError(
                 f"{config.model_type} is an encoder-decoder, which does not continue a text",
                 where="task.args.folder",
-                remedy="write a task of your own for it (docs/python.md)",
+                remedy="write a task of your own for it (docs/guide/python.md)",
             )
         return config
 
@@ -160,7 +160,8 @@ class CausalLM(Task):
             raise TaskError(
                 f"{config.model_type} has no attention by SDPA in transformers",
                 where="task.args.folder",
-                remedy="use another model, or write a task of your own for it (docs/python.md)",
+                remedy="use another model, or write a task of your own for it "
+                "(docs/guide/python.md)",
             ) from error
         return made.train()
 

@@ -22,13 +22,21 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ScriptError, TaskError
-from holdfast.tasks.generators import seed_generators
-from holdfast.tasks.importing import importing
-from holdfast.tasks.loading import load_task
-from holdfast.tasks.own_loop import NamedData, Run, enter_run
-from holdfast.tasks.task import Batch, Samples, Task
-from holdfast.tasks.turns import Answer, DataNamed, LoopReached, OpenStep, Order, ScriptEnded, Turns
-from holdfast.train.precision import Precision
+from holdfast.tasks.scripts.own_loop import NamedData, Run, enter_run
+from holdfast.tasks.task.generators import seed_generators
+from holdfast.tasks.task.importing import importing
+from holdfast.tasks.task.loading import load_task
+from holdfast.tasks.task.task import Batch, Samples, Task
+from holdfast.tasks.task.turns import (
+    Answer,
+    DataNamed,
+    LoopReached,
+    OpenStep,
+    Order,
+    ScriptEnded,
+    Turns,
+)
+from holdfast.training.engine.precision import Precision
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +174,7 @@ class Script(Task):
             raise ScriptError(
                 "the script ended, and has no loop over run.steps()",
                 where=self.file,
-                remedy="let it train by such a loop (docs/python.md), or start it by: python "
+                remedy="let it train by such a loop (docs/guide/python.md), or start it by: python "
                 f"{self.file}",
             )
         if error is None or isinstance(error, SystemExit):
@@ -232,7 +240,7 @@ def _refuse_settings(config: RunConfig) -> None:
         raise TaskError(
             "an own loop computes each replica on one device",
             where="layout.dp_shard",
-            remedy="use 1, or write a Task (docs/python.md)",
+            remedy="use 1, or write a Task (docs/guide/python.md)",
         )
     if config.lora.rank:
         raise TaskError("an own loop has no adapters", where="lora.rank", remedy="use 0")

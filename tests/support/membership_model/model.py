@@ -1,5 +1,5 @@
-"""A world of three agents, for `tests/policy/membership/test_model_check.py`: every state that it
-can come to.
+"""A world of three agents, for `tests/runtime/policy/membership/test_model_check.py`: every state
+that it can come to.
 
 The machines of `policy.membership.transitions` and `policy.membership.election` run as they are,
 carried by a runtime as in `elastic/membership/role_loop.py` and

@@ -19,8 +19,8 @@ from holdfast.checkpoint.interop.dcp import DcpFolder
 from holdfast.checkpoint.interop.huggingface import ZEROS
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
-from holdfast.config.model import ModelConfig
-from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.core.format.flat_names import (
     MOMENTS,
     OPTIMIZER_PREFIXES,

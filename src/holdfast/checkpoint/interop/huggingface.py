@@ -15,9 +15,9 @@ from holdfast.checkpoint.format.blob import Bytes
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.huggingface.convert import shape_differences
-from holdfast.config.model import ModelConfig
-from holdfast.config.model_from import as_overrides, describe_differences
-from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.loading.model_from import as_overrides, describe_differences
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.state_table import MODEL_PREFIX, TensorSpec, state_table
 from holdfast.errors import CheckpointError

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from holdfast.errors import CorruptError, NoRoomError
-from holdfast.plan.machine import limits
-from holdfast.plan.machine.numa import prefer_numa_node
+from holdfast.machine import limits
+from holdfast.machine.numa import prefer_numa_node
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from holdfast.config.huggingface.architectures import (
     Architecture,
 )
 from holdfast.config.huggingface.rules import NotSupportedError
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 
 FREE_KEYS = ("preset", "family", "vocab_multiple", "max_position", "init_std")

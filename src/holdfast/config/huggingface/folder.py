@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.git_lfs import POINTER_HEAD, POINTER_MESSAGE, POINTER_REMEDY, is_pointer
 from holdfast.config.huggingface.convert import from_their_config
-from holdfast.config.model import ModelConfig
+from holdfast.config.huggingface.git_lfs import (
+    POINTER_HEAD,
+    POINTER_MESSAGE,
+    POINTER_REMEDY,
+    is_pointer,
+)
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 
 CONFIG = "config.json"

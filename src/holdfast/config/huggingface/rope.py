@@ -20,7 +20,7 @@ from holdfast.config.huggingface.rules import (
     Values,
     number,
 )
-from holdfast.config.model import ModelConfig, RopeScaling
+from holdfast.config.sections.model import ModelConfig, RopeScaling
 
 SCALING_KEYS: dict[str, dict[str, str]] = {
     "llama3": {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 
 Config = Mapping[str, Any]
 Values = dict[str, Any]

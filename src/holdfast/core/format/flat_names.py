@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import CheckpointError

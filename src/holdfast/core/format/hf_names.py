@@ -27,7 +27,7 @@ from holdfast.config.huggingface.architectures import (
     Architecture,
 )
 from holdfast.config.huggingface.convert import find_architecture
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.parameters import decoder_parameters
 
 Shape = tuple[int, ...]

@@ -3,7 +3,7 @@
 Format version 2, or 3 where experts are spread; version 1 is read too. A writer (one per rank)
 writes one blob, then its part manifest. When the parts of all writers of (generation, step) are
 there, they are merged into the commit object. Only that object makes the step a checkpoint.
-docs/checkpoint-format.md describes every field.
+docs/reference/checkpoint-format.md describes every field.
 
 Manifests stay small because boxes are not listed. The commit holds the topology and the table,
 placements once per tensor, and `placed` derives from them where each box lies. Checksums are

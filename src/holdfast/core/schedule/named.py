@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.asynchronous import steady_window
 from holdfast.core.schedule.interleaved import interleaved
 from holdfast.core.schedule.table import Schedule, forward_only, gpipe, one_f_one_b

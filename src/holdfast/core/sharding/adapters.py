@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.config.lora import ALL_LINEAR
+from holdfast.config.sections.lora import ALL_LINEAR
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import (
     Init,
@@ -23,8 +23,8 @@ from holdfast.core.sharding.parameters import (
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
-    from holdfast.config.lora import LoraConfig
-    from holdfast.config.model import ModelConfig
+    from holdfast.config.sections.lora import LoraConfig
+    from holdfast.config.sections.model import ModelConfig
 
 DOWN, UP = "lora_A", "lora_B"
 """Names of an adapter's matrices, as PEFT has them: [rank, inputs] and [outputs, rank]."""

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.config.optimizer import (
+from holdfast.config.sections.optimizer import (
     ALL,
     BLOCK,
     BLOCKS,
@@ -33,7 +33,7 @@ from holdfast.config.optimizer import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from holdfast.config.optimizer import OptimizerConfig
+    from holdfast.config.sections.optimizer import OptimizerConfig
     from holdfast.core.sharding.parameters import Parameter
     from holdfast.core.sharding.state_table import StateTable, TensorSpec
 

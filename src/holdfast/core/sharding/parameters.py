@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
-    from holdfast.config.model import ModelConfig
+    from holdfast.config.sections.model import ModelConfig
 
 
 EXPERTS = ".ffn.experts."

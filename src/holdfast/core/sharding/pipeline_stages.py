@@ -26,8 +26,8 @@ from holdfast.errors import LayoutError
 from holdfast.layout import Stages
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
-    from holdfast.config.model import ModelConfig
-    from holdfast.config.recompute import RecomputePolicy
+    from holdfast.config.sections.model import ModelConfig
+    from holdfast.config.sections.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True)

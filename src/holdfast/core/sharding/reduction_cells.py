@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table

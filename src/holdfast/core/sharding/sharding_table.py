@@ -34,7 +34,7 @@ from holdfast.core.sharding.parameters import Parameter, decoder_parameters
 from holdfast.layout import component_degree
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
-    from holdfast.config.model import ModelConfig
+    from holdfast.config.sections.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

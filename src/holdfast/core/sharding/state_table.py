@@ -20,8 +20,8 @@ from holdfast.core.sharding.sharding_table import chunk_range, component_part, s
 from holdfast.layout import Coordinate, Replica, Topology
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
-    from holdfast.config.model import ModelConfig
-    from holdfast.config.optimizer import OptimizerConfig
+    from holdfast.config.sections.model import ModelConfig
+    from holdfast.config.sections.optimizer import OptimizerConfig
 
 ITEM_BYTES = {
     "F64": 8,
@@ -112,7 +112,7 @@ class TensorSpec:
 StateTable = tuple[TensorSpec, ...]
 
 LOSS_SCALE_ROW = TensorSpec("optimizer.loss_scale", "I64", (2,))
-"""The state of fp16's loss scaling (`train/loss_scale.py`); complete on every rank."""
+"""The state of fp16's loss scaling (`training/engine/loss_scale.py`); complete on every rank."""
 
 
 def state_table(
@@ -124,7 +124,9 @@ def state_table(
     dp_shard cuts dim 0 of every tensor, as FSDP2 does; tp and pp cut by `sharding_table`, the
     optimizer's moments as their parameter.
     """
-    from holdfast.config.optimizer import OptimizerConfig  # the mover has no use for pydantic
+    from holdfast.config.sections.optimizer import (
+        OptimizerConfig,  # the mover has no use for pydantic
+    )
 
     return with_optimizer_state(
         parameter_table(model, precision), optimizer or OptimizerConfig(), precision

@@ -5,7 +5,7 @@ counted. The metrics are rendered at most twice a second, however often they are
 
 `/healthz` answers 503 if the node trains and no step was done for a long time; an orchestrator may
 then restart it. `/readyz` answers 200 only while the node trains. Both have the fields of
-docs/cli.md.
+docs/reference/cli.md.
 """
 
 from __future__ import annotations

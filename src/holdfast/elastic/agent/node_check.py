@@ -13,8 +13,8 @@ from holdfast.elastic.protocol.node_check import (
     NodeCheckReply,
     NodeMemory,
 )
-from holdfast.plan.machine.hardware import detect_hardware
-from holdfast.plan.machine.limits import available_memory
+from holdfast.machine.hardware import detect_hardware
+from holdfast.machine.limits import available_memory
 
 LINK_PROBES = 3
 """Connections to each agent: the quickest one is the round trip."""

@@ -23,7 +23,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.errors import HoldfastError
 from holdfast.events import BatchFed, Event, GenerationStarted, StepDone
-from holdfast.tasks.ask import run_entries
+from holdfast.tasks.task.ask import run_entries
 from holdfast.wire.journal import JournalTail
 
 NO_RANK = -1

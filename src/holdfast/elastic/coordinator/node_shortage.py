@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.config.cluster import ClusterConfig
+from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.event_log import Say

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.config.cluster import ClusterConfig
+from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext

@@ -13,7 +13,7 @@ from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.plan.machine.limits import usable_cores
+from holdfast.machine.limits import usable_cores
 
 MOVER_UPDATE_RETRY_S = 1.0
 """Seconds before a mover that did not answer gets its announcement again."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
-from holdfast.config.identity import values_alike_on_all_nodes
+from holdfast.config.loading.identity import values_alike_on_all_nodes
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
-from holdfast.plan.machine.hardware import detect_hardware, torch_version_file
+from holdfast.machine.hardware import detect_hardware, torch_version_file
 from holdfast.policy.membership.node_identity import NodeIdentity
 
 PRESETS = (

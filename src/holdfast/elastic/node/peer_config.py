@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
-from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.config.peers import MachineConfig
-from holdfast.plan.machine.limits import available_memory
+from holdfast.config.sections.checkpoint import CheckpointConfig
+from holdfast.config.sections.peers import MachineConfig
+from holdfast.machine.limits import available_memory
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
 GB = 1_000_000_000

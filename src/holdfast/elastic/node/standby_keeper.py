@@ -14,7 +14,7 @@ from holdfast.elastic.node.launch_specs import (
 )
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.errors import HoldfastError
-from holdfast.plan.machine.limits import usable_cores
+from holdfast.machine.limits import usable_cores
 
 STANDBY_REFILL_INTERVAL_S = 10.0
 """Least seconds between two checks for missing standbys."""

@@ -11,7 +11,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from holdfast.config.cluster import ClusterConfig
+from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.hang_monitor import HangHooks, HangMonitor
 from holdfast.elastic.node.output_relay import ProcessLog

@@ -31,7 +31,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.cluster import ClusterConfig
+from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.notices.detect import DetectedSources, detect_sources
 from holdfast.elastic.notices.kubernetes import make_kubernetes_source
 from holdfast.elastic.notices.ray import make_ray_source

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
-from holdfast.config.cluster import ClusterConfig
+from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.notices.source import (
     METADATA_REPLY_TIMEOUT_S,
     MIN_NOTICE_S,
@@ -122,7 +122,8 @@ def make_kubernetes_source(
         raise ConfigError(
             "neither the pod nor the node of this process is known",
             where="cluster.notices",
-            remedy=f"set {NODE} and {POD_NAME_VARIABLE} by the downward API: see docs/notices.md",
+            remedy=f"set {NODE} and {POD_NAME_VARIABLE} by the downward API: see "
+            "docs/guide/notices.md",
         )
     taints = (*_parse_taints(cluster.notices_taints), *KNOWN_TAINTS)
     sources: list[NoticeSource] = []
@@ -227,7 +228,7 @@ class ResourceVersionExpiredError(NoticeSourceError):
 
 STATUS_REASONS = {
     401: "the token is not accepted",
-    403: "the account may not (see docs/notices.md)",
+    403: "the account may not (see docs/guide/notices.md)",
 }
 
 

@@ -18,17 +18,17 @@ from holdfast.checkpoint.capture.chunked_copy import CopyTiming
 from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import COMMIT_POLL_S, MoverGoneError
-from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, NoRoomError, UserError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
-from holdfast.train.build import TrainingSession
-from holdfast.train.runner import TrainingOutcome
-from holdfast.train.state import LocalTensor
-from holdfast.train.vote import StepVerdict
+from holdfast.training.engine.build import TrainingSession
+from holdfast.training.engine.runner import TrainingOutcome
+from holdfast.training.engine.state import LocalTensor
+from holdfast.training.engine.vote import StepVerdict
 
 Made = TypeVar("Made")
 

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from holdfast.core.devices import device_kind
-from holdfast.parallel import devices
+from holdfast.parallel.comm import devices
 
 logger = logging.getLogger(__name__)
 

@@ -180,16 +180,17 @@ class FaultInjector:
 
 def install_faults(worker: Any, folder: Path) -> None:
     """Wrap this process's functions so that it breaks on order."""
-    from holdfast.data.loader import StepLoader
+    from holdfast.data.stream.loader import StepLoader
     from holdfast.elastic.worker import worker as worker_module
     from holdfast.elastic.worker.checkpointer import SnapshotSaver
     from holdfast.parallel.gradients.feeder import GradientFeeder
-    from holdfast.parallel.pipeline import PipelineRun
-    from holdfast.tasks.objective import TaskObjective
-    from holdfast.train import engine, recover
-    from holdfast.train.objective import NextTokenObjective
-    from holdfast.train.optimizer import AdamW
-    from holdfast.train.torch_optimizer import OptimizerParts
+    from holdfast.parallel.pipeline.pipeline import PipelineRun
+    from holdfast.tasks.task.objective import TaskObjective
+    from holdfast.training.engine import engine
+    from holdfast.training.engine.objective import NextTokenObjective
+    from holdfast.training.optimizers.optimizer import AdamW
+    from holdfast.training.optimizers.torch_optimizer import OptimizerParts
+    from holdfast.training.recover import recover
 
     under = FaultInjector(worker, folder)
     time.time = under.now

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from holdfast.core.shard_wait import ShardAwaited
-from holdfast.data.batch import Batches
+from holdfast.data.stream.batch import Batches
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
@@ -16,10 +16,15 @@ from holdfast.events import SettingIgnored
 from holdfast.layout import Topology
 from holdfast.plan.placing.planner import dealer_of
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
-from holdfast.train.build import TrainingSession, build_engine, connect_groups, make_session
-from holdfast.train.engine import StepEngine
-from holdfast.train.recover import RecoveryResult, join_generation, recover
-from holdfast.train.vote import StepVerdict
+from holdfast.training.engine.build import (
+    TrainingSession,
+    build_engine,
+    connect_groups,
+    make_session,
+)
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.vote import StepVerdict
+from holdfast.training.recover.recover import RecoveryResult, join_generation, recover
 
 logger = logging.getLogger(__name__)
 

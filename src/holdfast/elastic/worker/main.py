@@ -4,9 +4,9 @@
                                                                    '-> adopt -'
 
 A process outlives generations: `elastic/worker/generation_loop.py` is its loop. The training loop
-knows three protocols (`train/protocols.py`), which are connected to this process here. Events go to
-the agent through the reporter. The state goes into the mover's arena. The agent's requests come
-back with its answers. Nothing here writes to a disk.
+knows three protocols (`training/engine/protocols.py`), which are connected to this process here.
+Events go to the agent through the reporter. The state goes into the mover's arena. The agent's
+requests come back with its answers. Nothing here writes to a disk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.generation_loop import run_generations
 from holdfast.elastic.worker.worker import Worker
-from holdfast.train.malloc import keep_freed_memory
-from holdfast.train.precision import same_kernels_each_time, same_products_on_any_threads
+from holdfast.training.engine.precision import same_kernels_each_time, same_products_on_any_threads
+from holdfast.training.memory.malloc import keep_freed_memory
 from holdfast.wire.secret import Secret
 
 _GC_THRESHOLDS = (700, 10, 1000)

@@ -39,8 +39,8 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.events import CheckpointRestored, SourceRejected
-from holdfast.train.build import TrainingSession
-from holdfast.train.replica_check import refuse_unequal_start
+from holdfast.training.engine.build import TrainingSession
+from holdfast.training.engine.replica_check import refuse_unequal_start
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import store_of_run

@@ -22,7 +22,7 @@ from holdfast.elastic.worker.checkpointer import (
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
-from holdfast.parallel.devices import near_numa_node
+from holdfast.parallel.comm.devices import near_numa_node
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from holdfast.elastic.protocol.worker_messages import SaveRequest
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.train.vote import Wishes
+from holdfast.training.engine.vote import Wishes
 
 MAX_UNSENT_STEPS = 3
 """Steps whose events a process may still have to itself when it votes on the next one. If it is
-killed, other processes report these steps (`train/journal_repair.py`), and the agent completes the
-ledger (`elastic/coordinator/ledger_repair.py`)."""
+killed, other processes report these steps (`training/recover/journal_repair.py`), and the agent
+completes the ledger (`elastic/coordinator/ledger_repair.py`)."""
 
 
 class AgentMembership:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 
-from holdfast.config.layout import LayoutConfig
+from holdfast.config.sections.layout import LayoutConfig
 from holdfast.core.devices import DeviceKind
 from holdfast.core.transports import (
     Channel,
@@ -18,8 +18,8 @@ from holdfast.core.transports import (
 )
 from holdfast.errors import LayoutError
 from holdfast.layout import Topology
+from holdfast.machine.links import TOPOLOGY_TIMEOUT_S, detect_links
 from holdfast.parallel.comm.backend_log import BackendLog
-from holdfast.plan.machine.links import TOPOLOGY_TIMEOUT_S, detect_links
 
 logger = logging.getLogger(__name__)
 

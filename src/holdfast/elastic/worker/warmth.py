@@ -17,7 +17,7 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import device_kind
-from holdfast.train.warm_block import has_room, has_warm_block, run_block
+from holdfast.training.recover.warm_block import has_room, has_warm_block, run_block
 
 logger = logging.getLogger(__name__)
 

@@ -24,14 +24,14 @@ from holdfast.elastic.worker.warmth import warm_up
 from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
+from holdfast.parallel.comm.flight_recorder import log_pending_operations
 from holdfast.parallel.comm.gloo_sockets import shut_down_connections
-from holdfast.parallel.flight_recorder import log_pending_operations
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.tier_durations import TierDurations
-from holdfast.train.runner import TrainingOutcome
-from holdfast.train.runner import run_training as train
-from holdfast.train.save_cadence import FailureStats
+from holdfast.training.engine.runner import TrainingOutcome
+from holdfast.training.engine.runner import run_training as train
+from holdfast.training.engine.save_cadence import FailureStats
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from holdfast.core.data.skips import Skips
 from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.transport_watch import TransportWatch
-from holdfast.parallel.devices import describe_device, select_device
+from holdfast.parallel.comm.devices import describe_device, select_device
 from holdfast.tasks.choose import open_task
-from holdfast.train.task import EngineTask, TaskBatchSource
+from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.process_title import set_process_title
 

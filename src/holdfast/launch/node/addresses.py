@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from holdfast.config.cluster import AUTO, LOOPBACK_DEVICE
-from holdfast.config.peers import is_loopback
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.cluster import AUTO, LOOPBACK_DEVICE
+from holdfast.config.sections.peers import is_loopback
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.location import find_endpoint
 from holdfast.wire.store.run_location import bucket_of_run

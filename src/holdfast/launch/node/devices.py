@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.errors import ConfigError
-from holdfast.plan.machine.accelerators import compute_capabilities
-from holdfast.plan.machine.hardware import HardwareInfo
+from holdfast.machine.accelerators import compute_capabilities
+from holdfast.machine.hardware import HardwareInfo
 
 _BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
 """What torch must have been built for, by kind of device."""
@@ -110,7 +110,7 @@ def describe_quantized(config: RunConfig) -> list[str]:
     }
     return [
         f"layout.quantized {layout.quantized}: shards send each other {what[layout.quantized]}, so "
-        "another layout gives another curve (docs/accelerators.md)"
+        "another layout gives another curve (docs/guide/accelerators.md)"
     ]
 
 
@@ -121,7 +121,7 @@ def describe_asynchronous(config: RunConfig) -> list[str]:
         return []
     return [
         f"layout.schedule {layout.schedule}: gradients are of older weights, so another layout "
-        "gives another curve, and so does a start from a checkpoint (docs/axes.md)"
+        "gives another curve, and so does a start from a checkpoint (docs/internals/axes.md)"
     ]
 
 
@@ -134,5 +134,5 @@ def describe_devices(loaded: LoadedConfig) -> list[str]:
     why = f" ({planned.place}; set {key} for another number)" if planned.kind == "planned" else ""
     return [
         f"{workers}{why}: several devices have only been run with stand-ins so far "
-        "(docs/accelerators.md)"
+        "(docs/guide/accelerators.md)"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 
-from holdfast.config.cluster import MAX_NAME_LENGTH
+from holdfast.config.sections.cluster import MAX_NAME_LENGTH
 
 NAME_VARIABLES = ("SLURMD_NODENAME", "POD_NAME")
 """Slurm's name of the node (several may share a host); the pod's, as manifests here set it."""

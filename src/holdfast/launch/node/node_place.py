@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.errors import ConfigError
 from holdfast.policy.placement import FAILURE_DOMAINS
 

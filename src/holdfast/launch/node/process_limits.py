@@ -13,7 +13,7 @@ from math import prod
 
 from holdfast.config.run import RunConfig
 from holdfast.errors import UserError
-from holdfast.plan.machine.limits import usable_memory
+from holdfast.machine.limits import usable_memory
 from holdfast.plan.memory.memory_use import known_parameters
 
 MIB = 2**20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.config.identity import decisive_values
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.identity import decisive_values
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.elastic.run_context import TrackerProgram
 from holdfast.report.trackers.process import TrackerSpec

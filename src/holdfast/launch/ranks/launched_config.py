@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.ranks.launchers import LauncherPlace
 

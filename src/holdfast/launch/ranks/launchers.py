@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.config.cluster import MAX_NAME_LENGTH
+from holdfast.config.sections.cluster import MAX_NAME_LENGTH
 from holdfast.errors import ConfigError
 from holdfast.launch.node.node_name import default_node_name
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.events import Event
 from holdfast.launch.run.microbatch_size import KEY, known_microbatch_size
 from holdfast.layout import AXES, Topology
+from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.objective import end_in_words
@@ -27,7 +28,6 @@ from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
 from holdfast.plan.hardware.cluster_file import HERE
-from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.search.limits import SEARCHED, Found
 from holdfast.report.formatting import (
     format_bytes,

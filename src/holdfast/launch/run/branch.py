@@ -21,8 +21,8 @@ from pathlib import Path
 from holdfast.checkpoint.bucket.copy import CopyResult, copy_checkpoint
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.identity import config_hash
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.identity import config_hash
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
 from holdfast.errors import (
@@ -37,7 +37,7 @@ from holdfast.launch.run.branch_config import branch_config, refuse_bad_changes
 from holdfast.launch.run.resume_checks import refuse_other_shapes, usable_commits
 from holdfast.launch.run.run_folder import write_description
 from holdfast.launch.run.runs import IMPORTED_FOLDER, Run, read_resolved
-from holdfast.plan.machine.hardware import HardwareInfo
+from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import bucket_of_run

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config import yaml_tree
-from holdfast.config.change import Change
-from holdfast.config.fields import as_path, change_of, leaves
-from holdfast.config.identity import is_place
-from holdfast.config.load import LoadedConfig, resolve_config
-from holdfast.config.model import ModelConfig
-from holdfast.config.model_from import yaml_word
-from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.loading import yaml_tree
+from holdfast.config.loading.fields import as_path, change_of, leaves
+from holdfast.config.loading.identity import is_place
+from holdfast.config.loading.load import LoadedConfig, resolve_config
+from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.config.train import TrainConfig
+from holdfast.config.sections.change import Change
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.optimizer import OptimizerConfig
+from holdfast.config.sections.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
-from holdfast.data.dataset_location import resolve_place
+from holdfast.data.stream.dataset_location import resolve_place
 from holdfast.errors import ConfigError
 from holdfast.launch.run.named_parts import PLANNED
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, read_environment

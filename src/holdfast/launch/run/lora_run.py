@@ -8,10 +8,10 @@ from typing import Any
 
 from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.huggingface.folder import read_folder_model
-from holdfast.config.load import LoadedConfig
-from holdfast.config.lora import LoraConfig
-from holdfast.config.model_from import TRANSFORMERS_TASK, describe_differences
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK, describe_differences
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.sharding.adapters import (
     adapted_layers,
     linear_layers,
@@ -19,7 +19,7 @@ from holdfast.core.sharding.adapters import (
 )
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
-from holdfast.data.weight_files import refuse_other_weights, weights_checksum
+from holdfast.data.read.weight_files import refuse_other_weights, weights_checksum
 from holdfast.errors import ConfigError
 from holdfast.launch.run.runs import read_resolved
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.run.runs import read_resolved
-from holdfast.plan.machine.hardware import detect_hardware
+from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.memory.activations import has_estimate
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size
 from holdfast.report.formatting import format_bytes, format_plural

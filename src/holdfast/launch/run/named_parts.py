@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from holdfast.config.load import LoadedConfig
-from holdfast.config.optimizer import BUILT_IN, PLANNED_KEYS, OptimizerConfig
-from holdfast.config.task import SCRIPT_TASK
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.sections.optimizer import BUILT_IN, PLANNED_KEYS, OptimizerConfig
+from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.errors import ConfigError, TaskError
-from holdfast.tasks.ask import OPTIMIZER_KEY, describe_named
+from holdfast.tasks.task.ask import OPTIMIZER_KEY, describe_named
 
 PLANNED = (*(f"train.optimizer.{key}" for key in PLANNED_KEYS), "train.schedule.source")
 

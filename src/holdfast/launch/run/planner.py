@@ -6,8 +6,8 @@ from collections.abc import Callable
 from threading import Thread
 
 from holdfast.config.run import RunConfig
+from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.auto.machines import machines_of
-from holdfast.plan.machine.hardware import detect_hardware
 from holdfast.plan.placing.interface import Planner
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.searched import SearchedPlanner

@@ -15,10 +15,10 @@ from holdfast.checkpoint.bucket.fencing import superseded_keys
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_damage
-from holdfast.config.identity import changed_keys, config_differences, is_place
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.identity import changed_keys, config_differences, is_place
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
-from holdfast.config.train import TrainConfig
+from holdfast.config.sections.train import TrainConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.lr_schedule import last_common_step
 from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix

@@ -24,7 +24,7 @@ from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.identity import (
+from holdfast.config.loading.identity import (
     SCHEDULE_STEPS,
     config_differences,
     config_hash,
@@ -32,10 +32,10 @@ from holdfast.config.identity import (
     is_place,
     refuse_other_run,
 )
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
-from holdfast.data.dataset import Dataset
-from holdfast.data.dataset_location import resolve_place
+from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.dataset_location import resolve_place
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.node.addresses import is_loopback_elsewhere
@@ -53,7 +53,7 @@ from holdfast.launch.run.runs import (
     read_resolved,
     read_secrets,
 )
-from holdfast.plan.machine.hardware import HardwareInfo
+from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from holdfast.config.load import load_config
-from holdfast.config.paths import expand_address
+from holdfast.config.loading.load import load_config
+from holdfast.config.loading.paths import expand_address
 from holdfast.config.run import RunConfig
-from holdfast.config.run_place import is_bucket
+from holdfast.config.sections.run_place import is_bucket
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import START_OVER, HoldfastError, ModelFolderError, RunFolderError
 from holdfast.wire.secret import Secret, given_secret_file, read_secret
@@ -67,7 +67,7 @@ class Run:
     def dataset_files(self) -> Path:
         """A folder with the dataset's manifest, tokenizer and template, if they exist. Raises
         UserError for an address that fails."""
-        from holdfast.data.dataset_location import local_files
+        from holdfast.data.stream.dataset_location import local_files
 
         return local_files(self.dataset_location, self.config.data)
 
@@ -209,7 +209,7 @@ def read_secrets(folder: Path) -> tuple[Secret, ...]:
 
 def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration without the keys that this version does not know."""
-    from holdfast.config.fields import field_at, leaves
+    from holdfast.config.loading.fields import field_at, leaves
 
     strange = [key for key, _ in leaves(stored) if field_at(key.split(".")) is None]
     kept: dict[str, Any] = json.loads(json.dumps(stored))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from holdfast.config.load import LoadedConfig
-from holdfast.config.task import SCRIPT_TASK
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.errors import ConfigError, TaskError
-from holdfast.tasks.ask import BASE_CHECKSUM, describe_task
+from holdfast.tasks.task.ask import BASE_CHECKSUM, describe_task
 
 PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters", "sharding")
 _GIVEN = ("file", "command line")  # kinds of origins

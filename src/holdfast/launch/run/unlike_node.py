@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.explain import format_value
-from holdfast.config.identity import values_alike_on_all_nodes
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.explain import format_value
+from holdfast.config.loading.identity import values_alike_on_all_nodes
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.errors import RunFolderError
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import read_resolved

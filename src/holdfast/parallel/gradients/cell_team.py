@@ -7,8 +7,8 @@ from typing import Literal
 
 from holdfast.core.sharding.reduction_cells import Member
 from holdfast.parallel.comm.device_group import DeviceGroup
+from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.trace import SpanRecorder
 
 FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
 TAGS_PER_REDUCER = 1 << 20  # what one reducer may use from its first tag on

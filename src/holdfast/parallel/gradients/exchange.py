@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from holdfast.parallel.comm.trace import REDUCE
 from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket
 from holdfast.parallel.gradients.cell_team import CellTeam
-from holdfast.parallel.trace import REDUCE
 
 Slot = tuple[int, int]
 """(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""

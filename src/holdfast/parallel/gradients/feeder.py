@@ -9,9 +9,10 @@ when all of its slices have come. If a cell takes all of a parameter, nothing is
 What all members of a cell must agree on is a function of the cell's boxes alone: the order of
 slices, their places, the buckets. So replicas of unlike shapes sum the same buckets.
 
-`GradientFeeder` is what both producers share: `parallel/replicated.py` (hooks of plain parameters)
-and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same calls: `begin`,
-`finish` and `squares` once per step, `start_leaf`, `end_leaf` and `check` once per microbatch.
+`GradientFeeder` is what both producers share: `parallel/axes/replicated.py` (hooks of plain
+parameters) and `parallel/axes/fsdp.py` (FSDP2's units). The engine drives either by the same calls:
+`begin`, `finish` and `squares` once per step, `start_leaf`, `end_leaf` and `check` once per
+microbatch.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.config.layout import DegreesConfig
-from holdfast.config.memory import HOST
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import DegreesConfig
+from holdfast.config.sections.memory import HOST
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.cost.choice import Choice, ReplicaChoice

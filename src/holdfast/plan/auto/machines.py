@@ -9,13 +9,13 @@ from math import prod
 
 from holdfast.config.run import RunConfig
 from holdfast.core.transports import NodeLinks
+from holdfast.machine.hardware import HardwareInfo
+from holdfast.machine.links import detect_links
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_file import HERE, read_cluster
 from holdfast.plan.hardware.devices import DeviceType, device_named, load_devices
 from holdfast.plan.hardware.this_machine import CPU, describe_machine
-from holdfast.plan.machine.hardware import HardwareInfo
-from holdfast.plan.machine.links import detect_links
 
 MOST_CPU_WORKERS = 8
 """Workers that are tried on a CPU: each is a process with a torch of its own."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from functools import partial
 
-from holdfast.config.degrees import find_impossible_degrees
-from holdfast.config.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.degrees import find_impossible_degrees
 from holdfast.errors import ConfigError
 from holdfast.plan.auto.choices import with_choice
 from holdfast.plan.auto.plan_cache import Rules

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.run_place import cache_folder
+from holdfast.config.sections.run_place import cache_folder
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.search.limits import (

@@ -7,9 +7,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from holdfast.config.load import LoadedConfig
-from holdfast.config.memory import DEVICE
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines

@@ -20,7 +20,7 @@ _FEED_KEPT = {True: 4, False: 2}
 
 _GATE_AGAIN = 1
 """Of those with a gate, what the compiler computes again: the activation of the gate. Peaks of
-`python -m benchmarks.gpu --only plan` with two, four and eight samples differ by that."""
+`python -m benchmarks.runtime.gpu --only plan` with two, four and eight samples differ by that."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, _parts, in_flight
 
 

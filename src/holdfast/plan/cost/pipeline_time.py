@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.table import ActionKind, loop_stages, v_stages
 from holdfast.plan.cost.compiled_schedule import compiled
 from holdfast.plan.cost.long_pipeline import Pipeline, Times, makespan

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.config.model import ModelConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE
 from holdfast.plan.cost.blocks import (
     FeedForward,

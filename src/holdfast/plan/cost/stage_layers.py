@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.workload import Workload
 

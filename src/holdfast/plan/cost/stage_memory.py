@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.gradient_copies import GradientCopies, gradient_copies
 from holdfast.plan.cost.pipeline_time import late_passes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.run_place import cache_folder
+from holdfast.config.sections.run_place import cache_folder
 from holdfast.errors import DataError
 from holdfast.plan.hardware.devices import DeviceType, Efficiency
 from holdfast.plan.hardware.link import Link

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from holdfast.config.yaml_tree import parse_file
+from holdfast.config.loading.yaml_tree import parse_file
 from holdfast.errors import ConfigError, DataError
 from holdfast.plan.catalogue import MachineType, load_catalogue
 from holdfast.plan.hardware.cluster import Cluster, NodePool

@@ -1,4 +1,4 @@
-"""The keys of a cluster file. docs/cluster-file.md lists them."""
+"""The keys of a cluster file. docs/reference/cluster-file.md lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import Section
+from holdfast.config.sections.base import Section
 
 HARDWARE_LOSSES_PER_DAY = 0.0038
 """Of one on-demand node: Llama 3 lost 3.79 of 1,000 nodes of eight devices a day."""

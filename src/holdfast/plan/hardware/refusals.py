@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from holdfast.config.explain import format_value, nearest_value
+from holdfast.config.loading.explain import format_value, nearest_value
 from holdfast.errors import ConfigError
 
 Path = tuple[str | int, ...]

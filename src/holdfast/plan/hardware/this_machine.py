@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from holdfast.core.transports import NodeLinks
 from holdfast.errors import DataError
+from holdfast.machine.hardware import HardwareInfo, detect_hardware
+from holdfast.machine.links import detect_links
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import DeviceType, device_reported, load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.hardware.links import load_links
-from holdfast.plan.machine.hardware import HardwareInfo, detect_hardware
-from holdfast.plan.machine.links import detect_links
 
 CPU = "cpu"
 

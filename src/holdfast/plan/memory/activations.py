@@ -25,7 +25,7 @@ later stage is left out: its input came from another stage, and is held complete
 
 A CPU's norm keeps wide copies of what came in and of the result without gain. An accelerator has a
 fused kernel, which keeps the input as it is and one number a token. Counted for these formulas on
-an H100 they are within 2 % of the peak (`benchmarks.gpu --only 1b-memory`).
+an H100 they are within 2 % of the peak (`benchmarks.runtime.gpu --only 1b-memory`).
 
 A block's regions under tp read all T tokens, so `none` keeps 2 D of them on each rank. (Korthikanti
 et al., section 4.2.2, keep a part and gather it again.) The last stage adds the final norm. It also
@@ -45,10 +45,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.config.model import ModelConfig
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology

@@ -1,9 +1,9 @@
 """Groups of a device's own backend that each rank joins, and the device memory that they take.
 
-The count follows `parallel/replica_groups.py` and `parallel/process_groups.py`: inside a replica
-one group for each axis that is cut, and two for each neighbour in a pipeline. `ep` has one, and one
-more for the ranks with the same experts. Between replicas, one for each set of ranks that sums
-gradients together.
+The count follows `parallel/axes/replica_groups.py` and `parallel/axes/process_groups.py`: inside a
+replica one group for each axis that is cut, and two for each neighbour in a pipeline. `ep` has one,
+and one more for the ranks with the same experts. Between replicas, one for each set of ranks that
+sums gradients together.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 They are all of the rank's tokens, T, unless `layout.tp_by` cuts a component in d parts where tp has
 n ranks. Then each of n / d sets of d ranks computes its own samples or tokens
-(`parallel/component_region.py`). With sequence parallelism a set gathers those alone, if they are
-the tokens of its ranks. Otherwise all T are there, and a part of them is computed.
+(`parallel/axes/component_region.py`). With sequence parallelism a set gathers those alone, if they
+are the tokens of its ranks. Otherwise all T are there, and a part of them is computed.
 
     a region of degree d sends     4 (d - 1) / n * T * D elements if a set gathers its own
                                    4 (n - 1) / n * T * D otherwise

@@ -3,9 +3,9 @@
 Parameters and optimizer states are those of `memory_use.py`, gradients those of
 `gradient_buffers.py`. Activations, logits and gathered parameters are by the formulas of
 `activations.py` and `pass_memory.py`. The order of passes says how many microbatches are in flight
-at each of them. What `train.memory` moves from the device is not counted. On a CPU the peak is
-what an account of all tensors finds (`train/tensor_account.py`). The allocator of an accelerator
-needs more, because free memory lies in pieces: `fragmentation` allows for that.
+at each of them. What `train.memory` moves from the device is not counted. On a CPU the peak is what
+an account of all tensors finds (`training/memory/tensor_account.py`). The allocator of an
+accelerator needs more, because free memory lies in pieces: `fragmentation` allows for that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE
 from holdfast.core.schedule.table import ActionKind
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part

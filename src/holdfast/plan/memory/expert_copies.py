@@ -1,4 +1,4 @@
-"""What copies of hot experts cost (`parallel/expert_replicas.py`)."""
+"""What copies of hot experts cost (`parallel/axes/expert_replicas.py`)."""
 
 from __future__ import annotations
 

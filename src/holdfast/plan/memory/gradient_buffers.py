@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import (

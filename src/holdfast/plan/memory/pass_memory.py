@@ -24,7 +24,8 @@ the buffer of the block before when the next one has come out of its own. In the
 gathers a block before the one after it is done. It keeps what it sends of a block's gradients until
 the next block's are ready.
 
-If activations move (`train/memory/activations.py`), those of two blocks are on the device at once.
+If activations move (`training/memory/activations.py`), those of two blocks are on the device at
+once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.config.recompute import RecomputePolicy
+from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.core.schedule.table import ActionKind
 from holdfast.plan.memory.activations import RankShape
 

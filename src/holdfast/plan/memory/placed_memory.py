@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast.config.memory import DEVICE, FILE, PLACES
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE, FILE, PLACES
 from holdfast.core.sharding.optimizer_state import ParameterSettings, parameter_settings
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_parameters

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 RUNG_S: Mapping[int, float] = {0: 0.055, 3: 0.672, 4: 0.557, 5: 0.010, 6: 5.84}
 """Seconds beyond a step until training continues, by rung of the recovery ladder: the worst of
-`python -m benchmarks.recovery` (four workers, 0.7 M parameters, CPU; docs/measurements.md). Bytes
-and devices' communicators are added."""
+`python -m benchmarks.runtime.recovery` (four workers, 0.7 M parameters, CPU;
+docs/log/measurements.md). Bytes and devices' communicators are added."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class RecoveryCosts:
     rung_s: fixed part of each rung. detection_s: until a lost node is noticed, three heartbeats of
     `cluster.beat_seconds`. communicator_s: until an accelerator's groups work again, 1.4 to 2.0 s
     for 32 to 1,024 ranks (NCCL shrink, NeMo-RL pull request 3186); 0 for CPUs. save_pause_s:
-    training waits for a save (`benchmarks.gpu --only train-1b`, 14.8 GB: 2 ms). sent_share: of the
-    time that a save's bytes take on the network, the part that training feels; assumed.
+    training waits for a save (`benchmarks.runtime.gpu --only train-1b`, 14.8 GB: 2 ms). sent_share:
+    of the time that a save's bytes take on the network, the part that training feels; assumed.
     store_bandwidth: bytes a second of one node to and from the run store; assumed. node_return_s,
     spot_return_s: until a lost node is replaced; assumed. domain_return_s: of a rack or zone;
     assumed.

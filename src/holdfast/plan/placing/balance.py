@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, permutations
 
-from holdfast.config.layout import DegreesConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import DegreesConfig
 from holdfast.core.sharding.pipeline_stages import (
     BlockCosts,
     StageCost,

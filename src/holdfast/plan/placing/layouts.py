@@ -1,15 +1,16 @@
 """The run file's degrees -> one Layout for each replica, with the stages of its pipeline.
 
-Rules that the run file alone decides were checked when it was read (`config/degrees.py`). Here are
-the rules that depend on the dealing. They need the number of microbatches of every step, batch
-warm-up included, and how many of them each replica gets (`core.sharding.reduction_tree.deal`).
+Rules that the run file alone decides were checked when it was read (`config/sections/degrees.py`).
+Here are the rules that depend on the dealing. They need the number of microbatches of every step,
+batch warm-up included, and how many of them each replica gets
+(`core.sharding.reduction_tree.deal`).
 """
 
 from __future__ import annotations
 
-from holdfast.config.layout import DegreesConfig, LayoutConfig
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import DegreesConfig, LayoutConfig
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout

@@ -21,8 +21,8 @@ from dataclasses import replace
 from functools import reduce
 from math import gcd
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology

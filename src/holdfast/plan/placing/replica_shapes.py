@@ -15,11 +15,11 @@ from itertools import accumulate, product
 from math import prod
 from typing import Any
 
-from holdfast.config.degrees import find_impossible_degrees
-from holdfast.config.layout import DegreesConfig, LayoutConfig
-from holdfast.config.optimizer import ALL, ELEMENTWISE
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.degrees import find_impossible_degrees
+from holdfast.config.sections.layout import DegreesConfig, LayoutConfig
+from holdfast.config.sections.optimizer import ALL, ELEMENTWISE
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError

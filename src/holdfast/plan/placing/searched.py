@@ -23,8 +23,8 @@ from functools import partial
 from itertools import product
 from math import inf, prod
 
-from holdfast.config.layout import LayoutConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import LayoutConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import MeshShape, Topology
 from holdfast.plan.cost.choice import Choice

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import inf
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, islice, product
 from math import inf, prod
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_seconds

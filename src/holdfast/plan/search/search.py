@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from math import gcd, inf
 
-from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.search.bounds import Bounds

@@ -2,8 +2,8 @@
 
 Graves and Schmidhuber, Neural Networks 18(5), 2005. One layer each way over a window of bins
 (`windows`), the two last states, one linear layer to a logit. Training is in
-`holdfast.train.bilstm`; the agent that uses a model imports no torch, so the pass forward is
-written out here.
+`holdfast_lab.prediction.bilstm`; the agent that uses a model imports no torch, so the pass forward
+is written out here.
 """
 
 from __future__ import annotations

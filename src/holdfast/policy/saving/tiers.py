@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
-from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import (

@@ -9,8 +9,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from holdfast.config.logging import LoggingConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.logging import LoggingConfig
 from holdfast.errors import ConfigError
 from holdfast.report.trackers.tracker import Tracker
 

@@ -6,7 +6,7 @@ connection are answered in their order, however many have been sent. Input that 
 head that is too long, or stops in the midst of a body, ends the connection.
 
 A control request costs a third of what a general server and framework take for it. That cost
-decides how many agents one coordinator can lead (docs/measurements.md, "Scale").
+decides how many agents one coordinator can lead (docs/log/measurements.md, "Scale").
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 place.
 
 The standard library's `http.client` and `http.server` parse each head as if it were an e-mail. That
-took nearly half of a small request's cost (docs/measurements.md, "Cost of fault tolerance").
+took nearly half of a small request's cost (docs/log/measurements.md, "Cost of fault tolerance").
 `connection` is the same for listeners in an event loop.
 """
 

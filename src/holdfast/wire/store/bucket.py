@@ -141,8 +141,8 @@ class BucketStore:
         return found.size
 
     def sweep(self, prefix: str, keep: str = "") -> int:
-        """Unfinished uploads cannot be listed through obstore (docs/stores.md: a lifecycle rule);
-        what goes here are checksums without a blob."""
+        """Unfinished uploads cannot be listed through obstore (docs/guide/stores.md: a lifecycle
+        rule); what goes here are checksums without a blob."""
         paths = {path for path, _ in self._objects.list(prefix.rstrip("/"))}
         orphans = [
             path

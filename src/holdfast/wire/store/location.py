@@ -480,5 +480,5 @@ def _overwrites_error(where: str) -> UnfitStoreError:
         "the store overwrites what is there instead of refusing (it ignores If-None-Match), so two "
         "trainers could both win",
         where=where,
-        remedy="use one that honours it: docs/stores.md names those that were tested",
+        remedy="use one that honours it: docs/guide/stores.md names those that were tested",
     )

@@ -1,7 +1,8 @@
 """The run store of a run: the run folder itself, or the bucket that a file in the folder names.
 
-A run in a bucket has a local folder on each node (`config/run_place.py`). Its file `store.json`
-names the bucket, so every process of the node opens the same store by the folder's path alone.
+A run in a bucket has a local folder on each node (`config/sections/run_place.py`). Its file
+`store.json` names the bucket, so every process of the node opens the same store by the folder's
+path alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from holdfast.config.run_place import local_run_folder
+from holdfast.config.sections.run_place import local_run_folder
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.location import check_location, open_store

@@ -1,0 +1,119 @@
+"""The run file's keys, found by walking the sections.
+
+A dotted key names a field (`train.steps`, `data.sources.0.path`); `*` stands for any index in
+the list of all keys (`data.sources.*.path`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.change import Change
+
+ITEM = "*"
+
+
+def as_path(key: str) -> tuple[str | int, ...]:
+    """A dotted key in parts; a part of ASCII digits is an index."""
+    return tuple(int(p) if is_index(p) else p for p in key.split("."))
+
+
+def is_index(part: str) -> bool:
+    return part.isascii() and part.isdigit()
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, directly, as `X | None` or as the items of a tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in get_args(annotation):
+        found = section_of(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple
+
+
+def allows(annotation: Any, kind: type) -> bool:
+    """Return True if a value of `kind` itself is among the annotation's alternatives."""
+    if get_origin(annotation) in (Union, UnionType):
+        return any(allows(inner, kind) for inner in get_args(annotation))
+    return annotation is kind
+
+
+def field_at(path: Sequence[str | int]) -> FieldInfo | None:
+    """The field a path names, or None where there is none (list indices are stepped over)."""
+    section: type[BaseModel] | None = RunConfig
+    found: FieldInfo | None = None
+    for part in path:
+        if isinstance(part, int) or part == ITEM or is_index(part):
+            continue
+        found = section.model_fields.get(part) if section is not None else None
+        if found is None:
+            return None
+        if get_origin(found.annotation) is dict:
+            return found  # its keys are the user's own
+        section = section_of(found.annotation)
+    return found
+
+
+def siblings(path: Sequence[str | int]) -> list[str]:
+    """Names of all keys of the section that `path` lies in."""
+    parent = [p for p in path[:-1] if not isinstance(p, int) and not is_index(p)]
+    if not parent:
+        return list(RunConfig.model_fields)
+    holder = field_at(parent)
+    section = section_of(holder.annotation) if holder is not None else None
+    return list(section.model_fields) if section is not None else []
+
+
+def all_keys(
+    section: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that holds a value (not a section), in the order of declaration."""
+    for name, info in section.model_fields.items():
+        inner = section_of(info.annotation)
+        if inner is None:
+            yield ".".join((*prefix, name)), info
+        else:
+            step = (name, ITEM) if is_list(info.annotation) else (name,)
+            yield from all_keys(inner, (*prefix, *step))
+
+
+def leaves(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a dumped configuration; lists of sections are walked by index, a
+    list of plain values is one value."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*prefix, key))
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*prefix, str(index)))
+    else:
+        yield ".".join(prefix), value
+
+
+@lru_cache(4096)
+def change_of(key: str) -> Change | None:
+    """Return what a change of a key does to a run that has begun; None for an unknown key.
+
+    A key without a class of its own has that of the innermost section around it with one."""
+    path = key.split(".")
+    if field_at(path) is None:
+        return None
+    for length in range(len(path), 0, -1):
+        info = field_at(path[:length])
+        for declared in info.metadata if info is not None else ():
+            if isinstance(declared, Change):
+                return declared
+    return None

@@ -1,0 +1,140 @@
+"""`lora.from: FOLDER`: rank, alpha and targets out of an adapter folder as PEFT writes it.
+
+The run begins from the folder's weights. Loading replaces the key by `lora.adapter`, and gives
+`lora.base` the folder of `model.from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.huggingface.folder import read_json_object
+from holdfast.config.loading.model_from import ModelFolder, yaml_word
+from holdfast.config.loading.paths import expand_path, join_base
+from holdfast.errors import ConfigError, ModelFolderError
+
+KEY = "lora.from"
+MEANING = (
+    "adapter folder as PEFT writes it: gives rank, alpha and targets, and the values that the "
+    "adapters begin with"
+)
+ADAPTER_CONFIG = "adapter_config.json"
+
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": ([],),
+    "layer_replication": ([],),
+    "exclude_modules": ([],),
+    "target_parameters": ([],),
+    "trainable_token_indices": ({}, []),
+    "alora_invocation_tokens": ([],),
+    "arrow_config": ({},),
+}
+"""Keys that change what an adapter computes, and the values that mean a plain one. None also does.
+"""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The folder that `lora.from` names. values: rank, alpha and targets as it has them."""
+
+    path: Path
+    values: dict[str, Any]
+    keys_taken: tuple[str, ...]
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return rank, alpha and targets of a PEFT folder. Raises ModelFolderError, one message with
+    all keys, for an adapter that is not a plain one."""
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ModelFolderError(
+            f"there is no {ADAPTER_CONFIG} here",
+            where=str(folder),
+            remedy="name the folder of an adapter as PEFT writes it",
+        )
+    config = read_json_object(path)
+    strange = [
+        f"{key} {yaml_word(config[key])}"
+        for key, plain in PLAIN.items()
+        if config.get(key) is not None and config[key] not in plain
+    ]
+    rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    if isinstance(targets, str) and targets != "all-linear":
+        strange.append(f"target_modules {yaml_word(targets)}")
+    if strange:
+        raise ModelFolderError(
+            f"this adapter has {', '.join(strange)}, which Holdfast does not compute",
+            where=str(path),
+            remedy="merge it into its base with PEFT, and train adapters of that",
+        )
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not targets:
+        raise ModelFolderError(
+            "this has no r, lora_alpha and target_modules", where=str(path), remedy="fetch it again"
+        )
+    named = [targets] if isinstance(targets, str) else sorted(map(str, targets))
+    return {"rank": rank, "alpha": float(alpha), "targets": named}
+
+
+def expand(
+    data: dict[str, Any], base: str, model: ModelFolder | None
+) -> tuple[dict[str, Any], AdapterFolder | None, tuple[str, ...]]:
+    """The run file's values without `lora.from`, the adapter folder, and the keys of `model`'s
+    folder that were taken.
+
+    base: the folder that a relative path starts at. Raises ConfigError and ModelFolderError."""
+    section = data.get("lora")
+    if not isinstance(section, dict) or not section:
+        return data, None, ()
+    own = {key: value for key, value in section.items() if key != "from"}
+    named, adapter = section.get("from"), None
+    if named is not None:
+        if not isinstance(named, str) or not named:
+            raise ConfigError(f"{KEY} {named!r} is not a path", remedy="name a folder")
+        path = Path(join_base(base, expand_path(named)))
+        values = read_adapter_config(path)
+        taken = tuple(f"lora.{key}" for key in values if key not in own)
+        adapter = AdapterFolder(path, values, (*taken, "lora.adapter"))
+        own = {**values, **own, "adapter": str(path)}
+    by_model: tuple[str, ...] = ()
+    if model is not None and model.model is not None and not own.get("base"):
+        own["base"], by_model = str(model.path), ("lora.base",)
+    return {**data, "lora": own}, adapter, by_model
+
+
+def refuse_differences(
+    folder: AdapterFolder, values: Mapping[str, Any], place: Callable[[str], str]
+) -> None:
+    """Raises ConfigError, one message with all keys, when the run file says something else.
+    values: those of `lora` in the run file."""
+    found = {
+        key: (values[key], theirs)
+        for key, theirs in folder.values.items()
+        if (sorted(values[key]) if key == "targets" else values[key]) != theirs
+    }
+    if not found:
+        return
+    parts = [
+        f"lora.{key} is {yaml_word(list(a) if isinstance(a, tuple) else a)} here and "
+        f"{yaml_word(b)} there"
+        for key, (a, b) in found.items()
+    ]
+    them = "it" if len(found) == 1 else "them"
+    raise ConfigError(
+        f"the adapter of {folder.path} is another one: {', '.join(parts)}",
+        where=place(f"lora.{next(iter(found))}"),
+        remedy=f"remove {them} from the run file, for {KEY} gives {them}",
+    )

@@ -1,0 +1,169 @@
+"""`model.from: FOLDER`: shape and tokenizer out of a folder in Hugging Face form.
+
+The folder's `config.json` gives every key of `model:` that the run file does not, and its
+tokenizer.json is the run's unless `data.tokenizer.path` names another. Loading expands the key like
+a preset. A run keeps the numbers, so only the first start needs the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.huggingface.convert import shape_differences
+from holdfast.config.huggingface.folder import TOKENIZER, read_folder_model
+from holdfast.config.loading.paths import expand_path, join_base
+from holdfast.config.loading.yaml_tree import is_plain
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.errors import ConfigError
+
+KEY = "model.from"
+CODE_KEY = "model.code"
+TRANSFORMERS = "transformers"
+TRANSFORMERS_TASK = "holdfast.tasks.huggingface:CausalLM"
+MEANING = (
+    "folder in Hugging Face form: gives every other key of `model`, and the tokenizer; its weights "
+    "come by `holdfast checkpoint import`"
+)
+CODE_MEANING = (
+    "transformers: the folder of `model.from` is trained by its own modelling code, from its "
+    "weights (docs/guide/python.md); none: by the built-in decoder"
+)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The folder that `model.from` names. model: its shape; None where transformers computes it.
+    keys_taken: dotted keys with its values."""
+
+    path: Path
+    model: ModelConfig | None
+    keys_taken: tuple[str, ...]
+
+
+def expand(
+    data: dict[str, Any], given: Mapping[str, Any], base: str = ""
+) -> tuple[dict[str, Any], ModelFolder | None]:
+    """The run file's values without `model.from`, with those of its folder where it has none.
+
+    given: the keys with a place of their own. base: the folder that a relative path starts at, ""
+    for the current folder. Raises ModelFolderError for a folder that cannot be read, ConfigError
+    for a preset next to it.
+    """
+    section = data.get("model")
+    if not isinstance(section, dict) or not {"from", "code"} & set(section):
+        return data, None
+    own = {key: value for key, value in section.items() if key not in ("from", "code")}
+    named, code = section.get("from"), section.get("code")
+    if code not in (None, TRANSFORMERS):
+        raise ConfigError(f"{CODE_KEY} {code!r} is unknown", remedy=f"use {TRANSFORMERS}")
+    if named is None:
+        if code is not None:
+            raise ConfigError(f"{CODE_KEY} needs {KEY}", remedy=f"name a folder in {KEY}")
+        return {**data, "model": own}, None
+    if not isinstance(named, str) or not named:
+        raise ConfigError(f"{KEY} {named!r} is not a path", remedy="name a folder")
+    if own.get("preset") is not None:
+        raise ConfigError(
+            f"model.preset {own['preset']} and {KEY} {named} both give the shape",
+            remedy="use one of the two",
+        )
+    path = Path(join_base(base, expand_path(named)))
+    if code is not None:
+        return _as_task({**data, "model": own}, given, path)
+    model = read_folder_model(path)
+    if own.get("vocab_size") == 0:
+        del own["vocab_size"]
+    values = model.model_dump(mode="json")
+    taken = [f"model.{key}" for key in values if key not in own]
+    if isinstance(own.get("experts"), dict) and values["experts"]:
+        own["experts"] = values["experts"] | own["experts"]
+    out = {**data, "model": {**values, **own, "preset": None}}
+    if (path / TOKENIZER).is_file() and f"{TOKENIZER_KEY}" not in given:
+        out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
+        taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
+    return out, ModelFolder(path, model, tuple(taken))
+
+
+def _as_task(
+    data: dict[str, Any], given: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Any], ModelFolder]:
+    """The run file's values with the folder's model as the task. Raises ConfigError."""
+    task = data.get("task") or {}
+    if not isinstance(task, dict) or task.get("name") not in (None, "", TRANSFORMERS_TASK):
+        raise ConfigError(
+            f"task and {CODE_KEY} both say what is trained", remedy="use one of the two"
+        )
+    if unused := sorted(data["model"]):
+        raise ConfigError(
+            f"model.{unused[0]} has no effect with {CODE_KEY} {TRANSFORMERS}", remedy="remove it"
+        )
+    args = {**(task.get("args") or {}), "folder": os.path.abspath(path)}
+    out = {key: value for key, value in data.items() if key != "model"}
+    out["task"] = {**task, "name": TRANSFORMERS_TASK, "args": args}
+    taken = ["task.name", "task.args.folder"]
+    if (path / TOKENIZER).is_file() and TOKENIZER_KEY not in given:
+        out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
+        taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
+    return out, ModelFolder(path, None, tuple(taken))
+
+
+TOKENIZER_KEY = "data.tokenizer.path"
+
+
+def _with_tokenizer(section: Any, path: Path) -> Any:
+    """The section `data` with this tokenizer, unless it names one, or is no section of keys."""
+    section = {} if section is None else section
+    tokenizer = section.get("tokenizer") if isinstance(section, dict) else ""
+    tokenizer = {} if tokenizer is None else tokenizer
+    if not isinstance(tokenizer, dict) or tokenizer.get("path") is not None:
+        return section
+    return {**section, "tokenizer": {**tokenizer, "path": str(path)}}
+
+
+def refuse_differences(folder: ModelFolder, config: RunConfig, place: Callable[[str], str]) -> None:
+    """Raises ConfigError, one message with all keys, when the run file says another shape."""
+    if folder.model is None:
+        return
+    differences = shape_differences(config.model, folder.model)
+    if differences:
+        first = next(iter(differences))
+        raise ConfigError(
+            describe_differences(differences, str(folder.path)),
+            where=place(f"model.{first}"),
+            remedy=f"remove {'it' if len(differences) == 1 else 'them'} from the run file, for "
+            f"{KEY} gives {'it' if len(differences) == 1 else 'them'}",
+        )
+
+
+def describe_differences(differences: Mapping[str, tuple[Any, Any]], folder: str) -> str:
+    """(ours, the folder's) by key of `model:`, in words."""
+    parts = [
+        f"model.{k} is {yaml_word(a)} here and {yaml_word(b)} there"
+        for k, (a, b) in (differences.items())
+    ]
+    return f"the model of {folder} has another shape: {', '.join(parts)}"
+
+
+def as_overrides(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """The folder's values, to be typed on a command line."""
+    return " ".join(shlex.quote(f"model.{k}={yaml_word(b)}") for k, (_, b) in differences.items())
+
+
+def yaml_word(value: Any) -> str:
+    """Return a value of a run file as YAML writes it on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {yaml_word(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(yaml_word, value)) + "]"
+    if isinstance(value, str) and not is_plain(value):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

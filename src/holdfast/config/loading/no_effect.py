@@ -1,0 +1,298 @@
+"""Finds the values of a run file that can never take effect in the run that it describes.
+
+Such a value is no mistake that stops a run. It is often left from a longer run, or it stands where
+another key switches it off. `holdfast train` says each of them at the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.config.loading.fields import as_path, field_at
+from holdfast.config.loading.identity import SCHEDULE_STEPS
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import LayoutConfig
+from holdfast.config.sections.logging import MlflowConfig, WandbConfig
+from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
+from holdfast.config.sections.task import SCRIPT_TASK
+
+
+def find_without_effect(loaded: LoadedConfig) -> list[str]:
+    """One sentence for each value, with its place and a remedy."""
+    found = [
+        *_optimizer(loaded),
+        *_schedule(loaded),
+        *_batch_stages(loaded),
+        *_intervals(loaded),
+        *_switched_off(loaded),
+        *_recomputation(loaded),
+        *_of_the_decoder(loaded),
+    ]
+    return [f"{loaded.where(key)}: {key} {what}; {remedy}" for key, what, remedy in found]
+
+
+_TRACKER_KEYS = {
+    "wandb": tuple(WandbConfig.model_fields),
+    "mlflow": tuple(MlflowConfig.model_fields),
+}
+Finding = tuple[str, str, str]  # key, what is wrong, remedy
+
+
+def _given(loaded: LoadedConfig, key: str) -> bool:
+    """Return True for a value that was written and is not the default: a default that does nothing
+    is no surprise."""
+    if not _written(loaded, key):
+        return False
+    value: Any = loaded.config
+    for part in as_path(key):
+        value = value[part] if isinstance(part, int) else getattr(value, part)
+    info = field_at(as_path(key))
+    return info is None or value != info.get_default(call_default_factory=True, validated_data={})
+
+
+def _written(loaded: LoadedConfig, key: str) -> bool:
+    origin = loaded.origins.get(key)
+    return origin is not None and origin.kind in ("file", "command line")
+
+
+def _optimizer(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Options of another optimizer, with their defaults: other values are refused."""
+    optimizer = loaded.config.train.optimizer
+    for name in optimizer.unused_keys:
+        key = f"train.optimizer.{name}"
+        place = loaded.origins[key].place
+        whole = "{" in place and not re.search(rf"\b{name}\b", place)  # a section, without it
+        if _written(loaded, key) and not whole:
+            yield key, f"has no effect on {optimizer.name}", "remove it"
+
+
+def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
+    train = loaded.config.train
+    schedule, steps = train.schedule, train.steps
+    if schedule.is_function:
+        for key in ("warmup_steps", "decay_steps", "final_ratio"):
+            if _given(loaded, f"train.schedule.{key}"):
+                what = f"has no effect on schedule.kind {schedule.kind}"
+                yield f"train.schedule.{key}", what, "remove it"
+        return
+    warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
+    shorter = steps // 10
+    if warmup > steps:
+        yield (
+            key,
+            f"{warmup} is longer than the run of {steps} steps, so the learning rate ends at "
+            f"{steps / warmup:.0%} of train.optimizer.learning_rate",
+            f"use {shorter}, or a longer run",
+        )
+    elif warmup == steps and schedule.kind != "constant":
+        yield (
+            key,
+            f"{warmup} is the length of the run, so the {schedule.kind} decay never begins",
+            f"use {shorter}, or a longer run",
+        )
+    if schedule.steps and schedule.kind == "constant":
+        yield SCHEDULE_STEPS, "has no effect with schedule.kind constant", "remove it"
+    steps = train.schedule_steps
+    decay, key = schedule.decay_steps, "train.schedule.decay_steps"
+    if schedule.kind != "wsd":
+        if decay and _given(loaded, key):
+            yield (
+                key,
+                f"{decay} is for schedule.kind wsd, and this is {schedule.kind}",
+                "use train.schedule.kind wsd, or remove it",
+            )
+    elif decay > max(0, steps - min(warmup, steps - 1)):
+        room = max(0, steps - warmup)
+        yield (
+            key,
+            f"{decay} and the warm-up of {warmup} are longer than the schedule's {steps} steps, so "
+            f"the decay is cut to {max(1, room)}",
+            f"use {max(1, room)} or less",
+        )
+    key = "train.schedule.final_ratio"
+    if schedule.kind == "constant" and _given(loaded, key):
+        yield (
+            key,
+            "has no effect with schedule.kind constant",
+            "use train.schedule.kind linear, or remove it",
+        )
+
+
+def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
+    train = loaded.config.train
+    for index, stage in enumerate(train.batch_warmup):
+        if stage.from_step > train.steps:
+            yield (
+                f"train.batch_warmup.{index}.from_step",
+                f"{stage.from_step} comes after the last step {train.steps}, so the batch of "
+                f"{stage.batch_size} is never used",
+                "remove the stage, or raise train.steps",
+            )
+
+
+def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
+    config = loaded.config
+    steps, save = config.train.steps, config.checkpoint
+    every = config.train.evaluate.every
+    if every > steps and _given(loaded, "train.evaluate.every"):
+        yield (
+            "train.evaluate.every",
+            f"{every} is longer than the run of {steps} steps, so there is one evaluation, at the "
+            "end",
+            f"use {max(1, steps // 4)}, or 0 to ask for that",
+        )
+    for key, value in (
+        ("checkpoint.every_steps", save.every_steps if save.interval == "fixed" else 0),
+        ("checkpoint.memory_every_steps", save.memory_every_steps),
+        ("checkpoint.keep_every", save.keep_every),
+        ("cluster.check_every_steps", config.cluster.check_every_steps),
+    ):
+        if isinstance(value, int) and value > steps and _given(loaded, key):
+            yield (
+                key,
+                f"{value} is longer than the run of {steps} steps, so it never comes",
+                f"use {max(1, steps // 4)}, or remove it",
+            )
+    if config.layout.exchange == "gathered" and config.layout.reduction == "fast":
+        yield (
+            "layout.exchange",
+            "gathered has no effect with layout.reduction fast, which is the backend's all-reduce",
+            "use layout.reduction=tree, or remove it",
+        )
+    if config.layout.trace_step > steps:
+        yield (
+            "layout.trace_step",
+            f"{config.layout.trace_step} comes after the last step {steps}, so nothing is recorded",
+            f"use {steps} or less",
+        )
+
+
+def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Keys of the built-in decoder and its tokens, where a task is trained."""
+    task = loaded.config.task
+    if not task.name:
+        return
+    unused = ("model",) if task.reads_tokens and task.parameters else ("model", "data")
+    for key in loaded.origins:
+        if key.split(".")[0] in unused and _given(loaded, key):
+            yield key, f"has no effect on {task.label}", "remove it"
+    if task.has_own_data and not task.validation and _given(loaded, "train.evaluate.every"):
+        problem = f"has no effect, as {task.label} has no validation samples"
+        remedy = "return samples from validation()"
+        if task.name == SCRIPT_TASK:
+            remedy = "call run.validate() in it"
+        yield "train.evaluate.every", problem, f"remove it, or {remedy}"
+
+
+def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
+    config = loaded.config
+    train, key = config.train, "train.recompute_keep"
+    if "selective" not in train.recompute_words and _given(loaded, key):
+        words = ", ".join(train.recompute_words)
+        yield (
+            key,
+            f"has no effect with train.recompute {words}",
+            "use train.recompute selective, or remove it",
+        )
+    key = "train.partition_activations"
+    if not train.partition_activations or not _given(loaded, key):
+        return
+    reasons = {
+        "train.recompute none": not train.recomputes,
+        "layout.tp 1": all(degrees.tp == 1 for _, degrees in config.layout.kinds),
+        "layout.sequence_parallel true, which cuts inputs of blocks anyway": (
+            config.layout.sequence_parallel
+        ),
+        "a task or adapters": not config.trains_decoder,
+        f"train.memory.activations {train.memory.activations}, which moves inputs of blocks": (
+            train.memory.activations != DEVICE
+        ),
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), ""):
+        yield key, f"has no effect with {reason}", "remove it"
+
+
+def _no_balance(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """Keys that share blocks out among stages, where nothing is shared out."""
+    kinds = [degrees for _, degrees in config.layout.kinds]
+    for name in ("balance", "balance_costs"):
+        key = f"layout.{name}"
+        yield key, all(each.pp == 1 for each in kinds), "layout.pp 1"
+        named = all(each.pp == 1 or each.stages for each in kinds)
+        yield key, named and any(each.stages for each in kinds), "the stages that the file names"
+
+
+def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
+    """(key, whether it has no effect, with what)."""
+    zero = f"layout.zero {layout.zero}" if layout.zero != 2 else "layout.dp_shard 1"
+    is_cut = any(degrees.dp_shard > 1 for _, degrees in layout.kinds)
+    is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
+    no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
+    is_other, schedule = not layout.keeps_velocity, f"layout.schedule {layout.schedule}"
+    return [
+        ("layout.schedule", no_stages, "layout.pp 1"),
+        ("layout.virtual_stages", no_stages, "layout.pp 1"),
+        ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
+        ("layout.cp_ring", not is_ring, method),
+        ("layout.pipemare_steps", is_other, schedule),
+        ("layout.pipemare_decay", is_other, schedule),
+        ("layout.zero2_reduce", layout.zero != 2 or not is_cut, zero),
+    ]
+
+
+def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Values that another key switches off."""
+    config = loaded.config
+    save, cluster, data = config.checkpoint, config.cluster, config.data
+    memory = config.train.memory
+    in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
+    adaptive = save.interval == "adaptive"
+    no_peers = not save.peers
+    rules = [
+        ("train.memory.folder", not in_files, "no state in a file"),
+        ("train.memory.piece_mb", not memory.moves_state, "all state on the device"),
+        ("checkpoint.every_steps", adaptive, "checkpoint.interval adaptive"),
+        ("checkpoint.every_seconds", adaptive, "checkpoint.interval adaptive"),
+        ("checkpoint.min_seconds", not adaptive, "checkpoint.interval fixed"),
+        ("checkpoint.max_seconds", not adaptive, "checkpoint.interval fixed"),
+        ("checkpoint.bucket_every_seconds", not save.bucket, "no checkpoint.bucket"),
+        ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
+        ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
+        ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
+        *_no_balance(config),
+        *_layout_rules(config.layout),
+        ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
+        ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
+        *(
+            (f"logging.{name}.{key}", name not in config.logging.trackers, f"no tracker {name}")
+            for name, keys in _TRACKER_KEYS.items()
+            for key in keys
+        ),
+        ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
+        ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
+    ]
+    chat = data.chat
+    rules += [
+        (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
+    ]
+    lora = type(config.lora).model_fields
+    rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
+    if data.has_chat:
+        rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
+    for index, source in enumerate(data.sources):
+        key = f"data.sources.{index}"
+        whole = source.kind in ("text", "python-stdlib")
+        rules += [
+            (f"{key}.field", whole, f"kind {source.kind}"),
+            (f"{key}.field", source.rows in ("instruction", "prompt"), f"rows {source.rows}"),
+            (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
+            (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
+        ]
+    if len(data.sources) == 1:
+        rules.append(("data.sources.0.weight", True, "one source"))
+    for key, off, why in rules:
+        if off and _given(loaded, key):
+            yield key, f"has no effect with {why}", "remove it"

@@ -1,0 +1,184 @@
+"""What a path means: `~` is the home, a `$` is refused, and a relative path has one base.
+
+A path of the run file starts at the run file's folder, so that the same file means the same from
+any current folder. A path of the command line starts at the current folder, as in a shell.
+
+`data.sources.*.path` and `data.tokenizer.path` stay as they are written, because they are a part of
+a run's identity. `place` of their sections says where they lie. All other paths are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.data import DataConfig
+from holdfast.errors import ConfigError
+
+MAX_NAME_BYTES = 255
+"""Bytes of a file's name on the file systems in use."""
+
+FREE_PATHS = (
+    "folder",
+    "data.folder",
+    "data.cache",
+    "data.chat.template_file",
+    "checkpoint.bucket",
+    "cluster.notices_at",
+    "cluster.notices_account",
+    "cluster.prediction",
+    "cluster.faults",
+    "launch.ssh.hosts_file",
+    "plan.cluster",
+    "task.folder",
+    "lora.base",
+    "lora.adapter",
+    "train.memory.folder",
+)
+PLACES = ("data.tokenizer.path", "data.sources.*.path")
+OPTIONAL = (
+    "data.cache",
+    "data.chat.template_file",
+    "checkpoint.bucket",
+    "cluster.notices_at",
+    "cluster.prediction",
+    "cluster.faults",
+    "launch.ssh.hosts_file",
+    "plan.cluster",
+    "task.folder",
+    "lora.base",
+    "lora.adapter",
+    "train.memory.folder",
+)
+"""Keys for which an empty text means none."""
+
+
+def expand_path(text: str) -> str:
+    """Return a path with `~` filled in. Raises ConfigError, without a place, for a path that would
+    make a folder of an odd name."""
+    if "$" in text:
+        filled = os.path.expanduser(os.path.expandvars(text))
+        raise ConfigError(
+            f"{text!r} has a $, and Holdfast fills in no variables",
+            remedy=f"write {filled}" if "$" not in filled else "write the path in full",
+        )
+    if any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise ConfigError(
+            f"{text!r} has a control character", remedy="write a path of visible characters"
+        )
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        user = path[1:].partition("/")[0]
+        raise ConfigError(
+            f"{text!r} starts at the home of {user!r}, and there is no such user",
+            remedy=f"write the path in full, or ./{text} for a name that begins with ~",
+        )
+    for name in path.split("/"):
+        if len(os.fsencode(name)) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"a name in {text[:40] + '...'!r} has more than {MAX_NAME_BYTES} bytes",
+                remedy="use a shorter one",
+            )
+    return path
+
+
+def join_base(base: str, path: str) -> str:
+    """A path that starts at `base`, in its shortest spelling that means the same."""
+    joined = os.path.join(base, path)
+    if ".." not in path.split("/"):
+        return joined
+    short = os.path.normpath(joined)
+    return short if os.path.realpath(short) == os.path.realpath(joined) else joined
+
+
+def expand_address(text: str) -> str:
+    """The address of a bucket; a file that one of its options names may begin with ~."""
+    if "$" in text:
+        expand_path(text)
+    address, mark, options = text.partition("?")
+    if address.startswith("file://~"):
+        address = "file://" + expand_path(address.removeprefix("file://"))
+    pairs = [pair.partition("=") for pair in options.split("&")]
+    words = [k + eq + (expand_path(v) if v.startswith("~") else v) for k, eq, v in pairs]
+    return address + mark + "&".join(words)
+
+
+def locate_paths(
+    config: RunConfig, base_of: Callable[[str], str], where: Callable[[str], str]
+) -> tuple[RunConfig, dict[str, str]]:
+    """Return the configuration with its free paths located, and the places of the other ones.
+
+    `base_of(key)` is the folder that a relative path starts at; "" is the current folder.
+    `where(key)` is the place of a refusal. Raises ConfigError, for all refused paths at once.
+    """
+    refused: list[str] = []
+    found: dict[str, str] = {}
+    for key, value in _paths(config):
+        try:
+            found[key] = _located(config, key, value, base_of(key))
+        except ConfigError as error:
+            refused.append(f"{where(key)}: {key}: {error}")
+    if refused:
+        raise ConfigError("\n".join(refused))
+    free = {key: path for key, path in found.items() if key in FREE_PATHS}
+    places = {key: path for key, path in found.items() if key not in FREE_PATHS}
+    return with_places(_replaced(config, free), places), places
+
+
+def with_places(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
+    """The configuration whose sources and tokenizer know where they lie."""
+    data = config.data
+    sources = tuple(
+        source.at(places.get(f"data.sources.{i}.path")) for i, source in enumerate(data.sources)
+    )
+    tokenizer = data.tokenizer.at(places.get("data.tokenizer.path"))
+    located: DataConfig = data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+    return config.model_copy(update={"data": located})
+
+
+def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for key in FREE_PATHS:
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if key == "cluster.notices_at" and config.cluster.notices != "file":
+            continue  # the address of a service
+        if key == "plan.cluster" and config.plan.is_short_cluster:
+            continue
+        if value or key not in OPTIONAL:
+            yield key, value
+    if config.data.tokenizer.path is not None:
+        yield "data.tokenizer.path", config.data.tokenizer.path
+    for index, source in enumerate(config.data.sources):
+        if source.path is not None:
+            yield f"data.sources.{index}.path", source.path
+
+
+def _located(config: RunConfig, key: str, value: str, base: str) -> str:
+    if not value.strip():
+        raise ConfigError("the path is empty", remedy="name a file or a folder")
+    if key in ("folder", "checkpoint.bucket", "data.folder") and "://" in value:
+        return expand_address(value)
+    path = expand_path(value)
+    if key == "folder":
+        expand_path(path.replace("{name}", config.name))  # is a name too long?
+    joined = join_base(base, path)
+    if key.startswith("data.sources."):
+        source = config.data.sources[int(key.split(".")[2])]
+        if source.kind == "huggingface" and not os.path.isdir(joined):
+            return path  # a name on the hub
+    return joined
+
+
+def _replaced(config: RunConfig, found: Mapping[str, str]) -> RunConfig:
+    for key, path in found.items():
+        config = _with_value(config, key.split("."), path)
+    return config
+
+
+def _with_value(section: Any, keys: Sequence[str], value: str) -> Any:
+    first, *rest = keys
+    held = _with_value(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: held})

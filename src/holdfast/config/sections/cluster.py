@@ -1,0 +1,198 @@
+"""The section `cluster:` of a run file: how agents and workers find and watch each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from holdfast.config.sections.base import Section
+from holdfast.config.sections.peers import WILDCARD_HOSTS
+
+AUTO = "auto"
+"""Value of an address that the machine fills in at the start (`launch/node/addresses.py`)."""
+LOOPBACK_DEVICE = "lo"
+MAX_NAME_LENGTH = 63
+"""Characters of a node's name, which becomes a part of file names."""
+
+
+class ClusterConfig(Section):
+    interface: str = Field(
+        AUTO,
+        description="address that this node's agent listens on and tells other nodes. auto: "
+        "127.0.0.1 for a run of one node, otherwise the address on the route to the other nodes "
+        "(docs/guide/nodes.md)",
+    )
+    gloo_interface: str = Field(
+        AUTO, description="network device that gloo uses; auto: the device of cluster.interface"
+    )
+    tls: bool | Literal["auto"] = Field(
+        "auto",
+        description="encrypt control and copies of snapshots between processes of the run, alike "
+        "on all nodes; auto: unless only this machine reaches the addresses "
+        "(docs/guide/security.md)",
+    )
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="port of /healthz and /metrics; 0: any free port"
+    )
+    heartbeat_seconds: float = Field(0.2, gt=0, description="seconds between an agent's rounds")
+    progress_seconds: float = Field(
+        300, gt=0, description="a worker without progress for this long counts as hung"
+    )
+    compare: bool = Field(
+        True,
+        description="find a worker that hangs while the other workers wait for it, within three "
+        "steps and a second; false: only progress_seconds counts (for a debugger)",
+    )
+    check_every_steps: int = Field(
+        0,
+        ge=0,
+        description="steps between two comparisons of state that several workers hold; a worker "
+        "that differs from the majority takes the majority's copy; 0: never",
+    )
+    like_processors: Literal["warn", "require", "ignore"] = Field(
+        "warn",
+        description="a node joins whose vector units, presets or reference computation differ: "
+        "warn about it, require that none does, or ignore it",
+    )
+    loss_jumps: Literal["ignore", "roll_back"] = Field(
+        "ignore",
+        description="roll_back: a step whose loss jumps is repeated; data that causes the jump "
+        "on several devices is skipped (docs/internals/elastic.md)",
+    )
+    grace_seconds: float = Field(
+        0,
+        ge=0,
+        description="seconds between SIGTERM and SIGKILL on this platform; 0: unknown, so the "
+        "final save gets no deadline",
+    )
+    notices: Literal[
+        "none", "auto", "aws", "google", "azure", "kubernetes", "slurm", "ray", "file"
+    ] = Field(
+        "none",
+        description="source of notices that this machine will be taken away "
+        "(docs/guide/notices.md); "
+        "auto: the source that is detected",
+    )
+    notices_at: str = Field(
+        "",
+        description="address of the metadata service, API server or Ray head (HOST:PORT), or the "
+        "file's path; empty: the usual address",
+    )
+    notices_every_seconds: float = Field(
+        1.0, gt=0, description="least seconds between two requests for notices"
+    )
+    notices_account: str = Field(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        description="Kubernetes: the folder with token, ca.crt and namespace",
+    )
+    notices_taints: str = Field(
+        "",
+        description="Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated "
+        "by commas; a KEY may end with *",
+    )
+    prediction: str = Field(
+        "",
+        description="path of what `holdfast predict fit` wrote: while this node is likely to be "
+        "lost, its part of each snapshot goes to peers; empty: no prediction",
+    )
+    left_exit_code: int = Field(
+        0,
+        ge=0,
+        le=255,
+        description="exit code of a node that is asked to leave before the last step. Some owners "
+        "of machines replace a node only if its code is not 0",
+    )
+    max_restarts_without_progress: int = Field(
+        3,
+        ge=0,
+        description="generations in a row that may end without a new step; with more the run fails",
+    )
+    threads_per_worker: int = Field(0, ge=0, description="CPU threads; 0: cores / workers")
+    recovery: Literal["live", "restart"] = Field(
+        "live",
+        description="live: surviving processes continue with their state; restart: all processes "
+        "end, and new ones begin from the newest snapshot or checkpoint",
+    )
+    standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="idle processes that replace a lost worker at once; each costs memory; "
+        "auto: 1 with several workers or on a device",
+    )
+    node: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="this node's name, unique in the run; empty: the machine's name",
+    )
+    places: int = Field(
+        0, ge=0, description="workers that fit on this node; 0: all workers of the run"
+    )
+    min_nodes: int = Field(1, ge=1, description="with fewer nodes training stops")
+    below_minimum: Literal["wait", "leave"] = Field(
+        "wait",
+        description="what to do with fewer than min_nodes: wait for more nodes, or save and leave "
+        "(exit code 3)",
+    )
+    below_minimum_seconds: float = Field(
+        600.0, ge=0, description="how long too few nodes wait before they leave"
+    )
+    gather_seconds: float = Field(
+        5.0, ge=0, description="how long the first generation waits for more nodes than min_nodes"
+    )
+    settle_seconds: float = Field(
+        2.0, ge=0, description="how long a new node must have been reachable before it is admitted"
+    )
+    beat_seconds: float = Field(
+        2.0,
+        gt=0,
+        description="seconds between a node's heartbeats; it is lost after three",
+    )
+    alone_seconds: float = Field(
+        20.0, gt=0, description="how long a minority of the nodes waits before it continues alone"
+    )
+    faults: str = Field(
+        "",
+        description="folder of faults that workers inject into themselves (holdfast chaos); "
+        "empty: none",
+    )
+
+    @property
+    def replaces_all_workers(self) -> bool:
+        """Whether the policy `recovery: restart` holds, which is all that these lines say.
+
+        A node kills all its workers when their generation ends, so none of them holds any state.
+        The planner therefore fills every place with a new process, and chooses a restore point.
+        Hence a standby would be of no use, and a step that is not finite cannot be done again: it
+        ends the run.
+        """
+        return self.recovery == "restart"
+
+    @property
+    def host(self) -> str:
+        """The address to listen on; loopback if no address was planned for this node."""
+        return "127.0.0.1" if self.interface == AUTO else self.interface
+
+    @property
+    def gloo_device(self) -> str:
+        """The network device of gloo; loopback if no address was planned for this node."""
+        return LOOPBACK_DEVICE if self.gloo_interface == AUTO else self.gloo_interface
+
+    @field_validator("interface")
+    @classmethod
+    def _is_one_address(cls, host: str) -> str:
+        if host in WILDCARD_HOSTS:
+            raise ValueError(
+                f"{host} is every address of this machine, and other nodes cannot connect to it: "
+                "use auto, or one address of this machine"
+            )
+        return host
+
+    @field_validator("node")
+    @classmethod
+    def _fits(cls, name: str) -> str:
+        if len(name) > MAX_NAME_LENGTH:
+            raise ValueError(
+                f"a name of {len(name)} characters is too long, {MAX_NAME_LENGTH} are allowed: "
+                "use a shorter one, such as node-1"
+            )
+        return name

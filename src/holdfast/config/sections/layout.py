@@ -1,0 +1,234 @@
+"""The section `layout:` of a run file: how many workers, and what each holds.
+
+It may change between restarts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from holdfast.config.sections.base import Section
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import component_degree
+
+
+class DegreesConfig(Section):
+    """Degrees of one replica if replicas differ. It has pp x dp_shard x cp x tp workers."""
+
+    pp: int = Field(1, ge=1, description="stages of the pipeline")
+    dp_shard: int = Field(
+        1, ge=1, description="workers that share one copy of the state, each with other samples"
+    )
+    cp: int = Field(
+        1, ge=1, description="workers that share every sample, each with other tokens of it"
+    )
+    tp: int = Field(1, ge=1, description="workers that share every block, each with other heads")
+    stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="blocks of each stage of the pipeline; []: balanced by cost"
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Workers of one replica."""
+        return self.pp * self.dp_shard * self.cp * self.tp
+
+
+class ComponentDegrees(Section):
+    """Degrees along tp of parts of a block. Several workers hold the same of a part with a lower
+    degree, and each of them computes other samples or tokens."""
+
+    attention: int = Field(
+        0, ge=0, description="workers that share attention's heads; 0: those of layout.tp"
+    )
+    ffn: int = Field(
+        0, ge=0, description="workers that share the feed-forward; 0: those of layout.tp"
+    )
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The components that have a degree of their own."""
+        return {name: n for name, n in self if n}
+
+    def at(self, tp: int) -> tuple[int, int]:
+        """The parts of attention and of the feed-forward in a replica with this tp."""
+        return component_degree(self.attention, tp), component_degree(self.ffn, tp)
+
+
+class LayoutConfig(DegreesConfig):
+    """Replicas of pp x dp_shard x cp x tp workers, as many as the number of workers allows."""
+
+    mode: Literal["given", "auto"] = Field(
+        "given",
+        description="auto, or `layout: auto` for short: the planner chooses workers, degrees, "
+        "schedule, virtual_stages, zero and train.recompute. Those that are given are its limits",
+    )
+    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = Field(
+        (),
+        description="with mode auto: degrees that no change of nodes changes (planned: those that "
+        "the run file gives)",
+    )
+    workers: int = Field(
+        0,
+        ge=0,
+        le=2**20,
+        description="workers; 0: one copy of the model, on cuda one for each device (planned)",
+    )
+    zero: Literal[1, 2, 3] = Field(
+        3,
+        description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
+        "gathered for each use",
+    )
+    zero2_reduce: Literal["microbatch", "step"] = Field(
+        "microbatch",
+        description="with zero 2: when shards add up their gradients. microbatch: after each, so "
+        "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
+    )
+    ep: int = Field(
+        1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
+    )
+    expert_replicas: Literal["off", "auto"] = Field(
+        "off",
+        description="with ep: auto gives experts with many tokens copies on workers with few, in "
+        "each microbatch",
+    )
+    sequence_parallel: bool = Field(
+        True, description="with tp: cut norms and residuals by tokens, at the same traffic"
+    )
+    tp_by: ComponentDegrees = Field(
+        ComponentDegrees(),
+        description="with tp: lower degrees for parts of a block, which tp must be divisible by",
+    )
+    cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = Field(
+        "allgather",
+        description="with cp: how attention gets at other workers' tokens. allgather: keys and "
+        "values are gathered; ring: they travel from worker to worker. ulysses: tokens and heads "
+        "are swapped; ulysses-ring: rings of cp_ring workers, and swaps between them",
+    )
+    cp_ring: int = Field(2, ge=2, description="with cp_method ulysses-ring: workers of a ring")
+    schedule: Literal[
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+        "dualpipev",
+        "pipedream",
+        "pipedream-2bw",
+        "pipemare",
+    ] = Field(
+        "1f1b",
+        description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "
+        "keeps more activations. interleaved has several stages a worker. zb-h1, zbv and dualpipev "
+        "fill bubbles with gradients of weights. pipedream, pipedream-2bw and pipemare have no "
+        "bubble; their gradients are of older weights, so the curve is another one",
+    )
+    pipemare_steps: int = Field(
+        0,
+        ge=0,
+        description="with schedule pipemare: steps in which the learning rate of a stage comes up "
+        "to that of the run; 0: a quarter of train.steps",
+    )
+    pipemare_decay: float = Field(
+        0.135,
+        gt=0,
+        lt=1,
+        description="with schedule pipemare: what is left of a movement in the mean movement of "
+        "the weights, after as many steps as a gradient is late",
+    )
+    balance: Literal["time", "memory"] = Field(
+        "time",
+        description="with pp and stages []: what stages get blocks by. time: the slowest stage is "
+        "as fast as can be; memory: the fullest worker holds as little as can be",
+    )
+    balance_costs: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field(
+        (),
+        description="with balance time: measured times, of the embedding, each block, and the last "
+        "norm with the head and the loss; in any unit. []: FLOPs",
+    )
+    virtual_stages: int = Field(
+        0, ge=0, description="stages of each worker under schedule interleaved; 0: 2"
+    )
+    replicas: tuple[DegreesConfig, ...] = Field(
+        (), description="replicas that differ; []: all have the degrees above"
+    )
+    reduction: Literal["tree", "fast"] = Field(
+        "tree", description="tree: bit-equal on any number of replicas; fast: the backend's own"
+    )
+    exchange: Literal["auto", "direct", "gathered"] = Field(
+        "auto",
+        description="how gradients travel between replicas: direct, messages from worker to "
+        "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
+    )
+    quantized: Literal["none", "weights", "gradients", "both"] = Field(
+        "none",
+        description="what dp_shard sends as codes of few bits, with zero 2 or 3: weights 8 bits, "
+        "gradients 4. The curve then depends on dp_shard",
+    )
+    allow_tcp: bool = Field(
+        False,
+        description="train on devices whose data goes over TCP or the host's memory although a "
+        "faster link is there; false: refuse that",
+    )
+    trace_step: int = Field(
+        0,
+        ge=0,
+        description="step in which each worker records what it does when; `holdfast report "
+        "RUN --trace FILE` writes it; 0: none",
+    )
+    bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
+
+    @property
+    def kinds(self) -> tuple[tuple[str, DegreesConfig], ...]:
+        """(key in the run file, degrees) of every kind of replica."""
+        if not self.replicas:
+            return (("layout", self),)
+        return tuple((f"layout.replicas.{i}", each) for i, each in enumerate(self.replicas))
+
+    @property
+    def stages_a_worker(self) -> int:
+        """Pipeline stages that each worker has, where pp is above 1."""
+        kind = SCHEDULE_KINDS[self.schedule]
+        return kind.virtual or self.virtual_stages or kind.usual_virtual
+
+    @property
+    def is_folded(self) -> bool:
+        """Return True if stages go down the workers and up again."""
+        return SCHEDULE_KINDS[self.schedule].is_folded
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return True if the pipeline is not emptied between steps."""
+        is_cut = any(degrees.pp > 1 for _, degrees in self.kinds)
+        return is_cut and SCHEDULE_KINDS[self.schedule].is_asynchronous
+
+    @property
+    def keeps_velocity(self) -> bool:
+        """Return True if the mean movement of the weights is a part of the state. It is with any
+        degrees, so that they may change."""
+        return self.schedule == "pipemare"
+
+    @property
+    def zero_in_memory(self) -> int:
+        """The stage of ZeRO that a worker's memory shows. A stage 2 that adds up gradients once a
+        step needs complete sums until then. So it is stage 1, which gathers nothing."""
+        return 1 if self.zero == 2 and self.zero2_reduce == "step" else self.zero
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Return True if some kind of replica keeps its parameters in shards."""
+        return self.zero_in_memory > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return self.quantized in ("weights", "both")
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return self.quantized in ("gradients", "both")
+
+    @property
+    def least_workers(self) -> int:
+        """Workers of the smallest world: one replica, or all the unlike ones."""
+        return sum(degrees.ranks for _, degrees in self.kinds)

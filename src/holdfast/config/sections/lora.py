@@ -1,0 +1,63 @@
+"""The `lora` section: adapters of a frozen base model, which are all that is trained and kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from holdfast.config.sections.base import Section
+from holdfast.config.sections.change import InPlace
+from holdfast.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+MAX_RANK = 2**16
+
+
+class LoraConfig(Section):
+    """Adapters (Hu et al. 2021): `W x + alpha / rank * B A dropout(x)`, with `W` frozen."""
+
+    rank: int = Field(
+        0, ge=0, le=MAX_RANK, description="rows of A; 0: no adapters, the full model is trained"
+    )
+    alpha: float = Field(16.0, gt=0, description="alpha / rank is the scale of what B A adds")
+    targets: tuple[str, ...] = Field(
+        (ALL_LINEAR,),
+        min_length=1,
+        description="linear layers with an adapter: names (`q_proj`), patterns "
+        "(`layers.0.*`), or `all-linear`, which leaves out the head",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the input of A")
+    name: InPlace[str] = Field(
+        "default", pattern=r"^[A-Za-z0-9_-]+$", description="the adapter's name in an export"
+    )
+    base: InPlace[str] = Field(
+        "", description="folder of the frozen weights; empty: that of model.from"
+    )
+    base_checksum: str = Field(
+        "", description="of the frozen weights' files; another one is refused (planned)"
+    )
+    adapter: InPlace[str] = Field("", description="folder that lora.from names (planned)")
+    adapter_checksum: str = Field(
+        "", description="of the weights that the adapters begin with (planned)"
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def scale(self) -> float:
+        """The factor of what an adapter adds."""
+        return self.alpha / self.rank
+
+
+def refuse_lora(lora: LoraConfig, what: str, remedy: str) -> None:
+    """Raises ConfigError for a run of adapters. what: the subject of the sentence."""
+    if lora.rank:
+        raise ConfigError(
+            f"{what} is for all weights of a model, and this run trains adapters alone",
+            where="lora",
+            remedy=remedy,
+        )

@@ -1,0 +1,233 @@
+"""`model:` the decoder's shape: a preset, and any number of it overridden."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.sections.base import Section
+from holdfast.config.sections.experts import ExpertsConfig
+from holdfast.config.sections.presets import PRESETS, nearest_preset
+
+MAX_PARTS = 2**16
+"""Largest number of blocks or heads: checks and plans look at each."""
+
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "dots1",
+]
+
+
+class RopeScaling(Section):
+    """Slower rotary frequencies for a longer context. Types as Hugging Face names them."""
+
+    type: Literal["llama3", "linear", "yarn"] = Field(
+        "llama3",
+        description="llama3: long waves are slowed (Llama 3.1); linear: all waves; "
+        "yarn: long waves, by number of turns (Peng et al. 2023)",
+    )
+    factor: float = Field(8.0, gt=0, description="by which long waves are slowed")
+    low_freq_factor: float = Field(
+        1.0,
+        gt=0,
+        description="llama3: a wave of which fewer fit into the original context is long",
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: a wave of which more fit is short, and kept"
+    )
+    original_max_position: int = Field(
+        8192, gt=0, description="context that the model was first trained with"
+    )
+    beta_fast: float = Field(32.0, gt=0, description="yarn: a wave with more turns is kept")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: a wave with fewer turns is slowed")
+    attention_factor: float = Field(
+        0.0, ge=0, description="yarn: scale of cosine and sine; 0: 0.1 ln(factor) + 1"
+    )
+    truncate: bool = Field(True, description="yarn: the band's ends are rounded outwards")
+
+    @model_validator(mode="after")
+    def _band(self) -> RopeScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}: use {4 * self.low_freq_factor}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """One decoder. `vocab_size` 0 means: the prepared dataset's (planned)."""
+
+    preset: str | None = Field("tiny", description="a shape of the table below; null: none")
+    family: Family = Field("llama", description="the architecture that an export prefers")
+    layers: int = Field(ge=1, le=MAX_PARTS, description="blocks")
+    dim: int = Field(ge=1, description="model dim D")
+    heads: int = Field(ge=1, le=MAX_PARTS, description="query heads H")
+    kv_heads: int = Field(ge=1, le=MAX_PARTS, description="key/value heads K, a divisor of heads")
+    head_dim: int = Field(0, ge=0, description="0: dim / heads")
+    ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
+    experts: ExpertsConfig | None = None
+    vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
+    vocab_multiple: int = Field(
+        1, ge=1, description="rows of embedding and head are rounded up to a multiple of it"
+    )
+    max_position: int = Field(8192, ge=1, description="longest sequence")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = Field(1e-5, gt=0, description="of RMSNorm")
+    qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
+    tied_embeddings: bool = Field(False, description="the head is the embedding table")
+    init_std: float = Field(0.02, gt=0, description="of matrices at the start")
+    activation: Literal["silu", "gelu", "gelu_tanh"] = Field(
+        "silu", description="of the gate; gelu_tanh: its approximation, as in Gemma"
+    )
+    attention_bias: Literal["none", "qkv", "qkvo"] = Field(
+        "none", description="which attention matrices have a bias; qkv as in Qwen 2"
+    )
+    qk_norm_width: Literal["head", "all"] = Field(
+        "head", description="what one norm of queries or keys spans; all as in OLMo 2"
+    )
+    norms: Literal["pre", "post", "both"] = Field(
+        "pre",
+        description="norms before attention and feed-forward, after them (OLMo 2), or both "
+        "(Gemma 2)",
+    )
+    norm_plus_one: bool = Field(
+        False, description="RMSNorm multiplies by 1 + its weight, as in Gemma"
+    )
+    window: int = Field(
+        0, ge=0, description="tokens that a token attends to, itself included; 0: all before it"
+    )
+    window_layers: tuple[int, ...] = Field(
+        (), description="numbers of the blocks with the window, from 0; none: all blocks"
+    )
+    window_rope_theta: float = Field(
+        0.0,
+        ge=0,
+        description="rotary base of blocks with the window, without scaling; 0: as other blocks",
+    )
+    rope_fraction: float = Field(
+        1.0, gt=0, le=1, description="part of each head that rotary embedding turns"
+    )
+    no_rope_layers: tuple[int, ...] = Field(
+        (), description="numbers of the blocks without rotary embedding, as in SmolLM 3"
+    )
+    embedding_multiplier: float = Field(1.0, gt=0, description="scale of the embedding's output")
+    residual_multiplier: float = Field(
+        1.0, gt=0, description="scale of what a block adds to the residual stream, as in Granite"
+    )
+    attention_scale: float = Field(
+        0.0, ge=0, description="scale of attention scores; 0: 1 / sqrt(head dim)"
+    )
+    attention_softcap: float = Field(
+        0.0, ge=0, description="attention scores stay within it by tanh; 0: no limit"
+    )
+    logit_divisor: float = Field(1.0, gt=0, description="logits are divided by it, as in Granite")
+    logit_softcap: float = Field(
+        0.0, ge=0, description="logits stay within it by tanh, as in Gemma 2; 0: no limit"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("preset", "tiny")
+        if name is None or not isinstance(name, str):
+            return value
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is unknown; nearest: {nearest_preset(str(name))}")
+        return {**PRESETS[name], **value, "preset": name}
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.heads % self.kv_heads:
+            good = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            good = sorted(sorted(good, key=lambda k: abs(k - self.kv_heads))[:8])
+            raise ValueError(
+                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: use one of {good}"
+            )
+        if self.head_dim == 0 and self.dim % self.heads:
+            nearest = self.dim // self.heads * self.heads or self.heads
+            raise ValueError(
+                f"heads {self.heads} does not divide dim {self.dim}: use dim {nearest}"
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"the head dim {self.head_size} is odd and rotary embedding turns pairs: "
+                f"use head_dim {self.head_size + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_exist(self) -> ModelConfig:
+        for key in ("window_layers", "no_rope_layers"):
+            given = getattr(self, key)
+            legal = sorted({number for number in given if 0 <= number < self.layers})
+            if list(given) != legal:
+                raise ValueError(
+                    f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
+                    f"use {legal}"
+                )
+        if self.experts is not None and self.experts.first >= self.layers:
+            raise ValueError(
+                f"experts.first {self.experts.first} leaves no block with experts: "
+                f"use {self.layers - 1} or less"
+            )
+        if self.window_layers and not self.window:
+            raise ValueError("window_layers are given without a window: use window 4096")
+        if self.qk_norm_width == "all" and not self.qk_norm:
+            raise ValueError("qk_norm_width all needs the norms: use qk_norm true")
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            raise ValueError(
+                f"rope_fraction {self.rope_fraction} of head dim {self.head_size} is "
+                f"{self.rotary_size}, not an even number: use rope_fraction 1.0"
+            )
+        return self
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rotary embedding turns."""
+        return int(self.head_size * self.rope_fraction)
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """Numbers of the blocks that attend within the window, rising."""
+        if not self.window:
+            return ()
+        return self.window_layers or tuple(range(self.layers))
+
+    @property
+    def inner_dim(self) -> int:
+        """Inner dim of a feed-forward, or of one expert."""
+        return (self.experts.width if self.experts else 0) or self.ffn_dim
+
+    def has_experts(self, block: int) -> bool:
+        """Return True for a block with experts in place of its feed-forward."""
+        return self.experts is not None and block >= self.experts.first
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head.
+
+        Rows beyond `vocab_size` are no tokens. They are zero and stay zero, so the model computes
+        the same with and without them.
+        """
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

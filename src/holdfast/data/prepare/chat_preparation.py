@@ -1,0 +1,142 @@
+"""The part of a preparation that only chat data needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.read import vocabulary
+from holdfast.data.read.chat_format import (
+    compile_template,
+    read_chat_format,
+    special_tokens,
+    stop_tokens,
+)
+from holdfast.data.read.chat_templates import TEMPLATE_FILE
+from holdfast.data.read.files import write_atomic
+from holdfast.data.read.sources import SourcePlan, Unit
+from holdfast.data.stages.chat_gate import check_masks, describe_left_out
+from holdfast.data.stages.chat_tokens import ChatCounts
+from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_left_out, read_tokens
+from holdfast.data.stream.dataset import FORMAT
+from holdfast.errors import DataError
+
+PathOf = Callable[[str, Unit], Path]  # (stage, unit) -> its result
+
+
+@dataclass(frozen=True)
+class SourceSize:
+    """One source and split. text_tokens: without begin and end tokens. bytes: of its documents."""
+
+    documents: int
+    tokens: int
+    text_tokens: int
+    bytes: int
+
+
+class ChatPreparation:
+    """Template, stop tokens and masks of a run's chat sources. format: None if it has none.
+
+    Raises DataError if jinja2 is missing, and for a template that is none.
+    """
+
+    def __init__(self, config: DataConfig):
+        self.format = read_chat_format(config)
+        self.stop: dict[str, int] = {}
+        if self.format is not None:
+            compile_template(self.format)
+            path = vocabulary.tokenizer_file(str(config.tokenizer.place))
+            self.stop = stop_tokens(vocabulary.load_tokenizer(path), path)
+
+    @property
+    def dataset_format(self) -> int:
+        """A dataset of texts alone, or without weights, can be read by older programs."""
+        if self.format is None:
+            return 1
+        return FORMAT if self.format.weights else FORMAT - 1
+
+    def left_out(self, plan: SourcePlan, path_of: PathOf) -> Iterator[str]:
+        """A line about the rows that a source leaves out."""
+        found: Counter[str] = Counter()
+        for unit in plan.units:
+            found += read_left_out(path_of("scan", unit))
+        if found:
+            yield f"{plan.name}: {describe_left_out(found)}"
+
+    def check(
+        self, plans: Sequence[SourcePlan], path_of: PathOf, tokenizer_path: Path
+    ) -> Iterator[str]:
+        """Lines about what carries loss. Raises DataError for a set that teaches nothing, or the
+        wrong thing."""
+        if self.format is None:
+            return
+        tokenizer = vocabulary.load_tokenizer(tokenizer_path)
+        special = special_tokens(tokenizer).values()
+        for plan in plans:
+            paths = [path_of("tokens", unit) for unit in plan.units if unit.is_chat]
+            if not paths:
+                continue
+            pieces = (read_tokens(path, split) for split in SPLITS for path in paths)
+            first = next((piece for piece in pieces if len(piece.lengths)), None)
+            if first is None or first.mask is None:
+                raise DataError(
+                    "no token of any row carries loss",
+                    where=f"source {plan.name!r}",
+                    remedy="look at data.chat.train_on, and at the template",
+                )
+            cut = int(first.lengths[0])
+            sample = np.array(first.tokens[:cut]), np.array(first.mask[:cut])
+            counts = _sum(paths, SPLITS)
+            yield from check_masks(plan.name, counts, sample, tokenizer, self.stop, special)
+
+    def split_counts(
+        self, sizes: dict[str, list[SourceSize]], plans: Sequence[SourcePlan], path_of: PathOf
+    ) -> dict[str, dict[str, int]]:
+        """What the manifest says of each split. With chat data also the tokens that carry loss,
+        and the bytes of text that they stand for."""
+        out = {}
+        for split, found in sizes.items():
+            out[split] = {
+                "documents": sum(one.documents for one in found),
+                "tokens": sum(one.tokens for one in found),
+                "bytes": sum(one.bytes for one in found),
+            }
+            if self.format is not None:
+                targets = [
+                    self._targets(split, plan, one, path_of)
+                    for plan, one in zip(plans, found, strict=True)
+                ]
+                out[split]["targets"] = sum(count for count, _ in targets)
+                out[split]["target_bytes"] = sum(size for _, size in targets)
+        return out
+
+    def _targets(
+        self, split: str, plan: SourcePlan, size: SourceSize, path_of: PathOf
+    ) -> tuple[int, int]:
+        paths = [path_of("tokens", unit) for unit in plan.units if unit.is_chat]
+        if not paths:
+            return size.text_tokens, size.bytes
+        counts = _sum(paths, (split,))
+        return counts.targets, counts.target_bytes
+
+    def store_template(self, folder: Path) -> dict[str, Any]:
+        """Write the template next to the tokenizer; returns what the manifest says of it."""
+        if self.format is None or not self.format.template:
+            return {}
+        text = self.format.template.encode()
+        digest = write_atomic(folder / TEMPLATE_FILE, [text], sync=True)
+        return {"chat": {"template": digest, "variables": dict(self.format.variables)}}
+
+
+def _sum(paths: Sequence[Path], splits: Sequence[str]) -> ChatCounts:
+    total = ChatCounts()
+    for path in paths:
+        for split in splits:
+            total.merge(read_chat_counts(path, split))
+    return total

@@ -1,0 +1,178 @@
+"""Compares a prepared dataset with the data section of a run file: is it what would be made?
+
+A dataset's identity is its content. The paths that its sources had are not a part of it: they lie
+in `sources.json` next to the manifest. If a run file names other paths, the documents there are
+read and compared by their hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from holdfast.config.sections.data import DataConfig, SourceConfig
+from holdfast.core.data.special_tokens import KNOWN_ENDS
+from holdfast.data.read import vocabulary
+from holdfast.data.read.chat_documents import ChatFormat
+from holdfast.data.read.chat_format import chat_settings, read_chat_format
+from holdfast.data.read.files import checksum, file_checksum
+from holdfast.data.read.sources import count_files, plan_source, read_unit, source_names
+from holdfast.data.stages.unit_tasks import hash_document
+from holdfast.data.stream.dataset import Dataset
+from holdfast.errors import DataError
+
+
+def content_settings(config: DataConfig) -> dict[str, Any]:
+    """Return the part of the run file that decides the content of a dataset (paths, weights,
+    processes and the length of a sample do not)."""
+    tokenizer: dict[str, Any]
+    if config.tokenizer.place is None:
+        tokenizer = {
+            "vocab_size": config.tokenizer.vocab_size,
+            "sample_bytes": config.tokenizer.sample_bytes,
+        }
+    else:
+        path = vocabulary.tokenizer_file(config.tokenizer.place)
+        loaded = vocabulary.load_tokenizer(path)
+        known = vocabulary.describe_tokenizer(loaded, path)
+        tokenizer = {"xxh3": file_checksum(path)}
+        if known.end_token != next((t for t in KNOWN_ENDS if t in loaded.get_vocab()), None):
+            tokenizer["end_token"] = known.end_token  # said by the files next to it
+        if known.begin_id is not None:
+            tokenizer["begin"] = known.begin_id
+    names = source_names(config.sources)
+    settings: dict[str, Any] = {
+        "sources": [
+            {"kind": s.kind, "name": n, "path": None, "field": s.field, "split": s.split}
+            | ({"rows": s.rows} if s.is_chat else {})
+            for s, n in zip(config.sources, names, strict=True)
+        ],
+        "tokenizer": tokenizer,
+        "validation_fraction": config.validation_fraction,
+    }
+    if config.deduplicate is not True:  # without the key: as before there was one
+        settings["deduplicate"] = config.deduplicate
+    if (chat := read_chat_format(config)) is not None:
+        settings["chat"] = chat_settings(chat)
+    return settings
+
+
+def source_places(config: DataConfig) -> dict[str, Any]:
+    """Return the paths of the sources: as they are written, and where they lie."""
+    return {
+        "paths": [source.path for source in config.sources],
+        "places": [_real_place(source) for source in config.sources],
+    }
+
+
+def _real_place(source: SourceConfig) -> str | None:
+    if source.place is None:
+        return None
+    place = os.path.expanduser(source.place)
+    return source.place if source.kind == "huggingface" else os.path.realpath(place)
+
+
+def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataConfig) -> None:
+    """Raises DataError when a dataset was made from other settings than the run file's."""
+    made = dataset.manifest["settings"]
+    if config.tokenizer.place is not None:
+        check_tokenizer_match(dataset, vocabulary.tokenizer_file(config.tokenizer.place))
+    made_sources = [{**source, "path": None} for source in made["sources"]]
+    for key, before in (
+        ("sources", made_sources),
+        ("tokenizer", made["tokenizer"]),
+        ("validation_fraction", made["validation_fraction"]),
+        ("deduplicate", made.get("deduplicate", True)),
+        ("chat", made.get("chat", True)),
+    ):
+        if key == "tokenizer" and config.tokenizer.place is not None:
+            continue
+        now = wanted.get(key, True)
+        if before != now:
+            raise DataError(
+                f"the dataset there was prepared with another data.{key} "
+                f"({_without_paths(before)}, not {_without_paths(now)})",
+                where=dataset.place,
+                remedy="name another data.folder, or remove this one",
+            )
+    _check_places(dataset, config)
+
+
+def _without_paths(value: Any) -> str:
+    if isinstance(value, list):
+        value = [{k: v for k, v in one.items() if k != "path"} for one in value]
+    return json.dumps(value)
+
+
+def _check_places(dataset: Dataset, config: DataConfig) -> None:
+    """Raises DataError if a source lies elsewhere and holds something else."""
+    for index, source in enumerate(config.sources):
+        path, place = dataset.source_paths[index], dataset.source_places[index]
+        if source.path == path or (place is not None and _real_place(source) == place):
+            continue
+        chat = read_chat_format(config)
+        if not _holds_the_same(dataset, source, index, config.max_document_bytes, chat):
+            raise DataError(
+                f"the dataset there was prepared with another data.sources "
+                f"({path or 'no path'}, not {source.path or 'no path'}, which holds other text)",
+                where=dataset.place,
+                remedy="name another data.folder, or remove this one",
+            )
+
+
+def _holds_the_same(
+    dataset: Dataset, source: SourceConfig, index: int, limit: int, chat: ChatFormat | None
+) -> bool:
+    """Return True if a source has just the documents that the dataset was made from."""
+    made = dataset.manifest["sources"][index]
+    if count_files(source, index) != (made["files"], made["bytes"]):
+        return False
+    rows = array("Q")
+    try:
+        for unit in plan_source(source, index, 0, chat).units:
+            for text in read_unit(unit, limit, xxh3_128()):
+                rows.extend(hash_document(text, unit.name))
+    except DataError:
+        return False
+    return checksum(rows.tobytes()) == str(made["xxh3"])
+
+
+def needed_vocabulary(dataset: Dataset) -> int:
+    """Rows that a model needs for a dataset's tokens: the largest id that can occur + 1."""
+    needed = vocabulary.needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    for split in dataset.splits:
+        for stream in dataset.streams(split):
+            if stream.is_chat:  # a template writes special tokens, which no text becomes
+                needed = max(needed, stream.largest_token() + 1)
+    return needed
+
+
+def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
+    """Sources whose files are more, fewer or of another size than when they were read. One that
+    is not there any more has not changed: a dataset stands for itself."""
+    changed = []
+    for index, (source, made) in enumerate(
+        zip(config.sources, dataset.manifest["sources"], strict=True)
+    ):
+        found = count_files(source, index)
+        if found is not None and found != (made["files"], made["bytes"]):
+            changed.append(
+                f"{made['name']}: {made['files']:,} files of {made['bytes']:,} bytes then, "
+                f"{found[0]:,} of {found[1]:,} now"
+            )
+    return changed
+
+
+def check_tokenizer_match(dataset: Dataset, path: Path) -> None:
+    """Raises DataError when a tokenizer.json gives tokens other meanings than the dataset's."""
+    if difference := vocabulary.describe_difference(path, dataset.tokenizer_path):
+        raise DataError(
+            f"{path} does not match the dataset in {dataset.place}: {difference}",
+            where="data.tokenizer.path",
+            remedy=f"use {dataset.tokenizer_path}, or name another data.folder",
+        )

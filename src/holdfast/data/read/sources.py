@@ -1,0 +1,333 @@
+"""The sources of documents, and how they are cut into units of work.
+
+A *unit* is a piece of a source that one process reads from end to end. It is some text files or a
+range of bytes of a JSONL file. Of a Parquet file it is row groups, of a Hugging Face dataset rows.
+A compressed file, an array of JSON, a CSV file and an Arrow file are one unit each. Units are cut
+by the sources' sizes alone. So the units and the order of the documents do not depend on the number
+of processes.
+
+Every document is put into its normal form: UTF-8 without a byte order mark, lines that end in
+a line feed. Documents of nothing but white space are yielded as they are; the reader counts
+and skips them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_128
+
+from holdfast.data.read import columnar_sources, text_sources
+from holdfast.data.read.chat_documents import ChatFormat, ChatReader
+from holdfast.data.read.chat_rows import FORMS, field_of
+from holdfast.data.read.containers import (
+    empty_error,
+    is_compressed,
+    read_head,
+)
+from holdfast.data.read.source_files import FoundFiles, find_files, unreadable_error
+from holdfast.errors import DataError
+
+if TYPE_CHECKING:  # a preparing process needs no pydantic
+    from holdfast.config.sections.data import SourceConfig
+
+UNIT_BYTES = 1 << 19
+MAX_UNIT_BYTES = 64 << 20
+TARGET_UNITS = 2048  # units grow with the source until they reach MAX_UNIT_BYTES
+
+Ranges = list[list[tuple[str, int, int]]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Piece `index` of the full preparation; `parts` are (path, start, stop) of its kind.
+
+    kind: text, jsonl, csv, parquet, arrow or huggingface: how the parts are read. start and stop
+    are bytes for text and JSONL, row groups for Parquet, rows for Hugging Face. A stop of 0 is the
+    end of the file. name: of the source. rows, chat: of chat data, its form and how it becomes
+    text.
+    """
+
+    index: int
+    source: int
+    kind: str
+    parts: tuple[tuple[str, int, int], ...]
+    field: str = "text"
+    split: str = "train"
+    name: str = ""
+    rows: str = "text"
+    chat: ChatFormat | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.chat is not None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Unit:
+        parts = tuple((str(p), int(a), int(b)) for p, a, b in value["parts"])
+        chat = None if value["chat"] is None else ChatFormat.from_json(value["chat"])
+        return Unit(**{**value, "parts": parts, "chat": chat})
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One source, found and cut. `stamp` changes when a file of it does. `unread`: a line about
+    what is not read. `refused`: files that cannot be."""
+
+    name: str
+    units: tuple[Unit, ...]
+    files: int
+    bytes: int
+    stamp: str
+    unread: str = ""
+    refused: tuple[DataError, ...] = ()
+
+
+def source_names(sources: tuple[SourceConfig, ...]) -> list[str]:
+    """Names in the mixture. Raises DataError when two are alike."""
+    names = [source.name or source.kind for source in sources]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise DataError(
+                f"two sources are named {name!r}",
+                where=f"data.sources[{i}].name",
+                remedy="give each its own name",
+            )
+    return names
+
+
+def plan_source(
+    config: SourceConfig, index: int, first_unit: int, chat: ChatFormat | None = None
+) -> SourcePlan:
+    """Find a source's files and cut them. `chat`: how a source of chat data becomes text. Raises
+    DataError when there is nothing to read."""
+    chat = None if config.rows == "text" else chat
+    name = config.name or config.kind
+    found = FoundFiles()
+    refused: list[DataError] = []
+    try:
+        kinds = _cut(config, f"data.sources[{index}]", found, refused)
+    except DataError as error:
+        raise named_error(name, error) from None
+    units = tuple(
+        Unit(
+            first_unit + i,
+            index,
+            kind,
+            tuple(parts),
+            config.field,
+            config.split,
+            name,
+            config.rows,
+            chat,
+        )
+        for i, (kind, parts) in enumerate(kinds)
+    )
+    stamp = xxh3_128()
+    for path, size in found.files:
+        changed = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+        stamp.update(f"{path}\0{size}\0{changed}\n".encode(errors="surrogateescape"))
+    total = sum(size for _, size in found.files)
+    problems = tuple(named_error(name, error) for error in [*found.refused, *refused])
+    unread = found.describe_unread()
+    return SourcePlan(name, units, len(found.files), total, stamp.hexdigest(), unread, problems)
+
+
+def _cut(
+    config: SourceConfig, where: str, found: FoundFiles, refused: list[DataError]
+) -> list[tuple[str, list[tuple[str, int, int]]]]:
+    """(kind, parts) of each unit. The files go into `found`, bad ones into `refused`."""
+    if config.kind == "huggingface":
+        return _cut_huggingface(config, where, found, refused)
+    every = find_files(config, where)
+    found.files, found.unread, found.refused = every.files, every.unread, every.refused
+    unit = _unit_bytes(found)
+    if config.kind == "jsonl":
+        ranges: Ranges = []
+        for path, size in found.files:
+            try:
+                packed = _is_one_piece(path)
+            except DataError as error:
+                refused.append(error)
+                continue
+            if packed:
+                ranges.append([(path, 0, 0)])
+            else:
+                starts = range(0, size, unit)
+                ranges += [[(path, at, min(at + unit, size))] for at in starts]
+        return [("jsonl", parts) for parts in ranges]
+    if config.kind == "csv":
+        return [("csv", [(path, 0, 0)]) for path, _ in found.files]
+    if config.kind == "parquet":
+        paths = [path for path, _ in found.files]
+        cut = columnar_sources.parquet_ranges(paths, _columns(config), unit, refused)
+        return [("parquet", parts) for parts in cut]
+    return [("text", parts) for parts in _group_files(found.files, unit)]
+
+
+def _columns(config: SourceConfig) -> Sequence[str]:
+    """The columns that a table must have."""
+    if config.rows == "text":
+        return (config.field,)
+    return FORMS[config.rows].columns or (field_of(config.rows, config.field),)
+
+
+def _is_one_piece(path: str) -> bool:
+    """Return True for a JSON file that cannot be cut: it is compressed, or one array."""
+    head = read_head(path)
+    if not head:
+        raise empty_error(path, "JSON")
+    return is_compressed(head) or text_sources.begins_array(path)
+
+
+def _cut_huggingface(
+    config: SourceConfig, where: str, found: FoundFiles, refused: list[DataError]
+) -> list[tuple[str, list[tuple[str, int, int]]]]:
+    path = os.path.expanduser(config.place or "")
+    if not os.path.isdir(path):
+        found.files.append((config.path or "", 0))
+        ranges = columnar_sources.huggingface_ranges(config.path or "", config.split, where)
+        return [("huggingface", parts) for parts in ranges]
+    units: list[tuple[str, list[tuple[str, int, int]]]] = []
+    for file in columnar_sources.folder_files(path, config.split, where, found):
+        found.files.append((file, os.path.getsize(file)))
+    size = _unit_bytes(found)
+    for file, _ in found.files:
+        if file.endswith(".parquet"):
+            cut = columnar_sources.parquet_ranges([file], _columns(config), size, refused)
+            units += [("parquet", parts) for parts in cut]
+        else:
+            cut = columnar_sources.arrow_ranges([file], _columns(config), refused)
+            units += [("arrow", parts) for parts in cut]
+    return units
+
+
+def _unit_bytes(found: FoundFiles) -> int:
+    total = sum(size for _, size in found.files)
+    return min(MAX_UNIT_BYTES, max(UNIT_BYTES, total // TARGET_UNITS))
+
+
+def count_files(config: SourceConfig, index: int) -> tuple[int, int] | None:
+    """(files, bytes) of a source as it is now; None where it has no files, or not any more."""
+    found = FoundFiles()
+    try:
+        if config.kind == "huggingface":
+            path = os.path.expanduser(config.place or "")
+            if not os.path.isdir(path):
+                return None
+            files = columnar_sources.folder_files(path, config.split, "", found)
+            return len(files), sum(os.path.getsize(file) for file in files)
+        found = find_files(config, f"data.sources[{index}]")
+    except (DataError, OSError):
+        return None
+    return len(found.files), sum(size for _, size in found.files)
+
+
+def named_error(name: str, error: DataError, column: str = "") -> DataError:
+    """The same refusal with the source, and the column, in its place."""
+    where = f"source {name!r}" + (f": {error.where}" if error.where else "")
+    if column:
+        where += f", column {column!r}"
+    return DataError(error.message, where=where, remedy=error.remedy)
+
+
+def read_unit(
+    unit: Unit,
+    limit: int,
+    seen: xxh3_128,
+    refused: list[DataError] | None = None,
+    left_out: Counter[str] | None = None,
+) -> Iterator[str]:
+    """The documents of a unit in order, in normal form; `seen` takes in every byte read.
+
+    No document or line longer than `limit` bytes is ever held. Raises DataError for what is not
+    UTF-8 text, for what is too long, and for a missing field; each names source, file, place and
+    column. With `refused`, such an error is appended to it, and the next part is read. A
+    document of chat data is spelt as by `ChatDocument.encode`; `left_out` counts its empty ones by
+    reason.
+    """
+    column = "" if unit.kind == "text" or unit.is_chat else unit.field
+    chat = None
+    if unit.chat is not None:
+        chat = ChatReader(
+            unit.rows, unit.field, unit.chat, Counter() if left_out is None else left_out
+        )
+    for path, start, stop in unit.parts:
+        try:
+            if chat is not None:
+                yield from _read_chat(unit, chat, path, start, stop, limit, seen)
+            else:
+                yield from _read_part(unit, path, start, stop, limit, seen)
+        except (DataError, OSError) as error:
+            if isinstance(error, OSError):
+                error = unreadable_error(path, error)
+            problem = named_error(unit.name or unit.kind, error, column)
+            if refused is None:
+                raise problem from None
+            refused.append(problem)
+
+
+def _read_part(
+    unit: Unit, path: str, start: int, stop: int, limit: int, seen: xxh3_128
+) -> Iterator[str]:
+    if unit.kind == "jsonl":
+        yield from text_sources.json_documents(
+            path, start, stop, text_sources.text_in(unit.field), limit, seen
+        )
+    elif unit.kind == "csv":
+        yield from text_sources.csv_documents(path, unit.field, limit, seen)
+    elif unit.kind in ("parquet", "arrow", "huggingface"):
+        yield from columnar_sources.read_rows(
+            unit.kind, path, start, stop, unit.field, unit.split, limit, seen
+        )
+    else:
+        yield text_sources.text_document(path, limit, seen)
+
+
+def _read_chat(
+    unit: Unit, chat: ChatReader, path: str, start: int, stop: int, limit: int, seen: xxh3_128
+) -> Iterator[str]:
+    if unit.kind == "jsonl":
+        yield from text_sources.json_documents(path, start, stop, chat.read, limit, seen)
+    else:
+        yield from columnar_sources.read_records(
+            unit.kind, path, start, stop, unit.split, chat.read, limit, seen
+        )
+
+
+def _group_files(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int, int]]]:
+    """Consecutive files until they fill a unit."""
+    groups: list[list[tuple[str, int, int]]] = []
+    held = unit
+    for path, size in files:
+        if held >= unit:
+            groups.append([])
+            held = 0
+        groups[-1].append((path, 0, size))
+        held += size
+    return groups
+
+
+def encode_document(text: str, where: str) -> bytes:
+    """UTF-8 of a document. JSON can spell half a surrogate pair, which is no character."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            "a document holds half of a surrogate pair, which is not text",
+            where=where,
+            remedy="mend or remove it",
+        ) from None
+
+
+def unit_label(unit: Unit) -> str:
+    first = Path(unit.parts[0][0]).name
+    return first if len(unit.parts) == 1 else f"{first} and {len(unit.parts) - 1} more"

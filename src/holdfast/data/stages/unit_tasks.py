@@ -1,0 +1,368 @@
+"""The tasks of one process on one unit: *scan* it, and later *tokenise* it.
+
+Each result is one small file: a line of JSON, then bytes whose checksum that line holds. It is
+written atomically, so an existing result is complete, and a killed preparation continues with the
+units that have none.
+
+    scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]
+    tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
+              data which tokens carry loss, uint8 [tokens]
+
+A scan row of length 0 is an empty document.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128, xxh3_128_intdigest
+
+from holdfast.core.json_parsing import parse_json
+from holdfast.data.read.files import READ_BYTES, write_atomic
+from holdfast.data.read.sources import Unit, encode_document, read_unit, unit_label
+from holdfast.data.stages.chat_tokens import ChatCounts, SpecialEncoder, encode_documents
+from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
+from holdfast.errors import CorruptError, DataError
+
+BATCH_CHARACTERS = 1 << 17  # text handed to the tokenizer at a time
+SPOOL_BYTES = 16 << 20
+"""Tokens of a unit that are held in memory; more of them wait in a temporary file."""
+
+MAX_HEADER_BYTES = 64 << 20
+SPLITS = ("train", "validation")
+DROP, TRAIN, VALIDATION = 0, 1, 2  # a document's lot, uint8
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+Payload = Callable[[], Iterator[bytes]]
+
+
+class Encoder(SpecialEncoder, Protocol):
+    """The part of a tokenizers.Tokenizer that tokenising needs."""
+
+    def encode_batch_fast(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class UnitTokens:
+    """Tokens of one unit and split; every document ends with the end token, and begins with the
+    begin token if the tokenizer has one. Of chat data a document is what the template makes of it,
+    and `mask` says which tokens carry loss."""
+
+    lengths: NDArray[np.uint32]
+    tokens: TokenArray
+    mask: NDArray[np.uint8] | None = None
+
+
+def write_result(path: Path, header: dict[str, Any], payload: Payload) -> None:
+    """Write a result atomically. `payload` gives its bytes each time it is called."""
+    state, size = xxh3_128(), 0
+    for piece in payload():
+        state.update(piece)
+        size += len(piece)
+    line = json.dumps({**header, "size": size, "xxh3": state.hexdigest()}) + "\n"
+    write_atomic(path, chain([line.encode()], payload()))
+
+
+def read_result(path: Path) -> tuple[dict[str, Any], int]:
+    """Header, and where the payload begins. Raises CorruptError when the bytes are not those that
+    were written."""
+    state, size = xxh3_128(), 0
+    with path.open("rb") as file:
+        line = file.readline(MAX_HEADER_BYTES)
+        while piece := file.read(READ_BYTES):
+            state.update(piece)
+            size += len(piece)
+    try:
+        header = parse_json(line)
+        sound = header["size"] == size and header["xxh3"] == state.hexdigest()
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise CorruptError(f"{path} is not what was written")
+    return header, len(line)
+
+
+def _mapped(path: Path, dtype: str, at: int, count: int) -> NDArray[Any]:
+    """Numbers of a file, mapped: they may be more than memory."""
+    if not count:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,))
+
+
+def scan_unit(unit: Unit, limit: int, out: Path) -> None:
+    """Hash every document of a unit (outer white space does not count) into `out`. If files cannot
+    be read, `out` says so of all of them."""
+    seen, rows = xxh3_128(), array("Q")
+    refused: list[DataError] = []
+    left_out: Counter[str] = Counter()
+    label = f"source {unit.name or unit.kind!r}: {unit_label(unit)}"
+    for text in read_unit(unit, limit, seen, refused, left_out):
+        rows.extend(hash_document(text, label))
+    table = np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
+    header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest()}
+    if left_out:
+        header["left_out"] = dict(left_out)
+    if refused:
+        header["refused"] = [(e.message, e.where, e.remedy) for e in refused]
+    write_result(out, header, lambda: iter([table.tobytes()]))
+
+
+def hash_document(text: str, label: str) -> tuple[int, int, int]:
+    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
+    lead, length = 0, len(text)
+    while lead < length and text[lead].isspace():
+        lead += 1
+    if lead == length:
+        return 0, 0, 0
+    stop = length
+    while text[stop - 1].isspace():
+        stop -= 1
+    body = encode_document(text, label)
+    first = len(text[:lead].encode())
+    last = len(body) - len(text[stop:].encode())
+    digest = xxh3_128_intdigest(memoryview(body)[first:last])
+    return digest >> 64, digest & (2**64 - 1), len(body)
+
+
+def read_refused(path: Path) -> list[DataError]:
+    """Files of a unit that could not be read, when it was scanned."""
+    header, _ = read_result(path)
+    return [
+        DataError(message, where=where, remedy=remedy)
+        for message, where, remedy in header.get("refused", ())
+    ]
+
+
+def read_left_out(path: Path) -> Counter[str]:
+    """Rows of chat data that a unit leaves out, by reason."""
+    header, _ = read_result(path)
+    return Counter(header.get("left_out", {}))
+
+
+def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
+    """(hash of the bytes read, rows [documents, 3], mapped)."""
+    header, at = read_result(path)
+    return header["raw"], _mapped(path, "<u8", at, header["size"] // 8).reshape(-1, 3)
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """limit: most bytes of a document. end, begin: ids of the end token and of the begin token, if
+    documents have one. raw: hash of the bytes that the scan has read. stop: ids that end a reply of
+    chat data."""
+
+    limit: int
+    end: int
+    dtype: str
+    raw: str
+    begin: int | None = None
+    stop: tuple[int, ...] = ()
+
+    def framed(self, pieces: Sequence[TokenArray]) -> list[TokenArray]:
+        """The tokens of a document between its begin token and its end token."""
+        first = [] if self.begin is None else [np.array([self.begin], dtype=self.dtype)]
+        return [*first, *pieces, np.array([self.end], dtype=self.dtype)]
+
+
+class _SplitTokens:
+    """Tokens of one split, as they come; more than some megabytes of them lie on disk."""
+
+    def __init__(self, folder: Path):
+        self.lengths = array("I")
+        self.tokens = 0
+        self.chat = ChatCounts()
+        self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+        self._masks = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+
+    def add_masked(self, ids: NDArray[Any], mask: NDArray[np.uint8]) -> None:
+        self.add([ids])
+        self._masks.write(mask.tobytes())
+
+    def add(self, ids: list[NDArray[Any]]) -> None:
+        count = sum(map(len, ids))
+        self.lengths.append(count)
+        self.tokens += count
+        for piece in ids:
+            self._file.write(piece.tobytes())
+
+    def payload(self) -> Iterator[bytes]:
+        yield np.frombuffer(self.lengths, dtype="<u4").tobytes() if self.lengths else b""
+        for file in (self._file, self._masks):
+            file.seek(0)
+            while piece := file.read(READ_BYTES):
+                yield piece
+
+    def close(self) -> None:
+        self._file.close()
+        self._masks.close()
+
+
+def tokenise_unit(
+    unit: Unit,
+    settings: TokenizeSettings,
+    lots: NDArray[np.uint8],
+    tokenizer: Encoder,
+    out: Path,
+) -> None:
+    """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
+
+    Raises DataError when the bytes read are not those of the scan.
+    """
+    seen = xxh3_128()
+    splits = {lot: _SplitTokens(out.parent) for lot in (TRAIN, VALIDATION)}
+    changed = DataError(
+        "the source changed while it was being prepared",
+        where=f"source {unit.name or unit.kind!r}: {unit_label(unit)}",
+        remedy="run the same command again",
+    )
+    try:
+        batches = _batches(read_unit(unit, settings.limit, seen), lots, changed)
+        add = _add_chat if unit.is_chat else _add_texts
+        ends = add(batches, tokenizer, settings, splits)
+        if seen.hexdigest() != settings.raw:
+            raise changed
+        header: dict[str, Any] = {"unit": unit.index, "dtype": settings.dtype, "ends": ends}
+        for name, lot in zip(SPLITS, (TRAIN, VALIDATION), strict=True):
+            split = splits[lot]
+            header[name] = {"documents": len(split.lengths), "tokens": split.tokens}
+            if unit.is_chat:
+                header[name]["chat"] = asdict(split.chat)
+        write_result(
+            out, header, lambda: chain(*(splits[lot].payload() for lot in (TRAIN, VALIDATION)))
+        )
+    finally:
+        for split in splits.values():
+            split.close()
+
+
+def _add_texts(
+    batches: Iterator[list[tuple[int, str]]],
+    tokenizer: Encoder,
+    settings: TokenizeSettings,
+    splits: dict[int, _SplitTokens],
+) -> int:
+    """Returns how often the texts spell the end token, which is left out there: it would end its
+    document too early."""
+    ends = 0
+    for lot, pieces in _encoded(batches, tokenizer):
+        ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
+        kept = [piece[piece != settings.end] for piece in ids]
+        ends += sum(map(len, ids)) - sum(map(len, kept))
+        if any(map(len, kept)):
+            splits[lot].add(settings.framed(kept))
+    return ends
+
+
+def _add_chat(
+    batches: Iterator[list[tuple[int, str]]],
+    tokenizer: Encoder,
+    settings: TokenizeSettings,
+    splits: dict[int, _SplitTokens],
+) -> int:
+    """Returns 0: no message spells a special token."""
+    for batch in batches:
+        texts = [text for _, text in batch]
+        encoded = encode_documents(texts, tokenizer, settings.begin, settings.end)
+        for (lot, _), tokens in zip(batch, encoded, strict=True):
+            split = splits[lot]
+            if not tokens.targets:
+                split.chat.untrained += 1
+                continue
+            split.chat.add(tokens, settings.stop)
+            split.add_masked(tokens.ids.astype(settings.dtype), tokens.mask)
+    return 0
+
+
+def read_tokens(path: Path, split: str) -> UnitTokens:
+    header, at = read_result(path)
+    dtype = np.dtype(header["dtype"])
+    for name in SPLITS:
+        documents, tokens = header[name]["documents"], header[name]["tokens"]
+        is_chat = "chat" in header[name]
+        end = at + 4 * documents + dtype.itemsize * tokens
+        if name == split:
+            lengths = _mapped(path, "<u4", at, documents)
+            ids = _mapped(path, header["dtype"], at + 4 * documents, tokens)
+            mask = _mapped(path, "<u1", end, tokens) if is_chat else None
+            return UnitTokens(lengths, ids, mask)
+        at = end + (tokens if is_chat else 0)
+    raise KeyError(split)
+
+
+def read_chat_counts(path: Path, split: str) -> ChatCounts:
+    """Of a unit of chat data; zeros for any other."""
+    header, _ = read_result(path)
+    return ChatCounts(**header[split].get("chat", {}))
+
+
+def read_ends(path: Path) -> int:
+    """How often a unit's text spelt the end token."""
+    header, _ = read_result(path)
+    return int(header.get("ends", 0))
+
+
+def _batches(
+    texts: Iterator[str], lots: NDArray[np.uint8], changed: DataError
+) -> Iterator[list[tuple[int, str]]]:
+    """(lot, text) of the kept documents, about BATCH_CHARACTERS at a time."""
+    batch: list[tuple[int, str]] = []
+    held = 0
+    for place, text in enumerate(texts):
+        if place >= len(lots):
+            raise changed
+        lot = int(lots[place])
+        if lot != DROP:
+            batch.append((lot, text))
+            held += len(text)
+        if held >= BATCH_CHARACTERS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(
+    batches: Iterator[list[tuple[int, str]]], tokenizer: Encoder
+) -> Iterator[tuple[int, Iterator[list[int]]]]:
+    """(lot, ids of each piece) of each document. A long document is encoded piece by piece."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    for batch in batches:
+        short = [text for _, text in batch if len(text) <= PIECE_CHARACTERS]
+        found = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False) if short else ())
+        for lot, text in batch:
+            if len(text) <= PIECE_CHARACTERS:
+                yield lot, iter([next(found).ids])
+            else:
+                yield lot, (encode(piece) for piece in cut_text(text, encode))
+
+
+def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -> None:
+    """Do one task as it came, JSON-safe, from the preparing process."""
+    unit = Unit.from_json(task["unit"])
+    if task["do"] == "scan":
+        scan_unit(unit, task["limit"], Path(task["out"]))
+        return
+    lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
+    settings = TokenizeSettings(
+        task["limit"],
+        task["end"],
+        task["dtype"],
+        task["raw"],
+        task["begin"],
+        tuple(task["stop"]),
+    )
+    tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))

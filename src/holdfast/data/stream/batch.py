@@ -1,0 +1,321 @@
+"""The batch of step N as a pure function of (dataset version, seed, N). numpy only.
+
+A *sample* is a window of S+1 tokens of one source's packed stream. Windows stand S apart, so
+each token but the stream's first is a target exactly once. Inputs are the window's first S
+tokens and targets its last S:
+
+    stream   a b c # d e f g #         '#' ends a document
+    inputs   a b c # d e f g           S = 8
+    targets  b c # . e f g #           '.' is masked (-100): the end of one document
+                                       says nothing about the next
+
+Rows of chat data are not cut. A sample holds complete rows (`data/order/packing.py`), and its
+targets are the tokens that the dataset's mask names.
+
+The last window of a stream is padded with the end token and masked there. Which window stands
+at which position of the run is `core/data/sample_order.py`'s to say.
+
+A microbatch that is skipped (`core/data/skips.py`) keeps its positions, but is not read, as it may
+be unreadable. End tokens are fed in its place, and every target is masked. So its loss and
+its gradient are exactly zero, whatever it would have done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.train import TrainConfig
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
+from holdfast.core.data.skips import Skips
+from holdfast.core.data.target_weights import add_weights, total_weight
+from holdfast.core.weights import shortest
+from holdfast.data.order.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
+from holdfast.data.order.packing import PackedSamples
+from holdfast.data.stream.dataset import Dataset, TokenStream
+from holdfast.data.stream.prefetch import Prefetch
+from holdfast.data.stream.shards import ShardFile
+from holdfast.errors import DataError
+
+Streams = tuple[TokenStream, ...]
+Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
+
+MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples as the model takes them, and what the ledger says of them.
+
+    inputs, targets: int64 [B, S]; with `data.chat.weights` targets have their weights
+    (`core.data.target_weights`). documents: int32 [B, S], numbered from 0 in each sample, or
+    None if attention does not stop at documents. tokens: targets that carry loss, or the sum of
+    their weights. entries: ledger entries as in `events.BatchFed`.
+    """
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    documents: NDArray[np.int32] | None
+    entries: list[dict[str, Any]]
+    tokens: float
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation samples in fixed order, cut into microbatches; tokens: targets with loss."""
+
+    microbatches: list[Microbatch]
+    tokens: float
+    tokens_per_byte: float
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of text that the targets stand for, at the bytes per token of all the split."""
+        return self.tokens / self.tokens_per_byte
+
+    def bits_per_byte(self, nats: float) -> float:
+        """Loss summed over all targets -> bits per byte of text (defined in `baselines`)."""
+        return bits_per_byte(nats / max(self.tokens, 1), self.tokens_per_byte)
+
+
+class Batches:
+    """Every batch of a run, by step number."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        data: DataConfig,
+        train: TrainConfig,
+        seed: int,
+        skips: Skips | None = None,
+    ):
+        self.dataset = dataset
+        self.skips = skips or Skips()
+        self.sequence_length = data.sequence_length
+        self.microbatch_size = train.microbatch_size
+        self.document_attention = data.attention == "document"
+        stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+        self.schedule = BatchSchedule(train.batch_size, stages)
+        self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
+        self._streams = dataset.streams("train")
+        self.packed = self._pack(self._streams)
+        weights = _weights(dataset, data)
+        sizes = self._sizes(self._streams, self.packed)
+        if min(sizes) < 1:
+            place = sizes.index(min(sizes))
+            raise self._empty_error(dataset.source_names[place], self._streams[place])
+        self.order = SampleOrder(seed, sizes, weights)
+        self._prefetch = None
+        if dataset.cache is not None:
+            fixed, every = self._fixed_files(), {f for s in self._streams for f in s.files}
+            count = len(every.union(fixed))
+            self._prefetch = Prefetch(dataset.cache, self.files_of, train.steps, fixed, count)
+
+    def microbatches(self, step: int) -> int:
+        """Logical microbatches of a step."""
+        return self.schedule.size(step) // self.microbatch_size
+
+    def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
+        return self.schedule.share(self.microbatch_size, step, index, part, parts)
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch:
+        """Microbatch `index` (from 0) of a step, or the `part`-th of `parts` equal shares of its
+        samples in order (ranks of one dp_shard axis). Its ledger entry holds the hash of its
+        own inputs and targets."""
+        if self._prefetch is not None:
+            self._prefetch.reach(step)
+        start, stop = self.positions(step, index, part, parts)
+        source, _, sample = self.order.places(start, stop)
+        why = self.skips.reason(step, index)
+        batch = (
+            self.blank_microbatch(stop - start)
+            if why
+            else self._gather(self._streams, self.packed, source, sample)
+        )
+        used = set(source.tolist())
+        name = self.dataset.source_names[used.pop()] if len(used) == 1 else ""
+        entry = {
+            "microbatch": index,
+            "source": name,
+            "start": start,
+            "stop": stop,
+            "hash": fed_hash(batch.inputs, batch.targets),
+            "skipped": why,
+        }
+        return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
+
+    def blank_microbatch(self, samples: int) -> Microbatch:
+        """Return the replacement of skipped samples: end tokens, of which none is a target."""
+        shape = (samples, self.sequence_length)
+        inputs = np.full(shape, self.dataset.end, dtype=np.int64)
+        targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
+        documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
+        return Microbatch(inputs, targets, documents, [], 0)
+
+    def blank_hash(self, samples: int) -> str:
+        """The ledger hash of so many skipped samples."""
+        blank = self.blank_microbatch(samples)
+        return fed_hash(blank.inputs, blank.targets)
+
+    def hash_of(self, start: int, stop: int) -> str:
+        """The ledger hash that feeding positions [start, stop) must give."""
+        batch = self.read_samples(start, stop)
+        return fed_hash(batch.inputs, batch.targets)
+
+    def read_samples(self, start: int, stop: int) -> Microbatch:
+        """The samples at positions [start, stop), whatever step they belong to; no ledger."""
+        source, _, sample = self.order.places(start, stop)
+        return self._gather(self._streams, self.packed, source, sample)
+
+    def validation(self, samples: int) -> ValidationSet:
+        """Return the same `samples` windows of the validation split each time, evenly spread over
+        it; all of it if it has fewer. They come in microbatches of `microbatch_size`; the last may
+        be smaller. Empty without a validation split."""
+        if "validation" not in self.dataset.splits:
+            return ValidationSet([], 0, 1.0)
+        streams = self.dataset.streams("validation")
+        packed = self._pack(streams)
+        sizes = self._sizes(streams, packed)
+        total = sum(sizes)
+        count = min(samples, total)
+        chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
+        ends = np.cumsum(sizes)
+        source = np.searchsorted(ends, chosen, side="right")
+        sample = (chosen - (ends - sizes)[source]).astype(np.int64)
+        size = self.microbatch_size
+        out = [
+            self._gather(streams, packed, source[at : at + size], sample[at : at + size])
+            for at in range(0, count, size)
+        ]
+        tokens = shortest(sum(batch.tokens for batch in out))
+        return ValidationSet(out, tokens, self.dataset.tokens_per_byte("validation"))
+
+    def validation_baselines(self, samples: int) -> dict[str, float] | None:
+        """Bits per byte of unigram and bigram counts on just the targets of
+        `validation(samples)`, to draw next to a curve. None without a validation split, and for
+        chat data. Counts the training text: about a second for ten million tokens."""
+        if any(stream.is_chat for stream in self._streams):
+            return None
+        found = self.validation(samples)
+        if not found.tokens:
+            return None
+        train = (stream.read(0, MAX_TOKENS) for stream in self._streams)
+        counts = TokenCounts(train, self.dataset.vocab_size, self.dataset.end)
+        before = np.concatenate([m.inputs[m.targets != MASKED_TARGET] for m in found.microbatches])
+        after = np.concatenate([m.targets[m.targets != MASKED_TARGET] for m in found.microbatches])
+        both = counts.mean_nats(before, after)
+        unigram, bigram = (bits_per_byte(nats, found.tokens_per_byte) for nats in both)
+        return {"unigram": unigram, "bigram": bigram}
+
+    def files_of(self, step: int) -> list[ShardFile]:
+        """The files of text that a step reads, on all nodes together."""
+        start, stop = self.schedule.position(step), self.schedule.position(step + 1)
+        source, _, sample = self.order.places(start, stop)
+        found: list[ShardFile] = []
+        for s in np.unique(source).tolist():
+            if self.packed[s] is None:
+                begins = sample[source == s] * self.sequence_length
+                found += self._streams[s].files_with(begins, begins + self.sequence_length + 1)
+        return found
+
+    def _fixed_files(self) -> list[ShardFile]:
+        """The files of validation, and of chat data, whose rows lie anywhere in them."""
+        splits = self.dataset.splits
+        validation = self.dataset.streams("validation") if "validation" in splits else ()
+        chat = (s for s, rows in zip(self._streams, self.packed, strict=True) if rows is not None)
+        return [file for stream in (*validation, *chat) for file in stream.files]
+
+    def _pack(self, streams: Streams) -> Packed:
+        room = self.sequence_length + 1
+        return tuple(
+            PackedSamples(stream, room, self._long_rows) if stream.is_chat else None
+            for stream in streams
+        )
+
+    def _sizes(self, streams: Streams, packed: Packed) -> list[int]:
+        """Samples of each stream."""
+        return [
+            -(-max(stream.tokens - 1, 0) // self.sequence_length) if rows is None else rows.count
+            for stream, rows in zip(streams, packed, strict=True)
+        ]
+
+    def _empty_error(self, name: str, stream: TokenStream) -> DataError:
+        what, remedy = "has less than two tokens of training text", "give it more text"
+        if stream.is_chat:
+            what = f"has no row of {self.sequence_length + 1} tokens or fewer"
+            remedy = "raise data.sequence_length, or set data.chat.long_rows: cut"
+        return DataError(f"source {name!r} {what}", where=self.dataset.place, remedy=remedy)
+
+    def _gather(
+        self,
+        streams: Streams,
+        packed: Packed,
+        source: NDArray[np.int64],
+        sample: NDArray[np.int64],
+    ) -> Microbatch:
+        """Windows [n] -> a Microbatch of n samples without a ledger entry."""
+        length, end = self.sequence_length, self.dataset.end
+        window = np.full((len(source), length + 1), end, dtype=np.int64)
+        held = np.empty(len(source), dtype=np.int64)
+        ends, carries = {}, {}  # of the rows with chat data
+        for row, (s, k) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
+            if (rows := packed[s]) is not None:
+                one = rows.sample(k)
+                held[row] = len(one.tokens)
+                window[row, : len(one.tokens)] = one.tokens
+                ends[row], carries[row] = one.ends, one.mask
+                continue
+            tokens = streams[s].read(k * length, (k + 1) * length + 1)
+            held[row] = len(tokens)
+            window[row, : len(tokens)] = tokens
+        inputs = window[:, :-1].copy()
+        targets = window[:, 1:].copy()
+        ended = inputs == end
+        for row, last in ends.items():
+            ended[row] = _padded(last, length)
+            bytes_of_row = _padded(carries[row][1:], length)
+            if self._is_weighted:
+                targets[row] = add_weights(targets[row], bytes_of_row)
+            targets[row, bytes_of_row == 0] = MASKED_TARGET
+        targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED_TARGET
+        documents = None
+        if self.document_attention:
+            documents = np.zeros(inputs.shape, dtype=np.int32)
+            np.cumsum(ended[:, :-1], axis=1, out=documents[:, 1:])
+        tokens = (
+            total_weight(targets) if self._is_weighted else int((targets != MASKED_TARGET).sum())
+        )
+        return Microbatch(inputs, targets, documents, [], tokens)
+
+
+def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
+    """[n] -> [length], the rest zeros"""
+    out = np.zeros(length, dtype=flags.dtype)
+    out[: len(flags)] = flags[:length]
+    return out
+
+
+def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
+    """xxh3-64 of the tokens as fed: inputs, then targets, int64 little-endian, row by row."""
+    state = xxh3_64(np.ascontiguousarray(inputs, dtype="<i8").data)
+    state.update(np.ascontiguousarray(targets, dtype="<i8").data)
+    return state.hexdigest()
+
+
+def _weights(dataset: Dataset, data: DataConfig) -> list[float]:
+    """Weights in the dataset's order of sources. Raises DataError when the names differ."""
+    by_name = {source.name or source.kind: source.weight for source in data.sources}
+    if set(by_name) != set(dataset.source_names):
+        raise DataError(
+            f"the dataset has the sources {list(dataset.source_names)}, the run file names "
+            f"{list(by_name)}",
+            where="data.sources",
+            remedy="name another data.folder, or remove this one",
+        )
+    return [by_name[name] for name in dataset.source_names]

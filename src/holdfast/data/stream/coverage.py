@@ -1,0 +1,115 @@
+"""Describes a run's use of its dataset before it starts: passes over the data, and validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.train import EvaluateConfig, TrainConfig
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.node_cache import total_bytes
+
+MOST = 0.5
+"""A source with this share of the samples, or a larger one, makes most of the training."""
+
+
+def describe_use(
+    dataset: Dataset, data: DataConfig, train: TrainConfig, seed: int = 1
+) -> list[str]:
+    """Lines for the start of a run. Raises DataError if a source has too little text."""
+    batches = Batches(dataset, data, train, seed)
+    return [
+        _describe_passes(batches, train.steps),
+        *_describe_packing(batches),
+        *_missing_validation(batches, train),
+        *_describe_cache(dataset),
+    ]
+
+
+def _describe_cache(dataset: Dataset) -> Iterator[str]:
+    """Whether this node has room for a dataset with an address."""
+    if dataset.cache is None:
+        return
+    size = total_bytes(dataset.files())
+    if size > dataset.cache.limit:
+        yield (
+            f"data.cache_gb has room for {dataset.cache.limit / size:.0%} of the dataset: this "
+            "node will fetch shards again and again; if its disk has room, use "
+            f"data.cache_gb={math.ceil(size / 1e8) / 10:g}"
+        )
+
+
+def _describe_packing(batches: Batches) -> Iterator[str]:
+    """The rows of chat data in a sample, and those that are too long for one."""
+    room = batches.sequence_length + 1
+    for name, rows in zip(batches.dataset.source_names, batches.packed, strict=True):
+        if rows is None:
+            continue
+        full = rows.tokens / (rows.count * room)
+        yield (
+            f"{name}: {len(rows.rows):,} rows in {rows.count:,} samples, which they fill to "
+            f"{full:.0%}"
+        )
+        if rows.left_out or rows.cut:
+            yield (
+                f"{name}: longer than data.sequence_length {batches.sequence_length}: "
+                f"{rows.left_out:,} rows are left out and {rows.cut:,} cut (data.chat.long_rows)"
+            )
+
+
+def _describe_passes(batches: Batches, steps: int) -> str:
+    """How often the run reads each source."""
+    last = batches.schedule.position(steps + 1)
+    order = batches.order
+    passes = [
+        order.mixture.count_before(source, last) / size for source, size in enumerate(order.sizes)
+    ]
+    what = f"{steps:,} steps of {batches.sequence_length:,} tokens a sample: {last:,} samples"
+    names = batches.dataset.source_names
+    if len(names) == 1:
+        return f"{what}, {_times(passes[0])} over the data ({order.sizes[0]:,} samples)"
+    each = ", ".join(f"{name} {_times(n)}" for name, n in zip(names, passes, strict=True))
+    return f"{what}; over the data: {each}"
+
+
+def _times(passes: float) -> str:
+    text = f"{passes:.2f}" if passes < 10 else f"{passes:,.0f}"
+    return f"{text} passes" if text != "1.00" else "1 pass"
+
+
+def _missing_validation(batches: Batches, train: TrainConfig) -> Iterator[str]:
+    """What the validation set lacks, and what to do."""
+    dataset = batches.dataset
+    every = train.evaluate.every
+    asked = f"train.evaluate.every {every}" if every else "the evaluation at the end"
+    if not batches.validation(train.evaluate.samples).tokens:
+        documents = dataset.counts("train")["documents"]
+        if dataset.manifest["settings"]["validation_fraction"] == 0:
+            if every in (0, EvaluateConfig.model_fields["every"].default):
+                return  # the run file asks for no validation
+            why, remedy = "data.validation_fraction is 0", "set it to 0.01 or so"
+        elif documents == 1:
+            why = "the dataset is one document, which is trained on"
+            remedy = "cut it into several documents (files, or lines of kind: jsonl)"
+        elif "validation" in dataset.splits:
+            why, remedy = "its documents have no two tokens", "raise data.validation_fraction"
+        else:
+            why = f"all {documents:,} documents are trained on"
+            remedy = "raise data.validation_fraction, or add documents"
+        yield (
+            f"the validation set is empty ({why}), so {asked} never comes; to validate, {remedy} "
+            "and name another data.folder"
+        )
+        return
+    counts = batches.order.mixture.counts
+    streams = dataset.streams("validation")
+    for name, count, stream in zip(dataset.source_names, counts, streams, strict=True):
+        share = count / batches.order.mixture.block
+        if share >= MOST and stream.tokens < 2:
+            yield (
+                f"source {name!r} makes {share:.0%} of the training. The validation set has "
+                f"nothing of it; cut {name!r} into more documents or raise "
+                "data.validation_fraction, and name another data.folder"
+            )

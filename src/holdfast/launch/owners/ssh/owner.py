@@ -1,0 +1,219 @@
+"""Hosts that ssh reaches as an owner: one node on each, in the order of the list.
+
+One ssh for each host starts an agent that does not end with the connection (`node_host.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.sections.launch_ssh import is_host
+from holdfast.errors import ConfigError, UserError
+from holdfast.launch.owners.owner import (
+    LaunchRequest,
+    NodeState,
+    NodeStatus,
+    OwnedJob,
+    chosen_nodes,
+)
+from holdfast.launch.owners.ssh.call import SshHost, ask_all
+from holdfast.launch.owners.ssh.node_host import HostRequest
+from holdfast.launch.run.run_folder import run_id
+from holdfast.wire.secret import read_secret
+
+_SLOTS = re.compile(r"(?:^|\s)slots=(\d+)")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node and its host. places: "" for those of the run. process: "" before its start."""
+
+    name: str
+    host: str
+    places: str = ""
+    process: str = ""
+
+
+class SshOwner:
+    """Implements `MachineOwner`. The details of a job have `node NAME` -> `HOST PID@START`, and how
+    the hosts are reached, whatever the run file says later."""
+
+    def describe(self, request: LaunchRequest) -> str:
+        details = _way_to_hosts(request)
+        lines = []
+        for node in _nodes_of(request):
+            sent = _start_request(request, node, details["folder"], "")
+            shown = f"\n  starts: holdfast {shlex.join(sent.arguments)}"
+            lines.append(shlex.join(_host(node, details).command()) + shown)
+        return "\n".join(lines) + "\n"
+
+    def submit(self, request: LaunchRequest) -> OwnedJob:
+        return self._started(request, {})
+
+    def resize(self, job: OwnedJob, request: LaunchRequest) -> OwnedJob:
+        """Start what is missing; ask the last nodes of the list to leave."""
+        wanted = {node.name for node in _nodes_of(request)}
+        live = {each.node for each in self.status(job) if each.is_live}
+        known = _nodes_in(job)
+        leaving = [node for node in known.values() if node.name not in wanted]
+        _ask_nodes("leave", leaving, job.details)
+        kept = {n: node for n, node in known.items() if n in live and n in wanted}
+        return self._started(request, kept)
+
+    def status(self, job: OwnedJob) -> list[NodeStatus]:
+        nodes = list(_nodes_in(job).values())
+        return [
+            NodeStatus(node.name, NodeState.LOST, str(reply))
+            if isinstance(reply, UserError)
+            else NodeStatus(node.name, NodeState(reply["state"]), _detail(node, reply["detail"]))
+            for node, reply in zip(nodes, _ask_nodes("status", nodes, job.details), strict=True)
+        ]
+
+    def logs(self, job: OwnedJob, node: str) -> Iterator[str]:
+        known = _nodes_in(job)
+        nodes = [known[name] for name in chosen_nodes(list(known), node)]
+        for one, reply in zip(nodes, _ask_nodes("logs", nodes, job.details), strict=True):
+            if isinstance(reply, UserError):
+                if node:
+                    raise reply
+                reply = {"lines": [str(reply)]}
+            for line in reply["lines"]:
+                yield line if node else f"{one.name}: {line}"
+
+    def release(self, job: OwnedJob) -> None:
+        """A host that does not answer is no error here: `status` names it as lost."""
+        _ask_nodes("leave", list(_nodes_in(job).values()), job.details)
+
+    def _started(self, request: LaunchRequest, kept: Mapping[str, _Node]) -> OwnedJob:
+        """Start the nodes that are not kept. If one cannot start, those just started leave."""
+        details, nodes = _way_to_hosts(request), _nodes_of(request)
+        secret = _secret_to_send(request)
+        new = [node for node in nodes if node.name not in kept]
+        asked = [
+            (_host(node, details), _start_request(request, node, details["folder"], secret))
+            for node in new
+        ]
+        started, problem = dict(kept), None
+        for node, reply in zip(new, ask_all(asked), strict=True):
+            if isinstance(reply, UserError):
+                problem = problem or reply
+            else:
+                started[node.name] = replace(node, process=str(reply["process"]))
+        if problem is not None:
+            _ask_nodes("leave", [n for name, n in started.items() if name not in kept], details)
+            raise problem
+        for node in nodes:
+            found = started[node.name]
+            details[f"node {node.name}"] = f"{found.host} {found.process}"
+        return OwnedJob("ssh", request.name, request.all_nodes, details)
+
+
+def _nodes_of(request: LaunchRequest) -> list[_Node]:
+    """Return the nodes of the request. Raises ConfigError if there are too few hosts."""
+    hosts = _hosts_of(request)
+    if len(hosts) < request.all_nodes:
+        raise ConfigError(
+            f"{request.all_nodes} nodes need as many hosts, and launch.ssh has {len(hosts)}",
+            where="launch.ssh.hosts",
+            remedy=f"name more hosts, or use --nodes {len(hosts) - request.spares}"
+            if len(hosts) > request.spares
+            else "name them there, or in launch.ssh.hosts_file",
+        )
+    nodes: dict[str, _Node] = {}
+    for host, places in hosts[: request.all_nodes]:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "-", host.rpartition("@")[2])[:50]
+        name, number = plain, 1
+        while name in nodes:
+            number += 1
+            name = f"{plain}-{number}"
+        nodes[name] = _Node(name, host, places)
+    return list(nodes.values())
+
+
+def _hosts_of(request: LaunchRequest) -> list[tuple[str, str]]:
+    """Return (host, places) in their order. Raises ConfigError for a file that cannot be read."""
+    settings = request.config.launch.ssh
+    found = [(host, "") for host in settings.hosts]
+    if not found and settings.hosts_file:
+        try:
+            text = Path(settings.hosts_file).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the list of hosts cannot be read ({error})",
+                where="launch.ssh.hosts_file",
+                remedy="name a file with one host a line",
+            ) from None
+        for line in text.splitlines():
+            words = line.partition("#")[0].split()
+            slots = _SLOTS.search(line.partition("#")[0])
+            if words and not is_host(words[0]):
+                raise ConfigError(
+                    f"{words[0]!r} is no host",
+                    where=settings.hosts_file,
+                    remedy="write HOST or USER@HOST, such as gpu-1, at the beginning of a line",
+                )
+            found += [(words[0], slots[1] if slots else "")] if words else []
+    user = f"{settings.user}@" if settings.user else ""
+    return [(host if "@" in host else user + host, places) for host, places in found]
+
+
+def _way_to_hosts(request: LaunchRequest) -> dict[str, str]:
+    settings = request.config.launch.ssh
+    digest = hashlib.sha256(request.location.encode()).hexdigest()[:8]
+    return {
+        "python": settings.python or sys.executable,
+        "options": shlex.join(settings.options),
+        "folder": f"{settings.folder}/{request.name}-{digest}",
+    }
+
+
+def _start_request(request: LaunchRequest, node: _Node, folder: str, secret: str) -> HostRequest:
+    more = [f"cluster.places={node.places}"] if node.places else []
+    return HostRequest(
+        "start",
+        node.name,
+        folder,
+        arguments=tuple(request.join_arguments(node.name, *more)),
+        location=request.location,
+        run_id=run_id(request.folder) or "",
+        secret=secret,
+    )
+
+
+def _secret_to_send(request: LaunchRequest) -> str:
+    """Return the secret in digits; "" if the hosts find it in the run folder."""
+    if request.secret_file == request.folder / "secret" and "://" not in request.location:
+        return ""
+    return read_secret(request.secret_file).hex()
+
+
+def _host(node: _Node, details: Mapping[str, str]) -> SshHost:
+    return SshHost(node.host, details["python"], tuple(shlex.split(details["options"])))
+
+
+def _nodes_in(job: OwnedJob) -> dict[str, _Node]:
+    found = {}
+    for key, value in job.details.items():
+        if key.startswith("node "):
+            name, (host, _, process) = key.removeprefix("node "), value.partition(" ")
+            found[name] = _Node(name, host, process=process)
+    return found
+
+
+def _ask_nodes(
+    do: str, nodes: list[_Node], details: Mapping[str, str]
+) -> list[dict[str, Any] | UserError]:
+    return ask_all(
+        [(_host(n, details), HostRequest(do, n.name, details["folder"], n.process)) for n in nodes]
+    )
+
+
+def _detail(node: _Node, detail: str) -> str:
+    return f"{node.host}: {detail}" if detail else node.host

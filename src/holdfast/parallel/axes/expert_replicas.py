@@ -1,0 +1,221 @@
+"""Copies of hot experts on other ranks of `ep`: `layout.expert_replicas: auto`.
+
+The choices of each microbatch decide which experts get copies (`core/expert_copies.py`). All ranks
+know them: they gather their numbers of choices, n - 1 times E int64 a forward pass and block. If a
+rank's load is too high, it sends the matrices of its hottest expert to the rank with the lowest
+one. That rank computes a part of the expert's rows, and no optimizer and no checkpoint knows of it.
+
+In the backward pass the host sends the gradient of its copy back. The owner adds up those of all
+hosts, in the order of ranks, and autograd adds the owner's own. So the owner has the complete
+gradient before FSDP2 or a reducer sees it. A copy changes nothing but the rounding of that sum.
+
+With experts of inner dim F, a copy costs 3 D F / tp elements in the forward pass and as many in the
+backward. In between its host's memory holds them. A block that is run again sends the matrices once
+more. Rows that their own rank computes need not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.core.expert_copies import ExpertCopy, owner_of, plan_copies, rank_loads
+from holdfast.model.experts import Experts, Matrices, permute
+from holdfast.parallel.axes.expert_parallel import ExpertExchange, Travel
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The ranks that one rank's sorted choices go to in a microbatch.
+
+    order: their places in the order of sending, as (first row, rows). sent: rows to each rank.
+    came: of each rank, rows for each expert of this rank, and then for its copy if it has one.
+    lent: (number here, host) of this rank's experts that have a copy, by host. lender: the owner of
+    this rank's copy. load: rows of an even load, of this rank's own experts, and that it computes.
+    """
+
+    copies: tuple[ExpertCopy, ...]
+    order: tuple[tuple[int, int], ...]
+    sent: tuple[int, ...]
+    came: tuple[tuple[int, ...], ...]
+    lent: tuple[tuple[int, int], ...]
+    lender: int | None
+    load: tuple[int, int, int]
+
+
+def plan_dispatch(counts: Sequence[Sequence[int]], rank: int) -> Dispatch:
+    """counts: choices by rank, and by expert."""
+    copies, ranks, experts = plan_copies(counts), len(counts), len(counts[0])
+    local = experts // ranks
+    hosted = {copy.host: copy for copy in copies}
+    kept = [list(row) for row in counts]
+    begin = (0, *accumulate(counts[rank]))  # of each expert's part, among my sorted choices
+    begins: dict[int, int] = {}  # of a host's part there
+    for copy in copies:
+        for source in range(ranks):
+            kept[source][copy.expert] -= copy.rows[source]
+        begins[copy.host] = begin[copy.expert] + kept[rank][copy.expert]
+    order: list[tuple[int, int]] = []
+    sent: list[int] = []
+    for to in range(ranks):
+        own = range(to * local, (to + 1) * local)
+        parts = [(begin[expert], kept[rank][expert]) for expert in own]
+        if to in hosted:
+            parts.append((begins[to], hosted[to].rows[rank]))
+        order += parts
+        sent.append(sum(rows for _, rows in parts))
+    mine, copy_here = slice(rank * local, (rank + 1) * local), hosted.get(rank)
+    came = tuple(
+        (*kept[source][mine], *((copy_here.rows[source],) if copy_here else ()))
+        for source in range(ranks)
+    )
+    lent = sorted(
+        (copy.host, copy.expert - rank * local)
+        for copy in copies
+        if owner_of(copy.expert, experts, ranks) == rank
+    )
+    return Dispatch(
+        copies,
+        tuple(order),
+        tuple(sent),
+        came,
+        tuple((expert, host) for host, expert in lent),
+        owner_of(copy_here.expert, experts, ranks) if copy_here else None,
+        (sum(map(sum, counts)) // ranks, rank_loads(counts)[rank], sum(map(sum, came))),
+    )
+
+
+class ReplicatingExchange(ExpertExchange):
+    """An `ExpertExchange` of one block, which gives hot experts copies."""
+
+    def __init__(self, group: dist.ProcessGroup, traffic: TrafficCounter | None = None):
+        super().__init__(group, traffic)
+        self._load = [0] * 4  # see `take_load`
+
+    def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
+        """See `ExpertExchange`."""
+        plan = plan_dispatch(self._gather(counts).tolist(), self.rank)
+        there = back = None
+        if plan.copies:
+            rows = [torch.arange(at, at + count) for at, count in plan.order]
+            there = torch.cat(rows).to(tokens.device)
+            back = there.argsort()
+            tokens = permute(tokens, there, back)
+        sent, received = list(plan.sent), [sum(row) for row in plan.came]
+        arrived = Travel.apply(tokens, sent, received, self)  # type: ignore[no-untyped-call]
+        came = torch.tensor(plan.came, device=tokens.device)
+        of_expert = torch.arange(came.shape[1], device=came.device).repeat(self.size)
+        order = of_expert.repeat_interleave(came.flatten()).argsort(stable=True)
+        place = order.argsort()
+        loan = Loan(self, plan)
+        results = experts(permute(arrived, order, place), came.sum(0).tolist(), loan)
+        results = permute(results, place, order)
+        out: Tensor = Travel.apply(results, received, sent, self)  # type: ignore[no-untyped-call]
+        return out if there is None or back is None else permute(out, back, there)
+
+    def note_load(self, plan: Dispatch) -> None:
+        """A microbatch is done."""
+        found = (*plan.load, int(plan.lender is not None))
+        self._load = [known + new for known, new in zip(self._load, found, strict=True)]
+
+    def take_load(self) -> list[int]:
+        """Return rows of an even load, of this rank's own experts, and that it computed, and its
+        copies. They are of the backward passes since the last call."""
+        load, self._load = self._load, [0] * 4
+        return load
+
+    def _gather(self, counts: Tensor) -> Tensor:
+        """[E] -> [n, E]"""
+        self.count(counts.nbytes * (self.size - 1))
+        whole = counts.new_empty(self.size * counts.shape[0])
+        dist.all_gather_into_tensor(whole, counts.contiguous(), group=self.group)
+        return whole.view(self.size, -1)
+
+
+class Loan:
+    """Matrices that owners send to hosts in one forward pass."""
+
+    def __init__(self, ranks: ReplicatingExchange, plan: Dispatch) -> None:
+        self._ranks, self._plan = ranks, plan
+
+    def __call__(
+        self, tokens: Tensor, own: Sequence[Matrices]
+    ) -> tuple[Tensor, tuple[Matrices, ...]]:
+        """own: matrices of this rank's experts -> (tokens, those of its copy, if it has one)
+
+        The tokens pass through, so every rank sends gradients of copies before those of tokens.
+        """
+        lent = sorted({expert for expert, _ in self._plan.lent})
+        flat = [matrix for expert in lent for matrix in own[expert]]
+        shapes = [matrix.shape for matrix in own[0]]
+        tokens, borrowed = _Lend.apply(tokens, self._ranks, self._plan, shapes, *flat)  # type: ignore[no-untyped-call]
+        if self._plan.lender is None:
+            return tokens, ()
+        return tokens, (_split(borrowed, shapes),)
+
+
+class _Lend(torch.autograd.Function):
+    """The tokens unchanged, and the matrices of this rank's copy as rows of D: none without one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        ranks: ReplicatingExchange,
+        plan: Dispatch,
+        shapes: list[torch.Size],
+        *lent: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.ranks, ctx.plan, ctx.shapes = ranks, plan, shapes
+        ctx.set_materialize_grads(True)
+        dim, ones = tokens.shape[1], tokens[:0]
+        if not plan.copies:
+            return tokens.view_as(tokens), ones.clone()
+        rows = {
+            expert: torch.cat([matrix.reshape(-1, dim) for matrix in lent[3 * i : 3 * i + 3]])
+            for i, expert in enumerate(sorted({expert for expert, _ in plan.lent}))
+        }
+        sent = torch.cat([ones, *(rows[expert] for expert, _ in plan.lent)])
+        return tokens.view_as(tokens), ranks.exchange(sent, *_parts(ranks, plan, shapes, dim))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_copy: Tensor) -> tuple[Any, ...]:
+        ranks, plan, shapes = ctx.ranks, ctx.plan, ctx.shapes
+        ranks.note_load(plan)
+        if not plan.copies:
+            return gradient, None, None, None
+        parts, other_parts = _parts(ranks, plan, shapes, gradient.shape[1])
+        came = ranks.exchange(of_copy, other_parts, parts)
+        sums: dict[int, Tensor] = {}
+        pieces = came.split([part for part in parts if part])
+        for (expert, _), piece in zip(plan.lent, pieces, strict=True):
+            sums[expert] = sums[expert] + piece if expert in sums else piece
+        lent = [matrix for expert in sorted(sums) for matrix in _split(sums[expert], shapes)]
+        return gradient, None, None, None, *lent
+
+
+def _parts(
+    ranks: ReplicatingExchange, plan: Dispatch, shapes: Sequence[torch.Size], dim: int
+) -> tuple[list[int], list[int]]:
+    """Rows of D that this rank sends to each rank, and that it gets from each."""
+    rows = sum(shape.numel() for shape in shapes) // dim
+    hosts = {host for _, host in plan.lent}
+    return (
+        [rows * (rank in hosts) for rank in range(ranks.size)],
+        [rows * (rank == plan.lender) for rank in range(ranks.size)],
+    )
+
+
+def _split(rows: Tensor, shapes: Sequence[torch.Size]) -> Matrices:
+    """Rows of D -> one expert's matrices"""
+    dim = rows.shape[1]
+    parts = torch.split(rows, [shape.numel() // dim for shape in shapes])
+    gate, up, down = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+    return gate, up, down

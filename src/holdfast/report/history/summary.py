@@ -1,0 +1,96 @@
+"""`holdfast report RUN --json`: the history as one JSON value for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.report.history.history import History
+from holdfast.report.history.mfu import utilisations
+
+
+def summary(
+    history: History,
+    resolved: Mapping[str, Any] | None = None,
+    *,
+    baselines: Mapping[str, float] | None = None,
+    device: str | None = None,
+    curve: bool = False,
+) -> dict[str, Any]:
+    """Totals, incidents, checkpoints, where the time went; with `curve` every step too.
+
+    Seconds, bytes, nats per token; keys of `seconds_by_class` add up to `wall_seconds`.
+    """
+    last, best = (history.evaluations[-1] if history.evaluations else None), history.best_evaluation
+    out: dict[str, Any] = {
+        "run": history.run,
+        "state": history.state,
+        "config_hash": history.config_hash,
+        "dataset_version": history.dataset_version,
+        "last_step": history.last_step,
+        "loss": history.steps[-1].loss if history.steps else None,
+        "tokens": history.tokens,
+        "tokens_done_again": history.recomputed_tokens,
+        "tokens_per_second": history.tokens_per_second,
+        "model_flop_utilisation": {
+            u.convention: {"ratio": u.ratio, "formula": u.formula, "peak_flops": u.peak}
+            for u in utilisations(history, resolved or {}, device)
+        },
+        "validation": asdict(last) if last else None,
+        "best_validation": asdict(best) if best else None,
+        "baselines_bits_per_byte": dict(baselines or {}),
+        "wall_seconds": history.wall,
+        "seconds_by_class": history.time,
+        "goodput": history.goodput,
+        "goodput_running": history.goodput_running,
+        "sessions": [asdict(s) for s in history.sessions],
+        "generations": [asdict(g) | {"nodes": list(g.nodes)} for g in history.generations],
+        "incidents": [
+            asdict(i)
+            | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
+            | {"seconds": i.seconds, "stood_still": i.stood_still_s, "planned": i.is_planned}
+            | {"came": list(i.came), "gone": list(i.gone), "grown": list(i.grown)}
+            | {"steps_lost": i.steps_lost, "phases": i.phases, "restored": i.source}
+            for i in history.incidents
+        ],
+        "checkpoints": [asdict(c) for c in history.checkpoints],
+        "cadence": [asdict(decision) for decision in history.cadence],
+        "notices": [asdict(n) for n in history.notices],
+    }
+    if history.branch:
+        out["branch"] = history.branch.body
+    out |= _experts(history) | _plan(history)
+    if history.memory:
+        out["memory"] = _newest_memory(history)
+    if history.holes:
+        out["holes"] = list(history.holes)
+    if curve:
+        out["steps"] = [asdict(p) for p in history.steps]
+        out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
+        out["validations"] = [asdict(e) for e in history.evaluations]
+    return out
+
+
+def _plan(history: History) -> dict[str, Any]:
+    """The plan and what was measured; nothing of a run without a plan."""
+    return {} if history.plan is None else {"plan": history.plan.to_json()}
+
+
+def _experts(history: History) -> dict[str, Any]:
+    """Choices by block and expert; nothing of a run without experts."""
+    if not history.experts:
+        return {}
+    counts = {str(block): counts for block, counts in history.experts.items()}
+    out: dict[str, Any] = {"experts": counts, "dropped_choices": history.dropped_choices}
+    if history.expert_copies:
+        copies = {str(block): asdict(loads) for block, loads in history.expert_copies.items()}
+        out["expert_copies"] = copies
+    return out
+
+
+def _newest_memory(history: History) -> list[dict[str, Any]]:
+    """Return the newest sample of each worker of the newest generation that has one."""
+    newest = max(sample.generation for sample in history.memory)
+    by_rank = {sample.rank: sample for sample in history.memory if sample.generation == newest}
+    return [asdict(by_rank[rank]) for rank in sorted(by_rank)]

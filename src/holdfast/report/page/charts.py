@@ -1,0 +1,177 @@
+"""The curve of a run: loss against steps and tokens."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.report.formatting import format_count, format_si
+from holdfast.report.history.history import EvaluationPoint, History, StepPoint
+from holdfast.report.page import svg
+from holdfast.report.page.figure import WIDE, Canvas, figure, key_line, step_tip
+from holdfast.report.page.svg import Scale, line, path, tag, text, thin_points
+
+
+@dataclass(frozen=True)
+class _CurveFrame:
+    """Scales of the curve. `ratio` is bits per byte of one nat per token, None if unknown."""
+
+    canvas: Canvas
+    x: Scale
+    y: Scale
+    top: float
+    bottom: float
+    ratio: float | None
+
+
+def curve(history: History, baselines: Mapping[str, float], canvas: Canvas) -> str:
+    """Loss (left) and bits per byte (right) against steps (below) and tokens (above).
+
+    Both axes hold for every point, because on one dataset bits per byte are nats per token times a
+    constant. The constant is text tokens per byte / ln 2, taken from the validations. baselines:
+    name -> bits per byte of counts on the same validation text.
+    """
+    height, keys = 400.0 if canvas is WIDE else 300.0, _curve_keys(history, baselines)
+    frame = _frame(history, baselines, canvas, 34.0, height - 34.0)
+    shown = thin_points(history.steps, canvas.max_points, lambda p: p.loss)
+    parts = [_curve_axes(history, frame), _baselines(frame, baselines)]
+    for incident in history.incidents:
+        x, kind = frame.x(incident.reached), "change" if incident.is_planned else "incident"
+        parts.append(
+            tag(
+                "g",
+                line(x, frame.top, x, frame.bottom, class_=kind)
+                + line(x, frame.top, x, frame.bottom, stroke="transparent", stroke_width=12),
+                data_tip=f"{incident.title}\nafter step {incident.reached}",
+            )
+        )
+    parts.append(path(((frame.x(p.step), frame.y(p.loss)) for p in shown), class_="train"))
+    for piece in history.rework:
+        lost = [
+            (frame.x(p.step), frame.y(p.loss)) for p in thin_points(piece, 200, lambda p: p.loss)
+        ]
+        parts.append(path(lost, class_="ghost"))
+    means = svg.smooth([p.loss for p in shown], max(1.0, len(shown) / 40))
+    smooth_line = [(frame.x(p.step), frame.y(m)) for p, m in zip(shown, means, strict=True)]
+    parts.append(path(smooth_line, class_="smooth"))
+    parts.append(_evaluations(history, frame))
+    points = [(frame.x(p.step), frame.y(p.loss), step_tip(p, frame.ratio)) for p in shown]
+    return figure("".join(parts), points, height, "loss against steps", canvas, keys)
+
+
+def _frame(
+    history: History,
+    baselines: Mapping[str, float],
+    canvas: Canvas,
+    top: float,
+    bottom: float,
+) -> _CurveFrame:
+    found = [
+        e.bits_per_byte / e.loss
+        for e in history.evaluations
+        if e.loss > 0 and e.bits_per_byte is not None
+    ]
+    ratio = found[-1] if found else None
+    values = [p.loss for p in history.steps if math.isfinite(p.loss)]
+    values += [e.loss for e in history.evaluations]
+    if ratio:
+        values += [bits / ratio for bits in baselines.values()]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    margin = max((high - low) * 0.05, 0.02)
+    last = max(history.last_step, max((p.step for r in history.rework for p in r), default=1), 1)
+    first = history.steps[0].step - 1 if history.steps else 0
+    return _CurveFrame(
+        canvas,
+        Scale(first, last, canvas.start, canvas.stop),
+        Scale(low - margin, high + 1.7 * margin, bottom, top),
+        top,
+        bottom,
+        ratio,
+    )
+
+
+def _curve_axes(history: History, frame: _CurveFrame) -> str:
+    x, y, parts, canvas = frame.x, frame.y, list[str](), frame.canvas
+    left, right = canvas.start, canvas.stop
+    for value in svg.ticks(y.low, y.high):
+        parts.append(line(left, y(value), right, y(value), class_="grid"))
+        parts.append(text(left - 9, y(value) + 4, f"{value:g}", class_="end"))
+    if frame.ratio:
+        for value in svg.ticks(y.low * frame.ratio, y.high * frame.ratio):
+            at = y(value / frame.ratio)
+            parts.append(line(right, at, right + 4, at, class_="axis"))
+            parts.append(text(right + 9, at + 4, f"{value:g}"))
+        parts.append(text(canvas.width, 12, "bits per byte", class_="end"))
+    for value in svg.ticks(x.low, x.high, canvas.labels(8)):
+        parts.append(text(x(value), frame.bottom + 18, format_count(round(value)), class_="mid"))
+    parts.append(text(right, frame.bottom + 32, "steps", class_="end"))
+    parts.append(_token_axis(history.steps, frame))
+    label = "nats per token" if history.unit == "tokens" else "loss per sample"
+    parts.append(text(0, 12, label))
+    parts.append(line(left, frame.bottom, right, frame.bottom, class_="axis"))
+    return "".join(parts)
+
+
+def _token_axis(steps: Sequence[StepPoint], frame: _CurveFrame) -> str:
+    """Tokens seen, above the plot; not evenly spaced when the batch was warmed up."""
+    if not steps:
+        return ""
+    totals, parts, unit = [p.total_tokens for p in steps], list[str](), steps[-1].unit
+    canvas = frame.canvas
+    for value in svg.ticks(0, totals[-1], canvas.labels(5))[1:]:
+        point = steps[min(bisect_left(totals, value), len(steps) - 1)]
+        x = frame.x(point.step)
+        if canvas.start + 90 < x < canvas.stop - 60:
+            parts.append(line(x, frame.top, x, frame.top + 4, class_="axis"))
+            parts.append(text(x, frame.top - 7, f"{format_si(value)} {unit}", class_="mid"))
+    return "".join(parts)
+
+
+def _baselines(frame: _CurveFrame, baselines: Mapping[str, float]) -> str:
+    if not frame.ratio:
+        return ""
+    parts, left, right = list[str](), frame.canvas.start, frame.canvas.stop
+    for name, bits in baselines.items():
+        y = frame.y(bits / frame.ratio)
+        parts.append(line(left, y, right, y, class_="baseline"))
+        label = f"{name} counts {bits:.2f}"
+        parts.append(text(right - 8, y - 6, label, class_="end baseline-label"))
+    return "".join(parts)
+
+
+def _validation_tip(found: EvaluationPoint) -> str:
+    if found.bits_per_byte is None:
+        return f"loss {found.loss:.4f}"
+    return f"{found.loss:.4f} nats per token\n{found.bits_per_byte:.4f} bits per byte"
+
+
+def _evaluations(history: History, frame: _CurveFrame) -> str:
+    points = [(frame.x(e.step), frame.y(e.loss)) for e in history.evaluations]
+    dots = [
+        tag(
+            "circle",
+            cx=x,
+            cy=y,
+            r=4.0,
+            class_="dot",
+            data_tip=f"validation after step {e.step}\n" + _validation_tip(e),
+        )
+        for (x, y), e in zip(points, history.evaluations, strict=True)
+    ]
+    return path(points, class_="evaluation") + "".join(dots if len(dots) <= 60 else dots[-1:])
+
+
+def _curve_keys(history: History, baselines: Mapping[str, float]) -> str:
+    keys = [("training", "accent", "solid")]
+    if history.evaluations:
+        keys.append(("validation", "evaluation", "solid"))
+        keys += [("counts on the same text", "baseline", "dashed")] if baselines else []
+    if history.rework:
+        keys.append(("lost and done again", "ghost", "dotted"))
+    if history.breaks:
+        keys.append(("incident", "bad", "dotted"))
+    if history.changes:
+        keys.append(("nodes came or left in time", "change", "dotted"))
+    return key_line(keys)

@@ -1,0 +1,172 @@
+"""A script's loop as the engine sees it: a task whose passes the script runs
+(`tasks/task/turns.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.run import RunConfig
+from holdfast.data.stream.loader import StepBatch
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.tasks.script import Script
+from holdfast.tasks.scripts.script_validation import ScriptPart, ScriptValidation, compute_losses
+from holdfast.tasks.task.batches import (
+    TaskBatches,
+    TaskLoader,
+    TaskMicrobatch,
+    refuse_random_samples,
+)
+from holdfast.tasks.task.own import OwnTask
+from holdfast.tasks.task.turns import (
+    ComputeShare,
+    DataNamed,
+    EndLoop,
+    OpenStep,
+    ShareDone,
+)
+from holdfast.training.engine.loss_scale import NOT_SCALED
+from holdfast.training.engine.stage_work import GradientListener
+from holdfast.training.engine.task import TaskBatchSource
+from holdfast.training.optimizers.user_parts import UserParts
+
+
+@dataclass(frozen=True)
+class ScriptMicrobatch:
+    """A microbatch whose weight the script says with its loss. weights: of the open step."""
+
+    step: int
+    index: int
+    read: TaskMicrobatch
+    script: Script
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return self.read.entries
+
+    @property
+    def tokens(self) -> float:
+        return self.script.open_weights.get(self.index, 0)
+
+
+class ScriptFeed:
+    """This worker's shares. Before each, the script gets a turn up to its `step.batches`."""
+
+    def __init__(
+        self,
+        script: Script,
+        batches: TaskBatches,
+        open_loader: Callable[[], TaskLoader],
+        first: int,
+    ) -> None:
+        self._script, self._batches, self._open, self._step = script, batches, open_loader, first
+        self._loader = open_loader() if script.run._data is not None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._loader is not None:
+            self._loader.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StepBatch[ScriptMicrobatch]:
+        _open_step(self._script, self._step)
+        if self._loader is None:
+            refuse_random_samples(self._batches, *self._batches.positions(self._step, 0))
+            self._loader = self._open()
+        share = next(self._loader)
+        self._step += 1
+        return StepBatch(
+            share.step,
+            [
+                ScriptMicrobatch(share.step, int(read.entries[0]["microbatch"]), read, self._script)
+                for read in share.microbatches
+            ],
+        )
+
+
+class ScriptExecutor:
+    """Lets the script run its passes."""
+
+    is_asynchronous = False
+
+    def __init__(self, script: Script) -> None:
+        self._script, self.loss_scale = script, NOT_SCALED
+
+    def train(
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[ScriptMicrobatch],
+        listener: GradientListener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        losses = [] if losses is None else losses
+        if not self._script.awaits_share:  # a share is computed once more
+            _open_step(self._script, batches[0].step)
+        read = [batch.read for batch in batches]
+        answer = self._script.give(ComputeShare(leaves, read, listener, losses, self.loss_scale))
+        assert isinstance(answer, ShareDone), answer
+        if answer.error is not None:
+            raise answer.error
+        return losses
+
+    def evaluate(
+        self, batches: Sequence[ScriptPart], on_progress: Callable[[], None]
+    ) -> list[Tensor]:
+        """Raises ScriptError for what goes wrong in the script's function."""
+        try:
+            return compute_losses(self._script.run.kept.module, batches, on_progress)
+        except Exception as error:
+            raise self._script.error_of(error) from error
+
+
+class ScriptEngineTask(OwnTask):
+    """A user's script."""
+
+    def __init__(self, script: Script, config: RunConfig) -> None:
+        kept = script.run.kept.optimizers
+        super().__init__(
+            script, config, UserParts(rate=kept.rate, parts=kept.parts, options=kept.digest)
+        )
+        self._script = script
+        self._buffers = script.run.kept.buffers
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> ScriptExecutor:
+        return ScriptExecutor(self._script)
+
+    def loader(
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
+    ) -> ScriptFeed:
+        own = cast(TaskBatches, batches)
+        return ScriptFeed(
+            self._script, own, lambda: TaskLoader(own, share, **where), int(where["first_step"])
+        )
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> ScriptValidation:
+        train, seed = self._config.train, self._config.seed
+        return ScriptValidation(self._script.run, samples, train.microbatch_size, seed)
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """The script computes its losses in its loop, and not before."""
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Let the script run what comes after its loop. Raises ScriptError."""
+        on_wait()
+        self._script.check_end(self._script.turns.give(EndLoop(), on_wait))
+
+
+def _open_step(script: Script, step: int) -> None:
+    """Let the script run to its `step.batches`. Raises ScriptError."""
+    answer = script.give(OpenStep(step))
+    assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first

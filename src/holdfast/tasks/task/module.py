@@ -1,0 +1,217 @@
+"""A task's module: its rows for the run's table, what may not be in it, and how it gets memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.parameters import Own, Parameter
+from holdfast.core.sharding.run_table import MERGES, row_text
+from holdfast.errors import TaskError
+from holdfast.tasks.task.generators import seed_generators
+from holdfast.tasks.task.loading import user_code
+from holdfast.tasks.task.task import Task
+
+
+def meta_module(task: Task) -> nn.Module:
+    """The module without memory. Raises TaskError for what cannot be trained."""
+    with (
+        user_code("model() failed on the meta device, where no tensor has values"),
+        torch.device("meta"),
+    ):
+        module = task.model()
+    if not isinstance(module, nn.Module):
+        raise TaskError(f"model() returned {type(module).__name__}, no module", where="task")
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise TaskError(
+                    f"{_joined(name, key)} is a plain tensor of the module",
+                    where="task",
+                    remedy="register it as a buffer, or as a parameter",
+                )
+    return module
+
+
+def module_rows(task: Task, module: nn.Module) -> tuple[str, ...]:
+    """The rows of the run's table (`task.parameters`). Raises TaskError."""
+    rows: list[str] = []
+    for name, parameter in module.named_parameters():
+        if problem := _problem(name, parameter):
+            raise TaskError(f"parameter {name} {problem[0]}", where="task", remedy=problem[1])
+        shape, is_frozen = tuple(parameter.shape), not parameter.requires_grad
+        decays = not is_frozen and task.decays(name, shape)
+        rows.append(row_text(Parameter(name, shape, decays, Own()), is_frozen=is_frozen))
+    if all(not parameter.requires_grad for parameter in module.parameters()):
+        raise TaskError("the module has no parameter that is trained", where="task")
+    for name, merge in merged_buffers(task, module).items():
+        shape = table_shape(module.get_buffer(name))
+        rows.append(row_text(Parameter(name, shape, False, Own(), merge=merge), is_frozen=False))
+    return tuple(rows)
+
+
+def _problem(name: str, parameter: nn.Parameter) -> tuple[str, str] | None:
+    """What keeps a parameter out of the table, and a remedy."""
+    if isinstance(parameter, UninitializedParameter):
+        return "has no shape yet", "give the size where the module is made, not later (no Lazy...)"
+    if not parameter.is_floating_point():
+        return f"is {parameter.dtype}", "use floating-point parameters"
+    if not parameter.shape:
+        return "is a scalar", "give it the shape [1]"
+    return ("has a space in its name", "use another name") if " " in name else None
+
+
+def table_shape(buffer: Tensor) -> tuple[int, ...]:
+    """The shape of a merged buffer in the table, where a scalar has one element."""
+    return tuple(buffer.shape) or (1,)
+
+
+def merged_buffers(task: Task, module: nn.Module) -> dict[str, str]:
+    """Name -> "mean" or "sum" of the buffers that forward passes change. Raises TaskError."""
+    with user_code("merge() failed"):
+        answers = {name: task.merge(name) for name, _ in module.named_buffers()}
+    for name, answer in answers.items():
+        if answer is not None and answer not in MERGES:
+            raise TaskError(
+                f"merge() returned {answer!r} for {name}",
+                where="task",
+                remedy='return "mean", "sum" or None',
+            )
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def known_flops(task: Task) -> float:
+    """FLOPs for a weight of 1; 0: not known. Raises TaskError."""
+    with user_code("flops() failed"):
+        given = task.flops()
+    if given is None:
+        return 0.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < inf:
+        raise TaskError(
+            f"flops() returned {given!r}",
+            where="task",
+            remedy="return a number above 0, or None if it is not known",
+        )
+    return float(given)
+
+
+def refuse_other_rows(expected: Sequence[str], found: Sequence[str]) -> None:
+    """Raises TaskError, naming the first row that differs."""
+    if tuple(expected) == tuple(found):
+        return
+    both = list(zip(expected, found, strict=False))
+    at = next((i for i, (a, b) in enumerate(both) if a != b), len(both))
+    was, now = (rows[at] if at < len(rows) else "nothing" for rows in (expected, found))
+    raise TaskError(
+        f"the module does not fit its table: row {at + 1} is {now!r}, and the table has {was!r}",
+        where="task",
+        remedy="let model() make the same module in each call",
+    )
+
+
+@dataclass(frozen=True)
+class ModuleValues:
+    """The values that a module gave its parameters and buffers when it was made, in float32."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def own_values(task: Task, seed: int) -> ModuleValues:
+    """Make the module on the CPU from torch's generator with a seed of the run's, on one thread.
+    So the values are the same in each process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), user_code("model() failed"):
+            seed_generators(key_seed(seed, "task"))
+            module = task.model()
+    finally:
+        torch.set_num_threads(threads)
+    return ModuleValues(
+        {name: parameter.detach() for name, parameter in module.named_parameters()},
+        dict(module.named_buffers(remove_duplicate=False)),
+    )
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Groups of names of one and the same parameter, each with the table's name first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie_again(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Let the names of each group be one parameter. (Giving memory made each a new one.)"""
+    for first, *others in groups:
+        shared = module.get_parameter(first)
+        for name in others:
+            owner, key = _owner(module, name)
+            owner._parameters[key] = shared
+
+
+def set_buffers(
+    module: nn.Module,
+    values: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Give the module's buffers their values; floating-point ones in `dtype`, and those of `dtypes`
+    in the dtype there."""
+    for name, value in values.items():
+        cast = dtype if value.is_floating_point() else value.dtype
+        put_buffer(module, name, value.to(device, dtypes.get(name, cast), copy=True))
+
+
+def put_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Let a buffer be this tensor."""
+    owner, key = _owner(module, name)
+    owner._buffers[key] = value
+
+
+def usable_units(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units that can be gathered one by one: those without a parameter that is also used
+    outside of them."""
+    users: dict[int, int] = {}
+    for parameter in _all_parameters(module):
+        users[id(parameter)] = users.get(id(parameter), 0) + 1
+    found: list[nn.Module] = []
+    for unit in units:
+        inside: dict[int, int] = {}
+        for parameter in _all_parameters(unit):
+            inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        if inside and all(users[key] == count for key, count in inside.items()):
+            found.append(unit)
+    return found
+
+
+def names_outside(module: nn.Module, units: Sequence[nn.Module]) -> list[str]:
+    """The trained parameters that are in none of the units."""
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in inside
+    ]
+
+
+def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        yield parameter
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path), key
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)

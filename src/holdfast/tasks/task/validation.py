@@ -1,0 +1,112 @@
+"""A task's validation samples: its own dataset's, or the validation split of the prepared tokens.
+
+The random numbers of a pass belong to (run's seed, microbatch), so a validation is the same number
+each time. The shards of a replica must run the same forward together. So a shard without a sample
+of its own computes one that counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from holdfast.core.seeds import key_seed
+from holdfast.data.stream.batch import ValidationSet
+from holdfast.errors import TaskError
+from holdfast.tasks.task.batches import batch_weight, collated, sample_count
+from holdfast.tasks.task.loading import user_code
+from holdfast.tasks.task.task import Samples, Task
+from holdfast.tasks.task.token_batches import tensors_of
+from holdfast.training.engine.evaluate import rows
+from holdfast.training.engine.objective import IGNORED_TARGET
+
+_PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0, "weights": 0}
+
+
+@dataclass(frozen=True)
+class ValidationPart:
+    """A rank's part of a validation microbatch. counts: False for one that only keeps shards in
+    step. tokens: its weight."""
+
+    tensors: Mapping[str, Tensor]
+    key: int
+    tokens: float
+    counts: bool = True
+
+    @property
+    def arguments(self) -> tuple[Mapping[str, Tensor], int]:
+        """What the objective takes."""
+        return self.tensors, self.key
+
+
+class TaskValidation:
+    """Samples of `Task.validation`, evenly spread over it, in microbatches."""
+
+    tokens: int | None = None  # what weight() says of each part
+
+    def __init__(self, task: Task, samples: int, microbatch_size: int, seed: int) -> None:
+        self._task, self._size, self._seed = task, microbatch_size, seed
+        self._samples = open_validation(task)
+        total = 0 if self._samples is None else sample_count(self._samples, "validation()")
+        count = min(samples, total)
+        self._chosen = [number * total // count for number in range(count)]
+
+    @property
+    def microbatches(self) -> int:
+        return -(-len(self._chosen) // self._size)
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> ValidationPart:
+        """Part `part` of `parts` of a microbatch. Raises TaskError."""
+        assert self._samples is not None, "there are microbatches"
+        whole = self._chosen[index * self._size : (index + 1) * self._size]
+        size = -(-len(whole) // parts)
+        own = whole[part * size : (part + 1) * size]
+        batch = collated(self._task, self._samples, own or whole[:1])
+        weight = batch_weight(self._task, batch) if own else 0
+        key = key_seed(self._seed, "validation", index, part, parts)
+        return _moved(ValidationPart(batch, key, weight, bool(own)), device)
+
+    def bits_per_byte(self, nats: float) -> None:
+        """The data need not be text."""
+
+
+class TokenTaskValidation:
+    """The validation split of the prepared tokens."""
+
+    def __init__(self, samples: ValidationSet, seed: int, is_weighted: bool) -> None:
+        self._samples, self._seed, self.tokens = samples, seed, samples.tokens
+        self._is_weighted = is_weighted
+
+    @property
+    def microbatches(self) -> int:
+        return len(self._samples.microbatches)
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> ValidationPart:
+        """Part `part` of `parts` of a microbatch, padded with rows without loss."""
+        whole = tensors_of(self._samples.microbatches[index], self._is_weighted)
+        cut = {
+            name: torch.from_numpy(rows(tensor.numpy(), part, parts, _PADS[name]))
+            for name, tensor in whole.items()
+        }
+        key = key_seed(self._seed, "validation", index, part, parts)
+        return _moved(ValidationPart(cut, key, 0), device)
+
+    def bits_per_byte(self, nats: float) -> float:
+        """As the built-in decoder's."""
+        return self._samples.bits_per_byte(nats)
+
+
+def open_validation(task: Task) -> Samples | None:
+    """Raises TaskError."""
+    with user_code("validation() failed"):
+        samples = task.validation()
+    if samples is not None and sample_count(samples, "validation()") < 1:
+        raise TaskError("validation() has no samples", where="task", remedy="return None for none")
+    return samples
+
+
+def _moved(part: ValidationPart, device: torch.device) -> ValidationPart:
+    return replace(part, tensors={name: t.to(device) for name, t in part.tensors.items()})

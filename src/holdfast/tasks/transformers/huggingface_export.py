@@ -1,0 +1,90 @@
+"""A trained `CausalLM`: its folder in Hugging Face form, and a session that continues a text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.config.sections.task import TaskConfig
+from holdfast.model.generate import refuse_long_text
+from holdfast.model.huggingface_files import INDEX
+from holdfast.model.huggingface_tokenizer import CHAT_TEMPLATE, copy_tokenizer
+from holdfast.model.new_folder import new_folder
+from holdfast.tasks.huggingface import CausalLM
+from holdfast.tasks.task.loading import load_task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+
+
+def export_causal_lm(
+    to: Path,
+    config: TaskConfig,
+    names: tuple[str, ...],
+    read: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    tokenizer: Path | None,
+    chat_template: Path | None,
+) -> None:
+    """Write the model with the parameters `names`, which `read` gives, and what else lay in the
+    folder that it came from. The complete model is held in memory. tokenizer: the dataset's, for a
+    folder without one. Raises UserError."""
+    task, model = _trained(config, names, read)
+    if dtype is not None:
+        model.to(dtype)
+    with new_folder(to) as partial:
+        model.save_pretrained(partial, max_shard_size=shard_bytes)
+        for path in sorted(task.folder.iterdir()):
+            is_new = not (partial / path.name).exists() and path.name != INDEX
+            if path.is_file() and path.suffix in _COPIED and is_new:
+                shutil.copyfile(path, partial / path.name)
+        if tokenizer is not None and not (partial / "tokenizer.json").exists():
+            longest = getattr(model.config, "max_position_embeddings", None)
+            copy_tokenizer(tokenizer, partial, int(longest or 0) or 10**30)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, partial / CHAT_TEMPLATE)
+
+
+class CausalLMSession:
+    """A model of transformers and the tokens it has read, with its own cache.
+
+    capacity: of tokens. Raises UserError for more than the model has positions.
+    """
+
+    def __init__(self, model: Any, capacity: int) -> None:
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None:
+            refuse_long_text(capacity, limit)
+        self._model, self._cache = model, None
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S], following those read before -> logits of the last one: [B, V]"""
+        found = self._model(input_ids=tokens, past_key_values=self._cache, use_cache=True)
+        self._cache = found.past_key_values
+        logits: Tensor = found.logits[:, -1]
+        return logits
+
+
+def open_causal_lm(
+    config: TaskConfig, names: tuple[str, ...], read: Callable[[str], Tensor]
+) -> Callable[[int], CausalLMSession]:
+    """Return what opens sessions of the model with these parameters. Raises UserError."""
+    _, model = _trained(config, names, read)
+    return partial(CausalLMSession, model.eval())
+
+
+def _trained(
+    config: TaskConfig, names: tuple[str, ...], read: Callable[[str], Tensor]
+) -> tuple[CausalLM, Any]:
+    """The task, and the complete model on the CPU. Raises UserError."""
+    task = load_task(config)
+    assert isinstance(task, CausalLM)
+    return task, task.with_values({name: read(name) for name in names})

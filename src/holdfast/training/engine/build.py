@@ -1,0 +1,476 @@
+"""From a run file and a place in a topology to everything that the training loop needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import cast
+
+import torch
+from torch import nn
+
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE
+from holdfast.core.devices import device_kind
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.reduction_cells import Cell
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
+from holdfast.core.sharding.state_table import mesh_box
+from holdfast.layout import Topology
+from holdfast.parallel.axes.expert_parallel import shared_experts
+from holdfast.parallel.axes.partitioned_input import PartitionedInput
+from holdfast.parallel.axes.process_groups import ProcessGroups, connect
+from holdfast.parallel.axes.replicated import ReplicatedGradients
+from holdfast.parallel.axes.zero1 import OwnedRows
+from holdfast.parallel.comm.trace import SpanRecorder
+from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
+from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.torch_compat import (
+    Store,
+    give_memory,
+    give_shards_memory,
+    is_plain,
+    local_tensor,
+    place_shards,
+)
+from holdfast.training.engine.asynchronous import AsynchronousExecutor, make_asynchronous
+from holdfast.training.engine.engine import GradientFeed, GradientReducer, StepEngine
+from holdfast.training.engine.evaluate import Evaluator
+from holdfast.training.engine.executors import PipelinedExecutor
+from holdfast.training.engine.loss_scale import LossScale
+from holdfast.training.engine.metered_executor import MeteredExecutor
+from holdfast.training.engine.objective import NextTokenObjective
+from holdfast.training.engine.pipemare import Pipemare, StageDelay
+from holdfast.training.engine.precision import Precision
+from holdfast.training.engine.protocols import ShareLoader
+from holdfast.training.engine.state import Parameters
+from holdfast.training.engine.step_plan import Dealer
+from holdfast.training.engine.task import DecoderTask, EngineTask, TaskBatchSource
+from holdfast.training.memory.activations import move_activations
+from holdfast.training.memory.float8 import apply_float8
+from holdfast.training.memory.places import StateMemory
+from holdfast.training.memory.recompute import apply_recompute
+
+
+@dataclass
+class TrainingSession:
+    """One rank of one generation, ready for its state: call `engine.initialise(config.seed)` or
+    `engine.load(read)`, then `loader(start_step)`, then `runner.run_training`."""
+
+    config: RunConfig
+    engine: StepEngine
+    evaluator: Evaluator
+    groups: ProcessGroups
+    device: torch.device
+    batches: TaskBatchSource
+    task: EngineTask
+
+    def loader(self, start_step: int) -> ShareLoader:
+        """This rank's shares from step `start_step` + 1 to the last; it reads ahead at once."""
+        place = self.groups.coordinate
+        return self.task.loader(
+            self.batches,
+            self.engine.plan.share,
+            part=place.dp_shard,
+            parts=self.groups.degree("dp_shard"),
+            first_step=start_step + 1,
+            last_step=self.config.train.steps,
+            device=self.device,
+        )
+
+    def close(self) -> None:
+        """Leave the generation in an orderly way."""
+        self.engine.close()
+
+
+def build_session(
+    config: RunConfig,
+    batches: TaskBatchSource,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    *,
+    dealer: Dealer = deal,
+    seconds: float = 1800.0,
+) -> TrainingSession:
+    """Connect to the generation's groups and build model, optimizer and reducer.
+
+    Collective over the topology. The state is memory without values until it is initialised or
+    loaded. `config.model.vocab_size` must be resolved. Raises LayoutError for a topology that
+    cannot be run, and PeerLostError when a peer does not come.
+    """
+    groups = connect_groups(config, topology, rank, store, device, seconds)
+    engine = build_engine(config, groups, device, dealer=dealer)
+    return make_session(config, engine, batches, device)
+
+
+def connect_groups(
+    config: RunConfig,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    seconds: float,
+) -> ProcessGroups:
+    """The generation's groups, as the run file wants them: with what notes when things happen,
+    where it names a step to be traced. Raises as `connect`."""
+    return connect(
+        topology,
+        rank,
+        store,
+        device,
+        interface=config.cluster.gloo_device,
+        seconds=seconds,
+        recorder=SpanRecorder(device) if config.layout.trace_step else None,
+        exchange=choose_exchange(config, device),
+        ep=config.layout.ep,
+    )
+
+
+def choose_exchange(config: RunConfig, device: torch.device) -> ExchangeKind:
+    """How gradients travel between replicas. auto: messages over gloo, and collectives over a
+    device's own backend. Messages between devices go through the host's memory."""
+    asked = config.layout.exchange
+    if asked == "auto":
+        return "direct" if device_kind(device.type).between_has_tags else "gathered"
+    return asked
+
+
+def make_session(
+    config: RunConfig,
+    engine: StepEngine,
+    batches: TaskBatchSource,
+    device: torch.device,
+    task: EngineTask | None = None,
+) -> TrainingSession:
+    """An engine with its data and its evaluation. task: what is trained; None: the decoder."""
+    task = DecoderTask(config) if task is None else task
+    groups = engine.groups
+    validation = task.validation(batches, config.train.evaluate.samples)
+    evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
+    return TrainingSession(config, engine, evaluator, groups, device, batches, task)
+
+
+def build_engine(
+    config: RunConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    dealer: Dealer = deal,
+    task: EngineTask | None = None,
+) -> StepEngine:
+    """Model, optimizer and reducer for one rank, without data. task: what is trained; None: the
+    decoder.
+
+    The model is built in full on the meta device. It is cut down to this rank's stage and to its
+    part of each tensor, and only then given memory.
+    """
+    task = DecoderTask(config) if task is None else task
+    precision = Precision.of(config.train.precision)
+    objective = task.objective(groups)
+    objective.to(precision.state)
+    units = task.units(objective)
+    if precision.has_float8:
+        apply_float8(units, is_emulated=not device_kind(device.type).float8_capability)
+    label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
+    memory = StateMemory(config.train.memory, device, label, movable)
+    _prepare_units(config, groups, units, objective, memory)
+    shards = groups.degree("dp_shard")
+    zero = config.layout.zero_in_memory
+    make = _replicated if shards == 1 else _zero1 if zero == 1 else _sharded
+    parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
+    executor = task.executor(objective, groups, precision.compute, device)
+    if isinstance(executor, PipelinedExecutor) and executor.is_overlapping:
+        named = task.named_parameters(objective)
+        parameters, executor = make_asynchronous(
+            config.layout.schedule, executor, parameters, named
+        )
+    compiled_here = config.train.compile and device.type == "cpu"
+    is_metered = memory.ledger.limit > 0 and not compiled_here
+    engine = StepEngine(
+        objective,
+        MeteredExecutor(executor, memory) if is_metered else executor,
+        parameters,
+        feed,
+        groups,
+        config.train,
+        device,
+        dealer,
+        task.user_parts,
+        LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
+    )
+    if config.layout.keeps_velocity:
+        _add_pipemare(config, engine)
+    if not memory.stages_updates:
+        memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
+    return engine
+
+
+def _add_pipemare(config: RunConfig, engine: StepEngine) -> None:
+    """Let the optimizer follow the movement of the weights, and backwards use it."""
+    groups, layout = engine.groups, config.layout
+    steps = layout.pipemare_steps or max(1, config.train.steps // 4)
+    stage = StageDelay(
+        groups.degree("pp"),
+        groups.coordinate.pp,
+        lambda: engine.groups.replica_count,
+        steps,
+        layout.pipemare_decay,
+    )
+    optimizer = Pipemare(engine.optimizer, engine.parameters.master_tensors, stage)
+    engine.optimizer = optimizer
+    if isinstance(engine.executor, AsynchronousExecutor):
+        engine.executor.weights.velocity = optimizer.velocity
+
+
+def _prepare_units(
+    config: RunConfig,
+    groups: ProcessGroups,
+    units: Sequence[nn.Module],
+    objective: nn.Module,
+    memory: StateMemory,
+) -> None:
+    """Let units be compiled, and run again in the backward pass, and what they keep be moved, as
+    the run file says."""
+    moves, stage = memory.config.moves_activations, groups.coordinate.pp
+    policy = config.recompute_policy(stage, groups.degree("pp"), groups.degree("tp"))
+    if policy.word != "none":
+        is_random = bool(config.task.name or config.lora.dropout)
+        make = partial(apply_recompute, is_random=is_random, is_compiled=config.train.compile)
+        first = 0  # of the units whose input can be cut
+        if policy.input_parts > 1:
+            first = int(stage > 0)  # the stage holds all of what came in
+            make(units[:first], policy)
+            tensor = cast(NextTokenObjective, objective).tensor
+            assert tensor is not None, "tp made it"
+            make = partial(make, partition=PartitionedInput(tensor.collectives))
+        make(units[first:], policy)
+    elif config.train.compile and not moves:
+        for unit in units:
+            unit.compile()
+    if moves:
+        is_plain = policy.word == "none"
+        move_activations(units, memory, is_compiled=config.train.compile and is_plain)
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of a microbatch, or its samples if a task of the user counts."""
+    length = 1 if config.task.name else config.data.sequence_length
+    return config.train.microbatch_size * length
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank's engine is built from."""
+
+    config: RunConfig
+    task: EngineTask
+    groups: ProcessGroups
+    device: torch.device
+    precision: Precision
+    memory: StateMemory
+
+    def make_sum(self, elements: int) -> torch.Tensor:
+        """Memory for a sum of gradients, in their place."""
+        return self.memory.zeros("gradients", [(elements,)], self.precision.state)[0]
+
+    def boxes(self, names: Sequence[str], *, sharded: bool) -> dict[str, Box]:
+        """What this rank has of some parameters, by dp_shard's cut too or only by those before."""
+        rows = {row.name: row for row in run_parameter_table(self.config)}
+        if not sharded:
+            rows = {name: replace(row, shard_dim=None) for name, row in rows.items()}
+        place = self.groups.replica, self.groups.coordinate
+        return {name: mesh_box(rows[name], *place) for name in names}
+
+    def rows_on_rank(self, objective: nn.Module) -> Table:
+        """The rows, boxes and parameters that this rank has, in the order of the table."""
+        named = self.task.named_parameters(objective)
+        table = tuple(row for row in run_parameters(self.config) if row.name in named)
+        if [row.name for row in table] != list(named):
+            raise RuntimeError(f"the model has {list(named)}, its table {[r.name for r in table]}")
+        return table, self.boxes(list(named), sharded=True), named
+
+
+def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, and buffers such as the base of adapters."""
+    return chain(module.parameters(), module.buffers())
+
+
+BuiltParameters = tuple[Parameters, GradientFeed]
+
+
+def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
+    """This stage's part of the model on this device. In mixed precision the module computes on
+    bf16 copies."""
+    config, precision = parts.config, parts.precision
+    give_memory(objective.to(precision.compute), parts.device)
+    parts.task.fill_constants(objective, parts.device)
+    table, boxes, named = parts.rows_on_rank(objective)
+    held = [p.data for p in named.values()]  # an update of them is not seen by a graph
+    parts.memory.count("parameters", _all_tensors(objective))
+    computed: list[torch.Tensor] = []
+    if precision.mixed:
+        computed = held
+        shapes = [tuple(p.shape) for p in computed]
+        held = parts.memory.zeros("optimizer", shapes, precision.state)
+
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
+        return ReplicatedGradients(
+            named,
+            boxes,
+            cells,
+            dtype=precision.state,
+            fast=config.layout.reduction == "fast",
+            bucket_bytes=int(config.layout.bucket_mb * 1e6),
+            by_unit=by_unit,
+            buffers=parts.make_sum,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
+        )
+
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
+    initial = parts.task.initial_values
+    found = Parameters(table, tuple(boxes.values()), held, initial, computed, memory=parts.memory)
+    return found, feed
+
+
+def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
+    """As `_replicated`, but what is trained and saved is this rank's part of the rows. For ZeRO 1,
+    and for ZeRO 2 that adds up gradients once a step."""
+    config, precision = parts.config, parts.precision
+    give_memory(objective.to(precision.compute), parts.device)
+    parts.task.fill_constants(objective, parts.device)
+    table, boxes, named = parts.rows_on_rank(objective)
+    whole, groups = parts.boxes(list(named), sharded=False), parts.groups
+    parts.memory.count("parameters", _all_tensors(objective))
+    rows = OwnedRows(
+        named,
+        whole,
+        boxes,
+        groups.axis("dp_shard"),
+        state=precision.state,
+        traffic=groups.traffic,
+        make_masters=partial(parts.memory.zeros, "optimizer"),
+    )
+    if parts.memory.ledger.limit:  # with a limit, all that the device holds is counted
+        parts.memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
+
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
+        return ReplicatedGradients(
+            named,
+            whole,
+            cells,
+            dtype=precision.state,
+            wanted=boxes,
+            by_unit=by_unit,
+            buffers=parts.make_sum,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
+            fast=config.layout.reduction == "fast",
+            bucket_bytes=int(config.layout.bucket_mb * 1e6),
+        )
+
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
+    initial = parts.task.initial_values
+    held = rows.master_tensors
+    lengths = tuple(boxes.values())
+    return Parameters(table, lengths, held, initial, [], rows.gather, parts.memory), feed
+
+
+def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
+    """A shard of that by FSDP2 (ZeRO 3, and 2 if it adds up gradients after each microbatch),
+    which makes the bf16 copies itself."""
+    # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
+    # (`elastic.protocol.worker_spec.modules_to_preload` has the fork server import it where the run
+    # file shards).
+    from holdfast.parallel.axes.fsdp import ShardedGradients, apply_fsdp
+
+    config, precision = parts.config, parts.precision
+    compute = precision.compute if precision.mixed else None
+    blocks = parts.task.units(objective)
+    moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
+    how = compute, config.layout.zero
+    unshared: set[nn.Parameter] = set()
+    for each in shared_experts(objective, parts.groups):
+        experts = parts.groups.replica_groups.expert_mesh()
+        if experts.size() == 1 and compute is None and not moved:  # then FSDP2 would only copy
+            unshared.update(each.parameters())
+        else:
+            apply_fsdp(each, (), experts, *how, is_offloaded=moved)
+    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved, unshared=unshared)
+    give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
+    if moved:
+        place_shards(objective, partial(parts.memory.zeros, "parameters"))
+    parts.task.fill_constants(objective, parts.device)
+    table, boxes, named = parts.rows_on_rank(objective)
+    traffic = parts.groups.traffic
+
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
+        assert by_unit, "FSDP2 produces gradients by unit"
+        return ShardedGradients(
+            objective,
+            named,
+            boxes,
+            cells,
+            dtype=precision.state,
+            fast=config.layout.reduction == "fast",
+            traffic=traffic,
+            buffers=parts.make_sum,
+            are_sums_here=parts.memory.place_of("gradients") == DEVICE,
+            weight_bits=WEIGHT_BITS if config.layout.quantizes_weights else 0,
+            gradient_bits=GRADIENT_BITS if config.layout.quantizes_gradients else 0,
+        )
+
+    held = [local_tensor(p) for p in named.values()]
+    if not moved:
+        parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
+    if config.layout.zero == 2 and not parts.memory.ledger.limit:
+        # What stays gathered between the two passes. With a limit it counts with the passes.
+        elements = sum(prod(p.shape) for p in named.values() if not is_plain(p))
+        parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)
+    initial, lengths = parts.task.initial_values, tuple(boxes.values())
+    return Parameters(table, lengths, held, initial, [], memory=parts.memory), feed
+
+
+def _gradient_feed(
+    config: RunConfig,
+    memory: StateMemory,
+    make: Callable[[Cells, bool], GradientFeeder],
+    by_unit: Callable[[ProcessGroups], bool],
+) -> GradientFeed:
+    """See `engine.GradientFeed`. by_unit: whether buckets are blocks in a generation."""
+
+    def feed(groups: ProcessGroups, old: GradientReducer | None) -> GradientReducer:
+        cells, units = _cells_and_teams(config, groups), by_unit(groups)
+        if isinstance(old, GradientFeeder) and old.regroup(cells, units):
+            return old
+        memory.forget("gradients")
+        return make(cells, units)
+
+    return feed
+
+
+def _by_unit(config: RunConfig, groups: ProcessGroups) -> bool:
+    """Whether some replica's gradients come by FSDP2's units, or from several stages of a rank:
+    then all reduce by unit."""
+    replicas = groups.topology.replicas
+    shards = max(replica.degree("dp_shard") for replica in replicas)
+    has_stages = any(len(replica.stages) > replica.degree("pp") for replica in replicas)
+    return has_stages or (shards > 1 and config.layout.zero_in_memory > 1)
+
+
+def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cell, CellTeam]]:
+    """This rank's reduction cells and whom it meets in each."""
+    cells = run_cells(config, groups.topology, groups.rank)
+    return list(zip(cells, groups.teams(cells), strict=True))
+
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+"""Of what shards send each other under `layout.quantized`."""
+
+Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]

@@ -1,0 +1,179 @@
+"""Validation: mean loss and bits per byte, the same number for any number of ranks.
+
+Validation samples are fixed. Their microbatches are dealt over the replicas like those of a
+step. Each gives a loss sum, and the sums are combined in float64 in tree order. Inside a replica
+each shard computes its rows of a microbatch, padded with masked rows to equal parts. The reason:
+the shards of one replica must run the same forward together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from holdfast.core.sharding.reduction_tree import ReductionTree, deal
+from holdfast.core.weights import shortest
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.objective import IGNORED_TARGET
+from holdfast.training.engine.vote import gather_losses, reports_losses
+
+
+class HostMicrobatch(Protocol):
+    """Samples as numpy arrays: inputs, targets [B, S]; documents [B, S] or None."""
+
+    @property
+    def inputs(self) -> NDArray[np.int64]: ...
+
+    @property
+    def targets(self) -> NDArray[np.int64]: ...
+
+    @property
+    def documents(self) -> NDArray[np.int32] | None: ...
+
+
+class ValidationSamples(Protocol):
+    """`data.batch.ValidationSet` is one."""
+
+    @property
+    def microbatches(self) -> Sequence[HostMicrobatch]: ...
+
+    @property
+    def tokens(self) -> float: ...
+
+    def bits_per_byte(self, nats: float) -> float: ...
+
+
+class Validation(Protocol):
+    """Fixed samples in microbatches, as the evaluator asks for them.
+
+    tokens: the divisor of the loss; None: the sum of the weights of all parts.
+    """
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def tokens(self) -> float | None: ...
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> Any:
+        """Part `part` of `parts` of a microbatch, as the executor takes it. Its `tokens` is its
+        weight, where the divisor is not known."""
+        ...
+
+    def bits_per_byte(self, nats: float) -> float | None:
+        """Of the loss summed over all samples; None where there is no text."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: nats per token, or as the task counts. bits_per_byte: None where there is no text."""
+
+    loss: float
+    bits_per_byte: float | None
+    tokens: float
+
+
+@dataclass(frozen=True)
+class _RankRows:
+    """One rank's part of a validation microbatch."""
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None
+
+
+class TokenValidation:
+    """Validation text of the built-in decoder."""
+
+    def __init__(self, samples: ValidationSamples) -> None:
+        self._samples, self.tokens = samples, samples.tokens
+
+    @property
+    def microbatches(self) -> int:
+        return len(self._samples.microbatches)
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> _RankRows:
+        batch = self._samples.microbatches[index]
+
+        def moved(array: NDArray[Any], pad: int) -> Tensor:
+            return torch.from_numpy(rows(array, part, parts, pad)).to(device)
+
+        documents = None if batch.documents is None else moved(batch.documents, 0)
+        inputs = moved(batch.inputs, 0)
+        return _RankRows(inputs, moved(batch.targets, IGNORED_TARGET), documents)
+
+    def bits_per_byte(self, nats: float) -> float:
+        return self._samples.bits_per_byte(nats)
+
+
+class Evaluator:
+    """Computes the validation loss of a model; collective over all ranks."""
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        executor: Executor,
+        groups: ProcessGroups,
+        validation: Validation,
+        device: torch.device,
+    ):
+        self._objective, self._executor = objective, executor
+        self._groups, self._device = groups, device
+        self._validation = validation
+
+    def regroup(self, groups: ProcessGroups) -> None:
+        """Continue among other replicas."""
+        self._groups = groups
+
+    def run(self, on_progress: Callable[[], None] = lambda: None) -> Evaluation | None:
+        """None without validation samples. `on_progress` is called before each microbatch.
+
+        Raises PeerLostError.
+        """
+        count, known = self._validation.microbatches, self._validation.tokens
+        if not count or known == 0:
+            return None
+        shares = deal(count, self._groups.replica_count)
+        part, parts = self._groups.coordinate.dp_shard, self._groups.degree("dp_shard")
+        batches = [
+            self._validation.part(index, part, parts, self._device)
+            for index in shares[self._groups.coordinate.replica]
+        ]
+        with torch.no_grad():
+            found = self._executor.evaluate(batches, on_progress)
+        spoken = reports_losses(self._groups.replica, self._groups.coordinate)
+        losses = [float(loss) for loss in found] if spoken else []
+        self._release()
+        tree = ReductionTree(count)
+        total = tree.sum(gather_losses(self._groups, shares, losses))
+        if known is None:
+            weights = [float(batch.tokens) for batch in batches] if spoken else []
+            known = shortest(tree.sum(gather_losses(self._groups, shares, weights)))
+        if not known:
+            return None
+        return Evaluation(total / known, self._validation.bits_per_byte(total), known)
+
+    def _release(self) -> None:
+        """Without a backward nothing tells FSDP2 to give gathered parameters back."""
+        for module in self._objective.modules():
+            reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
+            if reshard is not None:
+                reshard()
+
+
+def rows(array: NDArray[Any], part: int, parts: int, pad: int) -> NDArray[Any]:
+    """Part `part` of `parts` equal ones, padded at the end.  [B, S] -> [ceil(B / parts), S]"""
+    size = -(-array.shape[0] // parts)
+    taken = array[part * size : (part + 1) * size]
+    if len(taken) == size:
+        return np.ascontiguousarray(taken)
+    padding = np.full((size - len(taken), array.shape[1]), pad, dtype=array.dtype)
+    return np.concatenate((taken, padding))

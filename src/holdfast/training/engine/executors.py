@@ -1,0 +1,273 @@
+"""The forward and backward passes of a share: what runs them, and in which order.
+
+A replica that is one stage runs microbatch after microbatch. A pipeline runs a schedule: a table
+of actions per stage (`core/schedule/table.py`), executed by `parallel/pipeline/pipeline.py`.
+`stage_work.py` has what an action does to the model. In both, gradients of a stage reach the
+reducer in rising order of microbatches, because its tree counts on it. Losses are known on the last
+stage.
+
+Every rank of a replica is fed the tokens of its samples. The first stage embeds them, the last
+one reads their targets, and all of them need the documents. So only activations and their
+gradients travel between stages, and their shapes follow from the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import Schedule, forward_only
+from holdfast.layout import AXES, Replica
+from holdfast.model.stage import StagePart, leave_weight_gradients
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.parallel.axes.tensor_parallel import residual_shape
+from holdfast.parallel.comm.trace import COMPUTE, SpanRecorder
+from holdfast.parallel.gradients.leaf_progress import StageParameters
+from holdfast.parallel.pipeline.pipeline import PipelineInterpreter
+from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
+from holdfast.training.engine.objective import NextTokenObjective
+from holdfast.training.engine.stage_work import GradientListener, RankStage, RankStages, ShareWork
+
+Objective = Callable[..., Tensor]
+
+
+class Inputs(Protocol):
+    """The part of a microbatch that is computed on."""
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    @property
+    def documents(self) -> Tensor | None: ...
+
+
+class Executor(Protocol):
+    """Runs the passes of this rank's part of a replica. Batches are what the task feeds.
+
+    loss_scale: what its backward passes begin with. is_asynchronous: a step's passes begin before
+    the update of the step before it.
+    """
+
+    loss_scale: LossScale
+
+    @property
+    def is_asynchronous(self) -> bool: ...
+
+    def train(
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[Any],
+        listener: GradientListener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Forward and backward of each; the loss sums, in order, or none but on a last stage.
+        losses: they are put in there as they come, and stay there when this is interrupted."""
+        ...
+
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        """Forward of each, without gradients; loss sums as above."""
+        ...
+
+
+def token_arguments(batch: Inputs) -> tuple[Any, ...]:
+    """What the decoder's objective takes of a microbatch."""
+    return batch.inputs, batch.targets, batch.documents
+
+
+class SingleStageExecutor:
+    """One stage: the objective maps a microbatch to its loss.
+
+    arguments: what the objective takes of a microbatch.
+    """
+
+    is_asynchronous = False
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        recorder: SpanRecorder | None = None,
+        arguments: Callable[[Any], tuple[Any, ...]] = token_arguments,
+    ):
+        self._objective, self._recorder, self.arguments = objective, recorder, arguments
+        self.loss_scale = NOT_SCALED
+
+    def train(
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[Any],
+        listener: GradientListener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        losses = [] if losses is None else losses
+        for leaf, batch in zip(leaves, batches, strict=True):
+            listener.start_leaf(leaf)
+            with self._span(f"F{leaf}"):
+                loss = self._objective(*self.arguments(batch))
+            with self._span(f"B{leaf}"):
+                loss.backward(self.loss_scale.seed(loss))
+            listener.end_leaf()
+            losses.append(loss.detach())
+            listener.check()
+        return losses
+
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        losses = []
+        for batch in batches:
+            on_progress()
+            losses.append(self._objective(*self.arguments(batch)))
+        return losses
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._recorder.span(COMPUTE, name) if self._recorder else nullcontext()
+
+
+class PipelinedExecutor:
+    """One or several stages of a pipeline: runs this rank's row of a schedule.
+
+    schedule: a name of `core.schedule.named`. dim, dtype: of the residual stream that passes
+    between stages.
+    """
+
+    is_asynchronous = False
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        groups: ProcessGroups,
+        schedule: str,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sequence_parallel: bool,
+    ):
+        assert groups.pipeline is not None
+        self.arguments, self.loss_scale = token_arguments, NOT_SCALED
+        self._objective, self._schedule, self._dtype = objective, schedule, dtype
+        self.ranks, self._tp, self._cp = map(groups.degree, ("pp", "tp", "cp"))
+        self._virtual = max(1, len(groups.replica.stages) // self.ranks)
+        self._is_folded = groups.replica.is_folded
+        self._dim, self._sequence_parallel = dim, sequence_parallel
+        late = None
+        if SCHEDULE_KINDS[schedule].splits_backward:
+            late = leave_weight_gradients(objective)
+        held = self._held_stages(groups.replica, groups.coordinate.pp)
+        self._stages = RankStages(held, self.ranks * self._virtual - 1, self.boundary, late)
+        self.interpreter = PipelineInterpreter(
+            groups.pipeline,
+            device,
+            recorder=groups.recorder,
+            pipes=groups.replica_groups.pipes,
+        )
+
+    @property
+    def is_overlapping(self) -> bool:
+        """Return True if its schedule does not empty the pipeline between steps."""
+        return SCHEDULE_KINDS[self._schedule].is_asynchronous
+
+    @property
+    def only_stage(self) -> tuple[int, RankStage, bool]:
+        """Number of the one stage of this rank, the stage, and whether it is the last."""
+        ((number, stage),) = self._stages.held.items()
+        return number, stage, number == self._stages.last
+
+    def schedule_for(self, microbatches: int) -> Schedule:
+        """Return the schedule of a share. A share with too few microbatches for 1F1B to fill the
+        pipeline runs as GPipe. A plan refuses that, but a dealing may leave a replica little."""
+        name = self._schedule
+        if name == "1f1b" and microbatches < self.ranks:
+            name = "gpipe"
+        return build_schedule(name, self.ranks, microbatches, self._virtual)
+
+    def train(
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[Inputs],
+        listener: GradientListener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        if not batches:
+            return []
+        work = ShareWork(self._stages, self.loss_scale, leaves, batches, listener)
+        work.losses = work.losses if losses is None else losses
+        self.interpreter.run(self.schedule_for(len(batches)), work)
+        return work.losses
+
+    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
+        if not batches:
+            return []
+        leaves = range(len(batches))
+        work = ShareWork(self._stages, self.loss_scale, leaves, batches, None, on_progress)
+        schedule = forward_only(self.ranks, len(batches), self._virtual, self._is_folded)
+        self.interpreter.run(schedule, work)
+        return work.losses
+
+    def run_stage(self, part: StagePart | None, batch: Inputs, incoming: Tensor | None) -> Tensor:
+        """A stage's own part of the forward: its residual stream, or on the last stage a loss."""
+        out: Tensor = self._objective(*self.arguments(batch), incoming, part)
+        return out
+
+    def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what passes between two stages for a microbatch."""
+        rows, length = batch.inputs.shape
+        length //= self._cp
+        shape = residual_shape(rows, length, self._dim, self._tp, self._sequence_parallel)
+        return shape, self._dtype
+
+    def _held_stages(self, replica: Replica, pp: int) -> dict[int, RankStage]:
+        """The stages of this rank. A tied embedding belongs to the first."""
+        trained = [p for p in self._objective.parameters() if p.requires_grad]
+        numbers = replica.stages_at(pp)
+        if self._virtual == 1:
+            return {pp: RankStage(partial(self.run_stage, None), trained, None)}
+        decoder = cast(NextTokenObjective, self._objective).decoder
+        held: dict[int, RankStage] = {}
+        for number in numbers:
+            is_last = number == len(replica.stages) - 1
+            part = StagePart(replica.stage_blocks(number), is_last)
+            modules: list[nn.Module | None] = [decoder.layers[b] for b in part.blocks]
+            modules += [decoder.embed] if number == 0 else []
+            modules += [decoder.norm, decoder.head] if is_last else []
+            found = [p for m in modules if m is not None for p in m.parameters()]
+            own = StageParameters(found, len(numbers))
+            reached = [p for p in found if p.requires_grad]
+            if is_last and decoder.config.tied_embeddings and decoder.embed is not None:
+                reached += [p for p in decoder.embed.parameters() if p.requires_grad]
+                if 0 not in numbers:
+                    own = StageParameters([*found, *decoder.embed.parameters()], len(numbers))
+            held[number] = RankStage(partial(self.run_stage, part), reached, own)
+        return held
+
+
+def make_executor(
+    objective: nn.Module,
+    groups: ProcessGroups,
+    schedule: str,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    sequence_parallel: bool,
+) -> Executor:
+    """What fits this rank's replica."""
+    if groups.replica.mesh_shape[AXES.index("pp")] == 1:
+        return SingleStageExecutor(objective, groups.recorder)
+    return PipelinedExecutor(
+        objective,
+        groups,
+        schedule,
+        dim,
+        dtype,
+        device,
+        sequence_parallel=sequence_parallel,
+    )

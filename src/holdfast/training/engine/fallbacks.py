@@ -1,0 +1,92 @@
+"""Settings that a generation cannot follow everywhere, and how it keeps documents apart: each is
+said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.core.sharding.run_table import run_cells
+from holdfast.events import AttentionChosen, Event, SettingIgnored
+from holdfast.layout import Topology
+from holdfast.model.decoder import Decoder
+from holdfast.model.documents import DocumentAttention
+
+
+class Fallbacks:
+    """What one rank looks at in each step, for all of them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        topology: Topology,
+        emit: Callable[[Event], None],
+        objective: nn.Module,
+    ) -> None:
+        self._config, self._topology, self._emit = config, topology, emit
+        self._attention = _document_attention(config, objective)
+        self._reduction = config.layout.reduction == "fast"  # as long as it is to be looked at
+        self._schedule = config.layout.schedule == "1f1b"
+        self._shards = config.train.memory.parameters != DEVICE
+
+    def look(self, step: int, shares: Shares) -> None:
+        """shares: how the microbatches of `step` were dealt to the replicas."""
+        if self._attention is not None:
+            how, self._attention = self._attention, None
+            self._emit(AttentionChosen(how.way, how.reason, step=step))
+        if self._reduction:
+            self._reduction = False
+            if not one_sum(self._config, self._topology):
+                self._emit(
+                    SettingIgnored(
+                        "layout.reduction",
+                        "fast needs one group of ranks that sums all that a rank computes. "
+                        "This layout "
+                        "has several, so sums follow the tree",
+                        step=step,
+                    )
+                )
+        self._look_for_shards(step)
+        for replica, share in zip(self._topology.replicas, shares, strict=True):
+            stages = replica.degree("pp")
+            if self._schedule and 0 < len(share) < stages:
+                self._schedule = False
+                self._emit(
+                    SettingIgnored(
+                        "layout.schedule",
+                        f"replica {replica.index} has {len(share)} of the microbatches of step "
+                        f"{step}, "
+                        f"and 1f1b needs {stages}: such a share runs as gpipe",
+                        step=step,
+                    )
+                )
+
+    def _look_for_shards(self, step: int) -> None:
+        whole = [r.index for r in self._topology.replicas if r.degree("dp_shard") == 1]
+        if self._shards and whole:
+            self._shards = False
+            why = f"replica {whole[0]} is not cut by dp_shard: its parameters stay on the device"
+            self._emit(SettingIgnored("train.memory.parameters", why, step=step))
+
+
+def _document_attention(config: RunConfig, objective: nn.Module) -> DocumentAttention | None:
+    """None: the run does not keep documents apart, or its model is not the built-in decoder."""
+    decoder = getattr(objective, "decoder", None)
+    if config.data.attention == "document" and isinstance(decoder, Decoder):
+        return decoder.document_attention
+    return None
+
+
+def one_sum(config: RunConfig, topology: Topology) -> bool:
+    """Whether each rank is in one reduction cell, of which each rank contributes and receives:
+    then the backend's own all-reduce is the same sum. Replicas of one kind are alike in that."""
+    kinds = [next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds]
+    for rank in (rank for replica in kinds for rank in replica.ranks):
+        cells = run_cells(config, topology, rank)
+        if len(cells) != 1 or not all(m.contributes and m.receives for m in cells[0].members):
+            return False
+    return True

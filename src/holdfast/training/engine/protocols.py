@@ -1,0 +1,97 @@
+"""What the training loop asks of the world: three protocols, and nothing else.
+
+A local run, a test and a fleet of agents are different implementations of the same three. The
+loop itself knows no process, no file and no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from holdfast.events import Event
+from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.training.engine.engine import DeviceMicrobatch
+from holdfast.training.engine.state import LocalTensor
+from holdfast.training.engine.vote import Wishes
+
+
+class Membership(Protocol):
+    """Source of a rank's wishes. Asked once per step, just before the vote."""
+
+    def requests(self, step: int) -> Wishes:
+        """What this rank would like to happen at the end of `step`. Must return at once."""
+        ...
+
+
+class EventReporter(Protocol):
+    """Destination of events. Both calls return at once; events stay in order."""
+
+    def emit(self, event: Event) -> None: ...
+
+    def progress(self, step: int, phase: str) -> None:
+        """This rank is alive, in `phase` of `step`."""
+        ...
+
+
+class Saver(Protocol):
+    """How state becomes a snapshot, and a snapshot a checkpoint.
+
+    capture(N) comes right after the update of step N. The copy is made while step N + 1 computes,
+    and fence() comes before its vote ends it. So a rank that has voted holds the complete snapshot
+    before. The loop reports what the step did before it announces the snapshot. So no state is
+    known whose ledger is missing. Nothing here raises for a save that fails: training continues.
+    """
+
+    def has_free_slot(self) -> bool:
+        """Whether a capture would find room now, and still will after this step's vote."""
+        ...
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
+        """Begin to copy the state after `step`, which must not change before `fence` returns.
+        durable: it will be a checkpoint; otherwise it stays in memory. False when there was no
+        room within `wait` seconds."""
+        ...
+
+    def fence(self) -> float:
+        """Wait until no copy is under way; seconds that this took, 0 when there was none."""
+        ...
+
+    def announce(self, step: int, meta: Mapping[str, Any], into: SaveDestinations) -> None:
+        """Let the captured state of `step` be saved, or known of, once its copy is complete and
+        after all events emitted so far. Returns at once."""
+        ...
+
+    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
+        """Wait until `step` is durable, or without `durable` handed over. Returns None when it
+        is, otherwise the reason why it is not."""
+        ...
+
+
+class StepShare(Protocol):
+    """One rank's share of one step."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def microbatches(self) -> Sequence[DeviceMicrobatch]: ...
+
+    @property
+    def entries(self) -> list[dict[str, Any]]: ...
+
+
+StepFeed = Iterator[StepShare]
+"""Shares of consecutive steps; `data.loader.Loader` is one."""
+
+
+class ShareLoader(Protocol):
+    """A StepFeed that holds threads or files while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __iter__(self) -> StepFeed: ...
+
+    def __next__(self) -> StepShare: ...

@@ -1,0 +1,258 @@
+"""What the engine asks of what is trained, and the built-in decoder's answers.
+
+`tasks/task/own.py` answers for a user's `Task`. The parameters' names and shapes are not asked for
+here: they are data (`core/sharding/run_table.py`), which agent and mover need too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.skips import Skips
+from holdfast.core.data.target_weights import target_ids, target_weights
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import mesh_box, parameter_table
+from holdfast.data.stream.batch import Batches, Microbatch
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.data.stream.loader import Loader
+from holdfast.errors import ConfigError
+from holdfast.model.decoder import Decoder
+from holdfast.model.documents import choose_document_attention
+from holdfast.model.init import initial_box
+from holdfast.model.stage import keep_stage
+from holdfast.parallel.axes.context import apply_context_parallel
+from holdfast.parallel.axes.expert_parallel import (
+    ExpertExchange,
+    apply_expert_parallel,
+    routed_layers,
+    share_counts,
+)
+from holdfast.parallel.axes.expert_replicas import ReplicatingExchange
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.parallel.axes.tensor_parallel import apply_tensor_parallel, localise_parameters
+from holdfast.training.engine.evaluate import TokenValidation, Validation
+from holdfast.training.engine.executors import Executor, make_executor
+from holdfast.training.engine.objective import NextTokenObjective
+from holdfast.training.engine.precision import Precision
+from holdfast.training.engine.protocols import ShareLoader
+from holdfast.training.engine.state import InitialBox
+from holdfast.training.optimizers.user_parts import UserParts
+
+
+class TaskBatchSource(Protocol):
+    """Every batch of a run, by step number; `data.batch.Batches` is one."""
+
+    skips: Skips
+
+
+class EngineTask(Protocol):
+    """One rank's view of what is trained. user_parts: the run file's own optimizer and schedule."""
+
+    user_parts: UserParts
+
+    def objective(self, groups: ProcessGroups) -> nn.Module:
+        """The module from a microbatch to a loss sum, on the meta device, cut for this rank."""
+        ...
+
+    def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
+        """The objective's parameters by their names in the table, in the module's order. Buffers
+        that are merged count as such (`core.sharding.parameters.Parameter.merge`)."""
+        ...
+
+    def units(self, objective: nn.Module) -> Sequence[nn.Module]:
+        """The blocks that are gathered and compiled one by one."""
+        ...
+
+    def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
+        """Give the module what is no parameter, after it was given memory."""
+        ...
+
+    def initial_values(self, seed: int) -> InitialBox:
+        """What gives each box of a parameter its values before the first step."""
+        ...
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> Executor:
+        """What runs the objective's passes. dtype: in which it computes."""
+        ...
+
+    def open_batches(self, dataset: str) -> TaskBatchSource:
+        """The run's data. dataset: the folder of the prepared dataset."""
+        ...
+
+    def loader(
+        self,
+        batches: TaskBatchSource,
+        share: Callable[[int], Sequence[int]],
+        **where: Any,
+    ) -> ShareLoader:
+        """What reads a rank's shares ahead. where: as `Loader` takes them."""
+        ...
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> Validation:
+        """Validation data, of so many samples at most."""
+        ...
+
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        """The microbatches of a step as named tensors. dataset: as for `open_batches`."""
+        ...
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """Before the first step of a run: raise TaskError for a loss that breaks a rule. Collective
+        over a replica."""
+        ...
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """The run is finished. on_wait: called now and then if this takes long."""
+        ...
+
+
+class DecoderTask:
+    """The built-in decoder, trained to predict the next token of a token dataset."""
+
+    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
+        self._config, self.user_parts = config, user_parts or UserParts()
+
+    def objective(self, groups: ProcessGroups) -> NextTokenObjective:
+        """The blocks of this rank's stage, each tensor cut by tp. Raises ConfigError."""
+        config = self._config
+        if config.model.vocab_size < 1:
+            raise ConfigError(
+                "the vocabulary size is not known yet",
+                where="model.vocab_size",
+                remedy="prepare the dataset, or set it",
+            )
+        replica, place = groups.replica, groups.coordinate
+        with torch.device("meta"):
+            objective = NextTokenObjective(
+                Decoder(config.model), config.train.compile, config.data.chat.weights
+            )
+        decoder = objective.decoder
+        blocks = replica.blocks(place.pp)
+        if blocks is not None:
+            keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
+        if groups.degree("tp") > 1:
+            localise_parameters(decoder, self._tensor_boxes(decoder, groups))
+            apply_tensor_parallel(
+                objective,
+                groups.axis("tp"),
+                sequence_parallel=config.layout.sequence_parallel,
+                tp_by=config.layout.tp_by.degrees,
+                traffic=groups.traffic,
+            )
+            if config.train.compile and objective.tensor is not None:
+                objective.tensor.exclude_from_compilation()
+        if groups.degree("cp") > 1:
+            apply_context_parallel(
+                objective,
+                groups.axis("cp"),
+                config.layout.cp_method,
+                config.layout.cp_ring,
+                is_compiled=config.train.compile,
+                traffic=groups.traffic,
+            )
+        if config.model.experts is not None:
+            self._spread_experts(decoder, groups)
+        return objective
+
+    def _spread_experts(self, decoder: Decoder, groups: ProcessGroups) -> None:
+        """Let routers know the ranks that share a microbatch with this one, and cut experts."""
+        experts = self._config.model.experts
+        shared = [groups.axis(axis) for axis in ("dp_shard", "cp") if groups.degree(axis) > 1]
+        counted = experts is not None and (experts.balance_loss or experts.capacity)
+        if counted and shared:
+            share_counts(decoder, shared, groups.traffic)
+        if groups.expert_degree > 1:
+            group, replicas = groups.axis("ep"), self._config.layout.expert_replicas
+            kind = ReplicatingExchange if replicas == "auto" else ExpertExchange
+            apply_expert_parallel(decoder, group, partial(kind, group, groups.traffic))
+        if self._config.train.compile:
+            for layer in routed_layers(decoder):
+                layer.exclude_from_compilation()
+
+    def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
+        named = objective.named_parameters()
+        return {name.removeprefix("decoder."): parameter for name, parameter in named}
+
+    def units(self, objective: nn.Module) -> list[nn.Module]:
+        return list(cast(NextTokenObjective, objective).decoder.layers)
+
+    def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
+        """Decide how attention stays inside documents. Other constants the decoder has none."""
+        config = self._config
+        if config.data.attention != "document":
+            return
+        dtype = Precision.of(config.train.precision).compute
+        how = choose_document_attention(config.model, dtype, device)
+        if config.train.compile:
+            how.exclude_from_compilation()
+        cast(NextTokenObjective, objective).decoder.document_attention = how
+
+    def initial_values(self, seed: int) -> InitialBox:
+        return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> Executor:
+        config = self._config
+        return make_executor(
+            objective,
+            groups,
+            config.layout.schedule,
+            config.model.dim,
+            dtype,
+            device,
+            sequence_parallel=config.layout.sequence_parallel,
+        )
+
+    def open_batches(self, dataset: str) -> Batches:
+        config = self._config
+        opened = open_dataset(dataset, config.data)
+        return Batches(opened, config.data, config.train, config.seed)
+
+    def loader(
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
+    ) -> Loader:
+        return Loader(cast(Batches, batches), share, **where)
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> TokenValidation:
+        return TokenValidation(cast(Batches, batches).validation(samples))
+
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        batches = self.open_batches(dataset)
+        read = [batches.microbatch(step, index) for index in range(batches.microbatches(step))]
+        is_weighted = self._config.data.chat.weights
+        return [_named_tensors(one, is_weighted) for one in read]
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """The decoder's loss breaks none."""
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Nothing is left to do."""
+
+    def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
+        config = self._config
+        degrees = config.layout.tp_by.degrees
+        table = parameter_table(config.model, config.train.precision, tp_by=degrees)
+        rows = {row.name: replace(row, shard_dim=None) for row in table}
+        names = [name for name, _ in decoder.named_parameters()]
+        return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
+
+
+def _named_tensors(read: Microbatch, is_weighted: bool) -> dict[str, Tensor]:
+    found: dict[str, Any] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
+    if is_weighted:
+        found["weights"] = target_weights(read.targets)
+    return {name: torch.from_numpy(rows) for name, rows in found.items()}

@@ -1,0 +1,63 @@
+"""Makes the optimizer that the run file names, for the parameters of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from holdfast.config.sections.optimizer import OptimizerConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.optimizer_state import is_hidden_matrix, parameter_settings
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.training.memory.places import StateMemory
+from holdfast.training.optimizers.offloaded_adamw import OffloadedAdamW
+from holdfast.training.optimizers.optimizer import AdamW, Optimizer
+from holdfast.training.optimizers.short_state import ShortStateOptimizer
+from holdfast.training.optimizers.torch_optimizer import (
+    OptimizerParts,
+    TorchOptimizer,
+    built_in_class,
+    groups_of_settings,
+)
+from holdfast.training.optimizers.user_parts import UserParts
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    rows: Sequence[Parameter],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    user: UserParts | None = None,
+    memory: StateMemory | None = None,
+    boxes: Sequence[Box] | None = None,
+) -> Optimizer:
+    """rows: of the parameters that this rank holds a part of. user: what the run file names by a
+    path, or a script keeps. memory: where the state lies; None: on the device. boxes: the parts;
+    None: it holds all of each."""
+    user = user or UserParts()
+    settings = [parameter_settings(config, row) for row in rows]
+    merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
+    if config.state_dtype != "fp32":
+        boxes = boxes or [Box(row.name, (0,) * len(row.shape), row.shape) for row in rows]
+        return ShortStateOptimizer(parameters, gradients, rows, boxes, config)
+    if config.name == "adamw" and memory is not None and memory.stages_updates:
+        return OffloadedAdamW(parameters, gradients, settings, config, merges, memory)
+    if config.name == "adamw":
+        return AdamW(parameters, gradients, settings, config, merges)
+    if user.parts is not None and (parts := user.parts(config, rows, parameters)):
+        return OptimizerParts(parameters, gradients, parts, None, merges)
+    make = user.optimizer if config.is_class else built_in_class(config)
+    if make is None:
+        raise RuntimeError(f"{config.name} was not loaded")
+    trained = [i for i, row in enumerate(rows) if not (row.merge or row.frozen)]
+    rest: AdamW | None = None
+    slots = config.state_slots
+    if config.name == "muon":
+        hidden = {i for i in trained if is_hidden_matrix(config, rows[i].name, rows[i].shape)}
+        others = [i for i, r in enumerate(rows) if not is_hidden_matrix(config, r.name, r.shape)]
+        rest = AdamW(parameters, gradients, settings, config, merges, others)
+        trained, slots, merges = sorted(hidden), slots[:1], {}
+    groups = groups_of_settings(settings, trained)
+    part = TorchOptimizer(make, parameters, rows, groups, trained, slots, config)
+    return OptimizerParts(parameters, gradients, [part], rest, merges)

@@ -1,0 +1,334 @@
+"""The next generation, entered by the processes that are alive.
+
+    control    all ranks of the new topology meet, newcomers too
+    agree      they say what they hold, and find the step to resume from (`recovery_agreement.py`)
+    apply      a rank that lags behind applies that step with the gradient that it holds
+    groups     a replica that is as it was keeps everything inside it: model, mesh, FSDP's state,
+               buffers. New are the groups between replicas. Any other rank rebuilds its engine
+    next step  if nothing of it was summed anywhere, what was computed of it stays, and only the
+               lost ranks' microbatches are dealt again (`core/sharding/step_resume.py`)
+    move       ranks that have a part of the state send it to those that lack it
+               (`parallel/axes/reshard.py`)
+
+Nothing is taken from a session before the agreement, and nothing at all if the inside stays.
+If a peer is lost meanwhile, the session can therefore be given to `recover` once more. Once its
+groups are new, only its state counts: the computed and summed parts of the open step are void.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
+from holdfast.core.sharding.run_table import run_state_table
+from holdfast.core.sharding.step_resume import deal_rest
+from holdfast.events import Event
+from holdfast.layout import Topology
+from holdfast.parallel.axes.process_groups import complete, join_control
+from holdfast.parallel.axes.replica_groups import ConnectSettings
+from holdfast.parallel.axes.reshard import LocalShard, move
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.trace import SpanRecorder
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.torch_compat import Store
+from holdfast.policy.recovery.step_resolution import StepResolution
+from holdfast.training.engine.build import (
+    TrainingSession,
+    build_engine,
+    choose_exchange,
+    make_session,
+)
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.step_plan import Dealer
+from holdfast.training.engine.task import EngineTask, TaskBatchSource
+from holdfast.training.engine.vote import StepVerdict
+from holdfast.training.recover.journal_repair import entries_of_open_step, missing_events
+from holdfast.training.recover.recovery_agreement import (
+    NO_STATE,
+    Agreement,
+    RankStatement,
+    agree,
+    statement_of,
+)
+
+OnMeeting = Callable[[PeerGroup], None]
+
+
+@dataclass(frozen=True)
+class RecoveryResult:
+    """A process in its new generation.
+
+    step: its state is that after this step. events: what the journal would otherwise miss of it.
+    resolution: what was decided, by new rank; verdict: of `step`, if any rank still knew it.
+    computed_leaves: microbatches of the next step that need not be computed again, by all replicas.
+    kept_replica: the model and all that lies inside the replica were not touched.
+    phases: seconds.
+    """
+
+    session: TrainingSession
+    step: int
+    events: list[Event]
+    resolution: StepResolution
+    verdict: StepVerdict | None
+    kept_replica: bool
+    computed_leaves: int
+    phases: dict[str, float]
+
+
+def recover(
+    session: TrainingSession,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    came_from: Sequence[int | None],
+    *,
+    step: int,
+    old_topology: Topology | None = None,
+    dealer: Dealer = deal,
+    seconds: float = 1800.0,
+    on_meeting: OnMeeting = lambda control: None,
+) -> RecoveryResult:
+    """Continue as `rank` of `topology`, with all that `session` still holds.
+
+    Collective over `topology`. Close the loader and end every capture first. came_from: see
+    `core.sharding.reshard_plan.plan_reshard`, in ranks of `old_topology`; that is the session's own
+    topology by default. A session of another generation than `old_topology` counts as without
+    state. step: of the state, where this session's engine has not applied any step itself.
+    on_meeting: receives the group of all, once they have come together; aborting it ends all waits.
+
+    Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the state
+    is lost or the layout cannot be run. The session is as good as before then, with one exception:
+    if the rebuild of the replica had begun, `session.engine` and the state are lost.
+    """
+    engine, old, config = session.engine, session.engine.groups, session.config
+    old_topology = old_topology or old.topology
+    joining = _connect_settings(config, store, seconds, old.traffic, session.device)
+    entry = _GenerationEntry(
+        config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
+    )
+    old.abort_between_replicas()  # a thread that still waits there would wait in vain
+    entry.lap("abort")
+    here = old_topology.generation == old.topology.generation
+    statement = statement_of(engine, step) if here else NO_STATE
+    control, found = entry.meet_and_agree(statement, came_from)
+    nothing = rank in found.resolution.receivers
+    entries = [] if nothing else entries_of_open_step(engine)
+    history = engine.history
+    kept = topology.coordinate(rank).replica in found.kept_replicas
+    built: StepEngine | None = None
+    try:
+        if rank in found.resolution.appliers:
+            _catch_up(engine, found, kept)
+            entry.lap("apply")
+        if kept:
+            tensors = entry.regroup(session, found, control)
+        else:
+            tensors = _take_state(session, nothing=nothing)
+            del engine, old
+            engine = built = entry.build(config, control, session.task)
+            engine.history = history
+            session = make_session(config, engine, session.batches, session.device, session.task)
+        entry.lap("groups" if kept else "build")
+        entry.fill(engine, tensors, found, control, kept)
+    except BaseException:
+        control.abort()  # no rank is to wait for this process
+        _discard_engine(built)
+        raise
+    return entry.to_result(session, entries, found, kept)
+
+
+def join_generation(
+    config: RunConfig,
+    batches: TaskBatchSource,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    old_topology: Topology,
+    came_from: Sequence[int | None],
+    *,
+    dealer: Dealer = deal,
+    seconds: float = 1800.0,
+    on_meeting: OnMeeting = lambda control: None,
+    task: EngineTask | None = None,
+) -> RecoveryResult:
+    """As `recover`, for a process that holds nothing: it is sent its part of the state. task: what
+    is trained; None: the decoder."""
+    joining = _connect_settings(config, store, seconds, None, device)
+    entry = _GenerationEntry(
+        config, device, topology, rank, joining, old_topology, dealer, on_meeting
+    )
+    control, found = entry.meet_and_agree(NO_STATE, came_from)
+    engine: StepEngine | None = None
+    try:
+        engine = entry.build(config, control, task)
+        entry.lap("build")
+        entry.fill(engine, {}, found, control, False)
+    except BaseException:
+        control.abort()
+        _discard_engine(engine)
+        raise
+    session = make_session(config, engine, batches, device, task)
+    return entry.to_result(session, [], found, False)
+
+
+def _connect_settings(
+    config: RunConfig,
+    store: Store,
+    seconds: float,
+    traffic: TrafficCounter | None,
+    device: torch.device,
+) -> ConnectSettings:
+    exchange = choose_exchange(config, device)
+    where = store, config.cluster.gloo_device, seconds, traffic, exchange, device
+    return ConnectSettings(*where, ep=config.layout.ep)
+
+
+def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
+    """Apply the step that another rank has applied, or whose complete gradient all ranks hold."""
+    if found.verdict is None:
+        raise RuntimeError(f"nobody knows the verdict of step {found.resolution.step}")
+    if kept:
+        engine.apply(found.verdict)
+    else:  # what computes on copies follows when all is built
+        engine.update(found.verdict)
+
+
+def _discard_engine(engine: StepEngine | None) -> None:
+    """Close an engine that never got its state: its groups would be in the way of the next."""
+    if engine is not None:
+        engine.groups.abort()
+        engine.close()
+
+
+def _take_state(session: TrainingSession, *, nothing: bool) -> dict[str, LocalShard]:
+    """The state out of a session that cannot stay; its callers' references do not keep memory."""
+    engine = session.engine
+    tensors: dict[str, LocalShard] = {} if nothing else {held.name: held for held in engine.state()}
+    engine.groups.abort()  # no rank may wait for this process in a group that it leaves
+    engine.close()
+    del session.engine, session.evaluator, session.groups
+    return tensors
+
+
+@dataclass
+class _GenerationEntry:
+    """One process's way into a generation, and how long its parts took."""
+
+    config: RunConfig
+    device: torch.device
+    topology: Topology
+    rank: int
+    settings: ConnectSettings
+    old_topology: Topology
+    dealer: Dealer
+    on_meeting: OnMeeting
+    phases: dict[str, float] = field(default_factory=dict)
+    reshard_plan: ReshardPlan | None = None
+    _since: float = field(default_factory=time.monotonic)
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
+        self._since = now
+
+    def meet_and_agree(
+        self, statement: RankStatement, came_from: Sequence[int | None]
+    ) -> tuple[PeerGroup, Agreement]:
+        """Come together, agree, and plan who sends what to whom."""
+        control = join_control(self.settings, self.topology, self.rank, self.device)
+        self.lap("control")
+        self.on_meeting(control)
+        train = self.config.train
+        largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
+        most = largest // train.microbatch_size
+        found = agree(control, statement, self.topology, self.old_topology, came_from, most)
+        self.lap("agree")
+        if len(found.kept_replicas) < len(self.topology.replicas):
+            table = run_state_table(self.config)
+            self.reshard_plan = plan_reshard(
+                self.old_topology, self.topology, table, found.came_from, self.rank
+            )
+            self.lap("plan")
+        return control, found
+
+    def regroup(
+        self, session: TrainingSession, found: Agreement, control: PeerGroup
+    ) -> dict[str, LocalShard]:
+        """Put a session whose replica is as it was among the new replicas; returns its state."""
+        engine, old = session.engine, session.engine.groups
+        topology, rank = self.topology, self.rank
+        if found.computed_leaves and found.computed_leaves[topology.coordinate(rank).replica]:
+            engine.keep_computed()
+        groups = complete(
+            self.settings, topology, rank, self.device, control, old.recorder, old.replica_groups
+        )
+        engine.regroup(groups, self.dealer)
+        old.close_between_replicas()
+        session.groups = groups
+        session.evaluator.regroup(groups)
+        return {held.name: held for held in engine.state()}
+
+    def build(self, config: RunConfig, control: PeerGroup, task: EngineTask | None) -> StepEngine:
+        """Build a new engine and its groups, on top of `control`."""
+        gc.collect()  # modules and their hooks refer to each other; the new ones need their room
+        recorder = SpanRecorder(self.device) if config.layout.trace_step else None
+        groups = complete(self.settings, self.topology, self.rank, self.device, control, recorder)
+        try:
+            return build_engine(config, groups, self.device, dealer=self.dealer, task=task)
+        except BaseException:
+            groups.close()
+            raise
+
+    def fill(
+        self,
+        engine: StepEngine,
+        tensors: dict[str, LocalShard],
+        found: Agreement,
+        control: PeerGroup,
+        is_replica_kept: bool,
+    ) -> None:
+        """Bring the state after the agreed step here, from whichever rank has it."""
+        step, groups = found.resolution.step, engine.groups
+        if self.reshard_plan is not None:
+            positions = [groups.positions.index(r) for r in range(self.topology.world_size)]
+            move(tensors, engine.state(), self.reshard_plan, control, positions, step=step)
+            if not is_replica_kept:
+                engine.parameters.refresh()
+            self.lap("move")
+        engine.set_applied_step(step)
+        engine.history.validated_step = found.validated_step
+        if found.computed_leaves:
+            leaves = engine.plan.leaves(step + 1)
+            base = self.dealer(leaves, len(self.topology.replicas))
+            shares = deal_rest(leaves, found.computed_leaves, base)
+            engine.plan.resume(step + 1, shares, found.computed_leaves)
+
+    def to_result(
+        self,
+        session: TrainingSession,
+        entries: list[dict[str, Any]],
+        found: Agreement,
+        kept: bool,
+    ) -> RecoveryResult:
+        events = missing_events(entries, found, session.engine)
+        session.engine.history.unreported_step = 0
+        self.lap("events")
+        return RecoveryResult(
+            session,
+            found.resolution.step,
+            events,
+            found.resolution,
+            found.verdict,
+            kept,
+            sum(map(len, found.computed_leaves)),
+            self.phases,
+        )

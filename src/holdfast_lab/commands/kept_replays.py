@@ -1,0 +1,90 @@
+"""Finished replays of a study, one JSON line each, so that an interrupted study can continue.
+
+The file stands in the folder of `--out`. A line is found only by a digest of all inputs of its
+replay. So another run file, trace or policy never gets an older result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import holdfast
+from holdfast.show.output import explained_out_errors
+
+FILE = "replays.jsonl"
+_ROOMS = ("simulate", "policy", "plan")
+
+
+class KeptReplays:
+    """Results by key. Without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._found: dict[str, Any] = {}
+        self.reused = self._made = 0
+        if self._path is not None and self._path.is_file():
+            self._read(self._path)
+
+    def get(self, key: str) -> Any:
+        """The result of a replay, or None."""
+        found = self._found.get(key)
+        self.reused += found is not None
+        return found
+
+    def put(self, key: str, result: Any) -> None:
+        """Keep a result; it is on the disk when this returns. Raises UserError."""
+        self._made += 1
+        if self._path is None:
+            return
+        line = json.dumps({"key": key, "result": result}, separators=(",", ":"))
+        with explained_out_errors(self._path.parent), self._path.open("a", encoding="utf-8") as out:
+            out.write(f"{line}\n")
+
+    @contextmanager
+    def counted(self, total: int) -> Iterator[None]:
+        """Inside, Ctrl-C ends with a sentence that says what is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._path is None:
+                raise KeyboardInterrupt("--out FOLDER keeps finished replays") from None
+            done = self.reused + self._made
+            if not done:
+                raise KeyboardInterrupt("no replay was complete") from None
+            kept = f"{done} of {total} replays are kept in {self._path.parent}"
+            raise KeyboardInterrupt(f"{kept}; the same command continues") from None
+
+    def _read(self, path: Path) -> None:
+        """The lines that are complete. A kill may have cut the last one, which is dropped."""
+        data = path.read_bytes()
+        complete = data[: data.rfind(b"\n") + 1]
+        for line in complete.splitlines():
+            try:
+                row = json.loads(line)
+                self._found[row["key"]] = row["result"]
+            except (ValueError, KeyError, TypeError):
+                continue
+        if len(complete) < len(data):
+            path.write_bytes(complete)
+
+
+def key_of(*inputs: object) -> str:
+    """A digest of inputs whose `repr` says all of them, and of the code that a result follows
+    from."""
+    return sha256(repr((_code(), *inputs)).encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """A digest of the sources of simulation, policies and plans."""
+    digest = sha256()
+    for room in _ROOMS:
+        for file in sorted((Path(holdfast.__file__).parent / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,274 @@
+"""`holdfast simulate admission`: the same jobs under several ways to admit them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from holdfast.cli.progress import LongWork
+from holdfast.errors import ConfigError, DataError
+from holdfast.show.output import only_writer, print_json, say
+from holdfast_lab.commands.kept_replays import KeptReplays, key_of
+
+if TYPE_CHECKING:
+    from holdfast_lab.admission.engine import Setup
+    from holdfast_lab.admission.fabric import Fabric
+    from holdfast_lab.admission.jobs import Job, Rules, Team
+    from holdfast_lab.admission.outcome import Outcome
+    from holdfast_lab.admission.stragglers import JitterProfile
+    from holdfast_lab.admission.workload import Workload
+
+_EXAMPLE = "example"
+_PUBLIC_JITTER = "jitter/bytedance-straggler/data/trace-SE.parquet"
+Quotas = Literal["reclaim", "borrow", "hard"]
+
+
+class PolicyName(StrEnum):
+    """Names of `holdfast_lab.admission.policies.POLICIES`."""
+
+    PODS = "pods"
+    GANG = "gang"
+    TOPOLOGY = "topology"
+    BACKFILL = "backfill"
+    ELASTIC = "elastic"
+
+
+Jobs = Annotated[
+    Path | None,
+    typer.Option(help="a CSV file of jobs (docs/studies/admission.md); default: jobs are drawn"),
+]
+Policies = Annotated[
+    list[PolicyName] | None, typer.Option(help="a way to admit jobs; repeatable; default: all")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="workloads to draw, for the intervals")]
+Seed = Annotated[int, typer.Option(help="the first of the --seeds")]
+ClusterName = Annotated[
+    str, typer.Option(help="a cluster file, or NODESxDEVICESxNAME; example: 64 nodes of 8 devices")
+]
+Zones = Annotated[int, typer.Option(min=1, help="zones of the example cluster")]
+Teams = Annotated[
+    list[str] | None, typer.Option(help="NAME=DEVICES: a team and its quota; repeatable")
+]
+QuotaRule = Annotated[
+    Quotas, typer.Option(help="reclaim: borrowed devices are taken back; hard: none are lent")
+]
+Load = Annotated[
+    float, typer.Option(min=0.01, max=100, help="demand of drawn jobs, over all devices")
+]
+Days = Annotated[
+    float, typer.Option(min=0.01, max=3650, help="days in which drawn jobs are submitted")
+]
+Elastic = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="share of the drawn jobs of several pods that are elastic"),
+]
+Jitter = Annotated[
+    Path | None, typer.Option(help="a trace of operations, such as ByteDance's, in Parquet")
+]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds until an incomplete group gives up")]
+Saves = Annotated[
+    bool, typer.Option("--save-on-eviction", help="an evicted job saves first, and loses none")
+]
+Out = Annotated[Path | None, typer.Option(help="a folder for charts, JSON and jobs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def admission(
+    jobs: Jobs = None,
+    policy: Policies = None,
+    seeds: Seeds = 10,
+    seed: Seed = 0,
+    cluster: ClusterName = _EXAMPLE,
+    zones: Zones = 1,
+    team: Teams = None,
+    quotas: QuotaRule = "reclaim",
+    load: Load = 1.0,
+    days: Days = 7.0,
+    elastic: Elastic = 0.5,
+    jitter: Jitter = None,
+    group_timeout: Timeout = 600.0,
+    save_on_eviction: Saves = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Compare how jobs of several teams are admitted.
+
+    Each job has a fixed decomposition into pods. They are admitted pod by pod, as gangs, near to
+    each other, with backfill, or as elastic jobs. All seeds are drawn alike for every policy.
+    docs/studies/admission.md explains the figures.
+
+    \b
+    Example:
+      holdfast simulate admission --seeds 10 --out admission
+      holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
+    """
+    from holdfast_lab.admission.jobs import Rules
+    from holdfast_lab.admission.policies import POLICIES
+    from holdfast_lab.admission.study import run_study
+    from holdfast_lab.admission.workload import Workload
+    from holdfast_lab.commands.simulate_admission_show import StudyReport
+    from holdfast_lab.commands.trace_make import refuse_repeated
+
+    for option, names in (("--policy", policy), ("--team", team)):
+        refuse_repeated([name.partition("=")[0] for name in names or ()], option)
+    for words in team or ():
+        _team_of(words)
+    drawn = Workload(load=load, days=days, elastic=elastic)
+    _refuse_unused(drawn, jobs, cluster, zones)
+    rules = Rules(
+        group_timeout_s=group_timeout, evicted_save=save_on_eviction, reclaims=quotas == "reclaim"
+    )
+    cases = _Cases(
+        _fabric_of(cluster, zones),
+        _jobs_of(jobs),
+        drawn,
+        _jitter_of(jitter),
+        rules,
+        tuple(team or ()),
+        quotas == "hard",
+    )
+    chosen = [POLICIES[name] for name in policy or list(PolicyName)]
+    numbers = range(seed, seed + seeds)
+    with only_writer(out):
+        kept = KeptReplays(out)
+        with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
+            study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))
+        if kept.reused:
+            say(f"{kept.reused} of {len(chosen) * seeds} replays were kept in {out}")
+        report = StudyReport(study, cases.setup_of(seed), numbers)
+        if json:
+            print_json(report.to_json())
+        else:
+            report.print_tables()
+        if out is not None:
+            report.write(out)
+
+
+def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int) -> None:
+    """Raise ConfigError for an option that another one makes void."""
+    from holdfast_lab.admission.workload import Workload
+
+    usual = Workload(load=1.0, days=7.0, elastic=0.5)
+    void = [(name, "--jobs") for name in ("load", "days", "elastic") if jobs is not None]
+    void = [each for each in void if getattr(drawn, each[0]) != getattr(usual, each[0])]
+    void += [("zones", "--cluster")] if zones > 1 and cluster != _EXAMPLE else []
+    for name, other in void:
+        raise ConfigError(
+            f"--{name} has no effect with {other}",
+            where="command line",
+            remedy=f"leave --{name} or {other} out",
+        )
+
+
+class _Kept:
+    """Outcomes that an interrupted study with the same inputs left in `--out`."""
+
+    def __init__(self, kept: KeptReplays) -> None:
+        self._kept = kept
+
+    def load(self, setup: Setup, policy: str, seed: int) -> Outcome | None:
+        from holdfast_lab.admission.outcome import Outcome
+
+        found = self._kept.get(key_of(setup, policy, seed))
+        return None if found is None else Outcome(**{**found, "waits_h": tuple(found["waits_h"])})
+
+    def store(self, setup: Setup, policy: str, seed: int, outcome: Outcome) -> None:
+        self._kept.put(key_of(setup, policy, seed), asdict(outcome))
+
+
+@dataclass(frozen=True)
+class _Cases:
+    """What was asked for. given: jobs of a file; without, each seed draws its own."""
+
+    fabric: Fabric
+    given: tuple[Job, ...]
+    workload: Workload
+    jitter: JitterProfile
+    rules: Rules
+    quotas: tuple[str, ...]
+    is_hard: bool
+
+    def setup_of(self, seed: int) -> Setup:
+        from holdfast_lab.admission.engine import Setup
+        from holdfast_lab.admission.workload import make_jobs, slow_nodes
+
+        teams = _teams_of(self.quotas, self.fabric, self.given, self.is_hard)
+        names = tuple(team.name for team in teams) if self.quotas else ()
+        jobs = self.given or make_jobs(self.workload, self.fabric, seed, names)
+        slow = slow_nodes(self.fabric, seed)
+        return Setup(self.fabric, teams, jobs, self.jitter, slow, self.rules)
+
+
+def _fabric_of(cluster: str, zones: int) -> Fabric:
+    from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
+    from holdfast_lab.admission.fabric import Fabric, example_cluster
+
+    if cluster == _EXAMPLE:
+        return Fabric(example_cluster(zones))
+    path = Path(cluster)
+    return Fabric(load_cluster(path) if path.suffix in (".yaml", ".yml") else read_cluster(cluster))
+
+
+def _jobs_of(path: Path | None) -> tuple[Job, ...]:
+    from holdfast_lab.admission.jobs_file import read_jobs
+    from holdfast_lab.commands.trace import read_bytes
+    from holdfast_lab.traces.rows import text_of
+
+    if path is None:
+        return ()
+    return read_jobs(text_of(read_bytes(path), str(path)), str(path))
+
+
+def _teams_of(
+    given: Sequence[str], fabric: Fabric, jobs: tuple[Job, ...], is_hard: bool
+) -> tuple[Team, ...]:
+    """Teams with the quotas that are given. Without them, the teams of a file share evenly."""
+    from holdfast_lab.admission.jobs import Team
+    from holdfast_lab.admission.workload import example_teams
+
+    if given:
+        teams = tuple(_team_of(words) for words in given)
+    elif jobs:
+        names = sorted({job.team for job in jobs})
+        parts = [fabric.devices * k // len(names) for k in range(len(names) + 1)]
+        sizes = [stop - start for start, stop in pairwise(parts)]
+        teams = tuple(Team(name, size) for name, size in zip(names, sizes, strict=True))
+    else:
+        teams = example_teams(fabric)
+    return tuple(replace(team, borrow=0) for team in teams) if is_hard else teams
+
+
+def _team_of(words: str) -> Team:
+    from holdfast_lab.admission.jobs import Team
+
+    name, _, quota = words.partition("=")
+    if not name or not quota.isascii() or not quota.isdigit():
+        raise DataError(
+            f"{words!r} is no team with a quota",
+            where="command line, --team",
+            remedy="write NAME=DEVICES, such as --team red=96",
+        )
+    return Team(name, int(quota))
+
+
+def _jitter_of(path: Path | None) -> JitterProfile:
+    """The trace that is given, or the one of the public data, or the shipped generator."""
+    from holdfast_lab.admission.stragglers import lognormal_profile, profile_of_trace
+    from holdfast_lab.commands.trace import read_bytes
+    from holdfast_lab.traces.node_changes import DEFAULTS
+    from holdfast_lab.traces.reading import read_stream
+
+    if path is None and (folder := os.environ.get("HOLDFAST_DATA")):
+        public = Path(folder) / _PUBLIC_JITTER
+        path = public if public.is_file() else None
+    if path is None:
+        return lognormal_profile()
+    with LongWork(f"reading {path}"):
+        return profile_of_trace(read_stream(read_bytes(path), path.name, DEFAULTS))

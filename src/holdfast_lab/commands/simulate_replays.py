@@ -1,0 +1,95 @@
+"""Runs the replays of `holdfast simulate`, shows how far they are, and keeps them in `--out`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.plan_request import PlanRequest
+from holdfast.cli.progress import LongWork
+from holdfast_lab.commands.kept_replays import KeptReplays
+from holdfast_lab.engine.ledger import Ledger, Sketch
+from holdfast_lab.engine.loop import Observer
+from holdfast_lab.engine.study import Case, Outcome, run_case
+from holdfast_lab.traces.events import EventStream
+
+_SKETCHES = ("lost_s", "lost_steps", "rto_s")
+_BY_TIER = ("saves", "saved_bytes", "read_bytes")
+
+
+class StudyReplays:
+    """The replays of one study. The first one writes the journal of the folder.
+
+    out: the folder of `--out`, or None. total: replays of the study.
+    """
+
+    def __init__(self, out: Path | None, total: int) -> None:
+        self._out, self._total = out, total
+        self._kept = KeptReplays(out)
+        self._done = 0
+        self._work = LongWork("planning")
+
+    @contextmanager
+    def running(self) -> Iterator[StudyReplays]:
+        """Inside, the replays run: progress is shown, and Ctrl-C says what is kept."""
+        with self._kept.counted(self._total), self._work:
+            yield self
+
+    @property
+    def notes(self) -> list[str]:
+        reused = self._kept.reused
+        return [f"{reused} of {self._total} replays were kept in {self._out}"] if reused else []
+
+    def outcome(
+        self,
+        case: Case,
+        histories: Sequence[Callable[[], EventStream]],
+        tokens: float,
+        request: PlanRequest,
+        key: str,
+    ) -> Outcome:
+        """Simulate a case over each history, or take what an earlier call has kept.
+
+        histories: make one each. tokens: at which a run is done. key: of the case's inputs.
+        Raises RunFolderError if `--out` holds something else.
+        """
+        ledgers = []
+        for index, make in enumerate(histories):
+            self._work.count("replays", self._done, self._total)
+            name, is_first = f"{key}/{index}", self._done == 0
+            is_lost = is_first and self._out and not (self._out / "resolved.json").exists()
+            found = None if is_lost else self._kept.get(name)
+            if found is None:
+                history = make()
+                heard = self._journal(request, case, history) if is_first else None
+                ledger = run_case(case, [history], tokens, heard).ledgers[0]
+                self._kept.put(name, asdict(ledger))
+            else:
+                ledger = ledger_from(found)
+            ledgers.append(ledger)
+            self._done += 1
+        return Outcome(case, tuple(ledgers))
+
+    def _journal(self, request: PlanRequest, case: Case, history: EventStream) -> Observer | None:
+        if self._out is None:
+            return None
+        from holdfast_lab.commands.simulate_journal import JournalObserver
+
+        return JournalObserver.in_folder(self._out, request, case.words, history.seconds)
+
+
+def ledger_from(state: Mapping[str, Any]) -> Ledger:
+    """The ledger whose `asdict` went through JSON."""
+    given = dict(state)
+    for name in _SKETCHES:
+        given[name] = Sketch(**{**given[name], "bins": _by_number(given[name]["bins"])})
+    for name in _BY_TIER:
+        given[name] = _by_number(given[name])
+    return Ledger(**given)
+
+
+def _by_number(values: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(key): value for key, value in values.items()}

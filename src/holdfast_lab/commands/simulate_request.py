@@ -1,0 +1,283 @@
+"""What `holdfast simulate` is asked, and the runs that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from itertools import product
+from math import inf
+from pathlib import Path
+
+from holdfast.cli.plan_request import PlanRequest, read_plan_request
+from holdfast.errors import ConfigError
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.show.output import only_writer
+from holdfast_lab.commands.kept_replays import key_of
+from holdfast_lab.commands.simulate_replays import StudyReplays
+from holdfast_lab.commands.trace import read_bytes, read_each
+from holdfast_lab.commands.trace_make import refuse_repeated
+from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
+from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
+from holdfast_lab.engine.planned_cost import PlannedCost, planned_cost
+from holdfast_lab.engine.settings import (
+    FLEET,
+    Settings,
+    as_number,
+    is_setting,
+    parse_setting,
+)
+from holdfast_lab.engine.study import Case, Outcome, histories_of, with_all_nodes
+from holdfast_lab.rivals.registry import policy_named
+from holdfast_lab.traces.events import EventStream
+from holdfast_lab.traces.generators import GENERATORS, make_trace
+from holdfast_lab.traces.node_changes import ReadOptions
+from holdfast_lab.traces.places import as_long_as_nodes, with_known_places
+from holdfast_lab.traces.reading import merge_streams
+
+OURS = "holdfast"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    run_file: Path
+    overrides: tuple[str, ...] = ()
+    cluster: str = ""
+    traces: tuple[Path, ...] = ()
+    zones: tuple[str, ...] = ()
+    gpu: str = ""
+    made: str = ""
+    days: float | None = None
+    given: tuple[str, ...] = ()
+    policies: tuple[str, ...] = (OURS,)
+    sweeps: tuple[str, ...] = ()
+    seeds: int = 1
+    is_until_done: bool = False
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """outcomes: in the order of the policies, and of the sweep in each. request: the first plan."""
+
+    asked: Asked
+    request: PlanRequest
+    trace: str
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One point of the sweeps."""
+
+    words: str
+    settings: Settings
+    overrides: tuple[str, ...] = ()
+
+
+def study_of(asked: Asked) -> StudyResult:
+    """Simulate what is asked. Raises UserError."""
+    fixed, of_generator = _fixed_settings(asked)
+    _refuse_no_trace(asked)
+    histories = _Histories(asked, of_generator)
+    files = [sha256(read_bytes(path)).hexdigest() for path in asked.traces]
+    variants = list(_variants(asked, fixed))
+    plans: dict[tuple[str, ...], PlanRequest] = {}
+    outcomes, notes = list[Outcome](), list[str]()
+    makers = {name: _maker(name) for name in asked.policies}
+    total = len(asked.policies) * len(variants) * asked.seeds
+    with only_writer(asked.out), StudyReplays(asked.out, total).running() as replays:
+        for name, variant in product(asked.policies, variants):
+            if variant.overrides not in plans:
+                given = [*asked.overrides, *variant.overrides]
+                plans[variant.overrides] = read_plan_request(asked.run_file, given, asked.cluster)
+            request = plans[variant.overrides]
+            cost = _cost_of(request, variant.settings)
+            words = " ".join(part for part in (name, variant.words) if part)
+            case = Case(words, makers[name] or _ours(request, variant.settings), cost)
+            tokens = _tokens_of(request) if asked.is_until_done else inf
+            key = key_of(
+                name,
+                sorted(variant.settings.values.items()),
+                request.loaded.config,
+                request.machines,
+                request.plan.best,
+                request.problem,
+                cost.costs,
+                tokens,
+                (asked.made, asked.days, sorted(of_generator.items()), asked.seeds),
+                (asked.zones, asked.gpu, files),
+            )
+            outcomes.append(
+                replays.outcome(case, histories.of(cost, variant.settings), tokens, request, key)
+            )
+    first = plans[variants[0].overrides]
+    notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
+    notes += replays.notes
+    return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
+
+
+def _tokens_of(request: PlanRequest) -> float:
+    return request.problem.workload.step_tokens * request.loaded.config.train.steps
+
+
+def _refuse_no_trace(asked: Asked) -> None:
+    if bool(asked.traces) == bool(asked.made):
+        raise ConfigError(
+            "there is no trace" if not asked.traces else "--trace and --make name two traces",
+            where="command line",
+            remedy="give one of: --trace FILE, --make spot",
+        )
+    if asked.made and (asked.zones or asked.gpu):
+        raise ConfigError(
+            f"{'--zone' if asked.zones else '--gpu'} has no effect with --make",
+            where="command line",
+            remedy="leave it out, or name files with --trace",
+        )
+
+
+# --- settings -----------------------------------------------------------------------------------
+def _fixed_settings(asked: Asked) -> tuple[dict[str, float], dict[str, float]]:
+    """Values of --set for the simulation, and for the generator."""
+    refuse_repeated(asked.policies, "--policy")
+    for option, given in (("--set", asked.given), ("--sweep", asked.sweeps)):
+        refuse_repeated([text.partition("=")[0].strip() for text in given], option)
+    known = GENERATORS[asked.made].defaults if asked.made else {}
+    ours: dict[str, float] = {}
+    made: dict[str, float] = {}
+    for text in asked.given:
+        name, values = parse_setting(text, "--set")
+        if len(values) > 1:
+            raise ConfigError(
+                f"{text!r} has {len(values)} values",
+                where="--set",
+                remedy=f"give one, or compare them with --sweep {text}",
+            )
+        (made if name in known else ours)[name] = as_number(name, values[0], "--set")
+        if name not in known and not is_setting(name):
+            raise ConfigError(
+                f"there is no setting {name!r}",
+                where="--set",
+                remedy="docs/studies/simulate.md has the names; a key of the run file goes "
+                "without --set",
+            )
+    return ours, made
+
+
+def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
+    parsed = [parse_setting(text, "--sweep") for text in asked.sweeps]
+    for name, swept in parsed:
+        refuse_repeated(swept, f"--sweep {name}")
+    for chosen in product(*([(name, value) for value in values] for name, values in parsed)):
+        values = dict(fixed)
+        overrides = []
+        for name, value in chosen:
+            if is_setting(name):
+                values[name] = as_number(name, value, "--sweep")
+            else:
+                overrides.append(f"{name}={value}")
+        words = " ".join(f"{name}={value}" for name, value in chosen)
+        yield _Variant(words, Settings(values), tuple(overrides))
+
+
+# --- what runs ----------------------------------------------------------------------------------
+def _maker(name: str) -> PolicyMaker | None:
+    """None for our own policy, which needs the run file."""
+    if name == OURS:
+        return None
+    return policy_named(name)
+
+
+def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:
+    rules = settings.rules(rules_of(request))
+    if rules.min_interval_s > rules.max_interval_s:
+        raise ConfigError(
+            f"min_interval_s is {rules.min_interval_s:g}, and max_interval_s is "
+            f"{rules.max_interval_s:g}",
+            where="--set",
+            remedy=f"give a max_interval_s of {rules.min_interval_s:g} or more",
+        )
+    return lambda cost: holdfast(cost, rules)
+
+
+def rules_of(request: PlanRequest) -> HoldfastRules:
+    """What the run file says of saves."""
+    saves = request.loaded.config.checkpoint
+    return HoldfastRules(
+        min_interval_s=saves.min_seconds,
+        max_interval_s=saves.max_seconds,
+    )
+
+
+def _cost_of(request: PlanRequest, settings: Settings) -> PlannedCost:
+    beat = request.loaded.config.cluster.beat_seconds
+    model = GoodputModel(request.problem, replace(RecoveryCosts(), detection_s=3 * beat))
+    best = request.plan.best
+    made = planned_cost(model, best.choice, best.cost)
+    return replace(made, costs=settings.costs(made.costs))
+
+
+class _Histories:
+    """The histories of a study. Each is made when a replay needs it, and serves the next policy."""
+
+    def __init__(self, asked: Asked, of_generator: dict[str, float]) -> None:
+        self._asked, self._of_generator = asked, of_generator
+        self._recorded = _recorded(asked) if asked.traces else None
+        self._parts: dict[int, list[EventStream]] = {}
+        self._made: dict[tuple[int, int], EventStream] = {}
+
+    @property
+    def words(self) -> str:
+        if self._recorded is None:
+            return f"made: {self._asked.made}"
+        return ", ".join(path.name for path in self._asked.traces)
+
+    def of(self, cost: CostModel, settings: Settings) -> list[Callable[[], EventStream]]:
+        """What makes each history for a case. Raises ConfigError."""
+        values = settings.values
+        wanted = int(values.get("nodes", cost.wanted) + values.get("spares", 0))
+        if self._recorded is not None:
+            _refuse_fleet(self._recorded, settings)
+        number = self._asked.seeds
+        return [partial(self._history, index, wanted, settings) for index in range(number)]
+
+    def _history(self, index: int, wanted: int, settings: Settings) -> EventStream:
+        found = self._drawn if self._recorded is None else self._part
+        return settings.stream(found(index, wanted), index)
+
+    def _drawn(self, index: int, wanted: int) -> EventStream:
+        if (index, wanted) not in self._made:
+            known = GENERATORS[self._asked.made].defaults
+            nodes = {"nodes": float(wanted)} if "nodes" in known else {}
+            given = nodes | self._of_generator
+            made = make_trace(self._asked.made, index, self._asked.days, given)
+            self._made[index, wanted] = made
+        return self._made[index, wanted]
+
+    def _part(self, index: int, wanted: int) -> EventStream:
+        assert self._recorded is not None
+        if wanted not in self._parts:
+            stream = with_all_nodes(self._recorded, wanted)
+            self._parts[wanted] = histories_of(stream, self._asked.seeds)
+        return self._parts[wanted][index]
+
+
+def _refuse_fleet(stream: EventStream, settings: Settings) -> None:
+    unused = [name for name in FLEET if name in settings.values]
+    if unused and any(event.kind == "join" for event in stream.events):
+        raise ConfigError(
+            f"{unused[0]} has no effect, because the trace says which nodes there are",
+            where="--set",
+            remedy=f"leave {unused[0]} out, or make a trace with --make spot",
+        )
+
+
+def _recorded(asked: Asked) -> EventStream:
+    """The files of --trace as one stream."""
+    read = read_each(list(asked.traces), ReadOptions(gpu=asked.gpu), list(asked.zones))
+    return as_long_as_nodes(with_known_places(merge_streams(read)), read)

@@ -1,0 +1,128 @@
+"""A cost model from a plan: the planner says which layout runs on so many nodes, and how fast.
+
+`plan/objective/goodput.py` gives the layout for every number of nodes, as a plan with failures
+counts it, and remembers it. Nodes of all pools count alike, as a trace does not name pools. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.evaluate import StepCost
+from holdfast.plan.hardware.devices import device_named
+from holdfast.plan.objective.energy import JOULES_PER_KWH, kwh_per_step
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.occupancy import nodes_used, with_replicas
+from holdfast_lab.engine.interfaces import Costs, OperatingPoint
+
+_CPU_START_S, _START_S = 6.0, 30.0
+
+
+@dataclass
+class PlannedCost:
+    """model: with the problem. choice, step: the layout on all nodes."""
+
+    model: GoodputModel
+    choice: Choice
+    step: StepCost
+    costs: Costs
+    _points: dict[int, OperatingPoint | None] = field(default_factory=dict)
+    _shapes: dict[tuple[int, int], OperatingPoint | None] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> int:
+        return sum(self._pools().values())
+
+    def _pools(self) -> Mapping[str, int]:
+        return nodes_used(self.model.problem.cluster, self.choice)
+
+    def point(self, nodes: int) -> OperatingPoint | None:
+        nodes = min(nodes, self.wanted)
+        if nodes not in self._points:
+            self._points[nodes] = self._point(nodes)
+        return self._points[nodes]
+
+    def _point(self, nodes: int) -> OperatingPoint | None:
+        """The fastest of all that fit; a layout on fewer nodes may be faster."""
+        if nodes <= 0:
+            return None
+        fewer = self.point(nodes - 1)
+        present, left = {}, nodes
+        for pool, number in self._pools().items():
+            present[pool] = min(number, left)
+            left -= present[pool]
+        layout, rate = self.model.layout_on(self.choice, self.step, present)
+        if layout is None or (fewer is not None and fewer.tokens_per_s >= rate):
+            return fewer
+        return self._at_work(layout, rate)
+
+    def _at_work(self, layout: Choice, rate: float) -> OperatingPoint:
+        problem = self.model.problem
+        step_s = problem.workload.step_tokens / rate
+        found = self.model.evaluator.cost(layout)
+        watts = kwh_per_step(problem, layout, found) * JOULES_PER_KWH / step_s
+        nodes = sum(nodes_used(problem.cluster, layout).values())
+        replicas = sum(group.count for group in layout.replicas)
+        return OperatingPoint(layout_words(layout), nodes, rate, step_s, replicas, watts)
+
+    def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
+        """Fewer of the plan's replicas. A plan knows no other shape of them."""
+        key = replicas, nodes_per_replica
+        if key not in self._shapes:
+            self._shapes[key] = self._shaped(replicas, nodes_per_replica)
+        return self._shapes[key]
+
+    def _shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
+        group = self.choice.replicas[0]
+        full = self.point(self.wanted)
+        if full is None or len(self.choice.replicas) > 1 or not 0 < replicas <= group.count:
+            return None
+        if nodes_per_replica != full.nodes_per_replica:
+            return None
+        layout = with_replicas(self.choice, (replicas,))
+        if layout is None:
+            return None
+        found = self.model.evaluator.cost(layout)
+        return self._at_work(layout, self.model.problem.workload.step_tokens / found.step_s)
+
+
+def layout_words(choice: Choice) -> str:
+    """'4 x pp2 fsdp8 tp4': replicas, and the degrees of each kind that are not 1."""
+    words = []
+    for group in choice.replicas:
+        degrees = {"pp": group.pp, "fsdp": group.dp_shard, "cp": group.cp, "tp": group.tp}
+        shown = " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
+        words.append(f"{group.count} x {shown or 'one device'}")
+    return " + ".join(words)
+
+
+def planned_cost(model: GoodputModel, choice: Choice, step: StepCost) -> PlannedCost:
+    """The cost model of a plan, with the constants of its RecoveryCosts."""
+    return PlannedCost(model, choice, step, costs_of_plan(model, choice))
+
+
+def costs_of_plan(model: GoodputModel, choice: Choice) -> Costs:
+    problem, recovery = model.problem, model.costs
+    pools = [problem.cluster.pool(name) for name in nodes_used(problem.cluster, choice)]
+    devices = [device_named(pool.device, problem.devices) for pool in pools]
+    is_cpu = all(device.name == "cpu" for device in devices)
+    nodes = nodes_used(problem.cluster, choice)
+    total = sum(nodes.values())
+    peer = min(pool.devices * pool.outside.bandwidth for pool in pools)
+    return Costs(
+        state_bytes=problem.workload.parameters * problem.workload.state.optimizer,
+        detection_s=recovery.detection_s,
+        start_s=_CPU_START_S if is_cpu else _START_S,
+        regroup_s=recovery.rung_s[4],
+        communicator_s=0.0 if is_cpu else recovery.communicator_s,
+        node_store_bandwidth=recovery.store_bandwidth,
+        peer_bandwidth=peer,
+        save_pause_s=recovery.save_pause_s,
+        sent_share=recovery.sent_share,
+        usd_per_node_hour=sum(pool.usd_per_hour * nodes[pool.name] for pool in pools) / total,
+        grams_co2_per_kwh=sum(p.grams_co2_per_kwh * nodes[p.name] for p in pools) / total,
+        busy_watts=max(d.power_w * p.devices for d, p in zip(devices, pools, strict=True)),
+        idle_watts=max(d.idle_w * p.devices for d, p in zip(devices, pools, strict=True)),
+    )

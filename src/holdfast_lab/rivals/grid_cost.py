@@ -1,0 +1,190 @@
+"""The one cost model of all policies: throughput of a grid of replicas by pipeline stages. Pure.
+
+Every trainer of the comparison spreads a model over `dp` equal replicas of `pp` stages, with one
+node for each stage. So one function of (dp, pp) says how fast each of them trains. It comes from a
+table of measurements, or from the closed form of a pipeline (`pipeline_rate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil
+from typing import Protocol, runtime_checkable
+
+from holdfast_lab.engine.interfaces import CostModel, Costs, OperatingPoint
+
+Shape = tuple[int, int]
+"""(replicas, stages of each)."""
+
+FORWARD_SHARE = 1 / 3
+"""Of the operations of a step that are the forward pass: a backward pass has two for each."""
+
+
+@runtime_checkable
+class GridModel(CostModel, Protocol):
+    """A cost model that also lists its layouts."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """All layouts that fit."""
+        ...
+
+    def idle_share(self, dp: int, pp: int) -> float:
+        """Share of a step in which a stage waits for the first or the last microbatch."""
+        ...
+
+
+@dataclass(frozen=True)
+class GridCost:
+    """Tokens a second by (dp, pp), with the constants that all policies pay alike.
+
+    batch_tokens: of a step, whatever the layout. microbatches: of a step, over all replicas.
+    """
+
+    rates: Mapping[Shape, float]
+    batch_tokens: float
+    microbatches: int
+    costs: Costs = field(default_factory=Costs)
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(sorted(self.rates))
+
+    @cached_property
+    def wanted(self) -> int:
+        """Nodes of the fastest layout."""
+        return (
+            max(self.rates, key=lambda shape: self.rates[shape])[0]
+            * max(self.rates, key=lambda shape: self.rates[shape])[1]
+        )
+
+    @cached_property
+    def _points(self) -> Mapping[Shape, OperatingPoint]:
+        return {
+            (dp, pp): OperatingPoint(
+                f"{dp} x {pp}",
+                dp * pp,
+                rate,
+                self.batch_tokens / rate,
+                dp,
+                dp * pp * self.costs.busy_watts,
+            )
+            for (dp, pp), rate in self.rates.items()
+        }
+
+    @cached_property
+    def _best(self) -> tuple[OperatingPoint | None, ...]:
+        """The fastest layout on at most so many nodes; of equal ones that on the fewest nodes."""
+        best: list[OperatingPoint | None] = [None]
+        for nodes in range(1, max(dp * pp for dp, pp in self.rates) + 1):
+            found = best[-1]
+            for (dp, pp), rate in sorted(self.rates.items()):
+                if dp * pp == nodes and (found is None or rate > found.tokens_per_s):
+                    found = self._points[dp, pp]
+            best.append(found)
+        return tuple(best)
+
+    def point(self, nodes: int) -> OperatingPoint | None:
+        return self._best[max(0, min(nodes, len(self._best) - 1))]
+
+    def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
+        return self._points.get((replicas, nodes_per_replica))
+
+    def idle_share(self, dp: int, pp: int) -> float:
+        return (pp - 1) / (ceil(self.microbatches / dp) + pp - 1)
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """What the closed form needs. Times in seconds, sizes in bytes.
+
+    layers: equal ones. layer_s: forward and backward pass of one layer over one microbatch.
+    layer_state, layer_gradient: bytes of the state and of the gradient of a layer. node_memory: for
+    the state. boundary: bytes between two stages for one microbatch. bandwidth: between two nodes.
+    """
+
+    layers: int
+    layer_s: float
+    layer_state: float
+    layer_gradient: float
+    node_memory: float
+    boundary: float
+    bandwidth: float
+    microbatches: int
+    batch_tokens: float
+
+
+def pipeline_rate(model: PipelineModel, dp: int, pp: int) -> float:
+    """Tokens a second of a 1F1B pipeline, 0 if a stage does not fit on a node.
+
+    A step is (m + pp - 1) times the largest stage with its send, for m microbatches of a replica.
+    Then comes a ring all-reduce of that stage's gradient over the replicas. (Narayanan et al.,
+    SC 2021, section 2.2.)
+    """
+    largest = ceil(model.layers / pp)
+    if (
+        pp > model.layers
+        or dp > model.microbatches
+        or largest * model.layer_state > (model.node_memory)
+    ):
+        return 0.0
+    rounds = ceil(model.microbatches / dp) + pp - 1
+    send = model.boundary / model.bandwidth if pp > 1 else 0.0
+    reduce = 2 * (dp - 1) / dp * largest * model.layer_gradient / model.bandwidth
+    return model.batch_tokens / (rounds * (largest * model.layer_s + send) + reduce)
+
+
+def pipeline_grid(model: PipelineModel, nodes: int, costs: Costs) -> GridCost:
+    """All layouts of the closed form on at most so many nodes."""
+    rates = {
+        (dp, pp): rate
+        for pp in range(1, min(nodes, model.layers) + 1)
+        for dp in range(1, nodes // pp + 1)
+        if (rate := pipeline_rate(model, dp, pp)) > 0
+    }
+    return GridCost(rates, model.batch_tokens, model.microbatches, costs)
+
+
+@dataclass(frozen=True)
+class ListedGrid:
+    """Lists layouts for a cost model that does not: those with a depth of one of its best ones.
+
+    Its pipelines' idle time is not known, so that nothing hides in it.
+    """
+
+    model: CostModel
+
+    @property
+    def costs(self) -> Costs:
+        return self.model.costs
+
+    @property
+    def wanted(self) -> int:
+        return self.model.wanted
+
+    def point(self, nodes: int) -> OperatingPoint | None:
+        return self.model.point(nodes)
+
+    def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
+        return self.model.shaped(replicas, nodes_per_replica)
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        best = (self.model.point(nodes) for nodes in range(1, self.wanted + 1))
+        depths = {point.nodes_per_replica for point in best if point is not None}
+        return tuple(
+            (dp, pp)
+            for pp in sorted(depths)
+            for dp in range(1, self.wanted // pp + 1)
+            if self.model.shaped(dp, pp) is not None
+        )
+
+    def idle_share(self, dp: int, pp: int) -> float:
+        return 0.0
+
+
+def as_grid(model: CostModel) -> GridModel:
+    """The model itself if it lists its layouts."""
+    return model if isinstance(model, GridModel) else ListedGrid(model)

@@ -1,0 +1,288 @@
+"""Parcae: each minute a migration to the layout that its forecast favours, or to a saved one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.core.json_parsing import parse_json
+from holdfast.errors import DataError
+from holdfast_lab.engine.interfaces import (
+    NOTHING,
+    STEP,
+    Change,
+    Decision,
+    SavePlan,
+    Transition,
+    View,
+    slowest,
+)
+from holdfast_lab.rivals.availability_forecast import PAST, ForecastBounds, forecast
+from holdfast_lab.rivals.grid_cost import GridModel, Shape
+from holdfast_lab.rivals.liveput import (
+    INTERVAL_S,
+    LOOK_AHEAD,
+    LiveputOptimizer,
+    SharedMigration,
+)
+from holdfast_lab.rivals.moves import RECOVERY, STARTUP, regroup_s, restart_s, stage_order
+
+GRADIENT_SHARE = 1 / 6
+"""Bytes of a gradient in 16 bits, of those of a parameter and two moments in fp32."""
+_AFTER_EVENTS_S = 0.01
+"""A minute's decision comes so long after the events of its first instant."""
+
+Chooser = Callable[[int, Sequence[int], Sequence[int], Shape | None], Shape | None]
+"""From the minute, nodes and lost nodes of each minute until now, and the layout at work."""
+
+
+@dataclass
+class MinutelyPolicy:
+    """Takes a layout once a minute and after each loss, and moves to it in living processes.
+
+    A server outside the spot nodes holds a copy of the state after each step, so no loss goes
+    further back (Parcae's ParcaePS). Each stage sends it the reduced gradient of a step, of which
+    training feels the same share as of a save. Its price is not charged: the paper's machines for
+    it are not in the trace. A change of depth moves every stage. One of width needs new groups, and
+    moves a stage that has too few copies.
+    """
+
+    cost: GridModel
+    chooser: Chooser
+    name: str = "parcae"
+    _counts: list[int] = field(default_factory=list)
+    _lost: list[int] = field(default_factory=list)
+    _decided: int = -1
+    _shape: Shape | None = None
+
+    def decide(self, view: View, change: Change) -> Decision:
+        minute = int(view.now / INTERVAL_S + 1e-9)
+        self._record(minute, len(view.nodes), len(change.lost))
+        transition = None
+        if change.lost or (minute > self._decided and (change.review or view.point is None)):
+            self._decided = minute
+            transition = self._move(view, change, self._wanted(view, minute))
+        next_minute = (minute + 1) * INTERVAL_S + _AFTER_EVENTS_S
+        if minute > self._decided:
+            next_minute = max(view.now, minute * INTERVAL_S + _AFTER_EVENTS_S)
+        return Decision(transition, max(1e-3, next_minute - view.now))
+
+    def _record(self, minute: int, nodes: int, lost: int) -> None:
+        while len(self._counts) <= minute:
+            self._counts.append(self._counts[-1] if self._counts else nodes)
+            self._lost.append(0)
+        self._counts[-1] = nodes
+        self._lost[-1] += lost
+
+    def _wanted(self, view: View, minute: int) -> Shape | None:
+        """The chosen layout, or what is left of it: fewer replicas of the same depth."""
+        nodes = len(view.nodes)
+        chosen = self.chooser(minute, self._counts, self._lost, self._shape)
+        if chosen is None:
+            return None
+        dp, pp = chosen
+        for replicas in range(min(dp, nodes // pp), 0, -1):
+            if self.cost.shaped(replicas, pp) is not None:
+                return replicas, pp
+        best = self.cost.point(nodes)
+        return (best.replicas, best.nodes_per_replica) if best else None
+
+    def _move(self, view: View, change: Change, wanted: Shape | None) -> Transition | None:
+        costs, before = self.cost.costs, self._shape
+        if wanted is None:
+            self._shape = None
+            lost = change.lost or view.point is not None
+            return Transition(None, loses=STEP, reason="too few nodes") if lost else None
+        if wanted == before and not change.lost:
+            return None
+        dp, pp = wanted
+        point = self.cost.shaped(dp, pp)
+        assert point is not None
+        self._shape = wanted
+        if view.point is None:
+            pause = restart_s(costs, dp * pp, dp)
+            used = tuple(view.nodes)[: dp * pp]
+            return Transition(point, ((STARTUP, pause),), used=used, reason="start")
+        stages = view.point.nodes_per_replica
+        if (view.point.replicas, stages) == wanted and not change.lost:  # it stays after all
+            return Transition(point, used=tuple(view.used))
+        used, moved = place_nodes(view, change.lost, stages, wanted)
+        pause = regroup_s(costs, moved) + (costs.detection_s if change.lost else 0.0)
+        pause = max(pause, view.pause_left)
+        loses = STEP if change.lost else NOTHING
+        reason = "migrates" if pp == stages else "changes depth"
+        return Transition(point, ((RECOVERY, pause),), loses, used=used, reason=reason)
+
+    def saves(self, view: View) -> SavePlan:
+        return SavePlan()
+
+    def slowdown(self, view: View) -> float:
+        """Slow nodes, and what training feels of the gradients that go to the server."""
+        costs, point = self.cost.costs, view.point
+        if point is None or point.step_s <= 0:
+            return slowest(view)
+        sent = GRADIENT_SHARE * costs.peer_s(point.nodes_per_replica)
+        return slowest(view) * (1 + costs.sent_share * sent / point.step_s)
+
+
+def place_nodes(
+    view: View, lost: Sequence[int], stages: int, wanted: Shape
+) -> tuple[tuple[str, ...], float]:
+    """(nodes in the order of ranks, share of the state that one of them receives at most)."""
+    dp, pp = wanted
+    gone = set(lost)
+    left = [(place, name) for place, name in enumerate(view.used) if place not in gone]
+    names = [name for _, name in left]
+    spare = [name for name in view.nodes if name not in set(names)]
+    if pp != stages:
+        return tuple((names + spare)[: dp * pp]), 1 / pp
+    holders: list[list[str]] = [[] for _ in range(pp)]
+    surplus: list[str] = []
+    for place, name in left:
+        stage = holders[place % pp]
+        (stage if len(stage) < dp else surplus).append(name)
+    free = iter([*surplus, *spare])
+    moved = 0.0
+    for stage in holders:
+        while len(stage) < dp:
+            stage.append(next(free))
+            moved = 1 / pp
+    return stage_order(holders, dp), moved
+
+
+def forecast_chooser(
+    cost: GridModel,
+    optimizer: LiveputOptimizer | None = None,
+    look_ahead: int = LOOK_AHEAD,
+    seed: int = 0,
+) -> Chooser:
+    """Parcae's own choice: its forecast, then the dynamic programme over it.
+
+    optimizer: one that several runs share.
+    """
+    optimizer = optimizer or LiveputOptimizer(cost, SharedMigration(cost.costs))
+    draw = random.Random(f"{seed}/parcae")
+    past = PAST.get(look_ahead, look_ahead)
+    bounds = ForecastBounds(min(d * p for d, p in cost.shapes), max(d * p for d, p in cost.shapes))
+
+    def choose(
+        minute: int, counts: Sequence[int], lost: Sequence[int], shape: Shape | None
+    ) -> Shape | None:
+        nodes = counts[-1]
+        ahead = [nodes] * look_ahead
+        if len(counts) > past:
+            ahead = forecast(counts[-past:], lost[-past:], look_ahead, bounds, draw)
+            ahead[0] = nodes  # this minute's is known
+        if shape is not None and shape[0] * shape[1] > nodes:
+            shape = (nodes // shape[1], shape[1]) if nodes >= shape[1] else None
+        best = cost.point(nodes)
+        is_flat = all(count == nodes for count in ahead)
+        if is_flat and best and shape == (best.replicas, best.nodes_per_replica):
+            return shape
+        return optimizer.choose(nodes, shape, net_changes([nodes, *ahead]))
+
+    return choose
+
+
+def net_changes(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """(joined, lost) from each count to the next."""
+    return [(max(0, b - a), max(0, a - b)) for a, b in itertools.pairwise(counts)]
+
+
+def saved_chooser(decisions: Sequence[Shape]) -> Chooser:
+    """Decisions by minute; the last one holds after their end."""
+
+    def choose(
+        minute: int, counts: Sequence[int], lost: Sequence[int], shape: Shape | None
+    ) -> Shape | None:
+        return decisions[min(minute, len(decisions) - 1)]
+
+    return choose
+
+
+@dataclass(frozen=True)
+class SavedDecisions:
+    """What Parcae's authors published for a trace, by minute.
+
+    intervals: (nodes before, joined, removed). by_kind: layouts by the name of the policy.
+    """
+
+    intervals: tuple[tuple[int, int, int], ...]
+    by_kind: dict[str, tuple[Shape, ...]]
+
+
+SAVED_KINDS = {
+    "throughput": "throughut-opt",  # misspelt in the files
+    "liveput, future known": "liveput-truth",
+    "liveput, forecast": "liveput-predict",
+}
+
+
+def parse_saved(text: str, source: str) -> SavedDecisions:
+    """A file of Parcae's decisions: one JSON list with an object a minute.
+
+    Raises DataError for a file of another form.
+    """
+    try:
+        items = parse_json(text)
+        if not isinstance(items, list):
+            raise TypeError
+        intervals = tuple(tuple(int(n) for n in item["interval"]) for item in items)
+        by_kind = {
+            name: tuple((int(item[key][0]), int(item[key][1])) for item in items)
+            for name, key in SAVED_KINDS.items()
+        }
+        return SavedDecisions(tuple((a, b, c) for a, b, c in intervals), by_kind)
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise DataError(
+            "this is no file of Parcae's decisions",
+            where=source,
+            remedy="give a JSON list with 'interval', 'throughut-opt', 'liveput-truth' and "
+            "'liveput-predict' for each minute",
+        ) from None
+
+
+def layout_changes(decisions: Sequence[Shape]) -> int:
+    return sum(a != b for a, b in itertools.pairwise(decisions))
+
+
+def offline_decisions(
+    saved: SavedDecisions,
+    optimizer: LiveputOptimizer,
+    look_ahead: int,
+    *,
+    knows: bool,
+    seed: int = 0,
+) -> list[Shape]:
+    """The authors' loop over their own intervals: what this reading of Parcae decides.
+
+    knows: the future, instead of a forecast. As in their code, a forecast is made before the
+    minute's changes are known, and the width is cut to the nodes that are there.
+    """
+    counts = [before + joined - removed for before, joined, removed in saved.intervals]
+    removed = [gone for _, _, gone in saved.intervals]
+    draw = random.Random(f"{seed}/parcae")
+    past = PAST.get(look_ahead, look_ahead)
+    bounds = ForecastBounds()
+    shape: Shape | None = None
+    out: list[Shape] = []
+    for minute, nodes in enumerate(counts):
+        before = counts[minute - 1] if minute else 0
+        if knows:
+            ahead = [
+                (joined, gone) for _, joined, gone in saved.intervals[minute : minute + look_ahead]
+            ]
+        elif minute == 0:
+            ahead = [(nodes, 0), *[(0, 0)] * (look_ahead - 1)]
+        elif minute - 1 < past:
+            ahead = [(0, 0)] * look_ahead
+        else:
+            window, gone = counts[minute - past : minute], removed[minute - past : minute]
+            ahead = net_changes([before, *forecast(window, gone, look_ahead, bounds, draw)])
+        shape = optimizer.choose(before, shape, ahead) or shape or (1, nodes)
+        if shape[0] * shape[1] > nodes:
+            shape = max(1, nodes // shape[1]), shape[1]
+        out.append(shape)
+    return out

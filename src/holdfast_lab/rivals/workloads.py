@@ -1,0 +1,87 @@
+"""The workloads of the comparison: measured grids and one from a closed form, with sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast_lab.engine.interfaces import Costs
+from holdfast_lab.rivals.grid_cost import GridCost, PipelineModel, pipeline_grid
+
+BERT_LARGE, GPT_6_7B = "bert", "gpt-6.7b"
+_ADAM_BYTES = 12
+"""Of a parameter and its two moments in fp32, as Parcae counts them."""
+
+P3_SPOT, A100_SPOT = 0.91, 1.1020155
+"""Dollars an hour of a spot node. p3.2xlarge: the constant of Bamboo's simulator. a2-highgpu-1g:
+us-central1 in May 2023, the first price that is known; the trace is of 2021."""
+
+_BATCHES: Mapping[str, tuple[int, int, int]] = {
+    BERT_LARGE: (1024, 512, 8),
+    GPT_6_7B: (64, 1024, 1),
+}
+"""Samples of a step, tokens of a sample, samples of a microbatch. Source: JF-D/Parcae,
+liveput/model.py."""
+_PARAMETERS = {BERT_LARGE: 366e6, GPT_6_7B: 7.68e9}
+
+
+def p3_costs(model: str) -> Costs:
+    """One V100 a node. peer_bandwidth: 1 GiB in 1.198 s, as Parcae measured; the store likewise,
+    and 2 GB/s in all: assumed."""
+    return Costs(
+        state_bytes=_PARAMETERS[model] * _ADAM_BYTES,
+        store_bandwidth=2e9,
+        node_store_bandwidth=0.9e9,
+        peer_bandwidth=0.9e9,
+        usd_per_node_hour=P3_SPOT,
+    )
+
+
+def measured_grid(rows: Iterable[Mapping[str, str]], model: str) -> GridCost:
+    """A model of `parcae_throughput.csv`, from its rows."""
+    batch, tokens, microbatch = _BATCHES[model]
+    rates = {
+        (int(row["dp"]), int(row["pp"])): float(row["samples_per_s"]) * tokens
+        for row in rows
+        if row["model"] == model
+    }
+    return GridCost(rates, float(batch * tokens), batch // microbatch, p3_costs(model))
+
+
+V100_PIPELINE = PipelineModel(
+    layers=36,
+    layer_s=0.0325,
+    layer_state=201.4e6 * _ADAM_BYTES,
+    layer_gradient=201.4e6 * 2,
+    node_memory=16e9 * 0.46,
+    boundary=1024 * 4096 * 2,
+    bandwidth=0.9e9,
+    microbatches=64,
+    batch_tokens=64 * 1024,
+)
+"""GPT-6.7B on p3.2xlarge, to check the closed form. layer_s is fitted to the ten measured rows."""
+
+A100_PIPELINE = PipelineModel(
+    layers=36,
+    layer_s=6 * 201.4e6 * 1024 / (0.4 * 312e12),
+    layer_state=201.4e6 * _ADAM_BYTES,
+    layer_gradient=201.4e6 * 2,
+    node_memory=40e9 * 0.8,
+    boundary=1024 * 4096 * 2,
+    bandwidth=2.5e9,
+    microbatches=1024,
+    batch_tokens=1024 * 1024,
+)
+"""GPT-6.7B on a2-highgpu-1g: one A100 of 40 GB a node at 40 % of its peak (assumed), 2.5 GB/s
+between two of them (Sailor's measurement)."""
+
+
+def a100_grid(nodes: int = 64) -> GridCost:
+    """GPT-6.7B on up to so many nodes of one A100."""
+    costs = Costs(
+        state_bytes=_PARAMETERS[GPT_6_7B] * _ADAM_BYTES,
+        store_bandwidth=5e9,
+        node_store_bandwidth=1e9,
+        peer_bandwidth=2.5e9,
+        usd_per_node_hour=A100_SPOT,
+    )
+    return pipeline_grid(A100_PIPELINE, nodes, costs)

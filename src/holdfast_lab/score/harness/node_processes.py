@@ -1,0 +1,174 @@
+"""Processes of nodes whose trainer is not Holdfast, and the lines that their loops write."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast_lab.chaos.agents import die_with_parent
+from holdfast_lab.score.harness.node_network import NodeNetwork
+from holdfast_lab.score.record import Commit
+
+READY_VARIABLE = "HOLDFAST_SCORE_READY"
+"""As in `holdfast_lab.score.trainers.gate`, which is imported by processes of nodes alone."""
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A node that has not joined. ready: the file that its process makes."""
+
+    process: subprocess.Popen[bytes]
+    ready: Path
+
+
+class NodeProcesses:
+    """One process tree for each node, and helpers that no fault hits (a store, a lighthouse).
+
+    A process that calls `holdfast_lab.score.trainers.gate.wait_at_gate` can be parked. It waits
+    there until `start` lets its node join."""
+
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], network: NodeNetwork | None = None
+    ) -> None:
+        """network: of the nodes, and of the helpers."""
+        self._folder, self._network = folder, network
+        self._environment = {**os.environ, **environment}
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._helpers: list[subprocess.Popen[bytes]] = []
+        self._parked: dict[str, deque[_Parked]] = {}
+        self._parked_count = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def alive(self) -> list[str]:
+        return [name for name, process in self._nodes.items() if process.poll() is None]
+
+    def park(self, node: str, command: Sequence[str], **environment: str) -> None:
+        """Start a node that joins later."""
+        self._parked_count += 1
+        ready = self._folder.absolute() / f"ready-{self._parked_count}"
+        inside = [] if self._network is None else self._network.command(node)
+        variables = {**environment, READY_VARIABLE: str(ready)}
+        process = self._start(node, [*inside, *command], variables)
+        self._parked.setdefault(node, deque()).append(_Parked(process, ready))
+
+    @property
+    def ready(self) -> int:
+        """How many parked nodes wait at their gates."""
+        return sum(
+            each.ready.exists() and each.process.poll() is None
+            for parked in self._parked.values()
+            for each in parked
+        )
+
+    def start(self, node: str, command: Sequence[str], *words: str, **environment: str) -> None:
+        """Let a node join: one that was parked, or a new one if none was. words: for its gate."""
+        if not self._parked.get(node):
+            self.park(node, command, **environment)
+        process = self._nodes[node] = self._parked[node].popleft().process
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{' '.join(words)}\n".encode())
+            process.stdin.flush()
+
+    def start_helper(self, name: str, command: Sequence[str]) -> None:
+        inside = [] if self._network is None else self._network.command()
+        self._helpers.append(self._start(name, [*inside, *command], {}))
+
+    def _start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._environment, **environment},
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+
+    def tree(self, node: str) -> list[int]:
+        """The node's process and all that it started."""
+        process = self._nodes.get(node)
+        return [] if process is None else _tree(process.pid)
+
+    def kill(self, node: str) -> None:
+        process = self._nodes.pop(node, None)
+        if process is not None:
+            _kill(process)
+
+    def stop(self) -> None:
+        parked = [each.process for queue in self._parked.values() for each in queue]
+        for process in [*self._nodes.values(), *parked, *self._helpers]:
+            _kill(process)
+        self._nodes, self._helpers, self._parked = {}, [], {}
+
+
+def _tree(pid: int) -> list[int]:
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        return [pid, *(child.pid for child in root.children(recursive=True))]
+    return []
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a tree, its root first, so that nothing starts a child again."""
+    for pid in _tree(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_TIMEOUT_S)
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def free_port() -> int:
+    """A port that nothing listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+class LineReader:
+    """Reads the file that loops write into (`holdfast_lab/score/trainers/workload.py`) as committed
+    steps. A step is what its ranks did."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def commits(self) -> list[Commit]:
+        """A step is committed when the first of its ranks has applied it."""
+        groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for row in self._rows():
+            groups.setdefault((row["generation"], row["step"]), []).append(row)
+        made = [self._commit(step, rows) for (_, step), rows in groups.items()]
+        return sorted(made, key=lambda commit: (commit.t_s, commit.step))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        lines = self._path.read_bytes().split(b"\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    @staticmethod
+    def _commit(step: int, rows: list[dict[str, Any]]) -> Commit:
+        ranges = sorted({(start, stop) for row in rows for start, stop in row["samples"]})
+        tokens = sum(stop - start for start, stop in ranges)
+        workers = max(row["workers"] for row in rows)
+        loss = sum(row["loss"] for row in rows) / max(1, tokens)
+        first = min(row["t"] for row in rows)
+        return Commit(first, step, float(tokens), workers, loss, tuple(ranges))

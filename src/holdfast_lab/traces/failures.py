@@ -1,0 +1,158 @@
+"""Tables of failures as events: outages, stays of devices, and counts by component. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from datetime import UTC, datetime
+
+from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader, in_order
+from holdfast_lab.traces.node_changes import ReadOptions
+from holdfast_lab.traces.outages import merge_outages, read_outages
+from holdfast_lab.traces.rows import as_date, count, row_error, table_of
+
+
+def outage_events(text: str, source: str, options: ReadOptions) -> EventStream:
+    """One system of a table of outages: all its nodes join at the start, fail and recover."""
+    table = read_outages(text, source, options.system)
+    zone = options.place or f"system-{table.system}"
+    names = {node: f"{zone}/{node}" for node in table.nodes}
+    events = [TraceEvent(0.0, "join", name, zone, options.gpu, 1.0) for name in names.values()]
+    origin = table.origin - 60.0  # all nodes work before the first of them fails
+    end = table.outages[-1].start - origin
+    merged = merge_outages(table.outages)
+    for each in merged:
+        at, place = each.start - origin, f"{source}:{each.line}"
+        base = (names[each.node], zone, options.gpu)
+        outage = each.stop - each.start
+        cause = {"cause": each.cause} if each.cause else {}
+        events.append(TraceEvent(at, "fail", *base, outage, place, cause))
+        if at + outage <= end:
+            events.append(TraceEvent(at + outage, "recover", *base, 1.0, place))
+    rest = len(table.systems) - 1
+    notes = [f"system {table.system}; {rest} more systems are left out"] if rest else []
+    if len(merged) < len(table.outages):
+        notes.append(f"{len(table.outages) - len(merged)} outages begin during another of a node")
+    if table.unequal:
+        notes.append(f"{table.unequal} rows have a Down Time that is not Prob Fixed - Prob Started")
+    header = TraceHeader(
+        "outages",
+        source,
+        rows=sum(table.systems.values()),
+        t0=table.started,
+        zones=(zone,),
+        victim_rule="given",
+        seed=options.seed,
+        seconds=end,
+        step_s=60.0,
+        disorder=table.disorder,
+        duplicates=table.duplicates,
+        notes=tuple(notes),
+        extra={"systems": table.systems},
+    )
+    return EventStream(header, in_order(events))
+
+
+_STAY = ("SN", "location", "insert", "remove", "event")
+
+
+def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
+    """A table with one stay of one device at one place a row. A stay joins, and ends by an event
+    (fail), because the device was moved (preempt), or with the file (no event)."""
+    rows = []
+    last = 0.0
+    for line, row in table_of(text, source, _STAY):
+        stop = as_date(row["remove"])
+        start = as_date(row["insert"]) if row["insert"] else (stop or 0.0) - 1.0
+        if stop is None or start is None or start > stop:
+            cells = [row[key] for key in _STAY]
+            raise row_error(source, line, cells, "write insert and remove as YYYY-MM-DD HH:MM:SS")
+        last = max(last, stop)
+        rows.append((start, stop, row, line))
+    if not rows:
+        raise row_error(source, 1, [], "give at least one stay")
+    origin = min(min(row[0], row[1] - 1.0) for row in rows)
+    zone, gpu, stays, unexposed, duplicates = options.place, options.gpu, Counter[str](), 0, 0
+    events: list[TraceEvent] = []
+    causes = Counter[str]()
+    seen: set[tuple[str, ...]] = set()
+    for start, stop, row, line in rows:
+        node = f"{row['SN']}@{row['location']}"
+        cause = row["event"]
+        causes[cause] += bool(cause)
+        exact = tuple(row.values())
+        if exact in seen:
+            duplicates += 1
+            continue
+        seen.add(exact)
+        stays[node] += 1
+        base = (f"{node}#{stays[node]}", zone, gpu)
+        place = f"{source}:{line}"
+        # An event of an unknown stay counts as one, and not as exposure.
+        unexposed += not row["insert"]
+        start = min(start, stop - 1.0)
+        events.append(TraceEvent(start - origin, "join", *base, 1.0, place))
+        if cause:
+            extra = {"cause": cause}
+            events.append(TraceEvent(stop - origin, "fail", *base, 0.0, place, extra))
+        elif stop < last:
+            events.append(TraceEvent(stop - origin, "preempt", *base, 0.0, place))
+    words = ", ".join(f"{name} {many:,}" for name, many in causes.items() if name)
+    notes = [f"events: {words}"] if words else []
+    notes += [f"{unexposed:,} stays without a start got one of 1 s"] if unexposed else []
+    header = TraceHeader(
+        "stays",
+        source,
+        rows=len(rows),
+        t0=datetime.fromtimestamp(origin, UTC).strftime("%F %T"),
+        zones=(zone,) if zone else (),
+        victim_rule="given",
+        seed=options.seed,
+        seconds=last - origin,
+        step_s=1.0,
+        duplicates=duplicates,
+        notes=tuple(notes),
+        extra={"causes": {name: many for name, many in causes.items() if name}},
+    )
+    return EventStream(header, in_order(events))
+
+
+def component_events(text: str, source: str, options: ReadOptions) -> EventStream:
+    """A table of how often each component failed. Their times are not in it: they are drawn,
+    each alike over `days` (54) and `nodes` (2,048)."""
+    days = 54.0 if options.days is None else options.days
+    names = [f"n{index}" for index in range(2048 if options.nodes is None else options.nodes)]
+    zone, gpu = options.place, options.gpu
+    draw, end = random.Random(f"{options.seed}/components"), days * 86400
+    failures, rows, total = [], 0, 0
+    for line, row in table_of(text, source, ("component", "count"), ("category",)):
+        rows += 1
+        for _ in range(count(row["count"], source, line)):
+            total += 1
+            cause = f"{row.get('category', '')}: {row['component']}".removeprefix(": ")
+            failures.append((draw.random() * end, draw.choice(names), cause, line))
+    events = [TraceEvent(0.0, "join", name, zone, gpu, 1.0) for name in names]
+    back: dict[str, float] = {}
+    for at, name, cause, line in sorted(failures):
+        if at <= back.get(name, -1.0):
+            at = back[name] + 1.0  # a node that is out fails again after it is back
+        place, back[name] = f"{source}:{line}", at + options.outage_s
+        events.append(
+            TraceEvent(at, "fail", name, zone, gpu, options.outage_s, place, {"cause": cause})
+        )
+        events.append(TraceEvent(back[name], "recover", name, zone, gpu, 1.0, place))
+    notes = (
+        f"{total} failures at times that were drawn, over {days:g} days and {len(names)} nodes",
+        f"an outage of {options.outage_s:g} s is assumed; real failures cluster more",
+    )
+    header = TraceHeader(
+        "failures by component",
+        source,
+        rows=rows,
+        zones=(zone,) if zone else (),
+        victim_rule="drawn",
+        seed=options.seed,
+        seconds=max(end, *back.values(), 0.0),
+        notes=notes,
+    )
+    return EventStream(header, in_order(events))

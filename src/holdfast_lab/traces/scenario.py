@@ -1,0 +1,109 @@
+"""What a scenario changes in a trace: notices, and what becomes of gaps. Pure."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast_lab.traces.events import EventStream, TraceEvent, in_order
+
+GapRule = Literal["hold", "cut", "skip"]
+
+
+@dataclass(frozen=True)
+class Notices:
+    """What notices get wrong. missed_share: of departures without one. false_per_node_day: notices
+    of a node that stays, a day. seed: for which of them, and when."""
+
+    missed_share: float = 0.0
+    false_per_node_day: float = 0.0
+    seed: int = 0
+
+
+ALL_TRUE = Notices()
+
+
+def with_notices(stream: EventStream, seconds: float, notices: Notices = ALL_TRUE) -> EventStream:
+    """Each node that is taken has a notice before, at the earliest when it joins."""
+    draw = random.Random(f"{notices.seed}/notices")
+    joined: dict[str, float] = {}
+    added: list[TraceEvent] = []
+    stays: list[tuple[TraceEvent, float]] = []
+    here: dict[str, TraceEvent] = {}
+    for event in stream.events:
+        if event.kind == "join":
+            joined[event.node] = event.t_s
+            here[event.node] = event
+        elif event.kind == "preempt" and seconds > 0:
+            at = max(event.t_s - seconds, joined.get(event.node, 0.0))
+            if event.node in here:
+                stays.append((here.pop(event.node), at))
+            if at < event.t_s and draw.random() >= notices.missed_share:
+                notice = replace(event, t_s=at, kind="notice", value=event.t_s - at, extra={})
+                added.append(notice)
+    if notices.false_per_node_day and seconds > 0:
+        stays += [(event, stream.seconds) for event in here.values()]
+        added += _false_notices(stays, seconds, notices.false_per_node_day, draw)
+    return EventStream(stream.header, in_order([*stream.events, *added]))
+
+
+def _false_notices(
+    stays: list[tuple[TraceEvent, float]], seconds: float, a_day: float, draw: random.Random
+) -> Iterator[TraceEvent]:
+    """Notices that no departure follows. stays: joins, and until when a notice would be false."""
+    for event, until in stays:
+        at = event.t_s + draw.expovariate(a_day / 86_400)
+        while at + seconds < until:
+            yield replace(event, t_s=at, kind="notice", value=seconds, extra={})
+            at += draw.expovariate(a_day / 86_400)
+
+
+def without_gaps(stream: EventStream, rule: GapRule) -> EventStream:
+    """`hold` keeps the state before a gap. `skip` takes the time of gaps out. `cut` keeps only the
+    longest part between two gaps, and the nodes that were there at its start."""
+    gaps = stream.header.gaps
+    if rule == "hold" or not gaps:
+        return stream
+    if rule == "cut":
+        edges = [0.0, *(time for gap in gaps for time in gap), stream.seconds]
+        parts = list(zip(edges[::2], edges[1::2], strict=True))
+        start, stop = max(parts, key=lambda part: part[1] - part[0])
+        return stream_part(stream, start, stop)
+    ends = [stop for _, stop in gaps]
+    lost = [0.0]
+    for start, stop in gaps:
+        lost.append(lost[-1] + stop - start)
+    events = [replace(e, t_s=e.t_s - lost[bisect_right(ends, e.t_s)]) for e in stream.events]
+    header = replace(stream.header, gaps=(), seconds=stream.seconds - lost[-1])
+    return EventStream(header, in_order(events))
+
+
+def stream_part(stream: EventStream, start: float, stop: float) -> EventStream:
+    """The events of (start, stop], after the state at its start."""
+    state: dict[tuple[str, ...], TraceEvent] = {}
+    later = []
+    for event in stream.events:
+        if event.t_s > stop:
+            break
+        if event.t_s > start:
+            later.append(replace(event, t_s=event.t_s - start))
+        else:
+            _take_in(state, event)
+    first = [replace(event, t_s=0.0) for event in state.values()]
+    header = replace(stream.header, gaps=(), seconds=stop - start)
+    return EventStream(header, in_order([*first, *later]))
+
+
+def _take_in(state: dict[tuple[str, ...], TraceEvent], event: TraceEvent) -> None:
+    """Keep what is needed to have the same state: joins of nodes that are there, and the last
+    failure, slowness, link, price and intensity."""
+    if event.kind in ("preempt", "recover"):
+        for kind in ("fail", "slow", *(("join",) if event.kind == "preempt" else ())):
+            state.pop((kind, event.node), None)
+    elif event.kind in ("join", "fail", "slow"):
+        state[event.kind, event.node] = event
+    elif event.kind != "notice":
+        state[event.kind, event.node, event.zone, event.gpu] = event

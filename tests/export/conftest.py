@@ -1,5 +1,0 @@
-"""Fixtures that these tests share with those of the commands."""
-
-from tests.cli.conftest import elsewhere, trained
-
-__all__ = ["elsewhere", "trained"]

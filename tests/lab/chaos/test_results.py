@@ -1,0 +1,86 @@
+"""Which runs count as recovered, and what the table tells of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast_lab.chaos.results import (
+    count_tracebacks,
+    describe_result,
+    format_table,
+    is_recovered,
+    summarize,
+)
+from holdfast_lab.chaos.run_report import NOT_RECOVERED
+
+EQUAL = {"curve": "", "ledger": "", "tensors": "", "worst": 0.0}
+
+
+def _fault(outcome: str = "recovered") -> dict[str, Any]:
+    return {"number": 1, "fault": "agent", "outcome": outcome, "seconds": 1.5, "named": None}
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    result = {
+        "run": "two-1-1",
+        "faults": [_fault()],
+        "rejected": [],
+        "unexpected_ends": [],
+        "problem": "",
+        "asked": 1,
+        "cut": "",
+        "notes": [],
+        "tracebacks": 0,
+        "verdict": EQUAL,
+        "tolerance": 0.0,
+        "seconds": 30.0,
+    } | changes
+    return result | {"recovered": is_recovered(result)}
+
+
+def test_a_run_that_no_fault_hit_has_not_recovered() -> None:
+    result = _result(faults=[_fault("not done: 'zebra'")])
+    assert not result["recovered"]
+    assert "none of 1 faults hit" in describe_result(result)
+    assert "two-1-1: not disturbed, none of 1 faults hit" in format_table([result])
+    assert not summarize([result])["recovered"]
+    assert _result()["recovered"]
+    assert _result(asked=0, faults=[])["recovered"], "it was to be left in peace"
+
+
+def test_a_run_that_was_started_again_has_not_recovered_without_a_hand() -> None:
+    result = _result(unexpected_ends=[["b", 1], ["c", -9]])
+    assert not result["recovered"]
+    assert "2 agents (b with 1, c with -9) ended by themselves" in describe_result(result)
+    assert "two-1-1: 2 agents (b with 1, c with -9) ended by themselves" in format_table([result])
+
+
+def test_the_fault_that_a_run_did_not_survive_is_in_the_table() -> None:
+    result = _result(
+        faults=[_fault(), _fault(NOT_RECOVERED)], asked=2, problem="stuck", verdict=None
+    )
+    assert format_table([result])[1].split() == ["agent", "2", "0", "0", "1.50", "1.50"]
+    assert "NOT RECOVERED after 2 faults" in describe_result(result)
+
+
+def test_a_run_that_was_cut_short_is_marked() -> None:
+    result = _result(asked=25, cut="its time was over", notes=["b had not come back"])
+    assert result["recovered"]
+    assert "cut short: its time was over" in describe_result(result)
+    lines = format_table([result])
+    assert "two-1-1: cut short after 1 of 25 faults, its time was over" in lines
+    assert "two-1-1: b had not come back" in lines
+    assert summarize([result])["cut_short"] == ["two-1-1"]
+
+
+def test_tracebacks_of_agents_and_movers_are_counted(tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    told = "before\nTraceback (most recent call last):\n"
+    (tmp_path / "a.1.log").write_text(told)
+    (tmp_path / "b.1.log").write_text("fine")
+    (logs / "mover.a.log").write_text(told)
+    (logs / "worker.0.log").write_text(told)
+    assert count_tracebacks(tmp_path, tmp_path / "run") == 2
+    assert "2 logs with a traceback, of agents and movers" in format_table([_result(tracebacks=2)])

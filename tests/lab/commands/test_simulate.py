@@ -1,0 +1,198 @@
+"""`holdfast simulate`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.main import main
+
+RUN = """\
+name: small
+device: cuda
+model: {preset: tiny, vocab_size: 1000, max_position: 512}
+data: {sequence_length: 512}
+train: {steps: 4000, batch_size: 32, precision: bf16}
+"""
+MACHINES = """\
+pools:
+  spot:
+    device: A100-80
+    devices: 1
+    nodes: 4
+    outside: {type: roce-100, per: node}
+    usd_per_hour: 2
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    Path("machines.yaml").write_text(MACHINES)
+    rows = [f"0,add,n{index}" for index in range(4)]
+    rows += ["600000,remove,n0", "900000,add,n4", "2400000,remove,n1", "2400000,remove,n2"]
+    rows += ["3000000,add,n5", "3600000,add,n6"]
+    Path("nodes.csv").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def simulate(*more: str) -> int:
+    given = ["run.yaml", "--cluster", "machines.yaml", "--trace", "nodes.csv"]
+    return main(["simulate", *given, *more])
+
+
+def answer(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    assert simulate("--json", *more) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def test_the_table_and_the_numbers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--svg", "chart.svg") == 0
+    shown = capsys.readouterr().out
+    assert "holdfast" in shown
+    assert "productive" in shown
+    assert Path("chart.svg").read_text().startswith("<svg")
+    ledger = answer(capsys)["outcomes"][0]["histories"][0]
+    assert ledger["interruptions"] == 2
+    assert sum(ledger["seconds_by_class"].values()) == pytest.approx(ledger["wall_seconds"])
+    assert ledger["usd"] == pytest.approx(2 * ledger["node_hours"])
+
+
+def test_the_report_of_a_simulated_run_says_what_the_simulation_says(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = ("--set", "communicator_s=20", "--set", "peers=0", "--set", "replicas_go_on=0")
+    more = ("--set", "store_interval_s=97", "--out", "made")
+    ledger = answer(capsys, *slow, *more)["outcomes"][0]["histories"][0]
+    assert main(["report", "made", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["wall_seconds"] == pytest.approx(ledger["wall_seconds"])
+    assert report["seconds_by_class"]["rework"] > 0
+    for label, seconds in ledger["seconds_by_class"].items():  # the last step never ended
+        assert report["seconds_by_class"][label] == pytest.approx(seconds, abs=0.1), label
+    lost = [incident for incident in report["incidents"] if incident["losses"]]
+    assert len(lost) == ledger["interruptions"]
+    changes = [incident["title"] for incident in report["incidents"] if incident["planned"]]
+    assert changes == ["n4 joined", "n5 joined"]
+    assert main(["report", "made"]) == 0
+    assert "data prepare" not in capsys.readouterr().err
+
+
+def test_a_sweep_has_a_row_for_each_value(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--sweep", "store_interval_s=30,1500", "--set", "peers=0")
+    names = [outcome["policy"] for outcome in found["outcomes"]]
+    assert names == ["holdfast store_interval_s=30", "holdfast store_interval_s=1500"]
+    often, seldom = (outcome["histories"][0]["saves"]["2"] for outcome in found["outcomes"])
+    assert often > 10 * seldom > 0
+    keys = answer(capsys, "--sweep", "train.batch_size=32,64")
+    assert len({o["estimates"]["tokens_per_s"]["mean"] for o in keys["outcomes"]}) == 2
+
+
+def test_more_histories_give_an_interval(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--seeds", "4")["outcomes"][0]
+    assert len(found["histories"]) == 4
+    interval = found["estimates"]["tokens"]
+    assert interval["low"] < interval["mean"] < interval["high"]
+
+
+def test_a_run_is_simulated_to_its_end(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--until-done")["outcomes"][0]["histories"][0]
+    assert found["finished"]
+    assert found["tokens"] == pytest.approx(4000 * 32 * 512)
+
+
+def test_a_made_trace_needs_no_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "run.yaml", "--cluster", "machines.yaml", "--make", "spot", "--json"]
+    assert main([*words, "--days", "0.2", "--set", "between_s=900", "--seeds", "2"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["outcomes"][0]["histories"]
+    assert one["interruptions"] != two["interruptions"] or one["tokens"] != two["tokens"]
+
+
+def test_notices_spare_work(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--sweep", "notice_s=0,60", "--set", "replicas_go_on=0")
+    without, noticed = (outcome["histories"][0] for outcome in found["outcomes"])
+    assert without["interruptions"] == 2
+    assert noticed["interruptions"] == 0
+
+
+def compared(capsys: pytest.CaptureFixture[str], one: str, other: str) -> dict[str, Any]:
+    assert main(["report", one, "--compare", other, "--json"]) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def test_two_simulated_runs_side_by_side(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    continues = answer(capsys, "--out", "continues")["outcomes"][0]["histories"][0]
+    restores = ("--set", "replicas_go_on=0", "--set", "peers=0", "--set", "store_interval_s=97")
+    loses = answer(capsys, *restores, "--out", "loses")["outcomes"][0]["histories"][0]
+    found = compared(capsys, "continues", "loses")
+    one, other = found["runs"]
+    assert [run["is_simulated"] for run in found["runs"]] == [True, True]
+    for run, ledger in ((one, continues), (other, loses)):
+        assert run["usd"] == ledger["usd"]
+        assert run["tokens"] == pytest.approx(ledger["tokens"], rel=1e-3)
+        assert run["interruptions"] == ledger["interruptions"] == 2
+        assert sum(run["seconds"].values()) == pytest.approx(ledger["wall_seconds"])
+    assert (one["by_rung"], other["by_rung"]) == ({"0": 2}, {"6": 2})
+    assert one["lost_steps"] == 0 < other["lost_steps"]
+    assert other["rpo_s"]["worst"] == pytest.approx(loses["rpo_seconds"]["worst"], abs=0.1)
+    differences = found["differences"]
+    assert differences["tokens"] == other["tokens"] - one["tokens"] < 0
+    labels = [value for name, value in differences.items() if name.startswith("seconds.")]
+    assert sum(labels) == pytest.approx(differences["wall_s"], abs=1e-6)
+    first = found["first_differing_decision"]
+    assert first["index"] == 2  # both start; the first loss is answered by another rung
+    assert (first["one"]["rung"], first["other"]["rung"]) == (0, 6)
+    assert compared(capsys, "loses", "loses")["first_differing_decision"] is None
+
+
+def test_a_real_run_beside_a_simulated_one(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golden = Path(__file__).parents[2] / "golden" / "runs" / "nodes"
+    shutil.copytree(golden, "real")
+    assert simulate("--out", "simulated") == 0
+    capsys.readouterr()
+    assert main(["report", "real", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = compared(capsys, "real", "simulated")
+    real, simulated = found["runs"]
+    assert (real["is_simulated"], simulated["is_simulated"]) == (False, True)
+    assert real["seconds"] == report["seconds_by_class"]
+    assert real["tokens"] == report["tokens"]
+    broke = [incident for incident in report["incidents"] if not incident["planned"]]
+    assert real["interruptions"] == len(broke) == 3
+    assert real["rto_s"]["worst"] == max(incident["seconds"] for incident in broke)
+    assert real["usd"] is None
+    assert "usd" not in found["differences"]
+    first = found["first_differing_decision"]
+    assert (first["index"], first["one"]["nodes"], first["other"]["nodes"]) == (1, 2, 4)
+    assert main(["report", "real", "--compare", "simulated"]) == 0
+    shown = capsys.readouterr().out
+    assert "A: real: golden, real, finished" in shown
+    assert "generation 1 (start): no rung, 2 nodes" in shown
+
+
+PRICES = "date,machine_type,region,usd_per_hour_spot\n"
+
+
+def test_prices_of_another_file_hold_for_the_nodes(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "2024-01-01,g,east,5\n2024-01-01,g,west,7\n2025-01-01,g,west,7\n"
+    Path("prices.csv").write_text(PRICES + rows)
+    table = ("--trace", "prices.csv", "--gpu", "g", "--zone")
+    east, west = (
+        answer(capsys, *table, zone)["outcomes"][0]["histories"][0] for zone in ("east", "west")
+    )
+    for each in (east, west):
+        assert each["wall_seconds"] == pytest.approx(3600)  # a year of prices adds no time
+    assert east["usd"] == pytest.approx(5 * east["node_hours"])
+    assert west["usd"] == pytest.approx(7 * west["node_hours"])
+    Path("prices.csv").write_text(PRICES + rows.splitlines()[0] + "\n")
+    (only,) = answer(capsys, "--trace", "prices.csv")["outcomes"]  # one place holds everywhere
+    assert only["histories"][0]["usd"] == pytest.approx(5 * east["node_hours"])

@@ -1,0 +1,71 @@
+"""Replay of energy: by hand, in time on random signals, and never dearer than it need be."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from holdfast_lab.energy.clocks import NodePower
+from holdfast_lab.energy.energy import EnergyRun, Hour, hours_of, replay_energy
+from holdfast_lab.energy.shifting import ShiftRules
+from holdfast_lab.traces.events import TraceEvent
+from holdfast_lab.traces.generators import make_trace
+
+NODE = NodePower(host_w=400.0, idle_w=100.0, busy_w=1100.0)
+DAY = 86400.0
+
+
+def test_by_hand() -> None:
+    """1.5 kW for two hours, at 100 and at 300 g; an idle node takes 0.5 kW."""
+    hours: list[Hour] = [(0.0, {"a": 100.0}), (3600.0, {"a": 300.0}), (7200.0, {"a": 0.0})]
+    out = replay_energy(hours, 0, EnergyRun(7200.0, idle_nodes=1), ShiftRules(NODE), "a")
+    assert out.kwh == pytest.approx(4.0)
+    assert out.cost == pytest.approx(2.0 * 100 + 2.0 * 300)
+    assert (out.seconds, out.is_done) == (7200.0, True)
+    off = EnergyRun(7200.0, idle_nodes=1, idle_off=True)
+    assert replay_energy(hours, 0, off, ShiftRules(NODE), "a").kwh == pytest.approx(3.0)
+
+
+def test_prices_are_paid_while_nodes_are_held() -> None:
+    hours: list[Hour] = [(0.0, {"a": 2.0}), (3600.0, {"a": 4.0}), (7200.0, {"a": 4.0})]
+    out = replay_energy(hours, 0, EnergyRun(7200.0, nodes=3), ShiftRules(NODE, priced=True), "a")
+    assert out.cost == pytest.approx(3 * (2.0 + 4.0))
+
+
+def test_a_signal_holds_until_the_next_and_is_seen_every_hour() -> None:
+    events = [
+        TraceEvent(0.0, "price", "", "a", "x", 1.0),
+        TraceEvent(60.0, "price", "", "b", "x", 5.0),
+        TraceEvent(9000.0, "price", "", "a", "x", 3.0),
+    ]
+    found = hours_of(events, "price")
+    assert [at for at, _ in found] == [60.0, 3660.0, 7260.0, 9000.0]
+    assert found[0][1] == {"a": 1.0, "b": 5.0}
+    assert found[-1][1] == {"a": 3.0, "b": 5.0}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_policy_ends_in_time_and_the_free_one_saves_most(seed: int) -> None:
+    hours = hours_of(make_trace("carbon", seed, 12.0, {}).events, "carbon")
+    run = EnergyRun(5 * DAY)
+    plain = ShiftRules(NODE)
+    free = replace(plain, can_cap=True, can_pause=True, powers_down=True)
+    base = replay_energy(hours, 24, run, plain, "made")
+    for rules in (replace(plain, can_cap=True), replace(free, can_cap=False), free):
+        out = replay_energy(hours, 24, run, rules, "made")
+        assert out.is_done
+        assert out.seconds <= 1.1 * run.work_s
+        assert out.cost < base.cost
+
+
+def test_noise_never_makes_a_run_late() -> None:
+    draw = random.Random(5)
+    hours: list[Hour] = [(3600.0 * k, {"a": draw.uniform(1, 900)}) for k in range(150)]
+    rules = ShiftRules(NODE, can_cap=True, can_pause=True, powers_down=True)
+    for longest in (1.0, 1.05, 1.5):
+        run = EnergyRun(3 * DAY, longest=longest)
+        out = replay_energy(hours, 0, run, rules, "a")
+        assert out.is_done
+        assert out.seconds <= longest * run.work_s + 1e-6

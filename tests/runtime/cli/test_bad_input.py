@@ -1,0 +1,425 @@
+"""Each mistake that a person can make, through the command line: exit code 2, one sentence, and
+every byte on the disk is what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.cli.conftest import Trained
+from tests.support.commands import Outcome, apart, here, write_run_file
+from tests.support.marks import in_campaign
+
+Capture = pytest.CaptureFixture[str]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+# --- the run file -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("steps: 6", "stpes: 6", ["run.yaml:14: unknown key train.stpes", "mean train.steps?"]),
+        ("steps: 6", "steps: soon", ["run.yaml:14: train.steps is 'soon', not a whole number"]),
+        ("steps: 6", "steps: -1", ["run.yaml:14: train.steps is -1, but must be at least 1"]),
+        (
+            "microbatch_size: 1",
+            "microbatch_size: 3",
+            ["batch_size 4 is not a multiple of microbatch_size 3", "use 3"],
+        ),
+        ("dim: 16,", "dim: 18,", ["head dim 9 is odd", "use head_dim 10"]),
+        ("heads: 2, kv_heads: 1", "heads: 3, kv_heads: 1", ["heads 3 does not divide dim 16"]),
+        ("heads: 2, kv_heads: 1", "heads: 4, kv_heads: 3", ["kv_heads 3", "use one of [1, 2, 4]"]),
+        (
+            "workers: 2}",
+            "workers: 2, dp_shard: 2}",
+            [
+                "layout.dp_shard 2 does not divide train.microbatch_size 1",
+                "use train.microbatch_size 2",
+            ],
+        ),
+        (
+            "workers: 2}",
+            "workers: 2}\ncluster: {loss_jumps: roll_back, recovery: restart}",
+            ["cluster.loss_jumps: roll_back", "use cluster.recovery: live"],
+        ),
+        ("name: tiny", "name: ../up", ["run.yaml:1: name is '../up'"]),
+        ("name: tiny", "name: ..", ["run.yaml:1: name is '..'"]),
+        ("  steps: 6", "  optimizer: {betas: [0.9, 1.0]}", ["betas", "must be below 1"]),
+        ("device: cpu", "cluster: {metrics_port: 70000}", ["must be at most 65535"]),
+        ("name: tiny", "name: caf\\xe9", ["run.yaml:1: the byte 0xe9 is not UTF-8"]),
+    ],
+)
+def test_run_file(old: str, new: str, words: list[str], tmp_path: Path, capsys: Capture) -> None:
+    run_file = write_run_file(tmp_path)
+    text = run_file.read_text()
+    assert old in text
+    run_file.write_bytes(text.replace(old, new).encode().replace(b"\\xe9", b"\xe9"))
+    before = tree(tmp_path)
+    here(capsys, "train", run_file).refuses(*words)
+    assert tree(tmp_path) == before
+
+
+def test_compiling_without_a_compiler(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = write_run_file(tmp_path)
+    before = tree(tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    here(capsys, "train", run_file, "train.compile=true").refuses(
+        "command line: train.compile=true: train.compile needs a C++ compiler", "install g++"
+    )
+    assert tree(tmp_path) == before
+
+
+# --- sources ----------------------------------------------------------------------------------
+def binary(texts: Path) -> None:
+    (texts / "3.txt").write_bytes(b"text\0and more")
+
+
+def latin(texts: Path) -> None:
+    (texts / "3.txt").write_bytes("café".encode("latin-1"))
+
+
+def nothing(texts: Path) -> None:
+    for path in texts.iterdir():
+        path.write_text("  \n")
+
+
+def long(texts: Path) -> None:
+    (texts / "3.txt").write_text("0123456\n" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (binary, ["3.txt", "zero byte at offset 4", "binary file"]),
+        (latin, ["3.txt", "byte 0xe9 at offset 3 is not UTF-8"]),
+        (nothing, ["nothing is left of 12 documents: 12 empty"]),
+        (long, ["3.txt:626", "data.max_document_bytes (5,000)"]),
+        (shutil.rmtree, ["data.sources[0].path", "does not exist"]),
+    ],
+)
+@pytest.mark.parametrize("command", [["train"], ["data", "prepare"]])
+def test_sources(
+    command: list[str],
+    spoil: Callable[[Path], None],
+    words: list[str],
+    tmp_path: Path,
+    capsys: Capture,
+) -> None:
+    run_file = write_run_file(tmp_path)
+    spoil(tmp_path / "texts")
+    here(capsys, *command, run_file, "data.max_document_bytes=5000").refuses_last(*words)
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "dataset" / "manifest.json").exists()
+
+
+def test_a_line_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
+    run_file = write_run_file(tmp_path)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "short"}\n' + json.dumps({"text": "x" * 3000}) + "\n")
+    here(
+        capsys,
+        "data",
+        "prepare",
+        run_file,
+        "data.sources.0.kind=jsonl",
+        f"data.sources.0.path={lines}",
+        "data.max_document_bytes=2000",
+    ).refuses_last(f"{lines}:2", "data.max_document_bytes (2,000)")
+
+
+def test_a_huggingface_source_without_its_extra(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    run_file = write_run_file(tmp_path)
+    here(
+        capsys, "train", run_file, "data.sources.0.kind=huggingface", "data.sources.0.path=a/b"
+    ).refuses("needs the datasets package", "pip install 'holdfast[hf]'")
+
+
+# --- what is there already --------------------------------------------------------------------
+def other_tokenizer(trained: Trained, folder: Path) -> Path:
+    """The run's tokenizer with two tokens exchanged."""
+    table = json.loads((trained.root / "dataset" / "tokenizer.json").read_text())
+    vocab = table["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(table))
+    return path
+
+
+def test_a_tokenizer_that_does_not_match_the_dataset(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    path = other_tokenizer(trained, tmp_path)
+    before = tree(trained.root)
+    here(
+        capsys, "train", trained.run_file, f"data.tokenizer.path={path}", f"folder={tmp_path}/run"
+    ).refuses("does not match the dataset", "2 tokens have another id")
+    assert tree(trained.root) == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_another_tokenizer_are_not_imported(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    model = tmp_path / "model"
+    assert here(capsys, "export", trained.folder, "--to", model).code == 0
+    other_tokenizer(trained, model)
+    here(
+        capsys, "checkpoint", "import", trained.run_file, "--from", model, f"folder={tmp_path}/run"
+    ).refuses("tokenised with another tokenizer: 2 tokens have another id", "data.tokenizer.path=")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_another_shape_leave_no_run_behind(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """The remedy changes the configuration, so no run folder of the first may stand in its way."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    assert here(capsys, "export", trained.folder, "--to", model).code == 0
+    command = ["checkpoint", "import", trained.run_file, f"folder={run}"]
+    here(capsys, *command, "--from", tmp_path).refuses("there is no config.json here")
+    assert not run.exists()
+    here(capsys, *command, "--from", model, "model.layers=2").refuses("use model.layers=1")
+    assert not run.exists()
+    assert here(capsys, *command, "--from", model, "model.layers=1").code == 0
+
+
+def test_a_prompt_and_a_page_that_cannot_be(trained: Trained, capsys: Capture) -> None:
+    here(capsys, "generate", trained.folder, "caf\udce9").refuses("the prompt is not UTF-8 text")
+    here(capsys, "report", trained.folder, "--output", ".").refuses(".: the report", "is a folder")
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0", "-3", "1e9"])
+def test_a_notice_of_no_time(seconds: str, trained: Trained, capsys: Capture) -> None:
+    words = [f"a notice of {float(seconds):g} seconds makes no sense", "--seconds"]
+    here(capsys, "notice", trained.folder, "--seconds", seconds).refuses(*words)
+
+
+def test_a_run_folder_of_another_configuration(trained: Trained, capsys: Capture) -> None:
+    before = tree(trained.root)
+    here(capsys, "train", trained.run_file, "seed=3").refuses("another configuration", "seed was 1")
+    assert tree(trained.root) == before
+
+
+def test_a_run_folder_that_was_trained_on_another_dataset(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    texts = tmp_path / "texts"
+    shutil.copytree(trained.root / "texts", texts)
+    (texts / "more.txt").write_text("another text\n")
+    before = tree(trained.root)
+    changed = json.loads((trained.folder / "resolved.json").read_text())
+    copy = shutil.copytree(trained.folder, tmp_path / "run")
+    changed["config"]["data"]["sources"][0]["path"] = str(texts)
+    (copy / "resolved.json").write_text(json.dumps(changed))
+    inside = tree(copy)
+    here(
+        capsys,
+        "train",
+        trained.run_file,
+        f"data.sources.0.path={texts}",
+        f"folder={copy}",
+        f"data.folder={tmp_path}/set",
+    ).refuses_last("the run was trained on dataset", "--fresh")
+    assert tree(copy) == inside
+    assert tree(trained.root) == before
+
+
+def test_starting_over_leaves_other_peoples_folders_where_they_are(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("\\end")
+    before = tree(tmp_path)
+    here(capsys, "train", trained.run_file, f"folder={tmp_path}/home", "--fresh").refuses(
+        "not a run folder", "thesis.tex"
+    )
+    here(capsys, "train", trained.run_file, "folder=.", "--fresh").refuses("not a run folder")
+    assert tree(tmp_path) == before
+
+
+def test_a_start_that_was_cut_short_does_not_bar_the_next(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """A full disk, or a kill, between the first file of a run folder and `resolved.json`."""
+    from holdfast.launch.run.run_folder import refuse_foreign
+
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("run.yaml", "environment.json", ".tmp-resolved.json-123"):
+        (run / name).write_text("half")
+    before = tree(run)
+    refuse_foreign(run)  # raises where it does
+    assert tree(run) == before
+
+
+@pytest.mark.slow
+def test_a_node_that_begins_beside_another_finds_a_run_folder(
+    trained: Trained, tmp_path: Path
+) -> None:
+    """Whenever it looks: before, while or after the other writes what makes it one."""
+    from holdfast.config.loading.load import load_config
+    from holdfast.launch.run.run_folder import refuse_other
+
+    stored = (trained.folder / "resolved.json").read_bytes()
+    loaded, version = load_config(trained.run_file), json.loads(stored)["dataset"]["version"]
+
+    def begin(run: Path) -> None:
+        (run / ".tmp-resolved.json").write_bytes(stored)
+        (run / ".tmp-resolved.json").rename(run / "resolved.json")
+        (run / "secret").write_text("x")
+
+    for number in range(300):
+        run = tmp_path / str(number)
+        run.mkdir()
+        other = threading.Thread(target=begin, args=(run,))
+        other.start()
+        while other.is_alive():
+            refuse_other(run, loaded, version)  # raises where it does
+        assert (run / "secret").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"config": {"train": {"steps": "many"}}}',
+        '{"config": {}, "dataset": "x"}',
+        "[]",
+        "\\xff",
+        "[" * 100_000,
+    ],
+)
+def test_a_run_folder_whose_description_was_edited(
+    text: str, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "resolved.json").write_bytes(text.encode().replace(b"\\xff", b"\xff"))
+    for command in (["report"], ["watch"], ["data", "audit"], ["checkpoint", "verify"]):
+        here(capsys, *command, tmp_path).refuses("resolved.json", "not what 'holdfast train' wrote")
+
+
+def test_a_run_folder_whose_description_is_a_link_to_itself(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "resolved.json").symlink_to("resolved.json")
+    for command in (
+        ["checkpoint", "list"],
+        ["checkpoint", "verify"],
+        ["checkpoint", "show"],
+        ["export", "--to", tmp_path / "out"],
+    ):
+        here(capsys, *command, tmp_path).refuses("resolved.json: this cannot be read (Too many")
+
+
+# --- the machine ------------------------------------------------------------------------------
+def confined(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A shell script where mounts are its own and root has no power over files."""
+    return subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def namespaces_work() -> bool:
+    return shutil.which("unshare") is not None and confined("mount -t tmpfs x /mnt").returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="no namespaces here")
+
+
+@needs_namespaces
+def test_a_full_disk_during_prepare_then_room(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    (tmp_path / "disk").mkdir()
+    done = confined(
+        'mount -t tmpfs -o size=20k x "$3"; '
+        '"$1" -m holdfast.cli.main data prepare "$2" data.folder="$3/set"; echo "code $?"; '
+        'mount -o remount,size=4m "$3"; '
+        '"$1" -m holdfast.cli.main data prepare "$2" data.folder="$3/set"; echo "code $?"; '
+        '"$1" -m holdfast.cli.main data verify "$2" data.folder="$3/set"; echo "code $?"',
+        run_file,
+        tmp_path / "disk",
+    )
+    assert done.stdout.split() == ["code", "2", "code", "0", "code", "0"], done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("holdfast: ")]
+    assert "the disk is full" in sentence
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_full_disk_for_the_run_folder_then_room(trained: Trained, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = confined(
+        'mount -t tmpfs -o size=12k x "$3"; '
+        '"$1" -m holdfast.cli.main train "$2" folder="$3/run" layout.workers=1; echo "code $?"; '
+        'ls -A "$3/run"; mount -o remount,size=16m "$3"; '
+        '"$1" -m holdfast.cli.main train "$2" folder="$3/run" layout.workers=1 >&2; '
+        'echo "code $?"',
+        trained.run_file,
+        disk,
+    )
+    first, *left, last = done.stdout.splitlines()
+    assert (first, last) == ("code 2", "code 0"), done.stderr
+    assert [name for name in left if name.startswith(".tmp-")] == []
+    assert "the disk is full" in done.stderr
+    assert "finished; the report:" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no namespaces here")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "{run_file}", "folder={place}/run"],
+        ["data", "prepare", "{run_file}", "data.folder={place}/set"],
+        ["report", "{run}", "--output", "{place}/page.html"],
+        in_campaign(["export", "{run}", "--to", "{place}/model"], id="export"),
+        ["init", "{place}/new.yaml"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_write_permission(arguments: list[str], trained: Trained, tmp_path: Path) -> None:
+    """In a user namespace without a map, even root is only the owner of its files."""
+    place = tmp_path / "place"
+    place.mkdir(mode=0o555)
+    words = {"run_file": trained.run_file, "run": trained.folder, "place": place}
+    command = [word.format(**words) for word in arguments]
+    done = subprocess.run(
+        ["unshare", "-U", sys.executable, "-m", "holdfast.cli.main", *command],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=tmp_path,
+    )
+    Outcome(done.returncode, done.stdout, done.stderr).refuses(str(place), "ermission")
+    assert list(place.iterdir()) == []
+
+
+def test_a_secret_in_a_buckets_address_is_written_nowhere(trained: Trained, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    address = "s3://b/x?endpoint=https://me:hunter2@host"
+    done = apart("train", trained.run_file, f"folder={folder}", f"checkpoint.bucket={address}")
+    done.refuses("the endpoint holds more than an address")
+    assert "hunter2" not in done.out + done.err
+    assert not folder.exists()

@@ -1,0 +1,339 @@
+"""The run file: what is refused and in which words, what wins, and where each value is from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.config.loading.fields import leaves
+from holdfast.config.loading.load import LoadedConfig, Origin, load_config, resolve_config
+from holdfast.config.run import RunConfig
+from holdfast.errors import ConfigError
+
+
+def refused(text: str | None, *overrides: str) -> list[str]:
+    """The sentences of a refusal, one for each mistake."""
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(text, "run.yaml", overrides)
+    return str(caught.value).split("\n")
+
+
+def test_unknown_key_names_line_and_nearest_name() -> None:
+    text = "\n" * 10 + "train:\n  stpes: 100\n"
+    assert refused(text) == ["run.yaml:12: unknown key train.stpes; did you mean train.steps?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sede: 1\n", "run.yaml:1: unknown key sede; did you mean seed?"),
+        ("steps: 1\n", "run.yaml:1: unknown key steps; did you mean train.steps?"),
+        ("lr: 1\n", "run.yaml:1: unknown key lr; did you mean train.optimizer.learning_rate?"),
+        (
+            "train.steps: 1\n",
+            "run.yaml:1: unknown key train.steps; write 'steps:' indented below 'train:'",
+        ),
+        (
+            "train: {'¹': 1}\n",
+            "run.yaml:1: unknown key train.¹; train has steps, batch_size, microbatch_size, batch_warmup, precision, compile, recompute, recompute_keep, partition_activations, deterministic, optimizer, schedule, evaluate, memory",
+        ),
+        (
+            "model:\n  n_layers: 2\n",
+            "run.yaml:2: unknown key model.n_layers; did you mean model.layers?",
+        ),
+        (
+            "data:\n  sources:\n    - kind: text\n      pth: x\n",
+            "run.yaml:4: unknown key data.sources.0.pth; did you mean data.sources.0.path?",
+        ),
+        (
+            "train:\n  steps: abc\n",
+            "run.yaml:2: train.steps is 'abc', not a whole number; 1000 would work",
+        ),
+        (
+            "train:\n  steps: 1.5\n",
+            "run.yaml:2: train.steps is 1.5, not a whole number; use 2",
+        ),
+        (
+            "train:\n  steps:\n",
+            "run.yaml:2: train.steps is empty, not a whole number; 1000 would work",
+        ),
+        (
+            "train:\n  steps: true\n",
+            "run.yaml:2: train.steps is true, not a number; use 1000",
+        ),
+        (
+            "train:\n  steps: 0\n",
+            "run.yaml:2: train.steps is 0, but must be at least 1; use 1",
+        ),
+        (
+            "train:\n  steps: 20k\n",
+            "run.yaml:2: train.steps is '20k', not a whole number; use 20000",
+        ),
+        (
+            "train:\n  optimizer: {learning_rate: -3e-4}\n",
+            "run.yaml:2: train.optimizer.learning_rate is -0.0003, but must be above 0.0; use 0.0003",
+        ),
+        (
+            "data:\n  validation_fraction: 5\n",
+            "run.yaml:2: data.validation_fraction is 5, but must be below 1.0; use 0.05",
+        ),
+        (
+            "train:\n  optimizer:\n    learning_rate: .inf\n",
+            "run.yaml:3: train.optimizer.learning_rate is inf, not a finite number; 0.003 would work",
+        ),
+        (
+            "tensorboard: maybe\n",
+            "run.yaml:1: tensorboard is 'maybe', not true or false; false would work",
+        ),
+        ("name: 3\n", "run.yaml:1: name is 3, not text; put it in quotes: '3'"),
+        (
+            "folder: file:///shared/run\n",
+            "run.yaml:1: folder: file:// is no kind of run store; use runs/{name}, or an address that begins with s3://, gs:// or az://",
+        ),
+        (
+            "train: 3\n",
+            "run.yaml:1: train is 3, not a section of keys; write its keys indented below it",
+        ),
+        (
+            "data:\n  sources: python-stdlib\n",
+            "run.yaml:2: data.sources is 'python-stdlib', not a list; write its items below it, each after '- ', or remove it",
+        ),
+        (
+            "data:\n  sources: []\n",
+            "run.yaml:2: data.sources has 0 items; name at least one, or remove the key",
+        ),
+        (
+            "data:\n  sources:\n    - kind: jsonl\n",
+            "run.yaml:3: data.sources.0.path is missing for a jsonl source; use a file, folder or glob",
+        ),
+        (
+            "device: gpu\n",
+            "run.yaml:1: device: gpu is no kind of device; use auto",
+        ),
+        (
+            "train:\n  precision: fp8\nmodel:\n  ffn_dim: 200\n",
+            "run.yaml:2: train.precision fp8 needs lengths that are multiples of 16, and model.ffn_dim 200 is none; use train.precision bf16",
+        ),
+        (
+            "train:\n  precision: fp8\ndata:\n  sequence_length: 100\n",
+            "run.yaml:2: train.precision fp8 needs microbatches of a multiple of 16 tokens, and a rank of layout has 200; use data.sequence_length 112, or train.microbatch_size 4",
+        ),
+        (
+            "train:\n  precision: fp8\nlayout: {pp: 2, schedule: zb-h1}\n",
+            "run.yaml:2: train.precision fp8 does not work with layout.schedule zb-h1 and layout.pp 2; use layout.schedule 1f1b",
+        ),
+        (
+            "train: {steps: 3}\ndevice: tpu\n",
+            "run.yaml:2: device: tpu is refused, as Holdfast does not train on TPUs; use cpu",
+        ),
+        (
+            "device: rocm\n",
+            "run.yaml:1: device is 'rocm', not one of auto, cpu, cuda, xpu, mps; did you mean cuda?",
+        ),
+        (
+            "train:\n  precision: bfloat16\n",
+            "run.yaml:2: train.precision is 'bfloat16', not one of fp32, float64, bf16, fp16, fp8; did you mean bf16?",
+        ),
+        ("model:\n  preset: tinny\n", "run.yaml:2: model.preset 'tinny' is unknown; nearest: tiny"),
+        ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),
+        (
+            "model:\n  heads: 3\n",
+            "run.yaml:2: model.kv_heads 2 does not divide heads 3; use one of [1, 3]",
+        ),
+        (
+            "checkpoint:\n  interval: adaptive\n  min_seconds: 30\n  max_seconds: 10\n",
+            "run.yaml:3: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less",
+        ),
+        ("model:\n  dim: 130\n", "run.yaml:2: model.heads 4 does not divide dim 130; use dim 128"),
+        (
+            "train:\n  batch_size: 7\n",
+            "run.yaml:2: train.batch_size 7 is not a multiple of microbatch_size 2; use 8",
+        ),
+        (
+            "layout:\n  dp_shard: 2\n  workers: 3\n",
+            "run.yaml:3: layout.workers 3 is not a multiple of layout.dp_shard 2; use 2 or 4",
+        ),
+        (
+            "layout:\n  dp_shard: 4\n",
+            "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use train.microbatch_size 4, or layout.dp_shard 2",
+        ),
+    ],
+)
+def test_one_mistake_is_one_sentence(text: str, sentence: str) -> None:
+    assert refused(text) == [sentence]
+
+
+def test_all_mistakes_come_at_once() -> None:
+    sentences = refused("train:\n  steps: abc\n  batch: 3\nseed: -1\n", "layout.workers=x")
+    places = [sentence.partition(": ")[0] for sentence in sentences]
+    assert sorted(places) == ["command line", "run.yaml:2", "run.yaml:3", "run.yaml:4"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.steps", "an override is written key=value"),
+        ("=3", "an override is written key=value"),
+        ("trian.steps=3", "unknown key trian.steps; did you mean train.steps?"),
+        ("train.steps.x=3", "unknown key train.steps.x"),
+        ("train.steps=abc", "train.steps is 'abc', not a whole number; 1000 would work"),
+        ("data.sources.path=x", "data.sources is a list"),
+        ("data.sources.3.path=x", "data.sources has no item 3; the next one is data.sources.0"),
+        ("train.steps=[1", "not valid YAML"),
+        ("train=3", "train is 3, not a section of keys"),
+    ],
+)
+def test_refusals_of_the_command_line_say_so(override: str, words: str) -> None:
+    (sentence,) = refused("data: {}\n", override)
+    assert sentence.startswith(f"command line: {override}")
+    assert words in sentence
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    loaded = resolve_config(
+        "train:\n  steps: 7\n  compile: true\n",
+        "run.yaml",
+        ["train.steps=8", "name=2026", "train.optimizer.betas=[0.8, 0.9]"],
+    )
+    config = loaded.config
+    assert (config.train.steps, config.train.compile, config.name) == (8, True, "2026")
+    assert config.train.optimizer.betas == (0.8, 0.9)
+    assert loaded.origins["train.steps"] == Origin("command line", "train.steps=8")
+    assert loaded.origins["train.compile"] == Origin("file", "run.yaml:3")
+    assert loaded.origins["train.optimizer.betas"].kind == "command line"
+    assert loaded.origins["seed"] == Origin("default")
+
+
+def test_the_last_override_counts() -> None:
+    assert resolve_config(None, "x", ["seed=3", "seed=4"]).config.seed == 4
+
+
+def test_lists_are_reached_by_index_and_grow_at_the_end() -> None:
+    text = "data:\n  sources:\n    - {kind: text, path: a}\n"
+    loaded = resolve_config(
+        text, "run.yaml", ["data.sources.0.path=b", "data.sources.1.kind=python-stdlib"]
+    )
+    sources = loaded.config.data.sources
+    assert [(s.kind, s.path) for s in sources] == [("text", "b"), ("python-stdlib", None)]
+    assert loaded.origins["data.sources.0.kind"].place == "run.yaml:3"
+    assert loaded.origins["data.sources.0.path"].kind == "command line"
+    assert loaded.origins["data.sources.0.weight"].kind == "default"
+
+
+def test_a_list_given_whole_replaces_the_files() -> None:
+    loaded = resolve_config(
+        "data:\n  sources:\n    - {kind: text, path: a}\n    - {kind: text, path: b}\n",
+        "run.yaml",
+        ["data.sources=[{kind: text, path: c}]"],
+    )
+    assert [s.path for s in loaded.config.data.sources] == ["c"]
+    assert loaded.origins["data.sources.0.path"].kind == "command line"
+
+
+def test_a_preset_is_an_origin_and_can_be_overridden() -> None:
+    loaded = resolve_config("model: {preset: llama3.2-1b, layers: 2}\n", "run.yaml")
+    assert (loaded.config.model.layers, loaded.config.model.dim) == (2, 2048)
+    assert loaded.origins["model.dim"] == Origin("preset", "llama3.2-1b")
+    assert loaded.origins["model.layers"].kind == "file"
+    assert loaded.origins["model.init_std"].kind == "default"
+
+
+def test_every_value_has_an_origin() -> None:
+    loaded = resolve_config("train:\n  batch_warmup: [{from_step: 1, batch_size: 8}]\n", "run.yaml")
+    keys = {key for key, _ in leaves(loaded.config.model_dump(mode="json"))}
+    assert keys == set(loaded.origins)
+
+
+def test_planned_values_are_validated_and_marked() -> None:
+    loaded = resolve_config("layout: {dp_shard: 2}\n", "run.yaml")
+    planned = loaded.with_planned({"layout.workers": 4, "device": "cpu"}, "two accelerators")
+    assert planned.config.layout.workers == 4
+    assert planned.origins["device"] == Origin("planned", "two accelerators")
+    assert loaded.config.layout.workers == 0, "the old one is untouched"
+    with pytest.raises(ConfigError, match="is not a multiple of"):
+        loaded.with_planned({"layout.workers": 3}, "three accelerators")
+
+
+def test_an_empty_section_is_its_defaults() -> None:
+    assert resolve_config("train:\nmodel:\n", "run.yaml").config == RunConfig()
+
+
+def test_a_resolved_configuration_reads_back_equal() -> None:
+    loaded = resolve_config("model: {preset: qwen3-0.6b}\nseed: 5\n", "run.yaml", ["train.steps=9"])
+    assert RunConfig.model_validate(loaded.to_json()["config"]) == loaded.config
+
+
+# --- files -----------------------------------------------------------------------------------
+def refused_file(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xef\xbb\xbfseed: 3\r\nname: \xc3\xa9tude\r\n".replace(b"\xc3\xa9", b"e"))
+    loaded = load_config(path)
+    assert isinstance(loaded, LoadedConfig)
+    assert (loaded.config.seed, loaded.config.name) == (3, "etude")
+    assert loaded.origins["name"].place == f"{path}:2"
+
+
+def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
+    assert "there is no such run file" in refused_file(tmp_path / "none.yaml")
+    assert "a folder, not a run file" in refused_file(tmp_path)
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("seed: 1\nname: é\n".encode("latin-1"))
+    assert refused_file(latin).startswith(f"{latin}:2: the byte 0xe9 is not UTF-8")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(bytes(range(128)))
+    assert "does not belong in a text file" in refused_file(binary)
+    inside = latin / "run.yaml"
+    assert "cannot be read" in refused_file(inside)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\n")
+    path.chmod(0)
+    assert "cannot be read" in refused_file(path)
+
+
+# --- properties --------------------------------------------------------------------------------
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    ["data", "train", "model", "layout", "seed", "name", "steps", "dim", "sources"]
+)
+
+
+@given(st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=2), max_size=3))
+def test_whatever_is_written_is_accepted_or_refused_in_sentences(value: dict[str, object]) -> None:
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:
+        return
+    try:
+        resolve_config(text, "run.yaml")
+    except ConfigError as error:
+        for sentence in str(error).split("\n"):
+            assert sentence.startswith(("run.yaml", "command line")), sentence
+
+
+def test_a_comment_in_an_override_is_refused() -> None:
+    (sentence,) = refused(None, "folder=runs/z #1")
+    assert "would be a comment" in sentence
+    assert resolve_config(None, "run.yaml", ['folder="runs/z #1"']).config.folder.endswith("/z #1")
+    assert resolve_config(None, "run.yaml", ["folder=runs/z#1"]).config.folder.endswith("/z#1")

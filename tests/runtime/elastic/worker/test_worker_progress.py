@@ -1,0 +1,181 @@
+"""What a worker says while it waits: a slow disk must not look like a hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
+from holdfast.checkpoint.capture.reconnecting_capturer import (
+    CapturerProtocol,
+    ReconnectingCapturer,
+)
+from holdfast.checkpoint.save.single_writer import TensorSource, write_single
+from holdfast.config.loading.load import load_config
+from holdfast.core.sharding.boxes import Box
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.checkpointer import SnapshotSaver
+from holdfast.elastic.worker.reporter import AgentReporter
+from holdfast.elastic.worker.restore import restore
+from holdfast.errors import FencedError
+from holdfast.events import CheckpointRestored, CheckpointSkipped, Event
+from holdfast.training.engine.build import TrainingSession
+from holdfast.wire.store.run_store import FolderStore
+
+
+class Heard:
+    """A reporter whose first `deaf` flushes are in vain."""
+
+    def __init__(self, deaf: int = 0, fenced: bool = False) -> None:
+        self.deaf, self.is_fenced = deaf, fenced
+        self.said: list[tuple[int, str]] = []
+        self.events: list[Event] = []
+
+    def progress(self, step: int, phase: str) -> None:
+        self.said.append((step, phase))
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def flush(self, deadline: float) -> bool:
+        self.deaf -= 1
+        return self.deaf < 0
+
+
+class SlowCapturer:
+    def fence(self) -> float:
+        return 0.0
+
+    def wait_until_committed(
+        self, step: int, timeout: float, alive: Callable[[], None]
+    ) -> str | None:
+        assert 0 < timeout <= 100
+        for _ in range(3):
+            alive()
+        return None
+
+
+def _saver(
+    heard: Heard, capturer: SlowCapturer | ReconnectingCapturer | None = None
+) -> SnapshotSaver:
+    config = load_config(None, []).config
+    made = cast(Capturer, capturer or SlowCapturer())
+    return SnapshotSaver(made, cast(AgentReporter, heard), 0, config)
+
+
+def test_who_waits_for_the_last_save_reports_progress() -> None:
+    heard = Heard(deaf=4)
+    assert _saver(heard).wait_until_committed(7, 100.0) is None
+    assert heard.said == [(7, "save")] * 7
+
+
+@pytest.mark.parametrize(("heard", "seconds"), [(Heard(1, True), 100.0), (Heard(1), 0.0)])
+def test_a_ledger_that_cannot_be_stored_is_named(heard: Heard, seconds: float) -> None:
+    assert (
+        _saver(heard).wait_until_committed(7, seconds)
+        == "the agent could not store the last reports"
+    )
+
+
+class QuickCapturer(SlowCapturer):
+    nbytes = 1
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def has_free_slot(self) -> bool:
+        return True
+
+    def begin(self, step: int, wait: float) -> SkippedCapture:
+        return SkippedCapture(step, "this one never can")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _in_the_making(make: Callable[[], QuickCapturer]) -> ReconnectingCapturer:
+    made = cast(Callable[[], CapturerProtocol], make)
+    return ReconnectingCapturer(made, made, lambda skipped: None, in_background=True)
+
+
+def test_an_arena_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> None:
+    go, capturer, heard = threading.Event(), QuickCapturer(), Heard()
+
+    def make() -> QuickCapturer:
+        go.wait(60)
+        return capturer
+
+    def skipped() -> list[tuple[int, str]]:
+        return [(e.step, e.reason) for e in heard.events if isinstance(e, CheckpointSkipped)]
+
+    saver = _saver(heard, _in_the_making(make))
+    assert saver.fence() == 0.0
+    assert not saver.capture(3, [], 0.0, True)
+    assert skipped() == [(3, "the mover has made no arena yet")]
+    assert saver.wait_until_committed(3, 60.0) == "the mover has made no arena"
+    assert saver.wait_until_committed(3, 60.0, durable=False) is None
+    heard.deaf, heard.is_fenced = 2, True
+    assert (
+        saver.wait_until_committed(3, 60.0, durable=False)
+        == "the agent could not store the last reports"
+    )
+    go.set()
+    assert not saver.capture(4, [], 60.0, True)
+    assert skipped()[1:] == [(4, "this one never can")]
+    assert saver.has_free_slot()
+    saver.close()
+    assert capturer.closed
+
+
+def test_an_arena_that_comes_while_the_saver_closes_is_given_back() -> None:
+    go, capturer = threading.Event(), QuickCapturer()
+
+    def make() -> QuickCapturer:
+        go.wait(60)
+        return capturer
+
+    saver = _saver(Heard(), _in_the_making(make))
+    threading.Timer(0.05, go.set).start()
+    saver.close()
+    assert capturer.closed
+
+
+def test_what_an_arena_in_the_making_fails_with_is_raised_where_room_is_asked_for() -> None:
+    def fails() -> QuickCapturer:
+        raise FencedError("over")
+
+    saver = _saver(Heard(), _in_the_making(fails))
+    with pytest.raises(FencedError):
+        saver.has_free_slot()
+    with pytest.raises(FencedError):
+        saver.capture(1, [], 60.0, True)
+    assert saver.fence() == 0.0
+    saver.close()
+
+
+def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
+    names = ("model.a", "model.b", "model.c")
+    sources = [TensorSource(name, "F32", (2,), [b"\0" * 8]) for name in names]
+    commit = write_single(FolderStore(tmp_path), 1, 5, sources, {})
+    boot = WorkerSpec({}, None, 2, 0, 1, "h:1", "", str(tmp_path), "", commit.key, 5, "cpu", "")
+
+    class Engine:
+        def load(self, read: Callable[[Box, Tensor], None]) -> None:
+            for name in names:
+                read(Box(name, (0,), (2,)), torch.ones(2))
+
+    class Built:
+        engine = Engine()
+
+    heard = Heard()
+    restore(boot, cast(TrainingSession, Built()), cast(AgentReporter, heard), None)
+    assert heard.said == [(5, "restore")] * 3
+    (event,) = heard.events
+    assert isinstance(event, CheckpointRestored)
+    assert event.step == 5

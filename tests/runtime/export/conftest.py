@@ -1,0 +1,5 @@
+"""Fixtures that these tests share with those of the commands."""
+
+from tests.runtime.cli.conftest import elsewhere, trained
+
+__all__ = ["elsewhere", "trained"]

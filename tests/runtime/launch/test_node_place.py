@@ -1,0 +1,53 @@
+"""A node finds its rack and zone in the environment, and the run file's words come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.loading.load import LoadedConfig, load_config
+from holdfast.errors import ConfigError
+from holdfast.launch.node.node_place import PLACE_VARIABLE, ZONE_VARIABLE, with_place
+
+
+def loaded(*overrides: str) -> LoadedConfig:
+    return load_config(None, [f"folder={Path.cwd()}/none", *overrides])
+
+
+def rack_and_zone(found: LoadedConfig) -> tuple[str, str]:
+    machine = found.config.checkpoint.machine
+    return machine.rack, machine.zone
+
+
+SLURM = {
+    "SLURM_TOPOLOGY_ADDR": "spine.leaf0.n1",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+}
+
+
+def test_slurm_names_the_switch_and_the_owner_the_rest() -> None:
+    assert rack_and_zone(with_place(loaded(), SLURM)) == ("leaf0", "")
+    told = SLURM | {PLACE_VARIABLE: "zone=us-east-1a, power=p2"}
+    assert rack_and_zone(with_place(loaded(), told)) == ("leaf0", "us-east-1a")
+    assert with_place(loaded(), told).config.checkpoint.machine.power == "p2"
+    assert rack_and_zone(with_place(loaded(), {ZONE_VARIABLE: "z"})) == ("", "z")
+    assert rack_and_zone(with_place(loaded(), {ZONE_VARIABLE: ""})) == ("", "")
+
+
+def test_the_run_file_comes_before_the_environment() -> None:
+    found = with_place(loaded("checkpoint.machine.rack=mine"), SLURM)
+    assert rack_and_zone(found) == ("mine", "")
+
+
+def test_a_slurm_without_switches_names_no_rack() -> None:
+    flat = {"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
+    before = loaded()
+    assert with_place(before, flat) is before
+
+
+@pytest.mark.parametrize("text", ["rck=1", "rack=", "rack", "name=x"])
+def test_words_that_name_no_place_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="names no place") as refused:
+        with_place(loaded(), {PLACE_VARIABLE: text})
+    assert refused.value.where == PLACE_VARIABLE

@@ -1,0 +1,260 @@
+"""What is submitted to Slurm, and what is made of its answers. Slurm's commands are scripts that
+print what the real ones printed; `test_slurm_faults.py` uses the real ones."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.sections.launch_slurm import SlurmConfig
+from holdfast.errors import ConfigError, RunFolderError
+from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
+from holdfast.launch.owners.slurm.commands import seconds_of
+from holdfast.launch.owners.slurm.owner import SlurmOwner
+from tests.support.commands import here, write_run_file
+from tests.support.fake_slurm import FakeSlurm
+
+GOLDEN = Path(__file__).with_name("golden_slurm.txt")
+DETAILS = {"name": "tiny-1", "folder": "/shared/runs/tiny/launch"}
+JOB = OwnedJob("slurm", "7", 4, DETAILS)
+
+
+def request_of(folder: str | Path = "/shared/runs/tiny", **given: object) -> LaunchRequest:
+    slurm = SlurmConfig(**given)  # type: ignore[arg-type]
+    config = RunConfig(name="tiny", launch=LaunchConfig(slurm=slurm))
+    place = Path(folder)
+    overrides = ("cluster.places=8",)
+    return LaunchRequest("tiny", str(place), place, place / "secret", config, 4, 0, overrides)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    found = FakeSlurm(tmp_path / "bin")
+    found.say("sinfo", "main*|4|1:00:00")
+    monkeypatch.setenv("PATH", str(found.folder), prepend=":")
+    return found
+
+
+def test_the_text_that_is_submitted() -> None:
+    given = {
+        "partition": "gpu",
+        "account": "lab",
+        "qos": "high",
+        "time": "2-00:00:00",
+        "gpus_per_node": "h100:8",
+        "constraint": "nvlink",
+        "reservation": "week",
+        "options": ("--switches=1@10:00", "--mail-type=END"),
+        "setup": ("module load cuda",),
+    }
+    text = SlurmOwner().describe(replace(request_of(**given), spares=2))
+    assert text.replace(sys.executable, "PYTHON") == GOLDEN.read_text()
+
+
+def test_a_bucket_brings_the_secret_by_a_file() -> None:
+    text = SlurmOwner().describe(replace(request_of(), location="s3://lab/runs/tiny"))
+    assert "export HOLDFAST_SECRET_FILE=/shared/runs/tiny/secret\n" in text
+    assert "join s3://lab/runs/tiny --node '{node}'" in text
+
+
+def test_jobs_of_one_node_are_an_array() -> None:
+    first, second, _ = SlurmOwner().describe(request_of(nodes_per_job=3)).split("\n", 2)
+    script = "/shared/runs/tiny/launch/slurm.sh"
+    assert first == f"sbatch --parsable --nodes=3 {script}"
+    assert second == f"sbatch --parsable --nodes=1 {script}"
+    array = SlurmOwner().describe(request_of(nodes_per_job=1)).partition("\n")[0]
+    assert array == f"sbatch --parsable --nodes=1 --array=0-3 {script}"
+
+
+def test_submit_writes_the_script_and_returns_the_first_job(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    slurm.say("sbatch", "12;cluster")
+    job = SlurmOwner().submit(replace(request_of(tmp_path / "run"), spares=1))
+    script = tmp_path / "run" / "launch" / "slurm.sh"
+    assert (job.job, job.nodes) == ("12", 5)
+    assert slurm.calls("sbatch") == [
+        f"--parsable --nodes=1 --array=0-3 {script}",
+        f"--parsable --nodes=1 {script}",
+    ]
+    assert script.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=tiny-")
+
+
+def test_the_state_of_nodes_is_that_of_their_newest_job(slurm: FakeSlurm) -> None:
+    slurm.say(
+        "squeue",
+        "3|COMPLETED|None|4|n[1-4]",  # an earlier launch
+        "7|RUNNING|None|3|n[1-3]",
+        "8|PENDING|Resources|1|",
+        "9_0|COMPLETED|None|1|n5",
+        "9_1|TIMEOUT|TimeLimit|1|n6",
+        "10|NODE_FAIL|NodeDown|1|n7",
+    )
+    slurm.say("steps", "7.0|agent|n1", "7.1|agent|n3", "7.batch|batch|n1")
+    assert SlurmOwner().status(JOB) == [
+        NodeStatus("n1", NodeState.RUNNING, "job 7, running"),
+        NodeStatus("n2", NodeState.RUNNING, "job 7, running, no agent"),
+        NodeStatus("n3", NodeState.RUNNING, "job 7, running"),
+        NodeStatus("8.0", NodeState.WAITING, "Slurm: Resources"),
+        NodeStatus("n5", NodeState.FINISHED, "job 9_0, completed"),
+        NodeStatus("n6", NodeState.FAILED, "job 9_1, timeout"),
+        NodeStatus("n7", NodeState.LOST, "job 10, node_fail"),
+    ]
+
+
+def test_a_run_grows_by_jobs_of_one_node(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.say("squeue", "7|RUNNING|None|2|n1,n2", "8|PENDING|Resources|1|")
+    request = replace(request_of(tmp_path / "run"), nodes=4, spares=1)
+    assert SlurmOwner().resize(JOB, request).nodes == 5
+    (call,) = slurm.calls("sbatch")
+    assert call.startswith("--parsable --nodes=1 --array=0-1 ")
+
+
+def test_a_run_shrinks_by_what_waits_then_small_jobs_then_nodes_of_large_ones(
+    slurm: FakeSlurm,
+) -> None:
+    slurm.say(
+        "squeue",
+        "7|RUNNING|None|3|n1,n2,n3",
+        "8_0|RUNNING|None|1|n4",
+        "9|PENDING|Resources|1|",
+    )
+    SlurmOwner().resize(JOB, replace(request_of(), nodes=1))
+    assert slurm.calls("scancel") == [
+        "--quiet --me --state=PENDING 9",
+        "--quiet --batch --signal=USR2 8_0",
+        "--quiet --signal=TERM 7.1 7.2",
+    ]
+
+
+def test_down_cancels_what_waits_and_has_agents_leave(slurm: FakeSlurm) -> None:
+    slurm.say("squeue", "7|RUNNING|None|3|n1,n2,n3", "8|PENDING|Resources|1|")
+    SlurmOwner().release(JOB)
+    assert slurm.calls("scancel") == [
+        "--quiet --me --state=PENDING --name=tiny-1",
+        "--quiet --batch --signal=USR2 7",
+    ]
+    SlurmOwner().release(replace(JOB, released=True))
+    assert slurm.calls("scancel")[-1] == "--quiet --me --name=tiny-1"
+
+
+def test_logs_are_of_one_node_or_of_all(tmp_path: Path) -> None:
+    job = replace(JOB, details=DETAILS | {"folder": str(tmp_path)})
+    (tmp_path / "n1.log").write_text("one\ntwo\n")
+    (tmp_path / "slurm.log").write_text("job\n")
+    assert list(SlurmOwner().logs(job, "n1")) == ["one", "two"]
+    assert list(SlurmOwner().logs(job, "")) == ["n1: one", "n1: two", "slurm: job"]
+    assert list(SlurmOwner().logs(job, "8.0")) == [], "it waits"
+    with pytest.raises(RunFolderError, match="no node n9; use one of n1, slurm"):
+        list(SlurmOwner().logs(job, "n9"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("1:00:00", 3600),
+        ("2-00", 172800),
+        ("1-02:03:04", 93784),
+        ("infinite", float("inf")),
+        ("soon", 0),
+    ],
+)
+def test_times_in_the_forms_of_slurm(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+REFUSALS = [
+    (
+        "sbatch: error: invalid partition specified: x\n"
+        "sbatch: error: Batch job submission failed: Invalid partition name specified",
+        "launch.slurm.partition: Slurm refuses the job: Invalid partition name specified",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Invalid account or account/partition "
+        "combination specified",
+        "launch.slurm.account: Slurm refuses the job: Invalid account",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Invalid qos specification",
+        "launch.slurm.qos: Slurm refuses the job: Invalid qos specification",
+    ),
+    (
+        "sbatch: error: Invalid generic resource (gres) specification",
+        "launch.slurm.gres: Slurm refuses the job: Invalid generic resource",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Invalid feature specification",
+        "launch.slurm.constraint: Slurm refuses the job: Invalid feature",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Requested reservation is invalid",
+        "launch.slurm.reservation: Slurm refuses the job",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or "
+        "exceeds some limit)",
+        "launch.slurm.time: Slurm refuses the job",
+    ),
+    (
+        "sbatch: unrecognized option '--bogus'\nTry \"sbatch --help\" for more information",
+        "launch.slurm.options: Slurm refuses the job: sbatch: unrecognized option '--bogus'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("said", "sentence"), REFUSALS)
+def test_a_refusal_names_the_key(
+    slurm: FakeSlurm, tmp_path: Path, said: str, sentence: str
+) -> None:
+    slurm.refuse("sbatch", f"{said}\n")
+    with pytest.raises(ConfigError) as error:
+        SlurmOwner().submit(request_of(tmp_path / "run"))
+    assert str(error.value).startswith(sentence)
+    assert "\n" not in str(error.value)
+
+
+def test_more_nodes_or_time_than_the_partition_has(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Slurm itself accepts both, and never starts the job."""
+    with pytest.raises(ConfigError, match="5 nodes do not fit: the default partition has 4"):
+        SlurmOwner().submit(replace(request_of(tmp_path / "run"), nodes=5))
+    with pytest.raises(ConfigError, match=r"time limit 2:00:00 is longer .* 1:00:00"):
+        SlurmOwner().submit(request_of(tmp_path / "run", time="2:00:00"))
+    assert not slurm.calls("sbatch")
+
+
+def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="Slurm's command sinfo is not on PATH"):
+        SlurmOwner().submit(request_of(tmp_path / "run"))
+
+
+def test_a_controller_that_does_not_answer(slurm: FakeSlurm) -> None:
+    slurm.refuse("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
+    with pytest.raises(RunFolderError, match="Slurm's controller does not answer"):
+        SlurmOwner().status(JOB)
+
+
+@pytest.mark.parametrize("option", ["mail-type=END", "--comment=a\nb"])
+def test_options_are_options(option: str) -> None:
+    with pytest.raises(ValueError, match="no option of sbatch"):
+        SlurmConfig(options=(option,))
+
+
+def test_a_mistake_is_found_before_the_dataset_is_prepared(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = write_run_file(tmp_path)
+    slurm.refuse("sbatch", "sbatch: error: invalid partition specified: nope\n")
+    words = ("--on", "slurm", "--nodes", "2", "launch.slurm.partition=nope")
+    done = here(capsys, "launch", run_file, *words, f"folder={tmp_path}/run")
+    done.refuses("launch.slurm.partition", "use one of")
+    (call,) = slurm.calls("sbatch")
+    assert call.startswith("--test-only --nodes=1 --array=0-1")
+    assert not (tmp_path / "run").exists()

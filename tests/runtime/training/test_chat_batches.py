@@ -1,0 +1,189 @@
+"""Training on packed chat data: loss and weight count the trained tokens alone, under each layout.
+
+Rows are packed into samples, and most targets carry no loss. One microbatch of each step carries
+none at all, and the third step has nothing but such microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.data.stream.batch import MASKED_TARGET, Batches
+from holdfast.data.stream.dataset import Dataset
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.vote import StepVerdict
+from tests.support.chat import message_rows, tokenizer_folder, write_rows
+from tests.support.corpus import data_config, make
+from tests.support.layouts import (
+    assert_all_state,
+    case,
+    config_of,
+    engine_of,
+    load_pieces,
+    pieces,
+    save_pieces,
+    topology_of,
+)
+from tests.support.marks import in_campaign
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import digest
+
+STEPS, EMPTY_STEP, EMPTY_LEAF = 4, 3, 1
+LENGTH = 96
+
+
+@dataclass(frozen=True)
+class Fed:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+    tokens: int
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared dataset, and the rows and tokenizer of it."""
+    root = tmp_path_factory.mktemp("chat")
+    tokenizer_folder(root / "tokenizer")
+    write_rows(root / "rows.jsonl", message_rows(80))
+    make(_data(root))
+    return root
+
+
+def _data(root: Path) -> Any:
+    return data_config(
+        root / "dataset",
+        {"kind": "jsonl", "path": str(root / "rows.jsonl"), "rows": "messages"},
+        tokenizer={"path": str(root / "tokenizer")},
+        attention="document",
+        sequence_length=LENGTH,
+        validation_fraction=0,
+    )
+
+
+def one_step(made: StepEngine, batches: Batches, step: int) -> StepVerdict:
+    shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
+    fed = []
+    for leaf in made.begin(step):
+        given = batches.microbatch(step, leaf, shard, shards)
+        targets, tokens = given.targets, given.tokens
+        if leaf == EMPTY_LEAF or step == EMPTY_STEP:
+            targets, tokens = np.full_like(targets, MASKED_TARGET), 0
+        assert given.documents is not None
+        documents = torch.from_numpy(given.documents)
+        fed.append(
+            Fed(torch.from_numpy(given.inputs), torch.from_numpy(targets), documents, tokens)
+        )
+    made.compute(fed)
+    verdict = made.reduce()
+    made.apply(verdict)
+    return verdict
+
+
+def body(rank: RankContext, name: str, root: str) -> dict[str, Any]:
+    of = case(name)
+    config = config_of(
+        {
+            **of.changes,
+            "data__sequence_length": LENGTH,
+            "model__vocab_size": 400,
+            "train__steps": STEPS,
+        }
+    )
+    batches = Batches(Dataset.open(f"{root}/dataset"), _data(Path(root)), config.train, config.seed)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    verdicts = [one_step(made, batches, step) for step in range(1, STEPS + 1)]
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    out = {
+        "losses": [v.mean_loss for v in verdicts],
+        "norms": [v.mean_norm for v in verdicts],
+        "tokens": [v.tokens for v in verdicts],
+        "digest": digest(made),
+    }
+    made.close()
+    return out
+
+
+@cache
+def alone(root: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    folder = root / "alone"
+    folder.mkdir()
+    (value,) = rank_values(body, 1, {"name": "shallow.one", "root": str(root)}, folder=folder)
+    return value, {name: values for name, _, values in load_pieces(folder / "0.npz")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp2-tp2",
+        "zero1.2",
+        in_campaign("dp2-shard2"),
+        in_campaign("zero2.2"),
+        in_campaign("tp2"),
+        in_campaign("pp2-shard2"),
+    ],
+)
+def test_each_layout_gives_the_curve_of_one_process(
+    name: str, corpus: Path, tmp_path: Path
+) -> None:
+    expected, state = alone(corpus)
+    assert expected["tokens"][EMPTY_STEP - 1] == 0
+    assert expected["losses"][EMPTY_STEP - 1] == 0
+    assert np.isfinite(expected["losses"]).all()
+    of = case(f"shallow.{name}")
+    values = rank_values(
+        body, of.world_size, {"name": of.name, "root": str(corpus)}, folder=tmp_path, deadline=240
+    )
+    for value in values:
+        np.testing.assert_allclose(value["losses"], expected["losses"], rtol=1e-10, atol=0)
+        np.testing.assert_allclose(value["norms"], expected["norms"], rtol=1e-10, atol=0)
+        assert value["tokens"] == expected["tokens"]
+    assert_all_state(state, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
+
+
+def test_replicas_are_bit_equal(corpus: Path) -> None:
+    expected, _ = alone(corpus)
+    arguments = {"name": "shallow.dp2", "root": str(corpus)}
+    for value in rank_values(body, 2, arguments, deadline=120):
+        assert value == expected
+
+
+def test_the_loss_of_packed_rows_is_that_of_each_row_alone(corpus: Path) -> None:
+    """In plain torch: one row at a time, without padding, masks by hand."""
+    expected, _ = alone(corpus)
+    (value,) = rank_values(reference, 1, {"root": str(corpus)}, deadline=120)
+    assert value["tokens"] == expected["tokens"][0]
+    assert abs(value["loss"] - expected["losses"][0]) < 1e-10
+
+
+def reference(rank: RankContext, root: str) -> dict[str, Any]:
+    """Mean loss of the first step's rows, with initial weights."""
+    config = config_of({"model__vocab_size": 400, "model__layers": 2})
+    made = engine_of(config, topology_of(case("one"), config), rank.rank, rank.store())
+    batches = Batches(Dataset.open(f"{root}/dataset"), _data(Path(root)), config.train, config.seed)
+    decoder = made.objective.decoder
+    total, tokens = 0.0, 0
+    for leaf in set(range(batches.microbatches(1))) - {EMPTY_LEAF}:
+        packed = batches.packed[0]
+        assert packed is not None
+        _, _, samples = batches.order.places(*batches.positions(1, leaf))
+        for sample in samples.tolist():
+            one = packed.sample(sample)
+            stops = np.flatnonzero(one.ends) + 1
+            for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True):
+                ids = torch.from_numpy(one.tokens[start:stop].astype(np.int64))
+                carried = torch.from_numpy(one.mask[start + 1 : stop] > 0)
+                with torch.no_grad():
+                    scores = decoder(ids[None])[0, :-1].log_softmax(-1)
+                nats = -scores.gather(1, ids[1:, None])[:, 0]
+                total += float(nats[carried].sum())
+                tokens += int(carried.sum())
+    made.close()
+    return {"loss": total / tokens, "tokens": tokens}

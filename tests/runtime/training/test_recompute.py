@@ -1,0 +1,121 @@
+"""Blocks that are run again in the backward pass: the curve keeps its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.training.memory.recompute import OPERATIONS, drops_out
+from tests.support.layouts import RECOMPUTE, case, config_of, engine_of, one_step, topology_of
+from tests.support.marks import in_campaign
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import digest
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_a_kernel_that_drops_out_is_seen(name: str) -> None:
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    assert op in OPERATIONS["attention"]
+    names = [argument.name for argument in op._schema.arguments]
+    given = [0.1 if each == "dropout_p" else None for each in names]
+    assert drops_out(op, given, {})
+    assert drops_out(op, [], {"dropout_p": 0.1})
+    assert not drops_out(op, [0.0] * len(names), {})
+    assert not drops_out(op, [], {})
+
+
+def _curves(rank: RankContext, name: str, policies: Sequence[str]) -> dict[str, list[str]]:
+    """Losses, norms and the final state under each policy, in full precision."""
+    found: dict[str, list[str]] = {}
+    for policy in policies:
+        of = case(name)
+        changes = {**of.changes, **RECOMPUTE[policy], "train__batch_size": 16}
+        config = config_of(changes)
+        made = engine_of(config, topology_of(of, config), rank.rank, rank.store(policy))
+        verdicts = [one_step(made, step) for step in range(1, STEPS + 1)]
+        found[policy] = [f"{v.mean_loss.hex()} {v.mean_norm.hex()}" for v in verdicts]
+        found[policy].append(digest(made))
+        made.close()
+    return found
+
+
+POLICIES = ["none", "selective", "full"]
+KEPT = ["none", "attention", "activation", "most"]
+CUT = ["none", "cut", "cut-most"]
+STAGED = ["none", "staged", "unstaged"]
+LAYOUTS = [
+    ("tp2", POLICIES),
+    ("shard2", ["none", "full", "most"]),
+    ("plain.pp2-tp2", ["none", "cut"]),
+]
+MORE = [
+    "pp2",
+    "zero1.2",
+    "one",
+    "plain.tp2",
+    "gpipe.pp2",
+    "zero2.2",
+    "dp2",
+    "gathered.dp2",
+    "pp2-tp2",
+    "pp2-shard2",
+    "shard2-tp2",
+    "tp2+one",
+    "gemma.pp2-tp2",
+    "gemma.zero2.2",
+    "biased.shard2",
+    "qknorm.tp2",
+    "fp32.tp2",
+    "bf16.pp2",
+    "bf16.shard2",
+    "bf16.zero1.2",
+]
+MORE_KEPT = [
+    "one",
+    "cp2",
+    "ring.cp2",
+    "ulysses.cp2",
+    "tp2",
+    "pp2",
+    "zero1.2",
+    "bf16.shard2",
+    "gemma.zero2.2",
+    "biased.tp2",
+]
+MORE_CUT = ["plain.tp2", "plain.tp4", "plain.bf16.tp2", "plain.pp2-tp2", "plain.shard2-tp2"]
+MORE_STAGED = ["pp2", "gpipe.pp2", "bf16.pp2", "pp2-tp2", "pp2-shard2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        *LAYOUTS,
+        *(in_campaign(name, POLICIES) for name in MORE),
+        *(in_campaign(name, KEPT) for name in MORE_KEPT),
+        *(in_campaign(name, CUT) for name in MORE_CUT),
+        *(in_campaign(name, STAGED) for name in MORE_STAGED),
+    ],
+)
+def test_no_bit_changes(name: str, policies: list[str]) -> None:
+    world, arguments = case(name).world_size, {"name": f"shallow.{name}", "policies": policies}
+    for value in rank_values(_curves, world, arguments, deadline=240):
+        for policy in policies:
+            assert value[policy] == value["none"], policy
+
+
+@pytest.mark.parametrize(
+    "name", list(map(in_campaign, ["one", "tp2", "pp2", "shard2", "zero1.2", "plain.tp2"]))
+)
+def test_no_bit_changes_in_compiled_blocks(name: str) -> None:
+    policy = "cut" if "plain" in name else "full"
+    arguments: dict[str, Any] = {
+        "name": f"compiled.fp32.shallow.{name}",
+        "policies": ["none", policy],
+    }
+    for value in rank_values(_curves, case(name).world_size, arguments, deadline=600):
+        assert value[policy] == value["none"]
