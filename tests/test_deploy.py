@@ -135,7 +135,11 @@ def test_the_commands_of_the_compose_file_train_the_run(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     run_file = tmp_path / "run.yaml"
-    places = {"/runs": str(runs), "/texts": str(ROOT / "docs"), "/etc/holdfast": str(tmp_path)}
+    places = {
+        "/runs": str(runs),
+        "/texts": str(ROOT / "docs" / "guide"),
+        "/etc/holdfast": str(tmp_path),
+    }
 
     def placed(text: str) -> str:
         for inside, outside in places.items():

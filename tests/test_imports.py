@@ -18,7 +18,7 @@ import holdfast
 TORCH_ROOMS = (
     "holdfast.model",
     "holdfast.parallel",
-    "holdfast.train",
+    "holdfast.training",
     "holdfast.data.stream.loader",
     "holdfast.tasks",
     "holdfast.adapters",

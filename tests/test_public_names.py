@@ -22,7 +22,7 @@ def test_there_are_at_most_twenty_and_the_stub_has_the_same() -> None:
 
 
 def test_every_name_is_documented() -> None:
-    page = (Path(holdfast.__path__[0]).parents[1] / "docs" / "python.md").read_text()
+    page = (Path(holdfast.__path__[0]).parents[1] / "docs" / "guide" / "python.md").read_text()
     assert [name for name in HOMES if f"`{name}" not in page] == []
 
 

@@ -194,7 +194,7 @@ def findings(path: Path, source: str, messages: bool) -> Iterator[Finding]:
 
 def files(root: Path) -> Iterator[Path]:
     """Yield the files that have prose, relative to the root and sorted."""
-    found = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
+    found = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").rglob("*.md")]
     for folder in ("src", "benchmarks", "tests", "tools", "examples"):
         found += (root / folder).rglob("*.py")
     found += (root / "examples").rglob("*.yaml")

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import DataError
+from holdfast.plan.catalogue import Offer
 from holdfast_lab.traces.loading import load_trace
 from holdfast_lab.traces.node_changes import Trace
 from holdfast_lab.traces.synthetic import spot_pool
-from holdfast_platform.clouds.mix import Need, Offer, choose_mix
+from holdfast_platform.clouds.mix import Need, choose_mix
 
 SPOT_PRICE, DEMAND_PRICE = 1.0, 3.0
 CHANGE_H, LOSS_H = 0.01, 0.01

@@ -9,7 +9,7 @@ there is a core for each.
 The second table has forward and backward of one microbatch in fp32 (`--shape`, two samples of 512
 tokens), with activations in each place.
 
-    python -m benchmarks.runtime.offload [--millions 16] [--rounds 7] [--piece-mb 16] [--folder /tmp]
+    python -m benchmarks.runtime.offload [--millions 16] [--rounds 7] [--piece-mb 16] [--folder F]
                                 [--shape 15m]
 """
 

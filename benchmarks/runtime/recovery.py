@@ -28,7 +28,7 @@ restarts the group.
 Below the rows is each bar with the measured value, as a multiple of the floors. If the peers ran,
 it is also shown as a share of theirs.
 
-    python -m benchmarks.runtime.recovery [NAME ...] [--peers-python PYTHON] [--step 0.5] [--rounds 3]
+    python -m benchmarks.runtime.recovery [NAME ...] [--peers-python PYTHON] [--step S] [--rounds 3]
                                   [--set cluster.tls=false]
 """
 

@@ -5,12 +5,10 @@ when it is first asked for, so that importing this package imports no torch.
 """
 
 from importlib.metadata import version
-from sys import modules as __modules
 
 from holdfast import public_names as __names
 
 __all__ = list(__names.HOMES)
-__modules[__name__].__class__ = __names.Package
 
 
 def __getattr__(name: str) -> object:
@@ -19,6 +17,8 @@ def __getattr__(name: str) -> object:
         return version("holdfast")
     if name in __names.HOMES:
         return __names.load(name)
+    if name in __names.MOVED:
+        return __names.load_moved(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

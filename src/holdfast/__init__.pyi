@@ -19,6 +19,5 @@ from holdfast.tasks.scripts.own_loop import run as run
 from holdfast.tasks.task.task import Batch as Batch
 from holdfast.tasks.task.task import Samples as Samples
 from holdfast.tasks.task.task import Task as Task
-from holdfast_platform.pods.controller import Controller as Controller
 
 __version__: str

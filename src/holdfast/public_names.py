@@ -1,19 +1,13 @@
-"""The public names of the package, and the modules that define them.
-
-`holdfast.train` is two things: the room of the step engine, which Python binds in the package when
-it is imported, and the public function. So the room is made callable when it is bound.
-"""
+"""The public names of the package, and the modules that define them."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from warnings import warn
 
 HOMES = {
     "Batch": "holdfast.tasks.task.task",
     "Checkpoint": "holdfast.api.reading",
-    "Controller": "holdfast_platform.pods.controller",
     "Normal": "holdfast.core.sharding.parameters",
     "Ones": "holdfast.core.sharding.parameters",
     "RunFile": "holdfast.api.run_file",
@@ -34,24 +28,20 @@ HOMES = {
 }
 """Public name -> the module that defines it."""
 
+MOVED = {"Controller": "holdfast_platform.pods.controller"}
+"""Name that was public until version 0.1 -> the module of another package that has it now."""
+
+
+def load_moved(name: str) -> object:
+    """Return a moved name's value, and warn with its new place. Raises ModuleNotFoundError."""
+    warn(
+        f"holdfast.{name} goes with the next version; use: from {MOVED[name]} import {name}",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return getattr(import_module(MOVED[name]), name)
+
 
 def load(name: str) -> object:
     """Return a public name's value. Raises KeyError."""
     return getattr(import_module(HOMES[name]), name)
-
-
-class CallableRoom(ModuleType):
-    """A room with the name of a public function."""
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        function: Any = load(self.__name__.rpartition(".")[2])
-        return function(*args, **keywords)
-
-
-class Package(ModuleType):
-    """The package `holdfast`."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in HOMES and type(value) is ModuleType:
-            value.__class__ = CallableRoom
-        super().__setattr__(name, value)

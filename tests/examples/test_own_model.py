@@ -15,7 +15,7 @@ import pytest
 from holdfast.public_names import HOMES
 
 ROOT = Path(__file__).parents[2]
-FOLDER, PAGE = ROOT / "examples" / "own_model", ROOT / "docs" / "python.md"
+FOLDER, PAGE = ROOT / "examples" / "own_model", ROOT / "docs" / "guide" / "python.md"
 
 
 @pytest.mark.slow

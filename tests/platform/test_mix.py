@@ -9,16 +9,8 @@ from math import inf
 
 import pytest
 
-from holdfast_platform.clouds.mix import (
-    FASTEST,
-    KEPT,
-    LAST_MOMENT,
-    PATIENT,
-    Mix,
-    Need,
-    Offer,
-    choose_mix,
-)
+from holdfast.plan.catalogue import Offer
+from holdfast_platform.clouds.mix import FASTEST, KEPT, LAST_MOMENT, PATIENT, Mix, Need, choose_mix
 
 SPOT = Offer("a/spot", True, 2.0, 8, losses_per_hour=0.01)
 CHEAP = Offer("b/spot", True, 1.0, 2, losses_per_hour=0.05)

@@ -34,7 +34,7 @@ pytestmark = [
 DEADLINE = 180.0
 LOG_TIME = re.compile(r"\d{4}-\d\d-\d\dT\S+Z ")
 LINE = re.compile(r"^    machine (\w+)\s+(holdfast .+)$", re.MULTILINE)
-DOCUMENTED = dict(LINE.findall((ROOT / "docs" / "nodes.md").read_text()))
+DOCUMENTED = dict(LINE.findall((ROOT / "docs" / "guide" / "nodes.md").read_text()))
 
 
 class Machines:

@@ -452,7 +452,7 @@ def test_only_listeners_of_the_table_exist(run: AttackedRun) -> None:
     assert all(address.startswith("127.0.0.1:") for address in set(found) - {run.socket}), found
     path = Path(run.socket)
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    table = (ROOT / "docs" / "security.md").read_text()
+    table = (ROOT / "docs" / "guide" / "security.md").read_text()
     for words in (
         "`cluster.interface`",
         "`cluster.metrics_port`",

@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 DEADLINE = 600.0
-PACKAGE = ROOT / "src" / "holdfast"
+SOURCES = ROOT / "src"
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     present = {
-        str(path.relative_to(PACKAGE.parent))
-        for path in PACKAGE.rglob("*")
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name for name in names if ".dist-info/" not in name} == present

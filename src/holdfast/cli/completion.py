@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.main import COMMANDS, COMPLETION_VARIABLE
+from holdfast.cli.main import COMPLETION_VARIABLE
+from holdfast.cli.table import all_commands
 
 
 class Shell(StrEnum):
@@ -50,18 +51,18 @@ def answer_shell(environment: Mapping[str, str]) -> None:
     line = environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS", "")
     typed = line.split()[1:2]
     root = typer.Typer(add_completion=True, rich_markup_mode=None)
-    for name, (module, about) in COMMANDS.items():
+    for name, command in all_commands().items():
         if [name] != typed:
-            root.command(name, help=about)(_nothing)
+            root.command(name, help=command.help)(_nothing)
             continue
-        typed_app = import_module(f"holdfast.cli.{module}").app
+        typed_app = import_module(command.module).app
         if len(typed_app.registered_commands) == 1 and typed_app.registered_callback is None:
-            root.command(name, help=about)(_only_command(typed_app))
+            root.command(name, help=command.help)(_only_command(typed_app))
         else:
-            root.add_typer(typed_app, name=name, help=about)
-    command = typer.main.get_command(root)
-    command.params = []  # Typer's own options, which `holdfast` does not have
-    command.main(prog_name="holdfast", complete_var=COMPLETION_VARIABLE)
+            root.add_typer(typed_app, name=name, help=command.help)
+    entry = typer.main.get_command(root)
+    entry.params = []  # Typer's own options, which `holdfast` does not have
+    entry.main(prog_name="holdfast", complete_var=COMPLETION_VARIABLE)
 
 
 def _only_command(command: typer.Typer) -> Callable[..., object]:

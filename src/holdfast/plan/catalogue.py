@@ -14,7 +14,6 @@ from math import isfinite, log
 from pathlib import Path
 
 from holdfast.errors import DataError
-from holdfast_platform.clouds.mix import Offer
 
 CATALOGUE_FILE = Path(__file__).with_name("catalogue.csv")
 HOURS_PER_MONTH = 730.0
@@ -30,6 +29,23 @@ COLUMNS = (
     "reclaimed_per_month",
     "date",
 )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one zone sells of one kind.
+
+    name: unique. spot: may be taken back. price: US dollars an hour for a node. available: nodes
+    that the cloud has now. speed: work of a node in an hour, relative to that of other offers (all
+    nodes of a run should be alike). losses_per_hour: of one node.
+    """
+
+    name: str
+    spot: bool
+    price: float
+    available: int
+    speed: float = 1.0
+    losses_per_hour: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
+import holdfast_lab
 from holdfast.config.loading.load import load_config
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.errors import HoldfastError, RunFolderError, UserError
@@ -438,11 +439,12 @@ class Campaign:
 def source_digest() -> str:
     """A digest of Holdfast's own sources: what an older state of them has shown says nothing of
     this one."""
-    package, found = Path(holdfast.__file__).parent, sha256()
-    for path in sorted(package.rglob("*.py")):
-        found.update(f"{path.relative_to(package)} {path.stat().st_size} ".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+    digest = sha256()
+    for package in (Path(holdfast.__path__[0]), Path(holdfast_lab.__path__[0])):
+        for path in sorted(package.rglob("*.py")):
+            digest.update(f"{path.relative_to(package)} {path.stat().st_size} ".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _failure_reason(ended: subprocess.CompletedProcess[str]) -> str:

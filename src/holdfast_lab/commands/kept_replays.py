@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
+import holdfast_lab
 from holdfast.show.output import explained_out_errors
 
 FILE = "replays.jsonl"
-_ROOMS = ("simulate", "policy", "plan")
+_SOURCES = (
+    Path(holdfast_lab.__path__[0]),
+    *(Path(holdfast.__path__[0]) / room for room in ("policy", "plan")),
+)
 
 
 class KeptReplays:
@@ -84,7 +88,7 @@ def key_of(*inputs: object) -> str:
 def _code() -> str:
     """A digest of the sources of simulation, policies and plans."""
     digest = sha256()
-    for room in _ROOMS:
-        for file in sorted((Path(holdfast.__file__).parent / room).rglob("*.py")):
+    for folder in _SOURCES:
+        for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from holdfast.plan.catalogue import Offer
+
 MIN_SAVING_SHARE = 0.1
 """Share of the remaining cost that another mix must save before the run changes."""
 _PATIENT_CHANGES = 4
@@ -36,23 +38,6 @@ LAST_MOMENT = "later than now, on-demand nodes alone could not end in time"
 PATIENT = "all spot there is: on-demand nodes can still wait"
 CHEAPEST = "the cheapest that ends in time"
 KEPT = "kept: no other mix saves enough to be worth a change"
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What one zone sells of one kind.
-
-    name: unique. spot: may be taken back. price: US dollars an hour for a node. available: nodes
-    that the cloud has now. speed: work of a node in an hour, relative to that of other offers (all
-    nodes of a run should be alike). losses_per_hour: of one node.
-    """
-
-    name: str
-    spot: bool
-    price: float
-    available: int
-    speed: float = 1.0
-    losses_per_hour: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 SETUP = """
 import os, signal, sys
 from holdfast.cli import dispatch, main
+from holdfast.cli.table import Command, all_commands
 from holdfast.cli.early_signals import early_signals_answered
 module = type(sys)("holdfast.cli.sleepy")
 module.app = dispatch.app("Sleeps.")
@@ -20,7 +21,7 @@ def sleepy() -> int:
         os.kill(os.getpid(), {number})
         return 0
 sys.modules["holdfast.cli.sleepy"] = module
-main.COMMANDS["sleepy"] = ("sleepy", "sleeps")
+all_commands()["sleepy"] = Command("sleepy", "holdfast.cli.sleepy", "Look", "sleeps")
 {before}
 sys.exit(main.main(["sleepy"]))
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main as root
 from holdfast.cli.dispatch import app, crash_log_in
+from holdfast.cli.table import Command, all_commands
 from holdfast.errors import CorruptError, DataError
 from tests.support.commands import here, start
 
@@ -27,11 +27,11 @@ def test_help_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stderr.strip() == "[] 0"
-    for name in root.COMMANDS:
+    for name in all_commands():
         assert f"\n  {name} " in done.stdout
 
 
-@pytest.mark.parametrize("name", root.COMMANDS)
+@pytest.mark.parametrize("name", all_commands())
 def test_every_command_explains_itself_with_an_example(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +111,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-
         module = type(sys)("holdfast.cli.faulty")
         module.app = application  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "holdfast.cli.faulty", module)
-        monkeypatch.setitem(root.COMMANDS, COMMAND, ("faulty", "raises"))
+        monkeypatch.setitem(
+            all_commands(), COMMAND, Command(COMMAND, "holdfast.cli.faulty", "Look", "raises")
+        )
 
     return register
 

@@ -9,7 +9,7 @@ from holdfast.config.loading.reference import json_schema, markdown
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.presets import PRESETS
 
-PAGE = Path(__file__).parents[3] / "docs" / "run-file.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "run-file.md"
 
 
 def test_the_page_in_docs_is_current() -> None:

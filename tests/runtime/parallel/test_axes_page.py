@@ -8,7 +8,7 @@ from pathlib import Path
 import holdfast.parallel
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "axes.md").read_text()
+PAGE = (ROOT / "docs" / "internals" / "axes.md").read_text()
 
 
 def test_every_file_of_the_room_is_on_the_page() -> None:

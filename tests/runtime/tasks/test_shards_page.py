@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "python.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "python.md"
 
 
 @pytest.mark.parametrize("rows", [7, 8])

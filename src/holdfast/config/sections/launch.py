@@ -14,7 +14,8 @@ from holdfast.config.sections.launch_ssh import SshConfig
 
 
 class LaunchConfig(Section):
-    """Each node runs one agent ([nodes.md](nodes.md)); `cluster.places` workers fit on it."""
+    """Each node runs one agent ([nodes.md](../guide/nodes.md)); `cluster.places` workers fit on
+    it."""
 
     on: Literal["local", "ssh", "slurm", "ray", "kubernetes"] = Field(
         "local", description="the owner of the machines; --on of the command sets it, too"

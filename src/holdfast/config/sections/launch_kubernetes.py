@@ -19,7 +19,8 @@ JobKind = Literal["job", "jobset", "volcano", "trainer", "kuberay", "yunikorn", 
 
 
 class KubernetesConfig(Section):
-    """One pod for each node. [kubernetes.md](kubernetes.md) says which kind suits which cluster."""
+    """One pod for each node. [kubernetes.md](../guide/kubernetes.md) says which kind suits
+    which cluster."""
 
     kind: JobKind = Field(
         "job",

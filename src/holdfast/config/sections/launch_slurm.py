@@ -8,7 +8,8 @@ from holdfast.config.sections.base import Section
 
 
 class SlurmConfig(Section):
-    """Options of the jobs ([slurm.md](slurm.md)). A value that is left out is the cluster's."""
+    """Options of the jobs ([slurm.md](../guide/slurm.md)). A value that is left out is the
+    cluster's."""
 
     partition: str = Field("", description="partition, or several with commas")
     account: str = Field("", description="account that is charged")

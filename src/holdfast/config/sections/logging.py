@@ -46,7 +46,7 @@ class MlflowConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Trackers show the run in other programs ([trackers.md](trackers.md))."""
+    """Trackers show the run in other programs ([trackers.md](../guide/trackers.md))."""
 
     trackers: tuple[str, ...] = Field(
         (),

@@ -23,7 +23,7 @@ MOVABLE = ("optimizer", "gradients", "parameters")
 
 class MemoryConfig(Section):
     """A place is `device`, `host` (memory of the machine) or `file` (a file in `folder`).
-    [memory.md](memory.md) describes what lies where."""
+    [memory.md](../guide/memory.md) describes what lies where."""
 
     device_gb: float = Field(
         0,

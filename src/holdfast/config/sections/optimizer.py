@@ -142,7 +142,7 @@ class GroupConfig(Section):
 
 class OptimizerConfig(Section):
     """`adamw` is AdamW (Loshchilov and Hutter, 2019), fused. Matrices decay, vectors do not.
-    [optimizers.md](optimizers.md) describes all of them."""
+    [optimizers.md](../guide/optimizers.md) describes all of them."""
 
     name: Never[str] = Field(
         "adamw",

@@ -24,7 +24,8 @@ SHORT_CLUSTER = re.compile(r"here|\d+x.+")
 
 
 class PlanConfig(Section):
-    """What `layout: auto` and `holdfast plan` choose a layout for ([planning.md](planning.md))."""
+    """What `layout: auto` and `holdfast plan` choose a layout for
+    ([planning.md](../guide/planning.md))."""
 
     objective: PlanObjective = Field(
         "time",

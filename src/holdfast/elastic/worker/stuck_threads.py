@@ -35,7 +35,8 @@ _DUMP_MARGIN_S = 0.5
 _LATE_SAMPLE_S = 0.2
 _ROOMS = Path(__file__).parents[2]
 _COMMUNICATING_FOLDERS = tuple(
-    f"{folder}/" for folder in (Path(torch.__file__).parent, _ROOMS / "parallel", _ROOMS / "train")
+    f"{folder}/"
+    for folder in (Path(torch.__file__).parent, _ROOMS / "parallel", _ROOMS / "training")
 )
 
 

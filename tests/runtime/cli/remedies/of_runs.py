@@ -19,7 +19,7 @@ import typer
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.cli.main import COMMANDS
+from holdfast.cli.table import all_commands
 from holdfast.config.loading.load import load_config
 from holdfast.launch.node.process_limits import memory_need, refuse_low_limits
 from holdfast.launch.run.resume_checks import (
@@ -36,7 +36,7 @@ RUN = "run"
 
 def run_command(line: list[str]) -> None:
     """Run a command; its UserError comes out."""
-    command = typer.main.get_command(import_module(f"holdfast.cli.{COMMANDS[line[0]][0]}").app)
+    command = typer.main.get_command(import_module(all_commands()[line[0]].module).app)
     with command.make_context(f"holdfast {line[0]}", line[1:]) as context:
         assert command.invoke(context) in (0, None)
 

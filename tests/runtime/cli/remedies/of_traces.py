@@ -26,7 +26,7 @@ from holdfast_lab.traces.node_changes import DEFAULTS
 from holdfast_lab.traces.reading import read_stream
 from tests.runtime.cli.remedies.lab import Case, Lab, case, fixed
 
-ROOM = "simulate/traces/"
+ROOM = "holdfast_lab/traces/"
 OUTAGES = "System,nodenumz,Prob Started,Prob Fixed\n"
 LIVES = "lifetime_s,other_ops\n"
 ADVISOR = json.dumps({"spot_advisor": {"r1": {"Linux": {"big": {"r": 2}}}}})

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tests.support.ranks import ROOT
 
-SOURCES = ROOT / "src" / "holdfast"
+SOURCES = ROOT / "src"
+RUNTIME = "holdfast/"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -98,13 +99,16 @@ def _name(call: ast.Call, function: Function) -> str:
 
 @cache
 def _sites_of_module(module: str) -> tuple[Site, ...]:
-    """module: a path below `src/holdfast`."""
-    text = (SOURCES / module).read_text("utf-8")
+    """module: a path below `src/holdfast`, or below `src` for other packages."""
+    folder = SOURCES if module.startswith("holdfast_") else SOURCES / RUNTIME
+    text = (folder / module).read_text("utf-8")
     return tuple(sites_of(text, module)) if "remedy" in text else ()
 
 
 def site_names() -> set[str]:
-    modules = (str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py"))
+    modules = (
+        str(path.relative_to(SOURCES)).removeprefix(RUNTIME) for path in SOURCES.rglob("*.py")
+    )
     return {site.name for module in modules for site in _sites_of_module(module)}
 
 
@@ -116,4 +120,6 @@ def names_at(module: str, line: int) -> set[str]:
 
 def module_of(file: str) -> str:
     path = Path(file)
-    return str(path.relative_to(SOURCES)) if path.is_relative_to(SOURCES) else ""
+    return (
+        str(path.relative_to(SOURCES)).removeprefix(RUNTIME) if path.is_relative_to(SOURCES) else ""
+    )

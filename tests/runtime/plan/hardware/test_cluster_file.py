@@ -23,7 +23,7 @@ from holdfast.plan.hardware.links import load_links
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples" / "clusters"
-PAGE = ROOT / "docs" / "cluster-file.md"
+PAGE = ROOT / "docs" / "reference" / "cluster-file.md"
 SIZES = {"a100": 64, "five_zones": 640, "mixed_spot": 128, "a100_1024": 1024}
 LINKS = load_links()
 

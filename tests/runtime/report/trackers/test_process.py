@@ -241,7 +241,7 @@ def test_nothing_is_written_where_the_run_folder_is_not_mounted(tmp_path: Path) 
 
 
 def test_the_callback_of_the_documentation(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "trackers.md").read_text()
+    page = (ROOT / "docs" / "guide" / "trackers.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "my_callbacks.py").write_text(code)
     write_journal(tmp_path / "run", lossy_run().records)

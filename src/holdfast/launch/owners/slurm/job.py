@@ -1,6 +1,6 @@
 """The program of a Slurm job's batch step: keeps one agent at work on each node of the job.
 
-    python -m holdfast.launch.owners.slurm.job --script FILE --logs FOLDER [...] -- holdfast join RUN
+    python -m holdfast.launch.owners.slurm.job --script FILE --logs DIR [...] -- holdfast join RUN
 
 Each node's agent is a step of its own, so the loss of a node ends that step and no other. The
 program asks Slurm every few seconds which nodes the job has. It starts an agent on each new node.

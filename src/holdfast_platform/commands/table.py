@@ -1,0 +1,14 @@
+"""The commands that the platform adds to `holdfast`."""
+
+from __future__ import annotations
+
+from holdfast.cli.table import commands_of
+
+COMMANDS = commands_of(
+    "holdfast_platform.commands",
+    "Platform",
+    broker="launch runs for a platform with the Open Service Broker API",
+    cloud="show prices, choose a mix, write jobs for managed services",
+    cluster="bring up a Ray or Slurm of your own on this machine",
+    host="run programs of a controller on this machine",
+)
