@@ -8,13 +8,13 @@ from holdfast.errors import ConfigError
 from holdfast.launch.owners.owner import MachineOwner
 
 _OWNERS = {
-    "local": ("owners.local", "LocalOwner"),
+    "local": ("local", "LocalOwner"),
     "ssh": ("ssh.owner", "SshOwner"),
     "slurm": ("slurm.owner", "SlurmOwner"),
     "ray": ("ray.owner", "RayOwner"),
     "kubernetes": ("kubernetes.owner", "KubernetesOwner"),
 }
-"""Word -> module of `launch`, class. A module is imported when its owner is used."""
+"""Word -> module of this folder, class. A module is imported when its owner is used."""
 
 
 def open_owner(word: str) -> MachineOwner:
@@ -26,5 +26,5 @@ def open_owner(word: str) -> MachineOwner:
             remedy=f"use one of {', '.join(_OWNERS)}",
         )
     module, name = _OWNERS[word]
-    found: MachineOwner = getattr(import_module(f"holdfast.launch.{module}"), name)()
+    found: MachineOwner = getattr(import_module(f"holdfast.launch.owners.{module}"), name)()
     return found
