@@ -109,10 +109,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        from difflib import get_close_matches
+        from holdfast.errors import nearest_of
 
-        close = get_close_matches(name, COMMANDS, n=1)
-        remedy = f"did you mean 'holdfast {close[0]}'?" if close else "see 'holdfast --help'"
+        close = nearest_of(name, COMMANDS)
+        remedy = f"did you mean 'holdfast {close}'?" if close else "see 'holdfast --help'"
         print(f"holdfast: there is no command {name!r}; {remedy}", file=sys.stderr)
         return 2
     from holdfast.cli.dispatch import call
