@@ -6,7 +6,24 @@ prints it without a traceback and exits with 2; everything else that escapes is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def nearest_of(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the choice that was probably meant, whatever its case; "" if none is near."""
+    from difflib import get_close_matches  # not at the start of each command
+
+    by_name = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(name.lower(), by_name, n=1, cutoff=cutoff)
+    return by_name[close[0]] if close else ""
+
+
+def use_one_of(choices: Iterable[str], name: str = "", cutoff: float = 0.6) -> str:
+    """Return the remedy of a name that is no choice: the nearest one, or all of them."""
+    choices = list(choices)
+    near = nearest_of(name, choices, cutoff) if name else ""
+    return f"use {near or 'one of ' + ', '.join(choices)}"
+
 
 START_OVER = "start over with --fresh (in a bucket: with another folder=)"
 """The remedy if nothing of a run can be used. Objects of a bucket cannot be moved aside."""
@@ -50,6 +67,13 @@ def _rebuild_user_error(
     kind: type[UserError], message: str, where: str | None, remedy: str | None
 ) -> UserError:
     return kind(message, where=where, remedy=remedy)
+
+
+def unknown_name(
+    kind: type[UserError], what: str, name: str, choices: Iterable[str], where: str
+) -> UserError:
+    """Return the refusal of a name that is none of the choices."""
+    return kind(f"there is no {what} {name!r}", where=where, remedy=use_one_of(choices, name))
 
 
 class ConfigError(UserError):

@@ -14,7 +14,7 @@ from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.errors import ConfigError, UserError
+from holdfast.errors import ConfigError, UserError, unknown_name
 from holdfast.launch.run.auto_layout import with_auto_layout
 from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.run.runs import run_folder_of
@@ -163,12 +163,8 @@ def parse_loss(text: str, topology: Topology) -> frozenset[int]:
         if colon and kind == "node":
             here = {rank for rank, node in enumerate(topology.nodes) if node == name}
             if not here:
-                known = ", ".join(dict.fromkeys(topology.nodes))
-                raise ConfigError(
-                    f"there is no node {name!r}",
-                    where=f"--what-if {text}",
-                    remedy=f"use one of {known}",
-                )
+                nodes = dict.fromkeys(topology.nodes)
+                raise unknown_name(ConfigError, "node", name, nodes, f"--what-if {text}")
             lost |= here
         elif item.isascii() and item.isdigit():
             lost.add(int(item))

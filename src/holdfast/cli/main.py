@@ -70,10 +70,10 @@ def _dispatch(arguments: list[str]) -> int:
     name = arguments[0]
     command = runtime_command(name) or all_commands().get(name)
     if command is None:
-        from difflib import get_close_matches
+        from holdfast.errors import nearest_of
 
-        close = get_close_matches(name, all_commands(), n=1)
-        remedy = f"did you mean 'holdfast {close[0]}'?" if close else "see 'holdfast --help'"
+        close = nearest_of(name, all_commands())
+        remedy = f"did you mean 'holdfast {close}'?" if close else "see 'holdfast --help'"
         print(f"holdfast: there is no command {name!r}; {remedy}", file=sys.stderr)
         return 2
     from holdfast.cli.dispatch import call

@@ -22,7 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.config.huggingface.convert import to_their_config
-from holdfast.config.huggingface.folder import read_folder_model, read_json_object, refuse_pointer
+from holdfast.config.huggingface.folder import (
+    FETCH_AGAIN,
+    read_folder_model,
+    read_json_object,
+    refuse_pointer,
+)
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.errors import ModelFolderError
@@ -34,7 +39,6 @@ SHARD_BYTES = 5_000_000_000
 READABLE = ("F64", "F32", "BF16", "F16")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """All are written, for without one an architecture has a number of its own in mind."""
-FETCH_AGAIN = "fetch it again"
 
 
 def export_folder(
@@ -166,12 +170,15 @@ class FolderTensors(Mapping[str, Tensor]):
                     f"tensor {entry.theirs} has shape {list(shape)} but config.json says "
                     f"{list(entry.shape)}",
                     where=str(self._folder),
+                    remedy=FETCH_AGAIN,
                 )
         for theirs in self._file_of:
             # Old exports carry the rotary frequencies; they follow from the config.
             if theirs not in known and not theirs.endswith("rotary_emb.inv_freq"):
                 raise ModelFolderError(
-                    f"tensor {theirs} belongs to no part of the decoder", where=str(self._folder)
+                    f"tensor {theirs} belongs to no part of the decoder",
+                    where=str(self._folder),
+                    remedy="name a folder of one of the families in docs/guide/models.md",
                 )
         for theirs, entry in known.items():
             if entry.alias_of is not None and theirs in self._file_of:

@@ -169,7 +169,9 @@ def read_secret(
             status = os.fstat(file.fileno())  # of what is read, whatever the path names by now
             text = file.read(4096).decode("ascii")
     except FileNotFoundError:
-        raise RunFolderError("the secret's file is missing", where=str(path)) from None
+        raise RunFolderError(
+            "the secret's file is missing", where=str(path), remedy="copy it from another node"
+        ) from None
     except UnicodeDecodeError:
         text = ""
     except OSError as error:

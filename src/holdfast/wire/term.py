@@ -96,7 +96,8 @@ class Term:
         if found != self.content:
             raise RunFolderError(
                 "the run folder has been moved, removed, replaced or unmounted (our term "
-                f"{self.number} is not in it); put it back, or start another run"
+                f"{self.number} is not in it)",
+                remedy="put it back, or start another run",
             )
         if newest > self.number:
             raise FencedError(

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import UserError
+from holdfast.errors import UserError, unknown_name, use_one_of
 from holdfast_lab.chaos.catalog import FAULTS, FOLDER_ACTIONS, Fault
 from holdfast_lab.chaos.layouts import ChaosLayout, parse_natural
 
@@ -73,7 +73,7 @@ def check_faults_possible(
             raise UserError(
                 f"there is no node {draw.target!r} in {shape.name}",
                 where=draw.where,
-                remedy=f"use one of {', '.join(node_names(shape))}",
+                remedy=use_one_of(node_names(shape)),
             )
     asked = list(dict.fromkeys([draw.fault for draw in draws] or faults))
     why = {each.name: why_unfit(each, shape, why_no_network, in_bucket=in_bucket) for each in asked}
@@ -130,9 +130,7 @@ def read_trace(text: str, source: str, seed: str) -> list[Draw]:
                 remedy='write {"step": 12, "fault": "agent", "target": "b"}',
             ) from None
         if name not in FAULTS:
-            raise UserError(
-                f"there is no fault {name!r}", where=where, remedy=f"use one of {', '.join(FAULTS)}"
-            )
+            raise unknown_name(UserError, "fault", name, FAULTS, where)
         draws.append(_parse_row(chance, FAULTS[name], step, target, point, where))
     return sorted(draws, key=lambda draw: draw.step)
 
@@ -145,7 +143,7 @@ def _parse_row(
         raise UserError(
             f"{fault.name} cannot be at {point!r}",
             where=where,
-            remedy=f"use one of {', '.join(fault.parts[0].points)}",
+            remedy=use_one_of(fault.parts[0].points),
         )
     if target and not fault.is_aimed:
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, unknown_name
 from holdfast_lab.engine.interfaces import CostModel, Policy, PolicyMaker
 from holdfast_lab.rivals.acute import HierarchyPolicy
 from holdfast_lab.rivals.bamboo import BambooPolicy
@@ -47,9 +47,5 @@ POLICIES: Mapping[str, Callable[[CostModel], Policy]] = {
 def policy_named(name: str) -> PolicyMaker:
     """The policy of another trainer. Raises ConfigError for a name that is not known."""
     if name not in POLICIES:
-        raise ConfigError(
-            f"there is no policy {name!r}",
-            where="--policy",
-            remedy=f"use holdfast, {', '.join(POLICIES)}",
-        )
+        raise unknown_name(ConfigError, "policy", name, ("holdfast", *POLICIES), "--policy")
     return POLICIES[name]

@@ -13,7 +13,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.launch import for_all_nodes, launch_request
 from holdfast.config.loading.load import load_config
-from holdfast.errors import UserError
+from holdfast.errors import UserError, use_one_of
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.plan.catalogue import (
     CATALOGUE_FILE,
@@ -187,7 +187,7 @@ def spec(
         raise UserError(
             f"{service!r} is no service that is known",
             where="--for",
-            remedy=f"use one of {', '.join(SERVICES)}",
+            remedy=use_one_of(SERVICES),
         )
     for option, value, is_needed in (
         ("--image", image, True),

@@ -173,7 +173,7 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
                 "use 4 or more microbatches a replica, fewer stages, or the schedule gpipe",
             ],
         ),
-        (["--schedule", "1f1p"], ["there is no schedule '1f1p'", "did you mean '1f1b'?"]),
+        (["--schedule", "1f1p"], ["there is no schedule '1f1p'", "use 1f1b"]),
         (["--stages", "0"], ["--stages", "greater than or equal to 1"]),
         (["--stages", "many"], ["--stages", "integer"]),
         (["--stages", "5", "--virtual", "2", "--schedule", "gpipe"], ["use --stages 6"]),

@@ -76,11 +76,11 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train:\n  optimizer: {learning_rate: -3e-4}\n",
-            "run.yaml:2: train.optimizer.learning_rate is -0.0003, but must be above 0.0; use 0.0003",
+            "run.yaml:2: train.optimizer.learning_rate is -0.0003, but must be above 0; use 0.0003",
         ),
         (
             "data:\n  validation_fraction: 5\n",
-            "run.yaml:2: data.validation_fraction is 5, but must be below 1.0; use 0.05",
+            "run.yaml:2: data.validation_fraction is 5, but must be below 1; use 0.05",
         ),
         (
             "train:\n  optimizer:\n    learning_rate: .inf\n",

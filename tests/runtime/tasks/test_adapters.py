@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from holdfast.adapters import hf_trainer
+from holdfast.errors import TaskError
 from holdfast.tasks.scripts.own_loop import NamedValidation, Run, enter_run
-from tests.runtime.cli.remedies.lab import Lab
-from tests.runtime.cli.remedies.of_trainers import LightningModule, Trainer, fit_module
+from tests.runtime.tasks.stand_in_trainers import (
+    EarlyStopping,
+    Hooked,
+    LightningModule,
+    Masking,
+    OwnLoss,
+    OwnStep,
+    ProgressCallback,
+    Trainer,
+    fit_module,
+    train_trainer,
+)
 
 
 def named_validation(**given: Any) -> NamedValidation | None:
@@ -54,9 +65,72 @@ def test_a_trainer_without_eval_strategy_names_no_validation() -> None:
     assert named_validation() is None
 
 
-def test_a_lightning_module_reads_the_steps_before(tmp_path: Path) -> None:
+def test_a_lightning_module_reads_the_steps_before() -> None:
     seen: list[int] = []
     made = LightningModule(reads=lambda one: seen.append(one.global_step))
-    fit_module(Lab(tmp_path, tmp_path, {"make": lambda _: made}))
+    fit_module(made)
     assert seen == [0, 0, 1, 1]  # two microbatches in each of two steps
     assert type(made) is LightningModule
+
+
+def scheduled(interval: str) -> LightningModule:
+    def both(optimizer: Any) -> Any:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+    return LightningModule(optimizers=both)
+
+
+def masked() -> Trainer:
+    made = Trainer()
+    made.data_collator = Masking()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "remedy"),
+    [
+        (Trainer(fp16=True), "train.precision=fp16"),
+        (Trainer(train_sampling_strategy="length"), "'random'"),
+        (Trainer(eval_strategy="epoch"), "eval_strategy='no'"),
+        (
+            Trainer(eval_strategy="steps", eval_steps=2, evaluated=[0] * 4, metrics=print),
+            "trainer.evaluate()",
+        ),
+        (Trainer(label=0), "leave such samples out"),
+        (Trainer(callbacks=(ProgressCallback(), EarlyStopping())), "logging.trackers=[...]"),
+        (OwnStep(), "compute_loss"),
+        (masked(), "in the dataset"),
+        (LightningModule(reads=lambda one: one.current_epoch), "global_step"),
+        (nn.Linear(3, 1), "derive it"),
+        (LightningModule(automatic=False), "holdfast.run()"),
+        (Hooked(), "remove it"),
+        (LightningModule(optimizers=lambda one: None), "return an optimizer"),
+        (LightningModule(optimizers=lambda one: [one, one]), "return one"),
+        (LightningModule(optimizers=lambda one: (one, one)), "return one"),
+        (LightningModule(optimizers=lambda one: (one, None, None)), "([optimizer], [scheduler])"),
+        (scheduled("epoch"), '"interval": "step"'),
+        (LightningModule(answer=lambda loss: 1.0), "return the loss"),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused_with_a_remedy(made: Any, remedy: str) -> None:
+    attempt = train_trainer if isinstance(made, Trainer) else fit_module
+    with pytest.raises(TaskError) as caught:
+        attempt(made)
+    assert remedy in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Trainer(eval_strategy="epoch", evaluated=[0] * 4),
+        Trainer(callbacks=(ProgressCallback(),)),
+        OwnLoss(),
+        LightningModule(optimizers=lambda one: ([one], [])),
+        scheduled("step"),
+        LightningModule(answer=lambda loss: {"loss": loss}),
+    ],
+)
+def test_what_a_run_can_do_is_accepted(made: Any) -> None:
+    attempt = train_trainer if isinstance(made, Trainer) else fit_module
+    attempt(made)

@@ -118,7 +118,9 @@ class DcpFolder:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"cannot be read ({error})", where=str(self.folder / chunk.file)
+                f"cannot be read ({error})",
+                where=str(self.folder / chunk.file),
+                remedy="copy the checkpoint again",
             ) from error
         strides = tuple(stride * kind.itemsize for stride in chunk.strides)
         return np.lib.stride_tricks.as_strided(

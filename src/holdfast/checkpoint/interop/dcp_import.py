@@ -173,7 +173,11 @@ def _check_source(
             remedy="name a checkpoint of the model in the run file",
         )
     if there.dtype not in ("F64", "F32", "BF16", "F16"):
-        raise CheckpointError(f"{theirs} holds {there.dtype}, not numbers", where=str(folder))
+        raise CheckpointError(
+            f"{theirs} holds {there.dtype}, not numbers",
+            where=str(folder),
+            remedy="name a checkpoint of the model in the run file",
+        )
 
 
 def _tensor_chunks(

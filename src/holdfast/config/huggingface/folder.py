@@ -17,6 +17,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 
 CONFIG = "config.json"
+FETCH_AGAIN = "fetch it again"
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 16 * 2**20  # a config.json has some thousands
 
@@ -50,7 +51,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         refuse_pointer(path)
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error
+        raise ModelFolderError(
+            f"this is not readable JSON ({error})", where=str(path), remedy=FETCH_AGAIN
+        ) from error
     if not isinstance(value, dict):
-        raise ModelFolderError("this is not a JSON object", where=str(path))
+        raise ModelFolderError("this is not a JSON object", where=str(path), remedy=FETCH_AGAIN)
     return value

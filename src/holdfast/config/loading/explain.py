@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from holdfast.config.loading.fields import ITEM, all_keys, as_path, field_at, section_of, siblings
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, nearest_of
 
 Place = Callable[[tuple[str | int, ...]], str | None]
 
@@ -175,27 +174,20 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     example = find_example(path)
     remedy = nearest_value(info, value) or (f"{example} would work" if example else "")
     if kind == "literal_error":
-        expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
-        choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
+        choices = _choices(context)
         meant = _VALUES_ELSEWHERE.get(str(value).lower().removeprefix("torch."))
-        close = [meant] if meant in choices else get_close_matches(str(value).lower(), choices, n=1)
-        remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
-        return f"{key} ", f"is {format_value(value)}, not one of {', '.join(choices)}", remedy
+        close = meant if meant in choices else nearest_of(str(value), choices)
+        remedy = f"did you mean {close}?" if close else f"use {choices[0]}"
+        return f"{key} ", what_is_wrong(details), remedy
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
+        name, _ = _BOUNDS[kind]
         if not remedy and name in ("ge", "le"):  # an item of a list
             remedy = f"use {context[name]}"
-        return f"{key} ", f"is {format_value(value)}, but must be {words} {context[name]}", remedy
-    if kind == "string_pattern_mismatch":
-        if key == "task.name":  # its default trains something else
-            remedy = "write module:Class, for example my_task:Net"
-        return (
-            f"{key} ",
-            f"is {format_value(value)}, which does not match {context['pattern']}",
-            remedy,
-        )
+        return f"{key} ", what_is_wrong(details), remedy
+    if kind == "string_pattern_mismatch" and key == "task.name":  # its default is no example
+        remedy = "write module:Class, for example my_task:Net"
     if kind in ("too_short", "too_long"):
-        return f"{key} ", f"has {context.get('actual_length')} items", remedy or _LIST_REMEDY
+        remedy = remedy or _LIST_REMEDY
     wanted = _KINDS.get(kind.split("_")[0])
     if wanted == "a section of keys":
         remedy = "write its keys indented below it"
@@ -203,15 +195,36 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         remedy = "write its items below it, each after '- ', or remove it"
     elif wanted == "text" and isinstance(value, int | float):
         remedy = f"put it in quotes: '{format_value(value)}'"
-    elif wanted == "text" and not remedy:
+    elif wanted == "text" and not remedy:  # of a pattern: "string_pattern_mismatch"
         remedy = "write a word, in quotes if it has other characters than letters"
     elif not remedy and isinstance(path[-1], int):
         remedy = "remove it"
-    if kind == "finite_number":
-        wanted = "a finite number"
-    if wanted is None:
-        return f"{key} ", f"is {format_value(value)}: {details['msg']}", remedy
-    return f"{key} ", f"is {format_value(value)}, not {wanted}", remedy
+    return f"{key} ", what_is_wrong(details), remedy
+
+
+def what_is_wrong(details: ErrorDetails) -> str:
+    """Say what a schema refuses, for example "is -1, but must be at least 1"."""
+    kind, context = details["type"], details.get("ctx", {})
+    shown = f"is {format_value(details['input'])}"
+    wanted = "a finite number" if kind == "finite_number" else _KINDS.get(kind.split("_")[0])
+    if kind == "missing":
+        return "is missing"
+    if kind == "literal_error":
+        return f"{shown}, not one of {', '.join(_choices(context))}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        limit = context[name]
+        return f"{shown}, but must be {words} {limit if isinstance(limit, int) else f'{limit:g}'}"
+    if kind == "string_pattern_mismatch":
+        return f"{shown}, which does not match {context['pattern']}"
+    if kind in ("too_short", "too_long"):
+        return f"has {context.get('actual_length')} items"
+    return f"{shown}, not {wanted}" if wanted else f"{shown}: {details['msg']}"
+
+
+def _choices(context: Mapping[str, Any]) -> list[str]:
+    expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
+    return [choice.strip("'") for choice in re.split(r", | or ", expected)]
 
 
 def find_example(path: tuple[str | int, ...]) -> str:
@@ -241,8 +254,8 @@ def nearest_value(info: FieldInfo | None, value: object) -> str:
     if info is None or isinstance(value, bool):
         return ""
     types, rules, words = _alternatives(info)
-    if isinstance(value, str) and (near_words := get_close_matches(value.lower(), words, n=1)):
-        return f"did you mean {near_words[0]}?"
+    if isinstance(value, str) and (near_word := nearest_of(value, words)):
+        return f"did you mean {near_word}?"
     if bool in types:
         word = _WORDS.get(str(value).lower())
         return f"use {word}" if word else ""
@@ -315,9 +328,8 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
     elsewhere = _ELSEWHERE.get(last.lower(), "")
     if not rest and elsewhere.startswith("".join(f"{part}." for part in path[:-1])) and elsewhere:
         return f"did you mean {elsewhere}?"
-    near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
-    if near:
-        meant = (*path[:-1], near[0])
+    if near := nearest_of(last, siblings(path)):
+        meant = (*path[:-1], near)
         meant = (*meant, *rest) if field_at((*meant, *rest)) is not None else meant
         return f"did you mean {'.'.join(map(str, meant))}?"
     last = str(rest[-1]) if rest else last
@@ -326,9 +338,8 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
     by_name: dict[str, str] = {}
     for key, _ in all_keys():
         by_name.setdefault(key.rsplit(".", 1)[-1], key.replace(ITEM, "0"))
-    near = get_close_matches(last, by_name, n=1, cutoff=0.75)
-    if near:
-        return f"did you mean {by_name[near[0]]}?"
+    if near := nearest_of(last, by_name, cutoff=0.75):
+        return f"did you mean {by_name[near]}?"
     known = siblings(path)
     parent = ".".join(map(str, path[:-1])) or "a run file"
     return f"{parent} has {', '.join(known)}" if known else "remove it"

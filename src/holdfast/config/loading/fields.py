@@ -51,28 +51,31 @@ def allows(annotation: Any, kind: type) -> bool:
     return annotation is kind
 
 
-def field_at(path: Sequence[str | int]) -> FieldInfo | None:
+def field_at(path: Sequence[str | int], root: type[BaseModel] = RunConfig) -> FieldInfo | None:
     """The field a path names, or None where there is none (list indices are stepped over)."""
-    section: type[BaseModel] | None = RunConfig
-    found: FieldInfo | None = None
+    section: type[BaseModel] | None = root
+    info: FieldInfo | None = None
+    is_name = False  # the next part is a name that the user chose
     for part in path:
-        if isinstance(part, int) or part == ITEM or is_index(part):
+        if is_name or isinstance(part, int) or part == ITEM or is_index(part):
+            is_name = False
             continue
-        found = section.model_fields.get(part) if section is not None else None
-        if found is None:
+        info = section.model_fields.get(part) if section is not None else None
+        if info is None:
             return None
-        if get_origin(found.annotation) is dict:
-            return found  # its keys are the user's own
-        section = section_of(found.annotation)
-    return found
+        section = section_of(info.annotation)
+        is_name = get_origin(info.annotation) is dict
+        if is_name and section is None:
+            return info
+    return info
 
 
-def siblings(path: Sequence[str | int]) -> list[str]:
+def siblings(path: Sequence[str | int], root: type[BaseModel] = RunConfig) -> list[str]:
     """Names of all keys of the section that `path` lies in."""
     parent = [p for p in path[:-1] if not isinstance(p, int) and not is_index(p)]
     if not parent:
-        return list(RunConfig.model_fields)
-    holder = field_at(parent)
+        return list(root.model_fields)
+    holder = field_at(parent, root)
     section = section_of(holder.annotation) if holder is not None else None
     return list(section.model_fields) if section is not None else []
 

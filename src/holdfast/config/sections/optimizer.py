@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.change import Branch, Never
+from holdfast.errors import nearest_of
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -215,10 +215,9 @@ class OptimizerConfig(Section):
     def _is_known(cls, name: str) -> str:
         if name in BUILT_IN or OBJECT_PATH.fullmatch(name):
             return name
-        near = get_close_matches(name.lower(), BUILT_IN, n=1)
         raise ValueError(
             f"{name!r} is none of {', '.join(BUILT_IN)}, nor the path of a class such as "
-            f"torch.optim.RMSprop: use {near[0] if near else 'adamw'}"
+            f"torch.optim.RMSprop: use {nearest_of(name, BUILT_IN) or 'adamw'}"
         )
 
     @model_validator(mode="after")

@@ -6,8 +6,9 @@ the small ones are ours, for laptops and tests.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
+
+from holdfast.errors import nearest_of
 
 _LLAMA31: dict[str, Any] = {
     "family": "llama",
@@ -69,4 +70,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def nearest_preset(name: str) -> str:
-    return str(get_close_matches(name, list(PRESETS), n=1, cutoff=0.0)[0])
+    return nearest_of(name, PRESETS, cutoff=0.0)

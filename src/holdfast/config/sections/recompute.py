@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, get_args
+
+from holdfast.errors import nearest_of
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -47,10 +48,10 @@ def check_words(value: object) -> object:
         raise ValueError("a list has a word for each stage of the pipeline: use none")
     for item in items:
         if item not in RECOMPUTE:
-            near = get_close_matches(str(item), RECOMPUTE, n=1)
             shown = repr(item) if isinstance(item, str) else json.dumps(item, default=str)
             raise ValueError(
-                f"{shown} is none of {', '.join(RECOMPUTE)}: use {near[0] if near else 'none'}"
+                f"{shown} is none of {', '.join(RECOMPUTE)}: "
+                f"use {nearest_of(str(item), RECOMPUTE) or 'none'}"
             )
     return value
 

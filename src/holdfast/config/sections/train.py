@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
@@ -20,6 +19,7 @@ from holdfast.config.sections.recompute import (
     check_words,
     word_of_stage,
 )
+from holdfast.errors import nearest_of
 
 MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
@@ -51,10 +51,9 @@ class ScheduleConfig(Section):
     def _is_known(cls, kind: str) -> str:
         if kind in SCHEDULES or FUNCTION_PATH.fullmatch(kind):
             return kind
-        near = get_close_matches(kind.lower(), SCHEDULES, n=1)
         raise ValueError(
             f"{kind!r} is none of {', '.join(SCHEDULES)}, nor module:function: use "
-            f"{near[0] if near else SCHEDULES[0]}"
+            f"{nearest_of(kind, SCHEDULES) or SCHEDULES[0]}"
         )
 
     @property

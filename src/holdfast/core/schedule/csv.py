@@ -46,7 +46,9 @@ def from_csv(text: str, name: str, rank_of: Sequence[int] | None = None) -> Sche
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise ScheduleError(f"this is no CSV ({error})", where=name) from None
+        raise ScheduleError(
+            f"this is no CSV ({error})", where=name, remedy="write a row for each rank"
+        ) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()  # empty lines at the end are no ranks
     actions = tuple(
@@ -68,7 +70,9 @@ def from_csv(text: str, name: str, rank_of: Sequence[int] | None = None) -> Sche
             home.setdefault(action.stage, rank)
         missing = next((s for s in range(max(home)) if s not in home), None)
         if missing is not None:
-            raise ScheduleError(f"stage {missing} has no action", where=name)
+            raise ScheduleError(
+                f"stage {missing} has no action", where=name, remedy=f"write {missing}F0 and so on"
+            )
         rank_of = [home[stage] for stage in sorted(home)]
     microbatches = 1 + max(action.microbatch for _, action in flat)
     return Schedule(name, microbatches, tuple(rank_of), actions)

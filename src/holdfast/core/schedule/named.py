@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
@@ -11,7 +10,7 @@ from holdfast.core.schedule.asynchronous import steady_window
 from holdfast.core.schedule.interleaved import interleaved
 from holdfast.core.schedule.table import Schedule, forward_only, gpipe, one_f_one_b
 from holdfast.core.schedule.zero_bubble import dualpipev, zb_h1, zbv
-from holdfast.errors import LayoutError
+from holdfast.errors import LayoutError, unknown_name
 
 Builder = Callable[[int, int, int], Schedule]
 
@@ -46,13 +45,7 @@ def build_schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -
     virtual: stages a rank; a schedule that has always two takes no notice of 1.
     """
     if name not in SCHEDULES:
-        close = get_close_matches(name, SCHEDULES, n=1)
-        known = ", ".join(SCHEDULES)
-        raise LayoutError(
-            f"there is no schedule {name!r}",
-            where="layout.schedule",
-            remedy=f"did you mean {close[0]!r}?" if close else f"use one of {known}",
-        )
+        raise unknown_name(LayoutError, "schedule", name, SCHEDULES, "layout.schedule")
     if ranks < 1 or virtual < 1:
         raise LayoutError(
             f"{ranks} ranks with {virtual} stages each are no pipeline",

@@ -9,11 +9,10 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from glob import glob, has_magic
 from typing import TYPE_CHECKING
 
-from holdfast.errors import DataError
+from holdfast.errors import DataError, nearest_of
 
 if TYPE_CHECKING:  # a preparing process needs no pydantic
     from holdfast.config.sections.data import SourceConfig
@@ -220,6 +219,6 @@ def _missing_error(config: SourceConfig, path: str, where: str) -> DataError:
     elif os.path.islink(path):
         remedy = "it is a dangling link: mend it, or name another file"
     elif os.path.isdir(folder):
-        near = get_close_matches(os.path.basename(path), sorted(os.listdir(folder)), n=1)
-        remedy = f"did you mean {os.path.join(folder, near[0])}?" if near else remedy
+        near = nearest_of(os.path.basename(path), sorted(os.listdir(folder)))
+        remedy = f"did you mean {os.path.join(folder, near)}?" if near else remedy
     return DataError(f"{path} does not exist", where=f"{where}.path", remedy=remedy)

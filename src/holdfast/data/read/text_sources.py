@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
@@ -17,7 +16,7 @@ from xxhash import xxh3_128
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.containers import empty_error, open_text
-from holdfast.errors import DataError
+from holdfast.errors import DataError, nearest_of
 
 READ_BYTES = 1 << 18
 DELIMITERS = ",\t;|"
@@ -85,9 +84,8 @@ def too_long_error(where: str, limit: int, what: str) -> DataError:
 
 def nearest_column(field: str, texts: list[str]) -> str:
     """A remedy that names the column of text that was probably meant."""
-    near = get_close_matches(field, texts, n=1) or texts[:1]
-    if near:
-        return f"set field: {near[0]} in data.sources"
+    if texts:
+        return f"set field: {nearest_of(field, texts) or texts[0]} in data.sources"
     return "set field in data.sources to the one that holds the text"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, use_one_of
 from holdfast.launch.owners.owner import MachineOwner
 
 _OWNERS = {
@@ -23,7 +23,7 @@ def open_owner(word: str) -> MachineOwner:
         raise ConfigError(
             f"{word!r} owns no machines that are known",
             where="--on",
-            remedy=f"use one of {', '.join(_OWNERS)}",
+            remedy=use_one_of(_OWNERS),
         )
     module, name = _OWNERS[word]
     found: MachineOwner = getattr(import_module(f"holdfast.launch.owners.{module}"), name)()

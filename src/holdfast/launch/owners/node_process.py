@@ -102,7 +102,9 @@ class NodeProcess:
             yield from path.read_text("utf-8", "replace").splitlines()
         except OSError as error:
             raise RunFolderError(
-                f"the log of node {self.node} cannot be read ({error.strerror})", where=str(path)
+                f"the log of node {self.node} cannot be read ({error.strerror})",
+                where=str(path),
+                remedy="read it on that node's machine",
             ) from None
 
     def _shell(self) -> psutil.Process | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import ConfigError, RunFolderError
+from holdfast.errors import ConfigError, RunFolderError, use_one_of
 from holdfast.wire.store.publish import replace_file
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def chosen_nodes(known: Sequence[str], node: str) -> list[str]:
     raise RunFolderError(
         f"this job has no node {node}",
         where="--node",
-        remedy=f"use one of {', '.join(known)}" if known else "leave out --node",
+        remedy=use_one_of(known) if known else "leave out --node",
     )
 
 

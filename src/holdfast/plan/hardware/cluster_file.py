@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast.config.loading.yaml_tree import parse_file
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import ConfigError, DataError, nearest_of, unknown_name
 from holdfast.plan.catalogue import MachineType, load_catalogue
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_sections import (
@@ -33,7 +33,7 @@ from holdfast.plan.hardware.devices import DeviceType, device_named, limits_text
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.hardware.links import WIDE, LinkType, link_named, load_links
 from holdfast.plan.hardware.refusals import Where, place_in, refuse_all
-from holdfast.plan.hardware.tables import missing_name, nearest, read_rows
+from holdfast.plan.hardware.tables import read_rows
 
 HERE = "here"
 MACHINES_FILE = Path(__file__).with_name("machines.csv")
@@ -144,7 +144,7 @@ def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:
 def _other_zone(zone: str, zones: set[str]) -> str:
     if not zones:
         return "give pools a zone, or remove the link"
-    return f"use {nearest(zone, dict.fromkeys(zones)) or sorted(zones)[0]}"
+    return f"use {nearest_of(zone, zones, cutoff=0.3) or sorted(zones)[0]}"
 
 
 def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePool:
@@ -264,7 +264,7 @@ def _machine(name: str, where: str, tables: Tables) -> MachineType:
         raise DataError(
             f"several regions have the machine {name!r}", where=where, remedy=f"use {fit[0]}"
         )
-    raise missing_name("machine", name, known, where)
+    raise unknown_name(DataError, "machine", name, known, where)
 
 
 def _short_cluster(parts: list[re.Match[str]], tables: Tables, where: str) -> Cluster:

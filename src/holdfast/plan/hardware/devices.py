@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.errors import DataError
+from holdfast.errors import DataError, unknown_name, use_one_of
 from holdfast.plan.hardware.links import LinkType, load_links
 from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
-from holdfast.plan.hardware.tables import missing_name, read_rows
+from holdfast.plan.hardware.tables import read_rows
 
 DEVICES_FILE = Path(__file__).with_name("devices.csv")
 EFFICIENCY_FILE = Path(__file__).with_name("efficiency.csv")
@@ -93,7 +93,7 @@ class DeviceType:
             raise DataError(
                 f"no peak is known for {precision}",
                 where=self.name,
-                remedy=f"use one of {', '.join(self.flops)}",
+                remedy=use_one_of(self.flops),
             )
         return self.flops[precision]
 
@@ -180,7 +180,7 @@ def _device_of_table(name: str, devices: Mapping[str, DeviceType], where: str) -
     for device in devices.values():
         if name in device.aliases:
             return device
-    raise missing_name("device", name, devices, where)
+    raise unknown_name(DataError, "device", name, devices, where)
 
 
 def device_reported(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.errors import DataError, unknown_name
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.tables import missing_name, read_rows
+from holdfast.plan.hardware.tables import read_rows
 
 LINKS_FILE = Path(__file__).with_name("links.csv")
 WIDE = "wide"
@@ -37,7 +38,7 @@ def link_named(name: str, links: Mapping[str, LinkType], where: str = "cluster")
     """Raises DataError, with the nearest name, for a link that the table does not have."""
     if name in links:
         return links[name]
-    raise missing_name("link", name, links, where)
+    raise unknown_name(DataError, "link", name, links, where)
 
 
 def _link_type(row: dict[str, str]) -> LinkType:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, unknown_name
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.objective.energy import (
@@ -72,11 +72,7 @@ def objective_named(
     """Raises ConfigError for an unknown name, or for what the cluster does not say."""
     cluster = problem.cluster
     if name not in OBJECTIVES:
-        raise ConfigError(
-            f"there is no objective {name!r}",
-            where="plan.objective",
-            remedy=f"use one of {', '.join(OBJECTIVES)}",
-        )
+        raise unknown_name(ConfigError, "objective", name, OBJECTIVES, "plan.objective")
     if name in ("tokens_per_usd", "goodput_per_usd", "finish_by"):
         refuse_without_price(cluster, name)
     if name == "tokens_per_kg_co2":

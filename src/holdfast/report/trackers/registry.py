@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.logging import LoggingConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, use_one_of
 from holdfast.report.trackers.tracker import Tracker
 
 GROUP = "holdfast.trackers"
@@ -62,11 +61,10 @@ def require_tracker(name: str, where: str = "logging.trackers") -> None:
     others = [point.name for point in entry_points(group=GROUP)]
     if name not in others:
         every = [*BUILT_IN, *others]
-        close = get_close_matches(name, every, n=1)
         raise ConfigError(
             f"there is no tracker {name!r}",
             where=where,
-            remedy=f"use {close[0]}" if close else f"use {', '.join(every)}, or module:Class",
+            remedy=f"{use_one_of(every, name)}, or module:Class",
         )
 
 

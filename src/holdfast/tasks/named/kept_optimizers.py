@@ -145,7 +145,9 @@ class KeptOptimizers:
             return []
         if config.state_slots != self._slots:
             raise TaskError(
-                "the optimizer keeps other state than at the start of the run", where="run.keep"
+                "the optimizer keeps other state than at the start of the run",
+                where="run.keep",
+                remedy="make it as it was made then",
             )
         places = {row.name: i for i, row in enumerate(rows) if not row.frozen}
         return [self._part(index, config, rows, parameters, places) for index in self._indices]

@@ -68,7 +68,9 @@ def load_schedule(config: RunConfig) -> RateFunction:
     name = config.train.schedule.kind
     function = _load(name, config.task.folder, SCHEDULE_KEY)
     if not callable(function):
-        raise ConfigError(f"{name} is no function", where=SCHEDULE_KEY)
+        raise ConfigError(
+            f"{name} is no function", where=SCHEDULE_KEY, remedy="name one of (step, steps)"
+        )
 
     def rate(step: int, steps: int) -> float:
         with one_sentence(SCHEDULE_KEY, f"{name}({step}, {steps}) failed"):

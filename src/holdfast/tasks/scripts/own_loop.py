@@ -211,7 +211,9 @@ class Run:
             return
         length = sample_count(dataset, "the dataset")
         if length < 1:
-            raise TaskError("the dataset has no samples", where="step.batches")
+            raise TaskError(
+                "the dataset has no samples", where="step.batches", remedy="give it one"
+            )
         named = version or getattr(dataset, "version", None)
         if not isinstance(named, str) or not named:
             raise TaskError(

@@ -71,7 +71,11 @@ class TaskBatches:
         self._task, self._seed, self._expected = task, config.seed, config.task.samples
         opened = open_samples(task)
         if opened is None:
-            raise TaskError("data() returns None, and had samples before", where="task")
+            raise TaskError(
+                "data() returns None, and had samples before",
+                where="task",
+                remedy="return the data that the run was begun with",
+            )
         self._samples, version = opened
         if version != config.task.data:
             raise TaskError(
@@ -146,7 +150,7 @@ def open_samples(task: Task) -> tuple[Samples, str] | None:
             remedy="give it an attribute `version`, a text that changes with its content",
         )
     if sample_count(samples, "the data") < 1:
-        raise TaskError("the data has no samples", where="task")
+        raise TaskError("the data has no samples", where="task", remedy="give it one")
     return samples, version
 
 
@@ -182,7 +186,11 @@ def collated(
         batch: Any = task.collate(items * times)
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
-        raise TaskError(f"collate() returned {kind}, no dict of tensors", where="task")
+        raise TaskError(
+            f"collate() returned {kind}, no dict of tensors",
+            where="task",
+            remedy="return tensors by name",
+        )
     if other := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         kind = type(batch[other[0]]).__name__
         raise TaskError(
@@ -191,7 +199,7 @@ def collated(
             remedy="leave it out in collate(), or make a tensor of it",
         )
     if not batch:
-        raise TaskError("a batch has no tensors", where="task")
+        raise TaskError("a batch has no tensors", where="task", remedy="return one in collate()")
     found: Mapping[str, Tensor] = batch
     return found
 

@@ -42,6 +42,7 @@ def first_values(task: Task, seed: int) -> Callable[[Parameter], Tensor]:
                 f"the initial values of {row.name} are {list(answer.shape)}, "
                 f"and it is {list(row.shape)}",
                 where="task",
+                remedy="return a tensor of the parameter's shape",
             )
         return answer
 

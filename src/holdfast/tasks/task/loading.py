@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cache
 from inspect import Parameter, signature
 from pathlib import Path
@@ -21,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.config.sections.task import TaskConfig
-from holdfast.errors import TaskError
+from holdfast.errors import TaskError, nearest_of
 from holdfast.tasks.task.importing import importing
 from holdfast.tasks.task.task import Task
 
@@ -60,11 +59,11 @@ def _check_arguments(kind: type[Task], given: Mapping[str, Any]) -> None:
     listed = f"its arguments: {', '.join(names) or 'none'}"
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in taken)
     if unknown := [] if takes_any else [name for name in given if name not in names]:
-        close = get_close_matches(unknown[0], set(names) - set(given), n=1)
+        close = nearest_of(unknown[0], set(names) - set(given))
         raise TaskError(
             f"class {kind.__name__} takes no argument {unknown[0]}",
             where=f"task.args.{unknown[0]}",
-            remedy=f"write task.args.{close[0]} ({listed})" if close else f"remove it ({listed})",
+            remedy=f"write task.args.{close} ({listed})" if close else f"remove it ({listed})",
         )
     if lacking := [p.name for p in named if p.default is Parameter.empty and p.name not in given]:
         raise TaskError(

@@ -27,7 +27,11 @@ def meta_module(task: Task) -> nn.Module:
     ):
         module = task.model()
     if not isinstance(module, nn.Module):
-        raise TaskError(f"model() returned {type(module).__name__}, no module", where="task")
+        raise TaskError(
+            f"model() returned {type(module).__name__}, no module",
+            where="task",
+            remedy="return a torch.nn.Module",
+        )
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if isinstance(value, Tensor) and value.is_meta:
@@ -49,7 +53,11 @@ def module_rows(task: Task, module: nn.Module) -> tuple[str, ...]:
         decays = not is_frozen and task.decays(name, shape)
         rows.append(row_text(Parameter(name, shape, decays, Own()), is_frozen=is_frozen))
     if all(not parameter.requires_grad for parameter in module.parameters()):
-        raise TaskError("the module has no parameter that is trained", where="task")
+        raise TaskError(
+            "the module has no parameter that is trained",
+            where="task",
+            remedy="set requires_grad of one",
+        )
     for name, merge in merged_buffers(task, module).items():
         shape = table_shape(module.get_buffer(name))
         rows.append(row_text(Parameter(name, shape, False, Own(), merge=merge), is_frozen=False))

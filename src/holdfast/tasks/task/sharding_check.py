@@ -85,8 +85,9 @@ def refuse_wrong_table(
         if distance > rounding.near * (float(theirs.norm()) + rounding.nothing * total):
             raise TaskError(
                 f"with layout.tp {groups.degree('tp')} the gradient of {spec.name} is not that of "
-                "the complete module: read the rules for sharding() in docs/guide/python.md",
+                "the complete module",
                 where="task",
+                remedy="read the rules for sharding() in docs/guide/python.md",
             )
 
 

@@ -196,7 +196,9 @@ def parse_location(location: str) -> BucketLocation:
 def _value(name: str, value: str, where: str) -> Any:
     if name in ("virtual_host", "allow_http"):
         if value not in ("true", "false"):
-            raise StoreError(f"{name} is not true or false", where=where)
+            raise StoreError(
+                f"{name} is not true or false", where=where, remedy=f"write {name}=true"
+            )
         return value == "true"
     if name == "timeout":
         with suppress(ValueError):
@@ -392,9 +394,13 @@ def _read_credentials(path: Path, *, private: bool = True) -> str:
     try:
         status, text = path.stat(), path.read_text("utf-8")
     except FileNotFoundError:
-        raise StoreError("there is no such file", where=str(path)) from None
+        raise StoreError(
+            "there is no such file", where=str(path), remedy="name a file of credentials"
+        ) from None
     except UnicodeDecodeError:
-        raise StoreError("this is not a text file", where=str(path)) from None
+        raise StoreError(
+            "this is not a text file", where=str(path), remedy="name a file of credentials"
+        ) from None
     except OSError as error:
         raise translate_os_error(error, path) from error
     if private and status.st_mode & 0o077:
@@ -418,13 +424,13 @@ def probe_store(store: RunStore, where: str) -> None:
         _probe_race(store, keys[1], where)
         _probe_range(store, keys[2], where)
         if store.list(prefix) != sorted(keys):
-            raise UnfitStoreError("what was just created is not listed", where=where)
+            raise _unfit("what was just created is not listed", where)
     finally:
         with suppress(StoreError):  # the probe's own verdict counts
             for key in keys:
                 store.delete(key)
     if store.list(prefix):
-        raise UnfitStoreError("what was just deleted is still listed", where=where)
+        raise _unfit("what was just deleted is still listed", where)
 
 
 def _probe_create(store: RunStore, key: str, where: str) -> None:
@@ -472,13 +478,17 @@ def _probe_range(store: RunStore, key: str, where: str) -> None:
         with suppress(CorruptError):  # `out` says it
             store.read_into(key, start, memoryview(out))
         if out != content[start:stop] or store.size(key) != len(content):
-            raise UnfitStoreError("a range that was read is not the bytes asked for", where=where)
+            raise _unfit("a range that was read is not the bytes asked for", where)
 
 
 def _overwrites_error(where: str) -> UnfitStoreError:
-    return UnfitStoreError(
+    return _unfit(
         "the store overwrites what is there instead of refusing (it ignores If-None-Match), so two "
         "trainers could both win",
-        where=where,
-        remedy="use one that honours it: docs/guide/stores.md names those that were tested",
+        where,
     )
+
+
+def _unfit(problem: str, where: str) -> UnfitStoreError:
+    remedy = "use one that does not: docs/guide/stores.md names those that were tested"
+    return UnfitStoreError(problem, where=where, remedy=remedy)

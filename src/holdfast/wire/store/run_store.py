@@ -325,7 +325,9 @@ class FolderStore:
             if os.path.samestat(os.stat(self.folder), os.fstat(self._root)):
                 return
         raise RunFolderError(
-            "the run folder has been moved, removed or replaced", where=str(self.folder)
+            "the run folder has been moved, removed or replaced",
+            where=str(self.folder),
+            remedy="put it back, or start another run",
         )
 
     @staticmethod
@@ -437,7 +439,11 @@ def translate_os_error(error: OSError, folder: Path) -> HoldfastError:
             remedy="use a folder of your own, with folder=<path>",
         )
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return RunFolderError("the run folder is not a folder", where=where)
+        return RunFolderError(
+            "the run folder is not a folder",
+            where=where,
+            remedy="use another folder with folder=<path>",
+        )
     return RunFolderError(f"the run folder failed: {error.strerror}", where=where)
 
 

@@ -204,8 +204,7 @@ def _made_by_user(file: str, attribute: str) -> Trainer:
         raise ConfigError(
             f"class {attribute} of {file} lacks {', '.join(missing)}",
             where="command line, --trainer",
-            remedy="add what holdfast_lab.score.harness.trainer.Trainer has "
-            "(docs/studies/score.md)",
+            remedy="add what the protocol Trainer has (docs/studies/score.md)",
         )
     trainer: Trainer = made
     return trainer

@@ -1,106 +1,44 @@
-"""Remedies of messages about folders of models, imports, exports and generated text."""
+"""Remedies of models, data, tasks, layouts and plans, carried out."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
-from pathlib import Path
 from re import Match
-from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from holdfast.checkpoint.interop.huggingface import import_huggingface
+import holdfast
 from holdfast.config.huggingface.folder import read_folder_model
 from holdfast.config.loading.load import resolve_config
-from holdfast.model.generate import DecodingSession, generate
-from holdfast.model.huggingface import export_folder, import_folder
-from holdfast.wire.store.run_store import FolderStore
-from tests.runtime.cli.remedies.lab import Case, Lab, case, fetch_again, fixed, setting
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.task import TaskConfig
+from holdfast.core.data.sample_order import Mixture
+from holdfast.core.schedule.timing import Durations
+from holdfast.core.sharding.pipeline_stages import check_number_of_stages
+from holdfast.data.read.sources import encode_document
+from holdfast.layout import Replica, Topology
+from holdfast.model.generate import DecodingSession
+from holdfast.model.huggingface import export_folder
+from holdfast.parallel.axes.tensor_parallel import _check_units
+from holdfast.parallel.torch_compat import check_version
+from holdfast.plan.explain.what_if import after_loss
+from holdfast.plan.hardware.cluster_file import read_cluster
+from holdfast.tasks.child import describe_named
+from holdfast.tasks.script import Script
+from holdfast.tasks.task.loading import load_task
+from holdfast.tasks.task.turns import ScriptEnded
+from holdfast.training.memory.scratch_file import ScratchFile
+from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting
+from tests.runtime.cli.remedies.steps import (
+    MODEL,
+    Sized,
+    begin_plan,
+    calling,
+    export,
+    make_plan,
+    values,
+)
 from tests.support.models import config, decoder, train_tokenizer
 
-MODEL = config()
-WEIGHTS, INDEX = "hf/model.safetensors", "hf/model.safetensors.index.json"
-
-
-def export(folder: Path, **changes: Any) -> None:
-    model = config(**changes)
-    export_folder(folder, model, decoder(model).state_dict(), None)
-
-
-def read_model(lab: Lab) -> None:
-    import_folder(lab.folder / lab.settings.get("folder", "hf"))
-
-
-def with_folder(damage: Callable[[Lab], object], **changes: Any) -> Callable[[Lab], None]:
-    """Begin with a folder that is right, and change it."""
-
-    def begin(lab: Lab) -> None:
-        export(lab.folder / "hf", **changes)
-        damage(lab)
-
-    return begin
-
-
-def spoil(name: str, content: bytes) -> Callable[[Lab], None]:
-    return lambda lab: lab.spoil(lab.folder / name, content)
-
-
-def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Lab], None]:
-    def begin(lab: Lab) -> None:
-        path = lab.folder / WEIGHTS
-        tensors = load_file(path)
-        lab.good[str(path)] = path.read_bytes()
-        change(tensors)
-        save_file(tensors, path)
-
-    return begin
-
-
-def change_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Lab], None]:
-    """Begin with an index that is right, and spoil it."""
-
-    def begin(lab: Lab) -> None:
-        names = load_file(lab.folder / WEIGHTS)
-        index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
-        path = lab.write(INDEX, json.dumps(index))
-        change(index)
-        lab.spoil(path, json.dumps(index).encode())
-
-    return begin
-
-
-def to_pickle(lab: Lab) -> None:
-    path = lab.folder / WEIGHTS
-    torch.save(load_file(path), lab.folder / "hf/pytorch_model.bin")
-    path.unlink()
-
-
-def to_safetensors(lab: Lab, found: Match[str]) -> None:
-    save_file(torch.load(lab.folder / "hf/pytorch_model.bin"), lab.folder / WEIGHTS)
-
-
-def to_float(lab: Lab, found: Match[str]) -> None:
-    tensors = load_file(lab.folder / WEIGHTS)
-    save_file({n: t.to(getattr(torch, found[1])) for n, t in tensors.items()}, lab.folder / WEIGHTS)
-
-
-def edit_config(lab: Lab, found: Match[str]) -> None:
-    """Write the key of config.json that the remedy shows."""
-    path = lab.folder / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(f"{{{found[1]}}}")))
-
-
-def tie(lab: Lab) -> None:
-    edit_config(lab, _match('"tie_word_embeddings": true'))
-
-
-def _match(text: str) -> Match[str]:
-    found = re.match("(.*)", text)
-    assert found is not None
-    return found
+NAME = r"name the folder of a model in Hugging Face form"
 
 
 def empty_folder(lab: Lab) -> None:
@@ -109,26 +47,31 @@ def empty_folder(lab: Lab) -> None:
     lab.settings["folder"] = "hf"
 
 
-def no_weights(lab: Lab) -> None:
-    (lab.folder / WEIGHTS).unlink()
-    export(lab.folder / "real")
+def begin_other_shape(lab: Lab) -> None:
+    export(lab.folder / "hf")
+    lab.settings["overrides"] = [f"model.from={lab.folder}/hf", "model.dim=64"]
 
 
-# --- export ---------------------------------------------------------------------------------
-def write_model(lab: Lab) -> None:
-    tokenizer = lab.settings.get("tokenizer")
-    folder = lab.folder / lab.settings["to"]
-    export_folder(folder, MODEL, decoder(MODEL).state_dict(), tokenizer and lab.folder / tokenizer)
+def resolve(lab: Lab) -> None:
+    resolve_config(None, "command line", lab.settings["overrides"])
 
 
-def begin_full_folder(lab: Lab) -> None:
-    lab.write("out/a", "x")
-    lab.settings["to"] = "out"
+def begin_light(lab: Lab) -> None:
+    lab.settings["weights"] = [1.0, 1e-9]
 
 
-def begin_file_as_parent(lab: Lab) -> None:
-    lab.write("file", "x")
-    lab.settings["to"] = "file/out"
+def mix(lab: Lab) -> None:
+    Mixture(lab.settings["weights"])
+
+
+def staged(*stages: tuple[int, ...]) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(n, (2 * n, 2 * n + 1), (2, 1, 1, 1), each) for n, each in enumerate(stages)
+    )
+
+
+def open_session(lab: Lab) -> None:
+    DecodingSession(decoder(MODEL), lab.settings["capacity"])
 
 
 def begin_no_tokenizer(lab: Lab) -> None:
@@ -137,220 +80,174 @@ def begin_no_tokenizer(lab: Lab) -> None:
     lab.settings.update(to="out", tokenizer="tokenizer.txt")
 
 
-# --- import ---------------------------------------------------------------------------------
-def begin_import(lab: Lab) -> None:
-    export(lab.folder / "hf")
-    lab.settings.update(run="run", model=MODEL)
+def write_model(lab: Lab) -> None:
+    tokenizer = lab.settings.get("tokenizer")
+    folder = lab.folder / lab.settings["to"]
+    export_folder(folder, MODEL, decoder(MODEL).state_dict(), tokenizer and lab.folder / tokenizer)
 
 
-def import_model(lab: Lab) -> None:
-    (lab.folder / lab.settings["run"]).mkdir(exist_ok=True)
-    store = FolderStore(lab.folder / lab.settings["run"])
-    import_huggingface(store, lab.folder / "hf", lab.settings["model"])
+def check_layout(lab: Lab) -> None:
+    _check_units(config(**lab.settings.get("model", {})), *2 * (lab.settings["tp"],))
 
 
-def begin_second_import(lab: Lab) -> None:
-    begin_import(lab)
-    import_model(lab)
+AUTO = "layout=auto"
 
 
-def begin_other_shape(lab: Lab) -> None:
-    begin_import(lab)
-    lab.settings["model"] = config(dim=64)
+def ask(text: str) -> Callable[[Lab], None]:
+    return lambda lab: lab.settings.update(text=text)
 
 
-def use_overrides(lab: Lab, found: Match[str]) -> None:
-    changes = dict(pair.removeprefix("model.").split("=") for pair in found[1].split())
-    lab.settings["model"] = config(**{key: json.loads(value) for key, value in changes.items()})
+def lose(lab: Lab) -> None:
+    after_loss(read_cluster("4x2xA100-80"), lab.settings["text"])
 
 
-def resolve(lab: Lab) -> None:
-    resolve_config(None, "command line", lab.settings["overrides"])
+def say_instead(lab: Lab, match: Match[str]) -> None:
+    lab.settings["text"] = match[1]
 
 
-def begin_not_a_path(lab: Lab) -> None:
-    export(lab.folder / "hf")
-    lab.settings["overrides"] = ["model.from="]
+def load(lab: Lab) -> None:
+    settings = dict(lab.settings)
+    load_task(TaskConfig(name=settings.pop("name"), **settings))
 
 
-# --- text -----------------------------------------------------------------------------------
-def open_session(lab: Lab) -> None:
-    DecodingSession(decoder(MODEL), lab.settings["capacity"])
+def describe(lab: Lab) -> None:
+    """What the child answers that a start asks."""
+    describe_named(RunConfig.model_validate({"train": {"steps": 8, **lab.settings}}))
 
 
-def sample(lab: Lab) -> None:
-    tokens = torch.zeros((1, lab.settings["prompt"]), dtype=torch.long)
-    generate(decoder(MODEL), tokens, 1, temperature=lab.settings.get("temperature", 1.0))
+def end_file(lab: Lab) -> None:
+    """Let a script run what comes after its loop; or do what its error said."""
+    if lab.settings.get("is_finished"):
+        assert holdfast.open_checkpoint(lab.trained).step
+        return
+    error = FileNotFoundError("no folder")
+    Script("train.py").check_end(ScriptEnded(error))
 
 
-H, F, X = "model/huggingface.py: ", "model/new_folder.py: ", "checkpoint/interop/huggingface.py: "
-FETCH = r"fetch it again"
-NAME = r"name the folder of a model in Hugging Face form"
+def place_state(lab: Lab) -> None:
+    ScratchFile(lab.path(lab.settings["folder"]), "tiny", 64).close()
+
 
 CASES: list[Case] = [
-    case(
-        "config/huggingface/folder.py: (refuse_pointer)",
-        with_folder(spoil(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\nsize 1\n")),
-        read_model,
-        r"run git lfs pull where it was cloned",
-        fetch_again,
-    ),
-    case(
-        "config/huggingface/folder.py: (refuse_pointer)",
-        with_folder(spoil("hf/config.json", b"version https://git-lfs.github.com/spec/v1\n")),
-        read_model,
-        r"run git lfs pull where it was cloned",
-        fetch_again,
-    ),
-    case(
-        "config/huggingface/folder.py: there is no config.json here",
+    Case(
+        "config/huggingface/folder.py",
         empty_folder,
         lambda lab: read_folder_model(lab.folder / lab.settings["folder"]),
         NAME,
         fixed(folder="real"),
     ),
-    case(
-        "config/huggingface/convert.py: model_type … is not supported",
-        with_folder(lambda lab: edit_config(lab, _match('"model_type": "lama"'))),
-        read_model,
-        r".*use one of .*\bllama\b.*",
-        lambda lab, found: edit_config(lab, _match('"model_type": "llama"')),
+    Case(
+        "config/loading/model_from.py",
+        begin_other_shape,
+        resolve,
+        r"remove (?:it|them) from the run file, for model.from gives (?:it|them)",
+        lambda lab, match: lab.settings["overrides"].pop(),
     ),
-    case(
-        H + "this is not a whole safetensors file (…)",
-        with_folder(spoil(WEIGHTS, b"\x08\0\0\0\0\0\0\0{}")),
-        read_model,
-        FETCH,
-        fetch_again,
+    Case(
+        "core/data/sample_order.py",
+        begin_light,
+        mix,
+        r"raise it, or leave the source out",
+        fixed(weights=[1.0, 0.1]),
     ),
-    case(
-        H + "tensor … is missing",
-        with_folder(change_weights(lambda tensors: tensors.pop("model.norm.weight"))),
-        read_model,
-        FETCH,
-        fetch_again,
+    Case(
+        "core/schedule/timing.py",
+        values(forward=(-1.0,), backward=(2.0,)),
+        lambda lab: Durations(**lab.settings),
+        r"use finite numbers of at least (0)",
+        lambda lab, match: lab.settings.update(forward=(float(match[1]),)),
     ),
-    case(
-        H + "tensor … is of dtype …, which is not among …",
-        with_folder(
-            change_weights(
-                lambda tensors: tensors.update({n: t.to(torch.int16) for n, t in tensors.items()})
-            )
-        ),
-        read_model,
-        r"convert the weights to bfloat16 or (float32)",
-        to_float,
+    Case(
+        "core/sharding/pipeline_stages.py",
+        values(pp=5),
+        lambda lab: check_number_of_stages(config(), lab.settings["pp"]),
+        r"use (\d+) or less",
+        setting("pp", int),
     ),
-    case(
-        H + "config.json ties … to …, but their numbers differ",
-        with_folder(tie),
-        read_model,
-        r'set ("tie_word_embeddings": false)',
-        edit_config,
+    Case(
+        "data/read/sources.py",
+        values(text="\ud83d"),
+        lambda lab: encode_document(lab.settings["text"], "a.jsonl:1"),
+        r"mend or remove it",
+        fixed(text="\U0001f600"),
     ),
-    case(
-        H + "the weights are a pickle, which could run code when it is read",
-        with_folder(to_pickle),
-        read_model,
-        r"convert them to safetensors \(save_pretrained does\) and try again",
-        to_safetensors,
+    Case(
+        "layout.py",
+        values(replicas=staged((1, 1), (2, 1)), nodes=("a",) * 4, generation=1),
+        lambda lab: Topology(**lab.settings),
+        r"give every replica all blocks of the model",
+        fixed(replicas=staged((1, 1), (1, 1))),
     ),
-    case(
-        H + "there is no model.safetensors here",
-        with_folder(no_weights),
-        read_model,
-        NAME,
-        fixed(folder="real"),
+    Case(
+        "model/generate.py",
+        values(capacity=1000),
+        open_session,
+        r"ask for at most (\d+), the prompt's included",
+        setting("capacity", int),
     ),
-    case(
-        H + "this index has no weight_map from tensors to files",
-        with_folder(change_index(lambda index: index.pop("weight_map"))),
-        read_model,
-        FETCH,
-        fetch_again,
-    ),
-    case(
-        H + "the index names …, which is not in the folder",
-        with_folder(change_index(lambda index: index["weight_map"].update(x="none"))),
-        read_model,
-        FETCH,
-        fetch_again,
-    ),
-    case(
-        H + "the index looks for … in …, which has no such tensor",
-        with_folder(change_index(lambda index: index["weight_map"].update(x="model.safetensors"))),
-        read_model,
-        FETCH,
-        fetch_again,
-    ),
-    case(
-        H + "… has …, which the index does not name there",
-        with_folder(change_index(lambda index: index["weight_map"].pop("model.norm.weight"))),
-        read_model,
-        FETCH,
-        fetch_again,
-    ),
-    case(
-        F + "this is not an empty folder",
-        begin_full_folder,
-        write_model,
-        r"name a new one",
-        fixed(to="new"),
-    ),
-    case(
-        F + "the folder cannot be written (…)",
-        begin_file_as_parent,
-        write_model,
-        r"name a folder on a disk that you may write to",
-        fixed(to="out"),
-    ),
-    case(
-        "model/huggingface_tokenizer.py: this is not a tokenizer.json (…)",
+    Case(
+        "model/huggingface_tokenizer.py",
         begin_no_tokenizer,
         write_model,
         r"name a file that the tokenizers library wrote",
         fixed(tokenizer="tokenizer.json"),
     ),
-    case(
-        X + "the run has checkpoints already (…)",
-        begin_second_import,
-        import_model,
-        r"import into a new run folder, with folder=<path>",
-        fixed(run="new"),
+    Case(
+        "parallel/axes/tensor_parallel.py",
+        values(tp=2, model={"qk_norm": True, "qk_norm_width": "all"}),
+        check_layout,
+        r"use tp (1)",
+        setting("tp", int),
     ),
-    case(
-        X + "(import_huggingface)",
-        begin_other_shape,
-        import_model,
-        r"use (model\.dim=\d+(?: model\.\w+=\S+)*), or '?model\.from=\S+'? in place of these keys",
-        use_overrides,
+    Case(
+        "parallel/torch_compat.py",
+        values(version="2.3.0"),
+        calling(check_version),
+        r"install torch (2\.11), .*",
+        lambda lab, match: lab.settings.update(version=f"{match[1]}.0"),
     ),
-    case(
-        "config/loading/model_from.py: … … is not a path",
-        begin_not_a_path,
-        resolve,
-        r"name a folder",
-        lambda lab, found: lab.settings.update(overrides=[f"model.from={lab.folder}/hf"]),
+    Case(
+        "plan/auto/search_run.py",
+        begin_plan("1xA100-80", AUTO, "layout.workers=2"),
+        make_plan,
+        r"use (\d+)",
+        lambda lab, match: lab.settings["overrides"].append(f"layout.workers={match[1]}"),
     ),
-    case(
-        "model/generate.py: … tokens are more than the model's … positions",
-        lambda lab: lab.settings.update(capacity=1000),
-        open_session,
-        r"ask for at most (\d+), the prompt's included",
-        setting("capacity", int),
+    Case(
+        "plan/explain/what_if.py",
+        ask("lost=rack:A100-80"),
+        lose,
+        r"give it nodes_per_rack, or use (lost=node:A100-80)",
+        say_instead,
     ),
-    case(
-        "model/generate.py: the prompt is empty",
-        lambda lab: lab.settings.update(prompt=0),
-        sample,
-        r"give at least one token of text",
-        fixed(prompt=1),
+    Case(
+        "tasks/task/loading.py",
+        values(name=f"{Sized.__module__}:Sized", args={"witdh": 3}),
+        load,
+        r"write task\.args\.(\w+) \(its arguments: width\)",
+        lambda lab, match: lab.settings.update(args={match[1]: 3}),
     ),
-    case(
-        "model/generate.py: temperature … with top_p … cannot be sampled from",
-        lambda lab: lab.settings.update(prompt=1, temperature=-1.0),
-        sample,
-        r"use a temperature of at least (\d) and a top_p above 0 and at most 1",
-        setting("temperature", float),
+    Case(
+        "tasks/named/optimizer_probe.py",
+        values(optimizer={"name": "torch.optim.Rprop", "weight_decay": 0.1}),
+        describe,
+        r"use train\.optimizer\.weight_decay (0)",
+        lambda lab, match: lab.settings.update(
+            optimizer={"name": "torch.optim.Rprop", "weight_decay": float(match[1])}
+        ),
+    ),
+    Case(
+        "tasks/script.py",
+        values(),
+        end_file,
+        r"read the weights with holdfast\.open_checkpoint",
+        fixed(is_finished=True),
+    ),
+    Case(
+        "training/memory/scratch_file.py",
+        values(folder="not-mounted"),
+        place_state,
+        r"mount its disk or make it, or name another folder",
+        lambda lab, match: (lab.folder / "not-mounted").mkdir(),
     ),
 ]

@@ -159,7 +159,7 @@ MISTAKES = {
     ),
     "a word that is not one of two": (
         changed("market: spot", "market: spott"),
-        r"c.yaml:13: pools.b.market is 'spott'; use on-demand or spot",
+        r"c.yaml:13: pools.b.market is 'spott', not one of on-demand, spot; use spot",
     ),
     "missing": (
         changed("    nodes: 4\n", ""),
@@ -195,7 +195,7 @@ MISTAKES = {
     ),
     "no pools": (
         "pools: {}\n",
-        r"c.yaml:1: pools is .*, not a section with a pool; write 'pools:'",
+        r"c.yaml:1: pools has 0 items; write 'pools:'",
     ),
     "a list": (
         "- a\n",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.config.sections.launch_slurm import SlurmConfig
-from holdfast.errors import ConfigError, RunFolderError, UserError
+from holdfast.errors import ConfigError, RunFolderError, UserError, use_one_of
 from holdfast.launch.owners.slurm.job import STEP_NAME
 
 COMMAND_TIMEOUT_S = 60.0
@@ -120,7 +120,7 @@ def _submitted(command: Sequence[str], script: str, slurm: SlurmConfig) -> str:
 def _remedy(key: str, slurm: SlurmConfig) -> str:
     if key == "partition":
         known = sorted(set(run_slurm("sinfo", "-h", "-o", "%R").split()))
-        return f"use one of {', '.join(known)}"
+        return use_one_of(known)
     if key == "gres" and slurm.gpus_per_node:
         return f"the nodes' own resources: {_per_node('%G')}; set launch.slurm.gpus_per_node"
     if key == "gres":
