@@ -1,15 +1,16 @@
 # make install      a virtual environment in .venv, with the versions of constraints.txt
 # make quickstart   train a small model on four nodes, kill and cut off, compare, report, sample
-# make test         every check that a change has to pass
+# make test         every check that a change has to pass; what fails is run once more, alone
+# make flaky        tests N times while all cores are busy: make flaky TESTS=tests/runtime/wire N=20
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow), and what the next two lines name
 # make campaign-bucket  tests of several nodes once more, with a bucket in place of their folder
 # make campaign-ceph    runs without a shared disk on a Ceph, where its commands are installed
 # make gpu          what runs on one accelerator, in a table and a file (docs/guide/accelerators.md)
 # make gpus         the same for all accelerators of this machine
-# make endless      what takes hours and many GiB (marker endless)
+# make exhaustive   what takes hours and many GiB (marker exhaustive)
 # make chaos      over 1,000 faults of a run that several nodes train (docs/studies/chaos.md); SHARD=1/4
-# make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
+# make corrupt-checkpoints  faults of checkpoints: cut short, corrupt, killed at every point
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,6 +22,7 @@ PROCESSORS = import os; print(len(os.sched_getaffinity(0)) \
 	if hasattr(os, "sched_getaffinity") else os.cpu_count())
 JOBS ?= $(shell echo $$(($$($(PYTHON) -c '$(PROCESSORS)') + 2)))
 SHARD ?= 1/1
+N ?= 20
 CHAOS ?= chaos
 # Tests whose nodes take a bucket in place of their folder (HOLDFAST_TEST_STORE=bucket).
 IN_BUCKET = $(addprefix tests/system/test_,$(addsuffix .py,nodes_lost nodes_leave grow_and_shrink \
@@ -31,7 +33,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign campaign-bucket campaign-ceph gpu gpus endless chaos rotten docs clean
+.PHONY: install install-dev quickstart test lint pytest flaky test-torch campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -75,7 +77,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.installed-dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not endless'
+	$(ONE_THREAD) $(BIN)/python tools/flaky.py retry -n $(JOBS) --dist worksteal -m 'not slow and not exhaustive'
+
+flaky: $(VENV)/.installed-dev
+	$(if $(TESTS),,$(error TESTS is missing: make flaky TESTS=tests/runtime/wire N=20))
+	$(ONE_THREAD) $(BIN)/python tools/flaky.py repeat $(N) $(TESTS)
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
@@ -93,20 +99,20 @@ gpu: $(VENV)/.installed
 gpus: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.runtime.gpus --out gpus.json
 
-endless: $(VENV)/.installed-dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -m endless
+exhaustive: $(VENV)/.installed-dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -m exhaustive
 
 chaos: $(VENV)/.installed
 	$(BIN)/holdfast chaos --faults 1100 --shard $(SHARD) --out $(CHAOS) \
 	  --layout replicated,two,dp_shard,tp,tp-by,cp,ep,ep-cp,pp,interleaved,zbv,zero,mixed,wide,uneven
 
-rotten: $(VENV)/.installed-dev
+corrupt-checkpoints: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/runtime/checkpoint/test_fault_campaign.py \
 	  tests/system/test_corrupt_checkpoints.py tests/runtime/checkpoint/test_dcp_failures.py
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed
-	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not endless'
+	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not exhaustive'
 
 $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

@@ -31,8 +31,7 @@ from tests.support.deploy_files import (
     unit_settings,
 )
 from tests.support.kubernetes_definitions import problems
-from tests.support.nodes import DEADLINE
-from tests.support.ranks import ROOT
+from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 
 SCHEMA = ROOT / "tests/golden/compose/compose_spec.json.gz"
 KNOWN = {"FROM", "ARG", "ENV", "WORKDIR", "COPY", "RUN", "LABEL", "USER", "STOPSIGNAL"}
@@ -153,17 +152,12 @@ def test_the_commands_of_the_compose_file_train_the_run(tmp_path: Path) -> None:
     try:
         _wait_for(runs / "compose/resolved.json", agents[0])
         agents += [start(*each) for each in others]
-        assert [agent.wait(DEADLINE) for agent in agents] == [0, 0, 0]
+        assert [agent.wait(DEADLINE_S) for agent in agents] == [0, 0, 0]
     finally:
         for agent in agents:
             agent.kill()
 
 
 def _wait_for(path: Path, agent: subprocess.Popen[str]) -> None:
-    import time
-
-    deadline = time.monotonic() + DEADLINE
-    while not path.exists():
-        assert agent.poll() is None, "the first node has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: path.exists() or agent.poll() is not None, DEADLINE_S, str(path))
+    assert path.exists(), "the first node has ended"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from holdfast.events import (
 from holdfast.wire.journal import JournalWriter, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import within, write_run_file
+from tests.support.ranks import wait_until
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 STEPS = 100
@@ -92,7 +92,7 @@ def test_a_worker_of_this_start_is_killed_and_what_that_cost_is_measured(
 
     def kill() -> set[str]:
         members: set[str] = run.kill_worker("two")
-        assert bystander.wait(60) == -signal.SIGKILL
+        assert bystander.wait(120) == -signal.SIGKILL
         steps(folder, 1, 31, 32)
         write(folder, 1, WorkerLost(1, bystander.pid, "SIGKILL", "exit", step=32))
         generation(folder, 2, ["one", "three", "four"], 31, rung=0)
@@ -123,7 +123,7 @@ def test_a_process_that_an_older_start_names_is_left_alone(
     run._disturb("kill", "a worker is killed", lambda: run.kill_worker("two"))
     assert [row.happened for row in run.rows] == [False]  # nobody of this start is there
     assert "did not happen" in disturbed.table(run.rows)
-    assert bystander.communicate(b"\n", timeout=60) == (None, None)
+    assert bystander.communicate(b"\n", timeout=120) == (None, None)
     assert bystander.returncode == 0
 
 
@@ -284,11 +284,12 @@ def test_ctrl_c_while_a_command_trains_ends_in_a_sentence_and_leaves_nobody(
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     try:
-        deadline = time.monotonic() + 120
-        while not any(isinstance(r.event, StepDone) for r in read_journal(FolderStore(folder))):
-            assert time.monotonic() < deadline
+
+        def is_training() -> bool:
             assert process.poll() is None
-            time.sleep(0.1)
+            return any(isinstance(r.event, StepDone) for r in read_journal(FolderStore(folder)))
+
+        wait_until(is_training, what="the first step", pause_s=0.1)
         reach(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)  # until the command, too, says no more
     finally:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from holdfast_platform.clusters.lifecycle import take_down
 from holdfast_platform.clusters.states import ClusterStates
 from tests.support.commands import Outcome, within
 from tests.support.fake_daemons import write_fake_daemons
-from tests.support.ranks import wait_until
+from tests.support.ranks import DEADLINE_S, wait_until
 
-DEADLINE_S = 60.0
 UP = ("cluster", "up", "try", "--kind", "slurm", "--nodes", "2", "--cpus", "1")
 
 
@@ -135,12 +133,13 @@ def test_an_interrupted_up_leaves_nothing(programs: Path, number: signal.Signals
     (programs / "hangs").touch()
     command = [sys.executable, "-m", "holdfast.cli.main", *UP]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + DEADLINE_S
     path = ClusterStates().path("try")
-    while not (path.exists() and len(note()["processes"]) == 3):
-        assert time.monotonic() < deadline
+
+    def is_up() -> bool:
         assert child.poll() is None
-        time.sleep(0.02)
+        return path.exists() and len(note()["processes"]) == 3
+
+    wait_until(is_up, what="three processes")
     folder = note()["folder"]
     child.send_signal(number)
     said = child.communicate(timeout=DEADLINE_S)[1]

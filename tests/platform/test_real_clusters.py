@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_platform.clusters.cluster import ClusterState
 from holdfast_platform.clusters.processes import all_of
 from holdfast_platform.clusters.states import ClusterStates
 from tests.support.commands import apart
@@ -24,6 +25,7 @@ from tests.support.disposable_clusters import (
     read,
     up,
 )
+from tests.support.ranks import wait_until
 from tests.support.ray_cluster import needs_ray
 from tests.support.slurm_cluster import INSTALL, is_installed
 
@@ -54,10 +56,7 @@ def test_five_nodes_of_slurm() -> None:
     assert sorted(done.stdout.split()) == state.node_names
     job = ["sbatch", "-N", "2", "-o", "/dev/null", "--wrap", "srun sleep 3600"]
     subprocess.run(job, env=environ, capture_output=True, timeout=DEADLINE_S, check=True)
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(each.name() == "sleep" for each in all_of(state)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: any(each.name() == "sleep" for each in all_of(state)), pause_s=0.1)
     down(state)
 
 
@@ -82,10 +81,13 @@ def test_an_interrupted_start_leaves_nothing() -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *command], stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + DEADLINE_S
-    while (state := ClusterStates().read("try")) is None or "n2" not in state.processes:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+
+    def second_node() -> ClusterState | None:
+        state = ClusterStates().read("try")
+        return state if state is not None and "n2" in state.processes else None
+
+    state = wait_until(second_node)
+    assert state is not None
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=DEADLINE_S)
     assert child.returncode == 128 + signal.SIGINT, said

@@ -29,6 +29,7 @@ from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import Term
+from tests.support.ranks import DEADLINE_S
 
 SECRET = Secret(b"f" * 32)
 QUICK = ElectionTimeouts(leader_timeout_s=1.0, delay_per_place_s=0.2, minority_wait_s=2.0)
@@ -210,14 +211,14 @@ def scene_of(scene: Callable[[FolderStore], Awaitable[None]], folder: Path) -> N
             others = {t for t in asyncio.all_tasks() if t is not asyncio.current_task()}
             for task in others:
                 task.cancel()
-            _, left = await asyncio.wait(others, timeout=30)
+            _, left = await asyncio.wait(others, timeout=DEADLINE_S)
             assert not left, f"these do not end: {left}"
 
     asyncio.run(whole())
 
 
-async def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
-    """Poll until it holds."""
+async def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> None:
+    """Poll in an event loop until it holds: `wait_until` for coroutines."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
         if asyncio.get_running_loop().time() > deadline:

@@ -118,7 +118,7 @@ class AttackedRun:
             self.stage.close()
         if self.trainer.process.poll() is None:
             os.kill(self.trainer.process.pid, signal.SIGKILL)
-        self.trainer.process.wait(10)
+        self.trainer.process.wait(120)
 
 
 class Stage:

@@ -42,7 +42,7 @@ GROWTH = 24 << 20
 """Bytes that an attacked process may grow by. (An agent grew by 1.2 MB over 10,000 requests; a leak
 of 10 KB for each would be 100 MB.)"""
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 """Seconds that a connection waits for an answer."""
 
 _METHODS = (

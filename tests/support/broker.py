@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import secret_file, start
+from tests.support.ranks import wait_until
 
 SERVICE = "holdfast-run"
 ASYNC = "?accepts_incomplete=true"
@@ -38,7 +38,7 @@ class Broker:
         """End it as Ctrl-C does; return what it printed to stderr."""
         assert self.process is not None
         self.process.terminate()
-        _, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=120)
         assert self.process.returncode == 0, err
         return err
 
@@ -66,20 +66,21 @@ class Broker:
             headers={name: value for name, value in given.items() if value is not None},
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.loads(answer.read()), answer.headers
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read()), error.headers
 
-    def wait(self, name: str, deadline: float = 120) -> tuple[int, Any]:
+    def wait(self, name: str) -> tuple[int, Any]:
         """Ask for the last operation until it is over."""
-        end = time.monotonic() + deadline
-        while True:
+
+        def ended() -> tuple[int, Any] | None:
             status, answer = self("GET", f"service_instances/{name}/last_operation")
-            if answer.get("state") != "in progress":
-                return status, answer
-            assert time.monotonic() < end, answer
-            time.sleep(0.1)
+            return None if answer.get("state") == "in progress" else (status, answer)
+
+        answer = wait_until(ended, what=f"the end of the operation on {name}", pause_s=0.1)
+        assert answer is not None
+        return answer
 
 
 def basic(text: str) -> str:

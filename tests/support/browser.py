@@ -136,7 +136,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         os.close(commands)  # the browser ends with its pipe
         os.close(answers)
         try:
-            process.wait(30)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            process.wait(30)
+            process.wait(120)

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,9 +20,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import end_with_starter
+from tests.support.ranks import DEADLINE_S, wait_until
 
 COMMANDS = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool")
-DEADLINE = 180.0
 STORE_BYTES = 2 * 2**30
 _CONFIGURATION = """\
 [global]
@@ -128,7 +127,7 @@ class _Ceph:
     def end(self) -> None:
         for process in reversed(self._processes):
             process.kill()
-            process.wait(20)
+            process.wait(120)
 
     def _start(self, command: str, *arguments: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -156,12 +155,15 @@ class _Ceph:
         return True
 
     def _wait(self, process: subprocess.Popen[bytes], due: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while not due():
-            if process.poll() is not None or time.monotonic() > deadline:
-                logs = "\n".join(p.read_text()[-2000:] for p in self._folder.glob("log/*.log"))
-                raise AssertionError(f"{process.args!r} is not ready\n{logs}")
-            time.sleep(0.1)
+        def is_over() -> bool:
+            return process.poll() is not None or due()
+
+        def story() -> str:
+            logs = "\n".join(p.read_text()[-2000:] for p in self._folder.glob("log/*.log"))
+            return f"{process.args!r} to be ready\n{logs}"
+
+        wait_until(is_over, DEADLINE_S, story, pause_s=0.1)
+        assert process.poll() is None, story()
 
 
 def _free_ports(count: int) -> list[int]:
@@ -173,7 +175,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=DEADLINE)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
 
 

@@ -158,5 +158,5 @@ def staging(root: Path) -> Iterator[str]:
     assert process.stdout is not None
     yield json.loads(process.stdout.readline())["address"]
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     process.stdout.close()

@@ -82,7 +82,7 @@ class Control:
             done.set()
 
         self._loop.call_soon_threadsafe(now)
-        assert done.wait(10)
+        assert done.wait(120)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,9 +114,9 @@ def controlling(
 ) -> Iterator[Control]:
     control = Control(report, max_body, desk)
     control._thread.start()
-    assert control._started.wait(10)
+    assert control._started.wait(120)
     try:
         yield control
     finally:
         control._loop.call_soon_threadsafe(control._listener.close)
-        control._thread.join(10)
+        control._thread.join(120)

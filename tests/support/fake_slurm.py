@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from tests.support.ranks import wait_until
 
 PLAIN = """\
 #!/bin/sh
@@ -51,7 +52,6 @@ JobId=7 JobName=tiny-1
 """
 OTHER = JOB.replace("JobId=7", "JobId=17 ArrayJobId=7")
 """The record of another job of the same array."""
-DEADLINE_S = 120.0
 
 
 class FakeSlurm:
@@ -98,23 +98,22 @@ class FakeSlurm:
         temporary.replace(self.folder / name)
 
     def calls(self, command: str) -> list[str]:
-        lines = (self.folder / "calls").read_text().splitlines()
+        lines = self._all_calls().splitlines()
         return [
             line.removeprefix(f"{command} ") for line in lines if line.startswith(f"{command} ")
         ]
 
     def wait_call(self, command: str, *words: str) -> str:
         """Return the first call of a command with these words, once it has come."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            for call in self.calls(command):
-                if all(word in call for word in words):
-                    return call
-            time.sleep(0.01)
-        raise AssertionError((command, words, (self.folder / "calls").read_text()))
+
+        def come() -> list[str]:
+            return [call for call in self.calls(command) if all(word in call for word in words)]
+
+        return wait_until(come, what=lambda: f"{command} {words} in {self._all_calls()}")[0]
 
     def wait_started(self, *nodes: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not all((self.folder / f"started.{node}").exists() for node in nodes):
-            assert time.monotonic() < deadline, (self.folder / "calls").read_text()
-            time.sleep(0.01)
+        paths = [self.folder / f"started.{node}" for node in nodes]
+        wait_until(lambda: all(path.exists() for path in paths), what=self._all_calls)
+
+    def _all_calls(self) -> str:
+        return (self.folder / "calls").read_text()

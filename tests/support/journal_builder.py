@@ -123,6 +123,15 @@ def step_done(step: int, seconds: float, phases: dict[str, float]) -> StepDone:
     )
 
 
+def started_run(steps: int) -> Scribe:
+    """Return a run that has done its first steps in generation 1."""
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, steps)
+    return run
+
+
 def lossy_run(**options: Any) -> Scribe:
     """Steps 1-10, committed at 5 and 10; 11-13 lost; 11-20 again; stopped; resumed to 30."""
     run = Scribe(**options)

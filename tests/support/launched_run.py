@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from holdfast.events import StepDone
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart, within
 from tests.support.nodes import Nodes
+from tests.support.ranks import DEADLINE_S, wait_until
 from tests.support.slurm_cluster import SlurmCluster
 
-COMMAND_DEADLINE_S = 120.0
-DEADLINE_S = 180.0
+COMMAND_DEADLINE_S = 180.0
 PACE_S = 0.3
 """Seconds for a step until `open_to_end`."""
 QUICK = (
@@ -83,12 +82,14 @@ class LaunchedRun(Nodes):
 
     def wait_until(self, due: Callable[[], object], otherwise: str) -> None:
         """Meanwhile the run does a step now and then: agents that leave need one."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not due():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{otherwise}\n{self.story()}")
-            time.sleep(PACE_S)
-            self.gate.open_gate(self.last_step + 1 if self.is_paced else self.steps)
+
+        def is_due() -> bool:
+            if not due():
+                self.gate.open_gate(self.last_step + 1 if self.is_paced else self.steps)
+                return False
+            return True
+
+        wait_until(is_due, DEADLINE_S, lambda: f"{otherwise}\n{self.story()}", PACE_S)
 
     @property
     def last_step(self) -> int:

@@ -115,7 +115,7 @@ def metadata_service() -> Iterator[Metadata]:
             path = urlsplit(self.path).path
             world.asked[path] = world.asked.get(path, 0) + 1
             if world.illness == "hangs":
-                world.over.wait(60)
+                world.over.wait(120)
                 return
             if world.illness == "refuses":
                 status, body = 503, PAGE

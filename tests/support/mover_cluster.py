@@ -30,7 +30,8 @@ from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import DTYPE, TABLE, Mover, assert_holds, state
-from tests.support.peer_nodes import SECRET, until
+from tests.support.peer_nodes import SECRET
+from tests.support.ranks import wait_until
 
 Start = Callable[..., Mover]
 
@@ -150,7 +151,7 @@ class Nodes:
             sends = self.movers[by].client(0).status()["peers"]["sends"]
             return next((name for name, line in sends.items() if line["kept"][1] == step), None)
 
-        return str(until(kept))
+        return str(wait_until(kept))
 
     def restored(self, on: str, generation: int, key: str, step: int) -> set[str]:
         """Read the complete state as a worker on a node does; return which sources were read."""

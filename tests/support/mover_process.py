@@ -170,12 +170,12 @@ class Mover:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(20)
+            self.process.wait(120)
         if self.process.stdout is not None:
             self.process.stdout.close()
         shutil.rmtree(self.private, ignore_errors=True)

@@ -17,9 +17,9 @@ from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import newest_term
 from tests.support.commands import apart, start, within, write_run_file
 from tests.support.journal_reader import Journal
+from tests.support.ranks import DEADLINE_S, wait_until
 
 E = TypeVar("E", bound=Event)
-DEADLINE = 180.0
 STORE_VARIABLE = "HOLDFAST_TEST_STORE"
 QUICK = (
     "cluster.places=1",
@@ -48,7 +48,7 @@ def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
         *settings,
         "layout.workers=1",
         "cluster.threads_per_worker=1",
-        deadline=DEADLINE,
+        deadline=DEADLINE_S,
     )
     assert done.code == 0, done.err
     return Nodes(run_file, folder).losses()
@@ -177,19 +177,26 @@ class Nodes:
 
     def wait_until(self, due: Callable[[], object], otherwise: str) -> None:
         """Fails at once when no agent is left."""
-        deadline = time.monotonic() + DEADLINE
-        while not due():
-            if time.monotonic() > deadline or not self.alive:
-                raise AssertionError(f"{otherwise}\n{self.story()}")
-            time.sleep(0.05)
+
+        def is_over() -> object:
+            return due() or not self.alive
+
+        wait_until(is_over, what=lambda: f"{otherwise}\n{self.story()}", pause_s=0.05)
+        assert due(), f"{otherwise}\n{self.story()}"
 
     @property
     def alive(self) -> list[str]:
         return [name for name, agent in self.agents.items() if agent.poll() is None]
 
+    def leave(self, *names: str) -> None:
+        """Ask these agents to leave; they end well, and no other one is left."""
+        for name in names:
+            self.signal(name, signal.SIGTERM)
+        assert self.end() == dict.fromkeys(names, 0), self.story()
+
     def end(self) -> dict[str, int]:
         """Exit codes, once all have ended."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + DEADLINE_S
         codes = {}
         for name, agent in self.agents.items():
             try:

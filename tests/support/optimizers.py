@@ -49,7 +49,7 @@ def planned(config: RunConfig) -> RunConfig:
 
 def engine_with(config: RunConfig, layout: str, rank: int, store: Store) -> StepEngine:
     """Connected and initialised."""
-    groups = connect(topology_of(case(layout), config), rank, store, CPU, seconds=60)
+    groups = connect(topology_of(case(layout), config), rank, store, CPU, seconds=120)
     made = build_engine(config, groups, CPU, task=open_task(config))
     made.initialise(config.seed)
     return made

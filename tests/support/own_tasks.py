@@ -68,7 +68,7 @@ class TaskTraining:
         assert isinstance(batches, TaskBatches)
         batches.skips = Skips([Skip(2, 1, "a skipped one")])
         self.batches = batches
-        groups = connect(topology_of_layout(layout), rank, store, CPU, seconds=60)
+        groups = connect(topology_of_layout(layout), rank, store, CPU, seconds=120)
         self.engine: StepEngine = build_engine(self.config, groups, CPU, task=task)
         self.engine.initialise(self.config.seed)
         task.check_first_loss(self.engine.objective, batches, groups)
@@ -113,7 +113,7 @@ def first_loss(task: Task, rank: RankContext, layout: str = "one") -> None:
     """Build the engine of a task and compute its first loss."""
     config = config_of_task(task)
     own = OwnTask(task, config)
-    groups = connect(topology_of_layout(layout), rank.rank, rank.store(), CPU, seconds=60)
+    groups = connect(topology_of_layout(layout), rank.rank, rank.store(), CPU, seconds=120)
     engine = build_engine(config, groups, CPU, task=own)
     try:
         engine.initialise(1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
@@ -27,7 +26,6 @@ TABLE: StateTable = (
     TensorSpec("model.scale", "F64", (), None),
 )
 EXTENT = 4096
-DEADLINE = 60.0
 POLL = 0.005
 
 
@@ -92,7 +90,7 @@ class Node:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -107,15 +105,6 @@ class Node:
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
-
-
-def until(true: Callable[[], Any], seconds: float = DEADLINE) -> Any:
-    """What `true()` gives once that is something; fails at the deadline."""
-    end = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < end, "the deadline has passed"
-        time.sleep(POLL)  # the processes that are asked need the cores
-    return found
 
 
 def restored(source: PeerSource, generation: int, step: int) -> Checkpoint:

@@ -41,4 +41,4 @@ def stop(pid: int) -> None:
     """Stop a process; return when it has stopped. On busy cores SIGSTOP alone is not immediate. One
     of the threads has to run to take the signal, and until then the other threads continue."""
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: state(pid) in (STOPPED, "Z", ""), 60.0, f"process {pid} to stop")
+    wait_until(lambda: state(pid) in (STOPPED, "Z", ""), what=f"process {pid} to stop")

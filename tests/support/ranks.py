@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 MAX_RANKS, MOST_OF_A_CALL = 8, 16
 ADDRESS = "HOLDFAST_RANK_SERVER"  # environment variable: path of the server's unix socket
 ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 180.0  # of a wait: more than ten times what a quiet machine needs
+T = TypeVar("T")
 
 Dies = Mapping[int, str | int]  # rank -> a signal's name ("SIGKILL") or an exit code
 
@@ -69,7 +71,7 @@ class RankContext:
 
         return FileStore(str(self.folder / f"{name}.filestore"))
 
-    def init_torch_world(self, name: str = "world", seconds: float = 60.0) -> None:
+    def init_torch_world(self, name: str = "world", seconds: float = DEADLINE_S) -> None:
         """torch's default gloo group over all ranks: for references such as DDP and FSDP2."""
         from datetime import timedelta
 
@@ -84,7 +86,7 @@ class RankContext:
         )
         self.barrier(f"{name}.joined", seconds)  # who leaves early breaks a connection being made
 
-    def pid(self, rank: int, seconds: float = 60.0) -> int:
+    def pid(self, rank: int, seconds: float = DEADLINE_S) -> int:
         """Process id of a peer, as soon as it has started."""
         path = self.folder / f"rank{rank}.pid"
         wait_until(path.exists, seconds, f"rank {rank} to start")
@@ -102,12 +104,12 @@ class RankContext:
         """Say to the peers that this rank came to `name`."""
         (self.folder / f"{name}.{self.rank}.mark").touch()
 
-    def wait_mark(self, name: str, rank: int, seconds: float = 60.0) -> None:
+    def wait_mark(self, name: str, rank: int, seconds: float = DEADLINE_S) -> None:
         """Wait until peer `rank` came to `name`."""
         path = self.folder / f"{name}.{rank}.mark"
         wait_until(path.exists, seconds, f"rank {rank} to come to {name!r}")
 
-    def barrier(self, name: str, seconds: float = 60.0) -> None:
+    def barrier(self, name: str, seconds: float = DEADLINE_S) -> None:
         """All ranks come to `name`, without any collective."""
         self.mark(name)
         for rank in range(self.world_size):
@@ -180,7 +182,7 @@ class Server:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(20)
+            self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -192,7 +194,7 @@ def run_ranks(
     n: int,
     args: Mapping[str, Any] | None = None,
     *,
-    deadline: float = 60.0,
+    deadline: float = DEADLINE_S,
     dies: Dies | None = None,
     folder: Path | None = None,
     address: str | None = None,
@@ -257,7 +259,7 @@ def expect(results: list[Result], dies: Dies | None = None) -> None:
 def ranks(
     n: int | str,
     *,
-    deadline: float = 60.0,
+    deadline: float = DEADLINE_S,
     dies: Dies | None = None,
     check: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -288,15 +290,28 @@ def ranks(
 
 
 def wait_until(
-    condition: Callable[[], object], seconds: float = 60.0, what: str = "the condition"
-) -> None:
-    """Poll `condition` until it holds; TimeoutError (naming `what`) after `seconds`."""
+    condition: Callable[[], T],
+    seconds: float = DEADLINE_S,
+    what: str | Callable[[], str] = "the condition",
+    pause_s: float = 0.01,
+) -> T:
+    """Poll `condition` until it holds, and return its value. All waits of the tests end here.
+
+    Args:
+        seconds: Shorter ones than the default are for a wait that has to fail.
+        what: What the test waits for, or a function that says it at the end, with what it sees.
+        pause_s: Between two calls; longer if a call takes a core.
+    Raises:
+        TimeoutError: It did not hold.
+    """
     end = time.monotonic() + seconds
     pause = threading.Event()
-    while not condition():
+    while not (value := condition()):
         if time.monotonic() > end:
-            raise TimeoutError(f"waited {seconds:g} s for {what}")
-        pause.wait(0.01)
+            text = what if isinstance(what, str) else what()
+            raise TimeoutError(f"waited {seconds:g} s for {text}")
+        pause.wait(pause_s)
+    return value
 
 
 def encode(value: Any) -> Any:

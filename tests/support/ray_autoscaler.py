@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.ranks import wait_until
 from tests.support.ray_cluster import SETTINGS, STORE_BYTES
 
 HEAD_ID = "f" * 51 + "00000"
@@ -128,14 +128,16 @@ class AutoscaledCluster:
         return [p for p in psutil.process_iter() if any(mark in word for word in _command(p))]
 
     def close(self) -> None:
-        deadline = time.monotonic() + 60
         known = {q.pid: q for p in self._processes() for q in (p, *_children(p))}
-        while left := [p for p in (*known.values(), *self._processes()) if _runs(p)]:
-            assert time.monotonic() < deadline, left
+
+        def all_ended() -> bool:
+            left = [p for p in (*known.values(), *self._processes()) if _runs(p)]
             for process in left:
                 with suppress(psutil.Error):
                     process.kill()
-            time.sleep(0.1)
+            return not left
+
+        wait_until(all_ended, what="the end of all processes of Ray", pause_s=0.1)
 
 
 def _address_of_this_machine() -> str:

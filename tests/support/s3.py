@@ -89,7 +89,7 @@ def server() -> tuple[str, int]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait(10)
+    process.wait(120)
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()
@@ -97,7 +97,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def ask(address: tuple[str, int], method: str, path: str, body: bytes = b"") -> int:
     """Return the status of one unsigned request."""
-    connection = http.client.HTTPConnection(*address, timeout=20)
+    connection = http.client.HTTPConnection(*address, timeout=120)
     try:
         connection.request(method, path, body)
         response = connection.getresponse()
@@ -189,7 +189,7 @@ class Proxy:
         self.closing.set()
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(10)
+        self._thread.join(120)
 
 
 @contextmanager
@@ -270,13 +270,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault.after:
             self._answer(status, headers, data[: fault.after])
         if fault.hold:
-            self.owner.closing.wait(60)
+            self.owner.closing.wait(120)
         self.close_connection = True
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(*self.target, timeout=60)
+        connection = http.client.HTTPConnection(*self.target, timeout=120)
         try:
             headers = {
                 name: value

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.commands import end_with_starter
+from tests.support.ranks import DEADLINE_S, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 INSTALL = (
@@ -30,7 +31,6 @@ INSTALL = (
     "slurm-wlm-basic-plugins"
 )
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-DEADLINE = 120.0
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -102,14 +102,14 @@ class SlurmCluster:
                     process.kill()
             time.sleep(0.1)
         for daemon in self._daemons.values():
-            daemon.wait(10)
+            daemon.wait(120)
 
     # --- faults -----------------------------------------------------------------------------
     def kill_daemon(self, node: str) -> None:
         """Kill slurmd of a node; its steps and tasks run on."""
         daemon = self._daemons.pop(node)
         daemon.kill()
-        daemon.wait(10)
+        daemon.wait(120)
 
     def lose(self, node: str) -> None:
         """The node loses its power."""
@@ -165,18 +165,16 @@ class SlurmCluster:
     def run(self, *command: str, check: bool = True) -> str:
         """Return what a command of Slurm prints."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            command, env=self.environment, capture_output=True, text=True, timeout=120, check=False
         )
         if check and done.returncode != 0:
             raise AssertionError(f"{command} failed: {done.stderr}\n{self.story()}")
         return done.stdout
 
-    def wait_until(self, due: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
-        end = time.monotonic() + deadline
-        while not due():
-            if time.monotonic() > end:
-                raise AssertionError(f"{what}: not within {deadline:.0f} s\n{self.story()}")
-            time.sleep(0.1)
+    def wait_until(
+        self, due: Callable[[], object], what: str, deadline: float = DEADLINE_S
+    ) -> None:
+        wait_until(due, deadline, lambda: f"{what}\n{self.story()}", pause_s=0.1)
 
     def story(self) -> str:
         """For a test that failed."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import wait_until
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 CONFIG = """\
@@ -77,11 +78,12 @@ def sshd(root: Path) -> Iterator[Sshd]:
     with (root / "log").open("w") as log:
         server = subprocess.Popen([program, "-D", "-e", "-f", str(root / "config")], stderr=log)
     try:
-        deadline = time.monotonic() + 60
-        while (root / "log").read_text().count("Server listening") < len(HOSTS):
-            assert time.monotonic() < deadline, (root / "log").read_text()
+
+        def listens() -> bool:
             assert server.poll() is None, (root / "log").read_text()
-            time.sleep(0.02)
+            return (root / "log").read_text().count("Server listening") >= len(HOSTS)
+
+        wait_until(listens, what=(root / "log").read_text)
         yield found
     finally:
         server.terminate()

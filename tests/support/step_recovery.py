@@ -95,7 +95,7 @@ class Survivor:
 
     def begin(self, topology: Topology, dealer: Dealer = deal) -> None:
         ep = self.config.layout.ep
-        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60, ep=ep)
+        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=120, ep=ep)
         engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
         for words in engine.loss_scale.state():

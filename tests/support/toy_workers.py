@@ -50,7 +50,7 @@ def train(boot: WorkerSpec, secret: Secret) -> int:
     reporter = AgentReporter(client, boot.rank, heartbeat_s=boot.heartbeat_seconds)
     reporter.start()
     meet = Client(boot.meet or boot.agent, secret, boot.generation)
-    store = HttpStore(meet, timedelta(seconds=30))
+    store = HttpStore(meet, timedelta(seconds=120))
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("world", store),

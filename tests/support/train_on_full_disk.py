@@ -57,7 +57,7 @@ def main(root: Path) -> None:
         return max((r["event"]["step"] for r in records if r["kind"] == kind), default=0)
 
     def wait(kind: str, step: int) -> None:
-        wait_until(lambda: last(kind) >= step or process.poll() is not None, 60, f"{kind} {step}")
+        wait_until(lambda: last(kind) >= step or process.poll() is not None, what=f"{kind} {step}")
         assert process.poll() is None, said
 
     wait("checkpoint_committed", 40)
@@ -67,9 +67,9 @@ def main(root: Path) -> None:
     (root / "filler").unlink()
     wait("checkpoint_committed", last("step_done") + 1)
     process.send_signal(signal.SIGTERM)
-    code = process.wait(60)
+    code = process.wait(120)
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     audit, verify = (
         apart("data", "audit", root / "run"),
         apart("checkpoint", "verify", root / "run"),

@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 from holdfast.events import Event, Record, WorkerStarted
 from tests.support.journal_reader import Journal
 from tests.support.processes import runs
-from tests.support.ranks import ROOT, wait_until
-
-DEADLINE = 120.0
+from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 
 E = TypeVar("E", bound=Event)
 
@@ -75,7 +73,7 @@ class Trainer:
             return condition() or self.process.poll() is not None
 
         try:
-            wait_until(due, DEADLINE, what)
+            wait_until(due, DEADLINE_S, what)
         except TimeoutError as error:
             raise AssertionError(f"{error}; the trainer said:\n{self.said}{self.logs()}") from None
         assert condition(), f"ended before {what}; it said:\n{self.said}{self.logs()}"
@@ -96,7 +94,7 @@ class Trainer:
         """rank -> pid."""
         return {e.rank: e.pid for e in self.events(WorkerStarted, generation)}
 
-    def end(self, seconds: float = DEADLINE) -> int:
+    def end(self, seconds: float = DEADLINE_S) -> int:
         """The exit code."""
         try:
             return self.process.wait(seconds)
@@ -136,7 +134,7 @@ def training(
     finally:
         with suppress(ProcessLookupError):
             os.kill(trainer.process.pid, signal.SIGKILL)
-        trainer.process.wait(10)
+        trainer.process.wait(120)
 
 
 def parent_of(pid: int) -> int:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import start
-from tests.support.ranks import wait_until
-
-DEADLINE_S = 120.0
+from tests.support.ranks import DEADLINE_S, wait_until
 
 
 class WatchedRun:
@@ -82,7 +80,7 @@ class WatchedRun:
         """Exit codes, once all have ended by themselves."""
         codes = {name: each.wait(DEADLINE_S) for name, each in self.agents.items()}
         for thread in self._threads:
-            thread.join(10)
+            thread.join(120)
         return codes
 
     def close(self) -> None:

@@ -36,10 +36,9 @@ from tests.support import control_server, fake_nccl
 from tests.support.control_server import Control, Desk, controlling
 from tests.support.corpus import data_config, make, text_folder, text_source
 from tests.support.mover_process import Mover
-from tests.support.ranks import RankContext, rank_values, wait_until
+from tests.support.ranks import DEADLINE_S, RankContext, rank_values, wait_until
 
 STEPS, FAULT = 8, 4
-SECONDS = 60.0
 
 
 # --- what runs in a worker's process ----------------------------------------------------------
@@ -91,7 +90,7 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
 
     def wishing(self: Any, step: int) -> Any:
         if due("wait for a pause", self._generation, step):
-            wait_until(lambda: self._reporter.requests.pause_generation, SECONDS, "a pause")
+            wait_until(lambda: self._reporter.requests.pause_generation, what="a pause")
         return wishes(self, step)
 
     def asking(self: HttpStore, *args: Any, **more: Any) -> Any:
@@ -205,7 +204,7 @@ class Run:
 
     def pid(self, number: int) -> int:
         path = self.folder / f"rank{number}.pid"
-        wait_until(path.exists, SECONDS, f"process {number}")
+        wait_until(path.exists, DEADLINE_S, f"process {number}")
         return int(path.read_text())
 
     def wait_held(self, numbers: Sequence[int], generation: int) -> list[dict[str, Any]]:
@@ -216,7 +215,7 @@ class Run:
             held = [self.desk.held.get(pid) for pid in pids]
             return all(h is not None and h["generation"] >= generation for h in held)
 
-        wait_until(all_hold, SECONDS, f"processes {numbers} to hold in {generation}")
+        wait_until(all_hold, DEADLINE_S, f"processes {numbers} to hold in {generation}")
         return [self.desk.held[pid] for pid in pids]
 
     def halt(self, numbers: Sequence[int], generation: int, *, inside: bool = True) -> None:
@@ -354,7 +353,7 @@ def run(
                     work,
                     processes,
                     arguments,
-                    deadline=120,
+                    deadline=240,
                     folder=run.folder,
                     dies=dict.fromkeys(dies, "SIGKILL"),
                 )

@@ -23,7 +23,7 @@ from holdfast.events import GenerationStarted, StepDone, WorkerReady
 from holdfast_lab.chaos.network import Network, why_unavailable
 from tests.support.journal_reader import Journal
 from tests.support.nodes import prepared
-from tests.support.ranks import ROOT, wait_until
+from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 
 WHY_NOT = why_unavailable()
 pytestmark = [
@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 
-DEADLINE = 180.0
 LOG_TIME = re.compile(r"\d{4}-\d\d-\d\dT\S+Z ")
 LINE = re.compile(r"^    machine (\w+)\s+(holdfast .+)$", re.MULTILINE)
 DOCUMENTED = dict(LINE.findall((ROOT / "docs" / "guide" / "nodes.md").read_text()))
@@ -106,7 +105,7 @@ class Machines:
             ]
             return bool(found)
 
-        wait_until(due, DEADLINE)
+        wait_until(due)
         return found[-1]
 
 
@@ -132,7 +131,7 @@ def test_three_machines_train_together_by_the_documented_commands(machines: Mach
     names = set(DOCUMENTED)
     assert names == {"one", "two", "three"}
     machines.type("one")
-    wait_until(lambda: "node one listens on" in machines.said("one"), DEADLINE)
+    wait_until(lambda: "node one listens on" in machines.said("one"))
     machines.type("two")
     machines.type("three")
     began = time.time()
@@ -152,4 +151,4 @@ def test_three_machines_train_together_by_the_documented_commands(machines: Mach
     assert len(machines.terms()) == 1, machines.said("one")
     for agent in machines.agents.values():
         agent.send_signal(signal.SIGTERM)
-    assert {agent.wait(DEADLINE) for agent in machines.agents.values()} == {0}
+    assert {agent.wait(DEADLINE_S) for agent in machines.agents.values()} == {0}

@@ -33,10 +33,9 @@ from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.report.test_metrics import as_tensorboard_shows
 from tests.support.commands import apart, start, write_run_file
 from tests.support.processes import runs
-from tests.support.ranks import wait_until
+from tests.support.ranks import DEADLINE_S, wait_until
 
 STEPS = 200
-DEADLINE = 120
 
 JOINED = "worker_joined"
 """Whether what replaces the worker joins before the agent is killed is a matter of time."""
@@ -95,7 +94,7 @@ def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str
     output: list[str] = []
 
     def collect() -> None:
-        output.extend(process.communicate(timeout=DEADLINE))
+        output.extend(process.communicate(timeout=DEADLINE_S))
         ended.set()
 
     collector = threading.Thread(target=collect, daemon=True)
@@ -114,21 +113,21 @@ def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str
         elif isinstance(event, StepDone) and event.step >= lost_at + 40:
             process.kill()
             break
-    collector.join(DEADLINE)
+    collector.join(DEADLINE_S)
     assert process.returncode == -signal.SIGKILL, output
     wait_until(lambda: not any(map(runs, pids.values())), 10, "the workers' end")
     return metrics, output[0]
 
 
 def _news(folder: Path, ended: threading.Event) -> Iterator[tuple[int, Event]]:
-    wait_until(lambda: (folder / "journal").exists() or ended.is_set(), DEADLINE, "a journal")
+    wait_until(lambda: (folder / "journal").exists() or ended.is_set(), what="a journal")
     for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=ended):
         for record in records:
             yield record.generation, record.event
 
 
 def _scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             ",".join([s.name, *(v for k, v in sorted(s.labels.items()) if k != "run_id")]): s.value
@@ -162,8 +161,8 @@ def _on_a_terminal(*command: str) -> str:
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    code = process.wait(DEADLINE)
-    reader.join(10)
+    code = process.wait(DEADLINE_S)
+    reader.join(120)
     os.close(ours)
     text = seen.decode(errors="replace")
     assert code == 0, text
@@ -182,7 +181,7 @@ def _one_curve_both_incidents_and_every_second(ran: Ran) -> None:
     assert worker.losses[0].cause == "SIGKILL"
     for incident in (worker, agent):
         assert incident.seconds is not None
-        assert 0 < incident.seconds < DEADLINE
+        assert 0 < incident.seconds < DEADLINE_S
         assert incident.reached >= incident.restart_step
     assert [s.ended for s in story.sessions] == ["lost", "finished"]
     reasons = [g.reason for g in story.generations if g.reason != JOINED]

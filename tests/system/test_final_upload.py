@@ -75,7 +75,7 @@ def test_a_run_has_not_ended_before_its_last_checkpoint_is_in_the_bucket(
         assert process.poll() is None
         assert _kinds(folder) == []
         process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130, rest

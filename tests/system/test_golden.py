@@ -19,10 +19,10 @@ import torch
 
 from holdfast.cli.main import main
 from holdfast.events import from_json, to_json
+from tests.support.ranks import DEADLINE_S
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STEPS = 12
-DEADLINE = 180
 PROSE = ("text", "title", "sentence")
 """Of reports and audits: sentences for people, which may change."""
 
@@ -73,7 +73,7 @@ def holdfast(folder: Path, *arguments: str, code: int = 0) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=DEADLINE,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr

@@ -14,7 +14,6 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted
 from tests.support.commands import within
-from tests.support.marks import in_campaign
 from tests.support.nodes import Nodes, nodes_of
 
 STEPS = 40
@@ -31,9 +30,9 @@ SETTINGS = (
 NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axis", "come", "go"),
-    [("tp", "c", 1), in_campaign("tp", "cde", 2), in_campaign("pp", "cde", 2)],
+    ("axis", "come", "go"), [("tp", "c", 1), ("tp", "cde", 2), ("pp", "cde", 2)]
 )
 def test_two_nodes_become_more_and_then_fewer(
     axis: str,

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
+from tests.support.ranks import wait_until
 from tests.support.ray_cluster import needs_ray, ray_cluster
 from tests.support.slurm_cluster import INSTALL, is_installed, slurm_of
 from tests.support.sshd import HOSTS, Sshd, sshd
@@ -39,12 +40,11 @@ class LaunchedRun:
         return apart(command, self.run_file, *arguments, deadline=DEADLINE)
 
     def wait(self, state: str) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while True:
+        def due() -> bool:
             nodes = json.loads(self("status", "--json").out)["nodes"]
-            if {each["state"] for each in nodes} == {state}:
-                return
-            assert time.monotonic() < deadline, (nodes, self("logs").out)
+            return {each["state"] for each in nodes} == {state}
+
+        wait_until(due, DEADLINE, lambda: f"{state}\n{self('logs').out}")
 
 
 @pytest.fixture

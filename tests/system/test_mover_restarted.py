@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,8 +18,8 @@ from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import start, within, write_run_file
 from tests.support.processes import children_of
+from tests.support.ranks import DEADLINE_S, wait_until
 
-DEADLINE = 90.0
 SETTINGS = (
     "train.steps=1000000",
     "checkpoint.every_steps=50",
@@ -47,16 +45,16 @@ def test_a_mover_that_cannot_be_started_at_once_is_started_later(
         assert stream is not None
         threading.Thread(target=said.extend, args=(stream,), daemon=True).start()
     try:
-        _until(lambda: _newest(real) > 0)
+        wait_until(lambda: _newest(real) > 0)
         _point(link, link.name)  # to itself: it cannot be opened
         _movers(process.pid)[0].kill()
-        _until(lambda: not _movers(process.pid))
-        _until(lambda: any("there is no new mover yet" in line for line in said))
+        wait_until(lambda: not _movers(process.pid))
+        wait_until(lambda: any("there is no new mover yet" in line for line in said))
         before = _newest(real)
         _point(link, real.name)
-        _until(lambda: _newest(real) > before + 50)
+        wait_until(lambda: _newest(real) > before + 50)
         process.send_signal(signal.SIGTERM)
-        process.wait(DEADLINE)
+        process.wait(DEADLINE_S)
     finally:
         process.kill()
     begun = [r for r in read_journal(FolderStore(real)) if isinstance(r.event, GenerationStarted)]
@@ -78,10 +76,3 @@ def _newest(folder: Path) -> int:
 
 def _movers(agent: int) -> list[psutil.Process]:
     return children_of(agent, "holdfast.checkpoint.mover.main")
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < end, "too late"
-        time.sleep(0.1)

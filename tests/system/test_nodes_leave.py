@@ -10,7 +10,8 @@ import pytest
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
 from tests.support.commands import apart, start
-from tests.support.nodes import DEADLINE, Nodes, nodes_of
+from tests.support.nodes import Nodes, nodes_of
+from tests.support.ranks import DEADLINE_S
 
 SETTINGS = (
     "train.steps=100000",
@@ -72,7 +73,7 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
         assert told.code == 0, told.err
         assert f"go on without {goes}" in told.err
         nodes.wait_step(1, first, {"a", "b"} - {goes})
-        nodes.agents[goes].wait(DEADLINE)
+        nodes.agents[goes].wait(DEADLINE_S)
         all_of_them = apart("notice", nodes.outside, "--seconds", "60", "--leave")
         assert all_of_them.code == 0, all_of_them.err
         assert nodes.end() == {"a": 143, "b": 143}, nodes.story()

@@ -14,8 +14,8 @@ from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.store.run_store import RunStore
 from tests.runtime.report.trackers.test_process import rows
 from tests.support.commands import within
-from tests.support.nodes import DEADLINE, Nodes, in_bucket, nodes_of
-from tests.support.ranks import wait_until
+from tests.support.nodes import Nodes, in_bucket, nodes_of
+from tests.support.ranks import DEADLINE_S, wait_until
 
 STEPS, LATE = 70, 60
 SETTINGS = (
@@ -115,7 +115,7 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
     with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(50)
-        wait_until(lambda: len(list_commits(nodes.store)) == 2, DEADLINE, "two checkpoints")
+        wait_until(lambda: len(list_commits(nodes.store)) == 2, DEADLINE_S, "two checkpoints")
         nodes.kill("a")
         nodes.kill("b")
         gate.open_gate(STEPS)

@@ -28,7 +28,7 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import CheckpointCommitted, GenerationStarted, StepDone
 from tests.support.commands import within
-from tests.support.nodes import DEADLINE, Nodes, nodes_of
+from tests.support.nodes import Nodes, nodes_of
 from tests.support.ranks import wait_until
 
 PROGRAM = os.environ.get("HOLDFAST_PROMETHEUS") or shutil.which("prometheus")
@@ -73,7 +73,7 @@ class Prometheus:
     def samples(self, selector: str, since: float = 0.0) -> dict[str, list[list[Sample]]]:
         """Return the stored samples of each series that fits, by node, scraped after `since`."""
         query = urlencode({"query": f"{selector}[1h]"})
-        with urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=60) as answer:
+        with urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=120) as answer:
             found = json.load(answer)
         assert found["status"] == "success", found
         out: dict[str, list[list[Sample]]] = {}
@@ -118,7 +118,7 @@ def prometheus_for(folder: Path, targets: Mapping[str, int]) -> Iterator[Prometh
         )
     try:
         found = Prometheus(address)
-        wait_until(found.is_ready, DEADLINE, "Prometheus")
+        wait_until(found.is_ready, what="Prometheus")
         yield found
     finally:
         process.kill()

@@ -33,7 +33,7 @@ def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_pat
             assert (one.end(), other.end()) == (2, 2), one.said + other.said
         finally:
             other.process.kill()
-            other.process.wait(10)
+            other.process.wait(120)
     begun = one.events(GenerationStarted)
     assert [event.reason for event in begun] == ["start", "worker_lost"]
     assert [event.topology["nodes"] for event in begun] == [["a", "b"], ["a", "b"]]
@@ -56,7 +56,7 @@ def test_whoever_waits_alone_for_others_can_be_stopped(tmp_path: Path) -> None:
             assert other.process.poll() is None
         finally:
             other.process.kill()
-            other.process.wait(10)
+            other.process.wait(120)
         one.wait(lambda: "waiting for more" in one.said, "the loss of the other")
         os.kill(one.process.pid, signal.SIGTERM)
         assert one.end() == 0, one.said
@@ -77,7 +77,7 @@ def test_a_run_that_is_taken_up_again_tells_of_no_loss_in_a_generation_before_al
         one.wait_step(3, 1)
         for trainer in (one, other):
             trainer.process.kill()
-            trainer.process.wait(10)
+            trainer.process.wait(120)
     first = one.events(StepDone)[-1].step
     with training(tmp_path / "run", plan | {"steps": first + 2}, *NODES, "cluster.node=a") as again:
         other = _second(again)
@@ -85,7 +85,7 @@ def test_a_run_that_is_taken_up_again_tells_of_no_loss_in_a_generation_before_al
             assert (again.end(), other.end()) == (0, 0), again.said + other.said
         finally:
             other.process.kill()
-            other.process.wait(10)
+            other.process.wait(120)
     assert min(record.generation for record in again.records()) == 1
     assert again.events(WorkerLost) == []
     assert [event.reason for event in again.events(GenerationStarted)] == ["start", "resume"]

@@ -51,7 +51,7 @@ SETTINGS = (
 @pytest.mark.slow
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
     alone, killed = run_file.parent / "alone", run_file.parent / "killed"
-    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=120)
+    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=240)
     assert undisturbed.code == 0, undisturbed.err
     hit, held = _killed(run_file, killed)
     assert hit.code == 0, hit.err
@@ -90,7 +90,7 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
         *SETTINGS,
         "checkpoint.every_steps=5",
         "checkpoint.keep_last=100",
-        deadline=120,
+        deadline=240,
     )
     assert outcome.code == 0, outcome.err
     events = [record.event for record in read_journal(FolderStore(folder))]
@@ -139,7 +139,7 @@ def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
                 os.kill(pids[len(due) % 2], signal.SIGKILL)
     collector.join(180)
     assert not due, output
-    return Outcome(process.wait(1), *output), held
+    return Outcome(process.wait(120), *output), held
 
 
 def _final(folder: Path) -> dict[str, bytes]:

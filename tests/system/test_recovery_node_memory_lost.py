@@ -79,7 +79,7 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
     collector.start()
     _kill_mover_and_worker(process.pid, lost)
     collector.join(200)
-    assert process.wait(1) == 0, output
+    assert process.wait(120) == 0, output
 
     records = read_journal(FolderStore(lost))
     begun = [r.event for r in records if isinstance(r.event, GenerationStarted)]

@@ -113,8 +113,8 @@ def _lose(process: subprocess.Popen[str], folder: Path) -> None:
     for child in children:
         if child.is_running():
             child.kill()
-    process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(children, timeout=60)
+    process.communicate(timeout=120)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
     shutil.rmtree(folder)
 

@@ -4,7 +4,7 @@ the lost part. So both resume from memory, the lost part from the copy on anothe
 
 from __future__ import annotations
 
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from holdfast.events import (
 )
 from tests.support.commands import within
 from tests.support.nodes import Nodes, nodes_of
+from tests.support.ranks import wait_until
 
 STEPS, FIRST, SECOND = 24, 8, 16
 KEPT_SECONDS = 20.0
@@ -87,11 +88,15 @@ def _held_on_both(nodes: Nodes, gate: FaultOrders, steps: range, after: int = 0)
     for step in steps:
         gate.open_gate(step)
         nodes.wait_step(step, after)
-        deadline = time.monotonic() + KEPT_SECONDS
-        while time.monotonic() < deadline:
-            if len({e.peer for e in nodes.events(SnapshotKept) if e.step == step}) == 2:
-                return step
-            time.sleep(0.05)
+        with suppress(TimeoutError):
+            wait_until(
+                lambda step=step: (  # type: ignore[misc]
+                    len({e.peer for e in nodes.events(SnapshotKept) if e.step == step}) == 2
+                ),
+                KEPT_SECONDS,
+                pause_s=0.05,
+            )
+            return step
     raise AssertionError(f"no copies of any step of {steps}\n{nodes.story()}")
 
 

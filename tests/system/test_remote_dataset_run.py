@@ -9,7 +9,8 @@ import pytest
 
 from tests.support import s3
 from tests.support.commands import apart, within, write_run_file
-from tests.support.nodes import DEADLINE, losses_of_one_worker, nodes_of
+from tests.support.nodes import losses_of_one_worker, nodes_of
+from tests.support.ranks import DEADLINE_S
 from tests.support.s3 import Fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("s3_credentials")]
@@ -44,7 +45,7 @@ def test_two_nodes_train_on_one_bucket_and_outlast_it(tmp_path: Path) -> None:
             assert nodes.end() == {"first": 0, "second": 0}, nodes.said
             assert nodes.losses() == wanted
         proxy.rule = lambda request: None
-        audit = apart("data", "audit", tmp_path / "run", deadline=DEADLINE)
+        audit = apart("data", "audit", tmp_path / "run", deadline=DEADLINE_S)
         assert audit.code == 0, audit.out + audit.err
 
 
@@ -58,5 +59,5 @@ def test_a_shard_that_is_damaged_in_the_bucket_ends_the_run_with_one_sentence(
     path = sorted(address.glob("shards/train-*.bin"))[1]
     path.write_bytes(bytes(path.stat().st_size))
     shutil.rmtree(tmp_path / "cache")
-    done = apart("train", run_file, *settings, deadline=DEADLINE)
+    done = apart("train", run_file, *settings, deadline=DEADLINE_S)
     done.refuses_last(path.name, "remove everything at this address")

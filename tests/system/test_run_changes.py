@@ -12,9 +12,7 @@ from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import Outcome, apart, start, within, write_run_file
 from tests.support.marks import in_campaign
-from tests.support.ranks import wait_until
-
-DEADLINE = 120
+from tests.support.ranks import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def run_file(tmp_path: Path) -> Path:
 def trained(run_file: Path, name: str, *settings: str) -> Path:
     """Train in a folder of that name."""
     folder = run_file.parent / name
-    done = apart("train", run_file, f"folder={folder}", *settings, deadline=DEADLINE)
+    done = apart("train", run_file, f"folder={folder}", *settings, deadline=DEADLINE_S)
     assert done.code == 0, done.err
     return folder
 
@@ -68,7 +66,7 @@ def test_a_branch_with_another_rate_differs_from_its_first_step_on(run_file: Pat
         "branch", parent, "--at", "3", "--to", branch, "train.optimizer.learning_rate=1e-4"
     )
     assert made.code == 0, made.err
-    done = apart("train", branch / "run.yaml", deadline=DEADLINE)
+    done = apart("train", branch / "run.yaml", deadline=DEADLINE_S)
     assert done.code == 0, done.err
     assert rates(branch) == dict.fromkeys((4, 5, 6), 1e-4)
     assert rates(parent) == dict.fromkeys(range(1, 7), 3e-3)
@@ -92,13 +90,13 @@ def test_a_run_that_is_training_can_be_branched(run_file: Path) -> None:
                 made.append(within("branch", parent, "--at", "20", "--to", branch))
             return bool(made) and made[-1].code == 0
 
-        wait_until(branched, DEADLINE)
+        wait_until(branched)
         assert process.poll() is None, "the parent still trains"
-        _, told = process.communicate(timeout=DEADLINE)
+        _, told = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, told
     finally:
         process.kill()
-    done = apart("train", branch / "run.yaml", deadline=DEADLINE)
+    done = apart("train", branch / "run.yaml", deadline=DEADLINE_S)
     assert done.code == 0, done.err
     same = within("checkpoint", "diff", f"{parent}@400", f"{branch}@400")
     assert same.code == 0, same.out

@@ -78,7 +78,7 @@ def _port() -> int:
 
 
 def _health(port: int) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=120) as answer:
         return dict(json.load(answer))
 
 
@@ -88,7 +88,7 @@ def _also(trainer: T) -> Iterator[T]:
         yield trainer
     finally:
         trainer.process.kill()
-        trainer.process.wait(10)
+        trainer.process.wait(120)
 
 
 def _nobody_minds(disk: Disk, *trainers: Trainer) -> None:
@@ -254,7 +254,7 @@ def test_who_is_done_without_ends_though_its_disk_hangs(
         if again:
             os.kill(other.process.pid, signal.SIGINT)
         assert other.end(15) == code, other.said
-        wait_until(lambda: gone(family), 5, "nobody is left")
+        wait_until(lambda: gone(family), what="nobody is left")
         assert one.process.poll() is None
 
 

@@ -45,13 +45,9 @@ SETTINGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "steps", "precision"),
-    [
-        (2, 100, "fp32"),
-        pytest.param(10, 260, "fp32", marks=pytest.mark.slow),
-        pytest.param(4, 130, "fp16", marks=pytest.mark.slow),
-    ],
+    ("kills", "steps", "precision"), [(2, 100, "fp32"), (10, 260, "fp32"), (4, 130, "fp16")]
 )
 def test_kills_and_another_number_of_workers_change_no_bit(
     run_file: Path, tmp_path: Path, kills: int, steps: int, precision: str
@@ -123,7 +119,7 @@ def _disturbed(
             process.send_signal(signal.SIGTERM)
     collector.join(240)
     assert not due, f"the run ended before the points {due}: {output}"
-    return Outcome(process.wait(1), *output)
+    return Outcome(process.wait(120), *output)
 
 
 def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:

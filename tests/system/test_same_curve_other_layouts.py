@@ -19,9 +19,9 @@ from holdfast.events import Evaluated, GenerationStarted, StepDone, WorkerLost, 
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start, within, write_run_file
+from tests.support.ranks import DEADLINE_S
 
 STEPS, KILL, LEAVE = 40, 8, 16
-DEADLINE = 120
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.batch_size=6",
@@ -70,11 +70,11 @@ def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
     run_file = write_run_file(tmp_path)
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     undisturbed = apart(
-        "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=DEADLINE
+        "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=DEADLINE_S
     )
     assert undisturbed.code == 0, undisturbed.err
     _disturbed_until_told_to_leave(run_file, moved, before)
-    resumed = apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE)
+    resumed = apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE_S)
     assert resumed.code == 0, resumed.err
     assert _kinds(moved) == kinds
 
@@ -98,7 +98,7 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
     output: list[str] = []
 
     def collect() -> None:
-        output.extend(process.communicate(timeout=DEADLINE))
+        output.extend(process.communicate(timeout=DEADLINE_S))
         ended.set()
 
     collector = threading.Thread(target=collect)
@@ -119,7 +119,7 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
             elif event.step >= LEAVE and not left:
                 left = True
                 process.send_signal(signal.SIGTERM)
-    collector.join(DEADLINE)
+    collector.join(DEADLINE_S)
     assert process.returncode == 0, output
     events = [record.event for record in read_journal(FolderStore(folder))]
     assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]

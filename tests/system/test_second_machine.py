@@ -17,7 +17,8 @@ from holdfast.events import GenerationStarted
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.support.commands import Outcome, start
-from tests.support.nodes import DEADLINE, nodes_of
+from tests.support.nodes import nodes_of
+from tests.support.ranks import DEADLINE_S
 
 SECOND = "second-machine"
 SETTINGS = (
@@ -46,7 +47,7 @@ def _second_machine() -> list[str]:
 def _on(machine: list[str], *arguments: str | Path) -> Outcome:
     process = start(*arguments, before=machine)
     try:
-        out, err = process.communicate(timeout=DEADLINE)
+        out, err = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
     return Outcome(process.returncode, out, err)

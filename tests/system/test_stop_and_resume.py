@@ -45,7 +45,7 @@ def running(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
 
 
 def end(process: subprocess.Popen[str]) -> Outcome:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     return Outcome(process.returncode, out, err)
 
 
@@ -113,7 +113,7 @@ def test_a_trainer_that_is_killed_is_missed(running: tuple[Path, subprocess.Pope
     assert watcher.stdout is not None
     assert json.loads(watcher.stdout.readline())["kind"] == "run_started"
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(120)
     watched = end(watcher)
     assert watched.code == 1, watched.err
     assert "no trainer is at work here: it ended without a word after step" in watched.err

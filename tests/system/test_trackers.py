@@ -15,7 +15,7 @@ from tests.runtime.report.trackers.test_process import deliver, rows
 from tests.support.processes import children_of, stop
 from tests.support.ranks import wait_until
 from tests.support.tracker_server import TRACKER, TrackerServer
-from tests.support.trainer_process import DEADLINE, Trainer, gone, training
+from tests.support.trainer_process import Trainer, gone, training
 
 ENDLESS = {"steps": 1_000_000, "pace": 0.02}
 
@@ -119,4 +119,4 @@ def test_a_tracker_that_is_stopped_holds_up_neither_steps_nor_the_end(tmp_path: 
         os.kill(trainer.process.pid, signal.SIGTERM)
         assert trainer.end() == 0, trainer.said
         assert "not everything has reached csv" in trainer.said
-        wait_until(lambda: gone({pid}), DEADLINE, "the end of the tracker")
+        wait_until(lambda: gone({pid}), what="the end of the tracker")

@@ -123,9 +123,9 @@ def test_nobody_trains_on_for_a_campaign_that_was_killed(tmp_path: Path) -> None
     out = tmp_path / "out"
     line = [sys.executable, "-m", "holdfast.cli.main", "chaos", "--faults", "1", "--out", str(out)]
     with subprocess.Popen(line, stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: list(out.glob("undisturbed-*/terms/*")), 60, "an undisturbed run")
+        wait_until(lambda: list(out.glob("undisturbed-*/terms/*")), what="an undisturbed run")
         process.kill()
-    wait_until(lambda: not _at_work(out), 10, "the end of the undisturbed run")
+    wait_until(lambda: not _at_work(out), what="the end of the undisturbed run")
 
 
 def _at_work(out: Path) -> list[str]:

@@ -58,59 +58,38 @@ def test_faults_are_recovered_from_and_not_repeated(
     assert again.err.count("done before") == runs
 
 
+def _traced(rows: list[dict[str, Any]], root: Path) -> tuple[dict[str, Any], Path]:
+    """Return the run of two nodes with these faults, as its result says, and its folder."""
+    trace, out = root / "faults.jsonl", root / "out"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    where = ("--layout", "dp_shard", "--nodes", "2", "--out", out, "--no-network")
+    found = apart("chaos", "--trace", trace, *where, deadline=DEADLINE)
+    assert found.code == 0, found.out + found.err
+    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    return run, out / "runs" / run["run"] / "run"
+
+
 @pytest.mark.slow
 def test_the_node_that_leads_is_killed_in_each_transition_of_a_commit(tmp_path: Path) -> None:
     points = ("reduced", "voted", "applying", "applied")
-    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
     rows = [{"step": 4 + 4 * n, "fault": "commit", "point": p} for n, p in enumerate(points)]
-    trace.write_text("\n".join(map(json.dumps, rows)))
-    found = apart(
-        "chaos",
-        "--trace",
-        trace,
-        "--layout",
-        "dp_shard",
-        "--nodes",
-        "2",
-        "--out",
-        out,
-        "--no-network",
-        deadline=DEADLINE,
-    )
-    assert found.code == 0, found.out + found.err
-    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    run, folder = _traced(rows, tmp_path)
     assert [(f["point"], f["outcome"]) for f in run["faults"]] == [
         (point, "recovered") for point in points
     ]
-    _each_hit_where_it_says(run, out / "runs" / run["run"] / "run")
+    _each_hit_where_it_says(run, folder)
 
 
 @pytest.mark.slow
 def test_the_run_folder_is_out_of_reach_for_two_minutes(tmp_path: Path) -> None:
     """Steps are done all the while; what is to be written waits."""
-    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
     rows = [{"step": 5, "fault": "run-store-long"}, {"step": 40, "fault": "kill"}]
-    trace.write_text("\n".join(map(json.dumps, rows)))
-    found = apart(
-        "chaos",
-        "--trace",
-        trace,
-        "--layout",
-        "dp_shard",
-        "--nodes",
-        "2",
-        "--out",
-        out,
-        "--no-network",
-        deadline=DEADLINE,
-    )
-    assert found.code == 0, found.out + found.err
-    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    run, folder = _traced(rows, tmp_path)
     assert [f["outcome"] for f in run["faults"]] == ["recovered", "recovered"]
     assert run["faults"][0]["seconds"] > 115
     done = [
         record.time
-        for record in read_journal(FolderStore(out / "runs" / run["run"] / "run"))
+        for record in read_journal(FolderStore(folder))
         if isinstance(record.event, StepDone) and 5 <= record.event.step <= 25
     ]
     assert max(later - one for one, later in pairwise(sorted(done))) < 30
@@ -129,29 +108,13 @@ def test_damaged_checkpoints_and_a_suspended_mover(tmp_path: Path) -> None:
         "replayed-checkpoint",
         "rotten-checkpoint",
     )
-    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
     steps = (23, 26, 33, 44, 55, 66, 77)
     rows = [{"step": step, "fault": kind} for step, kind in zip(steps, kinds, strict=True)]
-    trace.write_text("\n".join(map(json.dumps, rows)))
-    found = apart(
-        "chaos",
-        "--trace",
-        trace,
-        "--layout",
-        "dp_shard",
-        "--nodes",
-        "2",
-        "--out",
-        out,
-        "--no-network",
-        deadline=DEADLINE,
-    )
-    assert found.code == 0, found.out + found.err
-    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    run, folder = _traced(rows, tmp_path)
     assert [(f["fault"], f["outcome"]) for f in run["faults"]] == [
         (kind, "recovered") for kind in kinds
     ]
-    _each_hit_where_it_says(run, out / "runs" / run["run"] / "run")
+    _each_hit_where_it_says(run, folder)
 
 
 def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 from holdfast.cli.main import main
 from holdfast_lab.score.record import ReferenceTable
 from holdfast_lab.score.record_file import format_reference
+from tests.support.ranks import wait_until
 
 ADAPTER = '''\
 import json, sys
@@ -69,16 +69,14 @@ def test_runs_that_are_complete_are_kept_and_nothing_is_left_running(
     while len(nodes := psutil.Process(process.pid).children(recursive=True)) < 4:
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert told == (
         "1 of 3 runs are complete, in score/runs; the same command keeps them\n"
         "holdfast score: interrupted\n"
     )
-    deadline = time.monotonic() + 20  # a node that was just being started ends a moment later
-    while not all(_has_ended(node) for node in nodes):
-        assert time.monotonic() < deadline, nodes
-        time.sleep(0.05)
+    # A node that was just being started ends a moment later.
+    wait_until(lambda: all(_has_ended(node) for node in nodes), what=f"the end of {nodes}")
     assert not list(Path("score/work").glob("*"))
     assert main([*given, "2"]) == 0
     told = capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast_lab.chaos.network import Network, why_unavailable
 from holdfast_lab.chaos.relay import LinkShape
+from tests.support.ranks import wait_until
 
 WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -112,7 +112,7 @@ def test_a_node_has_nothing_but_its_network_and_keeps_its_process_id(network: Ne
         stdout=subprocess.PIPE,
         text=True,
     )
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     number, _, devices = out.partition(" ")
     assert int(number) == process.pid
     assert "eth0" in devices
@@ -127,9 +127,7 @@ def test_two_networks_do_not_meet_and_nothing_is_left_of_one_that_is_down(
         assert asked(other, "x", "b", 10, seconds=1) == []  # the same address, elsewhere
         target = other.command("x")[2]
     other.down()
-    deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{target}"):
-        assert time.monotonic() < deadline
+    wait_until(lambda: not os.path.exists(f"/proc/{target}"), what="the end of a node")
     with pytest.raises(UserError, match="'x' is no node"):
         other.cut("x")
 

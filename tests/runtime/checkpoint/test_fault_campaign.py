@@ -1,4 +1,4 @@
-"""No restore is ever silently wrong: five hundred seeded cases, and more by `make rotten`.
+"""No restore is ever silently wrong: 500 seeded cases; more by `make corrupt-checkpoints`.
 
 The campaign is a process of its own: it forks, so it may have neither threads nor torch.
 """
@@ -107,7 +107,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, count: int) -> None:
 
 
 def test_another_machines_memory() -> None:
-    """A dozen of the cases of tier 1; `make rotten` does more."""
+    """A dozen of the cases of tier 1; `make corrupt-checkpoints` does more."""
     seen = campaign("--seed", 2, "--cases", 14, "--only", *PEERS)
     assert {case["fault"] for case in seen} == set(PEERS)
     assert {case["verdict"] for case in seen} <= {"newest", "older"}
@@ -123,7 +123,7 @@ def test_another_machines_memory_at_length(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_bucket_over_real_http() -> None:
-    """One of each kind, in which nothing is silently wrong; `make rotten` does more."""
+    """One of each kind; nothing is silently wrong. `make corrupt-checkpoints` does more."""
     seen = campaign("--seed", 2, "--cases", 1, "--only", *BUCKET)
     assert {case["fault"] for case in seen} == set(BUCKET)
 

@@ -29,7 +29,7 @@ sys.exit(main.main(["sleepy"]))
 
 def _signalled(number: signal.Signals, before: str = "") -> subprocess.CompletedProcess[str]:
     code = SETUP.format(number=int(number), before=before)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2])

@@ -71,18 +71,18 @@ def test_a_follower_has_the_metrics_of_one_who_saw_it_happen(tmp_path: Path) -> 
     follower.start()
     write(records[30:])
     follower.close()
-    wait_until(lambda: values(followed) == values(expected), 60)
+    wait_until(lambda: values(followed) == values(expected))
 
 
 def test_own_records_are_shown_while_the_run_store_hangs() -> None:
     store, shown = HangingStore(), list[Record]()
     follower = JournalFollower(store, [shown.append])
     follower.start()
-    assert store.is_asked.wait(60)
+    assert store.is_asked.wait(120)
     own = [record for record in lost_and_continued() if record.writer == "rank0"]
     for record in own:
         follower.observe(record)
-    wait_until(lambda: shown == own, 60)
+    wait_until(lambda: shown == own)
     store.answers.set()
     follower.close()
     assert shown == own
@@ -97,7 +97,7 @@ class HangingStore(MemoryStore):
 
     def list(self, prefix: str) -> list[str]:
         self.is_asked.set()
-        self.answers.wait(60)
+        self.answers.wait(120)
         return super().list(prefix)
 
 
@@ -111,12 +111,12 @@ def test_own_records_are_shown_once_and_without_the_journal() -> None:
     follower.start()
     for record in own:
         follower.observe(record)
-    wait_until(lambda: shown == own, 60)
+    wait_until(lambda: shown == own)
     for record in records:
         line = json.dumps(to_json(record)).encode() + b"\n"
         store.append(segment_key(record.generation, record.writer), line)
     store.is_silent = False
-    wait_until(lambda: len(shown) == len(records), 60)
+    wait_until(lambda: len(shown) == len(records))
     follower.close()
     assert sorted(shown, key=lambda r: r.order) == sorted(records, key=lambda r: r.order)
 

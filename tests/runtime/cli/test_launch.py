@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from holdfast.wire.term import Host, create_term
 from tests.runtime.cli.conftest import Trained
 from tests.runtime.launch.holders import growing
 from tests.support.commands import Outcome, here
+from tests.support.ranks import wait_until
 
-DEADLINE = 60.0
 AT_WORK = 'echo "at work as $0"; trap "echo leaves; exit 0" TERM; while :; do sleep 0.02; done'
 Call = Callable[..., Outcome]
 
@@ -54,10 +53,7 @@ class Launched:
         return {each["node"]: each["state"] for each in nodes}
 
     def wait(self, due: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while not due():
-            assert time.monotonic() < deadline, (self.states, self("logs").out)
-            time.sleep(0.02)
+        wait_until(due, what=lambda: f"{self.states}\n{self('logs').out}", pause_s=0.02)
 
     def wait_at_work(self, nodes: int) -> None:
         """Until each node answers SIGTERM itself."""

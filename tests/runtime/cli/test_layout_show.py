@@ -242,7 +242,7 @@ def test_a_thousand_ranks_need_no_torch(run_file: Path) -> None:
         [sys.executable, "-c", code, "layout", "show", str(run_file), *big, "--what-if", "lost=3"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

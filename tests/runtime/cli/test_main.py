@@ -24,7 +24,7 @@ def test_help_loads_nothing_heavy() -> None:
         f"print(sorted(set({HEAVY!r}) & set(sys.modules)), code, file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stderr.strip() == "[] 0"
     for name in all_commands():
@@ -86,7 +86,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr is not None
     said = process.stderr.read()
-    assert (process.wait(timeout=60), said) == (141, "")
+    assert (process.wait(timeout=120), said) == (141, "")
 
 
 # --- errors ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def test_a_step_of_a_run_is_written_for_a_viewer(
 ) -> None:
     run_file = write_run_file(tmp_path)
     settings = ("model.layers=2", "layout.pp=2", "train.steps=4", "layout.workers=4")
-    trained = apart("train", run_file, *settings, "layout.trace_step=3", deadline=120)
+    trained = apart("train", run_file, *settings, "layout.trace_step=3", deadline=240)
     assert trained.code == 0, trained.err
     path = tmp_path / "trace.json"
     written = apart("report", tmp_path / "run", "--trace", path)
@@ -50,7 +50,7 @@ def test_a_trace_is_written_alone(
 @pytest.mark.slow
 def test_a_run_without_a_traced_step_says_how_to_get_one(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    assert apart("train", run_file, "train.steps=2", "layout.workers=1", deadline=120).code == 0
+    assert apart("train", run_file, "train.steps=2", "layout.workers=1", deadline=240).code == 0
     asked = apart("report", tmp_path / "run", "--trace", tmp_path / "trace.json")
     asked.refuses("no step of this run was traced", "layout.trace_step")
     assert not (tmp_path / "trace.json").exists()

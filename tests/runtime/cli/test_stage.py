@@ -45,7 +45,7 @@ def test_what_is_refused(secret: Path, listen: str, memory: str, sentence: str) 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 2
     assert done.stderr.startswith(sentence)
@@ -59,7 +59,7 @@ def test_a_secret_that_others_can_read_is_refused(secret: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 2
     assert "other users of this machine can read the run's secret" in done.stderr
@@ -76,5 +76,5 @@ def test_a_signal_ends_it_in_order(secret: Path, number: signal.Signals) -> None
         assert process.stderr is not None
         assert process.stderr.readline().startswith("keeping snapshots at 127.0.0.1:")
         process.send_signal(number)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert process.stderr.read() == ""

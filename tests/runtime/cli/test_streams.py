@@ -42,7 +42,7 @@ def _work(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=60,
+        timeout=120,
     )
 
 
@@ -97,5 +97,5 @@ def test_a_character_that_cannot_be_shown_is_replaced(
 
 def test_help_without_a_place_to_go(tmp_path: Path) -> None:
     command = f"{sys.executable} -m holdfast.cli.main --help >/dev/full"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -96,7 +96,7 @@ def test_no_more_than_depth_steps_are_read_ahead(source: Batches) -> None:
     with Loader(source, plan, depth=2) as loader:
         assert next(loader).step == 1
         next(loader)
-        assert reached.wait(10)
+        assert reached.wait(120)
     assert max(asked) <= 5
 
 
@@ -116,20 +116,20 @@ def test_close_wakes_a_reader_that_waits(source: Batches) -> None:
     class Stuck:
         def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch:
             waiting.set()
-            assert release.wait(20)
+            assert release.wait(120)
             return source.microbatch(step, index, part, parts)
 
     loader = Loader(Stuck(), lambda _: [0])
     got: list[object] = []
     reader = threading.Thread(target=lambda: got.extend(loader))
     reader.start()
-    assert waiting.wait(10)
+    assert waiting.wait(120)
     closer = threading.Thread(target=loader.close)
     closer.start()
-    reader.join(10)
+    reader.join(120)
     assert not reader.is_alive()
     release.set()
-    closer.join(10)
+    closer.join(120)
     assert not closer.is_alive()
     assert got == []
 

@@ -198,7 +198,7 @@ def test_killed_half_way_it_goes_on_to_the_same_bytes(
     assert child.wait() == -signal.SIGKILL
     child.stdin.close()
     child.stdout.close()
-    _, alive = psutil.wait_procs(helpers, timeout=10)
+    _, alive = psutil.wait_procs(helpers, timeout=120)
     assert not alive, "a preparing process outlived its parent"
     assert not (tmp_path / "out" / "manifest.json").exists()
 

@@ -164,7 +164,7 @@ def test_a_node_fetches_each_file_once_and_keeps_it(
         assert gets
         assert len(gets) == len(set(gets))
         assert not any(key.endswith(".idx") for key in gets), "no batch needs them"
-        wait_until(lambda: len(_shards(tmp_path / "second")) >= _token_files(local), 60)
+        wait_until(lambda: len(_shards(tmp_path / "second")) >= _token_files(local))
         proxy.rule = lambda request: Fault(503)
         assert _hashes(open_dataset(location, config), config) == wanted
         with pytest.raises(StoreError, match="answers with an error"):
@@ -187,7 +187,7 @@ def test_shards_come_ahead_of_need_and_training_outlasts_the_bucket(
         failures = iter(range(6))  # first the bucket fails a few times
         proxy.rule = lambda request: Fault(503) if next(failures, None) is not None else None
         found.microbatch(1, 0)
-        wait_until(lambda: len(_shards(tmp_path / "second")) == _token_files(local), 60)
+        wait_until(lambda: len(_shards(tmp_path / "second")) == _token_files(local))
         proxy.rule = lambda request: Fault(503)
         other = batches(local, config, steps=len(STEPS))
         for step in STEPS:
@@ -219,7 +219,7 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(
     config = _config(source, _folder_address(there), tmp_path / "cache")
     wanted = _hashes(local, config)
     assert _hashes(open_dataset(config.folder, config), config) == wanted
-    wait_until(lambda: len(_shards(tmp_path / "cache")) == _token_files(local), 60)
+    wait_until(lambda: len(_shards(tmp_path / "cache")) == _token_files(local))
     for path in _shards(tmp_path / "cache"):
         path.write_bytes(bytes(path.stat().st_size))
     for name in ("train-000-00000.bin", "train-000-00001.bin"):  # of a process that was killed

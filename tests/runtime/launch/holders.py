@@ -75,5 +75,5 @@ def agent(
     thread.start()
     yield address_of(bound)
     loop.call_soon_threadsafe(listener.close)
-    thread.join(10)
+    thread.join(120)
     assert ended

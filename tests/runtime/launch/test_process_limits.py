@@ -71,5 +71,5 @@ def test_the_soft_limit_is_raised_first() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 600))\n"
         "print(raise_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "600 (600, 600)", done.stderr

@@ -36,8 +36,8 @@ from holdfast.wire.secret import open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import TERM_PATH, create_generation, create_term
 from tests.support.commands import apart, start
-from tests.support.nodes import DEADLINE, QUICK, nodes_of
-from tests.support.ranks import wait_until
+from tests.support.nodes import QUICK, nodes_of
+from tests.support.ranks import DEADLINE_S, wait_until
 
 SETTINGS = (
     "train.steps=100000",
@@ -50,7 +50,7 @@ SETTINGS = (
 
 def _saves_on(folder: Path) -> None:
     newest = step_of(list_commits(FolderStore(folder))[0])
-    wait_until(lambda: step_of(list_commits(FolderStore(folder))[0]) > newest, DEADLINE, "a save")
+    wait_until(lambda: step_of(list_commits(FolderStore(folder))[0]) > newest, DEADLINE_S, "a save")
 
 
 @pytest.mark.slow
@@ -65,9 +65,7 @@ def test_fresh_takes_no_folder_that_other_nodes_train_in(run_file: Path, tmp_pat
             refused.refuses("another trainer uses this run folder", nodes.leader, "stop it")
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         _saves_on(folder)
-        for name in "ab":
-            nodes.signal(name, signal.SIGTERM)
-        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+        nodes.leave("a", "b")
 
 
 def test_of_two_starts_in_one_moment_with_other_settings_one_begins_the_folder(
@@ -100,15 +98,13 @@ def test_two_nodes_with_fresh_begin_one_run_beside_an_old_folder(
             nodes.kill(name)
     with nodes_of(run_file, folder, *SETTINGS, "--fresh", "cluster.min_nodes=2") as nodes:
         nodes.start("a", "b")
-        wait_until((tmp_path / "run.old-1").is_dir, DEADLINE, "the old folder is moved")
+        wait_until((tmp_path / "run.old-1").is_dir, what="the old folder is moved")
         nodes.wait_until(lambda: list_commits(FolderStore(folder)), "nothing is saved")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1"]
         assert nodes.events(GenerationStarted)[0].step == 0
         losses = nodes.losses()
         assert old.items() >= {step: losses[step] for step in range(1, 20)}.items()
-        for name in "ab":
-            nodes.signal(name, signal.SIGTERM)
-        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+        nodes.leave("a", "b")
 
 
 @pytest.mark.slow
@@ -127,13 +123,11 @@ def test_two_nodes_with_fresh_begin_one_run_however_long_the_old_leader_is_asked
         nodes.start("a")
         time.sleep(0.5)
         nodes.start("b")
-        wait_until((tmp_path / "run.old-1").is_dir, DEADLINE, "the old folder is moved")
+        wait_until((tmp_path / "run.old-1").is_dir, what="the old folder is moved")
         nodes.wait_step(3, nodes={"a", "b"})
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1"]
         assert nodes.events(GenerationStarted)[0].step == 0
-        for name in "ab":
-            nodes.signal(name, signal.SIGTERM)
-        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+        nodes.leave("a", "b")
 
 
 def _begin_anew(folder: Path) -> None:
@@ -313,16 +307,14 @@ def test_of_two_agents_of_one_name_the_older_ends_with_a_sentence(
             name = next(name for name in "ab" if (name == nodes.leader) == leads)
             older, newest = nodes.agents.pop(name), nodes.newest
             nodes.start(name)
-            out, err = older.communicate(timeout=DEADLINE)
+            out, err = older.communicate(timeout=DEADLINE_S)
             assert older.returncode == 2, out + err
             assert f"another agent has joined as {name}" in err
             assert "cluster.node=NAME" in err
             assert "Traceback" not in err
             nodes.wait_step(1, newest, {"a", "b"})
         assert not list((folder / "logs").glob("holdfast-error*"))
-        for name in "ab":
-            nodes.signal(name, signal.SIGTERM)
-        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+        nodes.leave("a", "b")
 
 
 @pytest.mark.parametrize("length", [64, 300])
@@ -350,7 +342,7 @@ def test_a_notice_names_each_node_once_and_knows_who_is_there(
         done = apart(*told, "--node", goes, "--node", goes, "--leave", "--json")
         assert done.code == 0, done.err
         assert json.loads(done.out)["moves"] == [goes]
-        nodes.agents[goes].wait(DEADLINE)
+        nodes.agents[goes].wait(DEADLINE_S)
         newest = max(event.step for event in nodes.events(StepDone))
         nodes.wait_step(newest + 5)
         assert nodes.events(RequestsRefused) == []

@@ -15,9 +15,7 @@ import pytest
 from holdfast.launch.owners.slurm.job import parse_fields
 from holdfast.wire.child_command import module_command
 from tests.support.fake_slurm import JOB, FakeSlurm
-from tests.support.ranks import wait_until
-
-DEADLINE_S = 120.0
+from tests.support.ranks import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -98,7 +96,7 @@ def test_an_agent_that_is_killed_is_started_again_and_one_that_refuses_is_not(
         slurm.end_step("n2", 137)
         code_of_others = 2
         # It is killed again at once each time, and started three times.
-        wait_until(lambda: started(slurm, "n2") == 4, DEADLINE_S)
+        wait_until(lambda: started(slurm, "n2") == 4)
         slurm.end_step("n1", code_of_others)
         slurm.end_step("n3", code_of_others)
         code, out = ended(process)

@@ -6,7 +6,6 @@ A real sshd and real agents: `tests/system/test_launch_on_owners.py`.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
 from holdfast.launch.owners.ssh.owner import SshOwner
 from tests.support.commands import secret_file, write_run_file
 from tests.support.fake_ssh import FakeSsh
+from tests.support.ranks import wait_until
 
-DEADLINE = 60.0
 AT_WORK = """\
 echo "at work: $*"; echo "secret: $(cat "$HOLDFAST_SECRET_FILE" 2>/dev/null)"
 trap "echo leaves; exit 0" TERM; while :; do sleep 0.02; done"""
@@ -57,9 +56,7 @@ class Hosts:
         return self.job
 
     def wait(self, due: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while not due():
-            assert time.monotonic() < deadline
+        wait_until(due)
 
     def file(self, host: str, name: str) -> Path:
         (found,) = self.ssh.home(host).glob(f".holdfast/*/{name}")

@@ -24,7 +24,7 @@ def _two_generations(rank: RankContext) -> list[str]:
     out = []
     for generation, order in ((1, (0, 1)), (2, (1, 0))):
         topology = Topology(generation, (Replica(0, order, (1, 2, 1, 1)),), ("node",) * 2)
-        groups = connect(topology, rank.rank, rank.store(), CPU, seconds=30)
+        groups = connect(topology, rank.rank, rank.store(), CPU, seconds=120)
         assert dist.is_initialized()
         made = build_engine(tiny(), groups, CPU)
         made.initialise(1)
@@ -85,7 +85,7 @@ def test_sends_are_held_until_they_have_arrived_and_no_longer(dp_shard: int) -> 
 def _deserted(rank: RankContext) -> bool:
     """Rank 1 meets the others in `control`, and is gone before its replica forms."""
     if rank.rank == 1:
-        PeerGroup(rank.store(), "generation1/control", 1, 2, seconds=30)
+        PeerGroup(rank.store(), "generation1/control", 1, 2, seconds=120)
         return True
     topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
     with pytest.raises(PeerLostError):
@@ -100,7 +100,7 @@ def test_a_peer_that_is_gone_before_the_replica_forms_is_a_lost_peer() -> None:
 def _gathering(rank: RankContext) -> str:
     """Rank 1 gives up, and lets go of nothing; rank 0 waits for it in a shard's gather."""
     topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
-    groups = connect(topology, rank.rank, rank.store(), CPU, seconds=60)
+    groups = connect(topology, rank.rank, rank.store(), CPU, seconds=120)
     said = ""
     if rank.rank == 0:
         rank.mark("gathers")

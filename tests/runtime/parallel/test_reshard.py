@@ -75,7 +75,7 @@ def _moved(
     window: int,
 ) -> int:
     old, new = world(1, *before), world(2, *after)
-    peers = PeerGroup(rank.store(), "move", rank.rank, rank.world_size, seconds=30)
+    peers = PeerGroup(rank.store(), "move", rank.rank, rank.world_size, seconds=120)
     moves = plan_reshard(old, new, TABLE, came_from, rank.rank, limit=limit, window=window)
     was = came_from[rank.rank]
     mine: dict[str, LocalShard] = {} if was is None else {p.name: p for p in held(old, was, True)}
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_agree_refuse(rank: RankContext, what: str) -> None:
     other = rank.rank if what == "different rebuilds" else 0
     old = place_layout(Layout(dp_replicate=2), 1, ("node",) * 2)
     new = place_layout(Layout(dp_shard=2), 2 + other, ("node",) * 2)
-    peers = PeerGroup(rank.store(), "move", rank.rank, 2, seconds=30)
+    peers = PeerGroup(rank.store(), "move", rank.rank, 2, seconds=120)
     moves = plan_reshard(old, new, TABLE, (0, 1), rank.rank)
     mine: dict[str, LocalShard] = {p.name: p for p in held(old, rank.rank, True)}
     with pytest.raises(LayoutError, match=what):
@@ -130,7 +130,7 @@ def test_ranks_that_do_not_agree_refuse(rank: RankContext, what: str) -> None:
     assert len(mine) == len(TABLE)  # nothing was given up
 
 
-@ranks(3, dies={2: "SIGKILL"}, deadline=40)
+@ranks(3, dies={2: "SIGKILL"})
 def test_a_peer_that_dies_on_the_way_is_an_error_in_all_others(rank: RankContext) -> None:
     old = place_layout(Layout(dp_shard=3), 1, ("node",) * 3)
     new = place_layout(Layout(dp_replicate=3), 2, ("node",) * 3)
@@ -168,7 +168,7 @@ def _sent_state(rank: RankContext, peer: int) -> bool:
         rank.wait_mark("never", 0)
 
     def end() -> None:
-        wait_until(lambda: not runs(rank.pid(peer)), 60, "its end")
+        wait_until(lambda: not runs(rank.pid(peer)), what="its end")
         peers.abort()
 
     ending = threading.Thread(target=end)

@@ -64,7 +64,7 @@ FOUR: list[tuple[str, Degrees, int]] = [
 
 @pytest.mark.parametrize("tp", [2, in_campaign(4)])
 def test_components_of_a_lower_degree(tp: int) -> None:
-    rank_values(check_components, tp, {"cases": TWO if tp == 2 else FOUR}, deadline=120)
+    rank_values(check_components, tp, {"cases": TWO if tp == 2 else FOUR}, deadline=240)
 
 
 @ranks(4)

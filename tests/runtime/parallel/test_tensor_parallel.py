@@ -226,7 +226,7 @@ def check_parity(rank: RankContext, shapes: list[str]) -> None:
 @pytest.mark.parametrize("tp", [2, in_campaign(4)])
 def test_parity(tp: int) -> None:
     shapes = [shape for shape in SHAPES if shape not in UNCUT]
-    rank_values(check_parity, tp, {"shapes": shapes}, deadline=120)
+    rank_values(check_parity, tp, {"shapes": shapes}, deadline=240)
 
 
 def stage_of(

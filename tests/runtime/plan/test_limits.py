@@ -182,7 +182,7 @@ def test_cores_are_those_this_process_may_use() -> None:
         ["taskset", "-c", str(one), sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert done.stdout.strip() == "1"

@@ -110,7 +110,7 @@ def test_a_request_never_waits_for_the_tool() -> None:
 
     def read() -> list[DeviceReading]:
         asked.append(1)
-        assert release.wait(60)
+        assert release.wait(120)
         return [DeviceReading("3", "a device", utilisation=0.25)]
 
     metrics = DeviceMetrics("demo", read, read_every_s=0.0)

@@ -28,7 +28,7 @@ from holdfast.report.history.history import build_history, read_history
 from holdfast.report.history.summary import summary
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.page.page import render_page
-from tests.support.journal_builder import Scribe, lossy_run, step_done
+from tests.support.journal_builder import Scribe, lossy_run, started_run, step_done
 from tests.support.memory_store import MemoryStore
 
 
@@ -76,10 +76,7 @@ def test_the_loss_is_one_incident_with_its_price() -> None:
 
 def test_what_a_save_blocked_may_be_told_behind_its_commit() -> None:
     """Nobody waits for it, so it comes with whatever a worker tells next."""
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 5)
+    run = started_run(5)
     run.commit(5)
     run.write(CheckpointCaptured(1, 0.25, 1000, step=5), after=0.25)
     run.steps(6, 7)
@@ -155,10 +152,7 @@ def test_the_order_in_which_records_come_does_not_matter() -> None:
 
 
 def test_two_workers_lost_together_are_one_incident_and_a_loss_in_recovery_another() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 3)
+    run = started_run(3)
     run.lose(0)
     run.lose(1, "exit 1", after=0.0)
     run.restart(0)
@@ -175,10 +169,7 @@ def test_two_workers_lost_together_are_one_incident_and_a_loss_in_recovery_anoth
 
 def test_who_is_left_goes_on_and_a_step_that_is_told_late_ends_no_incident() -> None:
     """Rank 1 is lost after step 3, which rank 0 could tell only in the next generation."""
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 2)
+    run = started_run(2)
     run.at += 1.0
     run.write(WorkerHeld(0, 3, None, "a peer was lost"), after=0.25)
     run.lose(1, after=0.0)
@@ -199,10 +190,7 @@ def test_who_is_left_goes_on_and_a_step_that_is_told_late_ends_no_incident() -> 
 
 
 def test_an_error_of_one_worker_is_an_incident_without_a_loss() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 2)
+    run = started_run(2)
     run.write(WorkerHeld(1, 2, None, "ValueError: no"), after=0.25)
     run.open_generation()
     run.generate(2, "error")
@@ -213,10 +201,7 @@ def test_an_error_of_one_worker_is_an_incident_without_a_loss() -> None:
 
 
 def test_an_agent_that_was_killed_is_an_incident_too() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 4)
+    run = started_run(4)
     run.start(resumed=True, pause=50.0)
     run.generate(2, "resume")
     run.steps(3, 4)
@@ -230,10 +215,7 @@ def test_an_agent_that_was_killed_is_an_incident_too() -> None:
 
 
 def test_a_stop_and_a_resume_are_no_incident() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 4)
+    run = started_run(4)
     run.stop()
     run.start(resumed=True, pause=5)
     run.generate(4, "resume")
@@ -261,10 +243,7 @@ def test_what_a_person_should_know_becomes_a_notice() -> None:
 
 
 def test_the_newest_decision_of_each_tier_is_the_one_in_force() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 4)
+    run = started_run(4)
     for tier, seconds in ((2, 60.0), (0, 5.0), (2, 40.0), (1, 0.0)):
         run.write(SaveInterval(tier, seconds, f"tier {tier} <{seconds:g}>", step=4))
     run.write(NoticeReceived(30.0, ["a", "b"], True, "SIGTERM", step=4))
@@ -312,10 +291,7 @@ def test_steps_without_a_line_are_named() -> None:
 
 
 def test_a_clock_that_was_set_back_does_not_mix_up_a_writer_s_records() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 3)
+    run = started_run(3)
     run.at -= 100
     run.steps(4, 6)
     assert [r.event.step for r in order_records(run.records) if r.writer == "rank0"][2:] == [

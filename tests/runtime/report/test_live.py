@@ -15,7 +15,7 @@ from holdfast.events import AttentionChosen, GenerationStarted, Record, StepDone
 from holdfast.report.history.progress import RunProgress
 from holdfast.report.live.braille import braille
 from holdfast.report.live.live import LiveView, picture, watch_run
-from tests.support.journal_builder import Scribe, lossy_run
+from tests.support.journal_builder import Scribe, lossy_run, started_run
 from tests.support.ranks import wait_until
 
 
@@ -94,10 +94,7 @@ def test_step_lines_come_as_often_as_asked() -> None:
     def clock() -> float:
         return now
 
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 20)
+    run = started_run(20)
     with LiveView(100, console=Console(file=out, width=200), every_seconds=5.0, now=clock) as view:
         for record in run.records:
             now += isinstance(record.event, StepDone)
@@ -132,10 +129,7 @@ def test_the_picture_shows_the_run_as_it_is() -> None:
     ):
         assert part in text
     lost = screen(progress_of(until_step(13)[:-1]), 100, 40)
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 13)
+    run = started_run(13)
     run.lose(1)
     lost = screen(progress_of(run.records), 100, 40)
     assert "recovering" in lost
@@ -218,10 +212,7 @@ def test_braille_draws_high_values_high() -> None:
 def test_a_reader_that_takes_nothing_does_not_hold_up_the_agent() -> None:
     read_end, write_end = os.pipe()
     stuck = os.fdopen(write_end, "w", buffering=1)
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 3000)
+    run = started_run(3000)
     done = threading.Event()
 
     def feed() -> None:
@@ -232,7 +223,7 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_the_agent() -> None:
 
     thread = threading.Thread(target=feed, daemon=True)
     thread.start()
-    assert done.wait(30)
+    assert done.wait(120)
     os.close(read_end)
     thread.join()
 
@@ -244,7 +235,7 @@ def test_a_terminal_gets_a_picture_that_is_redrawn() -> None:
         for record in lossy_run().records:
             view.observe(record)
         view.say("a line of the agent's")
-        wait_until(lambda: "a line of the agent's" in out.getvalue(), 10, "the line")
+        wait_until(lambda: "a line of the agent's" in out.getvalue(), what="the line")
     assert "step 30/30" in out.getvalue()
     assert "╭" in out.getvalue()
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.events import CheckpointFailed, NonFinite
 from holdfast.report.ledger.timeledger import TimeLedger
 from holdfast.report.live.metrics import RunMetrics
-from tests.support.journal_builder import Scribe, lossy_run
+from tests.support.journal_builder import Scribe, lossy_run, started_run
 
 
 def scraped(metrics: RunMetrics) -> dict[str, float]:
@@ -62,10 +62,7 @@ def test_the_classes_of_time_add_up_and_phases_add_up_to_the_steps() -> None:
 
 
 def test_work_at_risk_is_what_a_loss_of_everything_would_cost() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 7)
+    run = started_run(7)
     run.commit(5)
     assert metrics_of(run)["holdfast_work_at_risk_seconds"] == pytest.approx(2.0)
     run.lose(0)

@@ -20,7 +20,7 @@ from holdfast.report.history.summary import summary
 from holdfast.report.ledger.timeledger import CLASSES
 from holdfast.report.page import page
 from holdfast.report.page.css import DARK, LIGHT, class_colour
-from tests.support.journal_builder import Scribe, lossy_run, step_done
+from tests.support.journal_builder import Scribe, lossy_run, started_run, step_done
 
 VOID = {"meta", "br", "link", "input", "img", "hr"}
 
@@ -135,10 +135,7 @@ def test_learning_rate_norm_and_memory_have_drawings() -> None:
 
 
 def test_the_page_of_a_run_that_trains_loads_itself_again() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 3)
+    run = started_run(3)
     content = page.render_page(build_history(run.records), {}, written_at=3661.0)
     assert ("meta", "http-equiv", "refresh") in Reader(content).attributes
     assert "as of 01:01:01 UTC" in content

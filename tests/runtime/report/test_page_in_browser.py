@@ -5,7 +5,6 @@ The pictures stay in the test's folder, which `pytest --basetemp` names.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from holdfast.report.history.history import History, build_history
 from holdfast.report.page import page
 from tests.support.browser import Browser, browser
 from tests.support.journal_builder import Scribe, lossy_run
+from tests.support.ranks import wait_until
 
 pytestmark = pytest.mark.slow
 
-DEADLINE = 100.0
 MEASURE = """(() => {
   const found = [], width = WIDTH;
   const name = el => el.tagName + '.' + (el.className.baseVal ?? el.className) + ' ' +
@@ -124,8 +123,7 @@ def test_the_page_of_a_run_that_trains_shows_new_steps_by_itself(
     run.steps(6, 9)
     run.finish()
     page.write_page(build_history(run.records), {}, target)
-    deadline = time.monotonic() + DEADLINE
-    while "finished" not in str(tab.value("document.body && document.body.textContent")):
-        assert time.monotonic() < deadline, "the browser did not load the page again"
+    text = "document.body && document.body.textContent"
+    wait_until(lambda: "finished" in str(tab.value(text)), what="the page to be loaded again")
     assert "9 steps" in tab.value("document.body.textContent")
     assert tab.value("document.querySelector('meta[http-equiv=refresh]')") is None

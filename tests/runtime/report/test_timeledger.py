@@ -21,7 +21,7 @@ from holdfast.events import (
 )
 from holdfast.report.history.history import build_history
 from holdfast.report.ledger.timeledger import CLASSES, TimeLedger
-from tests.support.journal_builder import Scribe, lossy_run, step_done
+from tests.support.journal_builder import Scribe, lossy_run, started_run, step_done
 
 
 def ledger_of(records: list[Record]) -> TimeLedger:
@@ -77,10 +77,7 @@ def test_a_lossy_run_to_the_last_second() -> None:
 
 def test_a_batch_of_reports_that_arrives_late_is_not_other_time() -> None:
     """Workers send reports in batches: the agent hears of ten steps in one moment."""
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 1)
+    run = started_run(1)
     run.at += 9.0
     for step in range(2, 11):
         run.write(step_done(step, 1.0, {"compute": 1.0}))
@@ -128,10 +125,7 @@ def test_no_class_falls_below_zero_by_a_last_digit() -> None:
 
 def test_rework_reaches_back_over_generations() -> None:
     """The newest checkpoint was rejected: what two generations did is done again."""
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 4)
+    run = started_run(4)
     run.lose(0)
     run.restart(4)
     run.steps(5, 6)
@@ -144,10 +138,7 @@ def test_rework_reaches_back_over_generations() -> None:
 
 
 def test_a_session_that_ended_without_a_word_ends_at_its_last_record() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 4)
+    run = started_run(4)
     run.start(resumed=True, pause=50.0)
     run.generate(2, "resume")
     run.steps(3, 4)
@@ -157,10 +148,7 @@ def test_a_session_that_ended_without_a_word_ends_at_its_last_record() -> None:
 
 
 def test_another_machine_s_clock_that_is_behind_gives_no_negative_pause() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 4)
+    run = started_run(4)
     run.stop()
     run.start(resumed=True, pause=-500.0)
     run.generate(4, "resume")
@@ -173,10 +161,7 @@ def test_another_machine_s_clock_that_is_behind_gives_no_negative_pause() -> Non
 
 def test_steps_reported_after_the_loss_was_noticed_still_count_as_done() -> None:
     """Rank 1 dies; the agent sees that before rank 0's last reports come in."""
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 3)
+    run = started_run(3)
     run.commit(3)
     run.lose(1, after=2.0)
     for step in (4, 5):
@@ -221,10 +206,7 @@ def test_the_classes_of_several_sessions_are_the_time_from_the_first_start_to_th
 
 
 def test_the_last_save_counts_as_blocked_by_the_checkpoint() -> None:
-    run = Scribe()
-    run.start()
-    run.generate()
-    run.steps(1, 2)
+    run = started_run(2)
     run.commit(2, after=3.0)
     run.finish(after=0.5)
     totals = ledger_of(run.records).totals()

@@ -161,7 +161,7 @@ def test_workers_with_unequal_shapes(rank: RankContext) -> None:
     config = task_config("Gru")
     planned = {"parameters": module_rows(_Sized(5), meta_module(_Sized(5)))}
     config = config.model_copy(update={"task": config.task.model_copy(update=planned)})
-    groups = connect(topology_of_layout("dp2"), rank.rank, rank.store(), CPU, seconds=60)
+    groups = connect(topology_of_layout("dp2"), rank.rank, rank.store(), CPU, seconds=120)
     refused = OwnTask(_Sized(5 + rank.rank), config)
     if rank.rank == 0:
         refused.objective(groups)

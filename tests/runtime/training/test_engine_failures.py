@@ -20,7 +20,7 @@ from tests.support.ranks import RankContext, rank_values, ranks
 from tests.support.tiny_training import Fed, digest, engine, feed, one_step, tiny, train
 
 
-@ranks(3, dies={2: "SIGKILL"}, deadline=40)
+@ranks(3, dies={2: "SIGKILL"})
 @pytest.mark.parametrize("when", ["backward", "vote"])
 def test_a_killed_peer_is_an_error_in_all_others_and_the_step_has_not_happened(
     rank: RankContext, when: str
@@ -48,7 +48,7 @@ def _compute_and_reduce(made: StepEngine, batches: list[Fed]) -> None:
     made.reduce()
 
 
-@ranks(4, dies={3: "SIGKILL"}, deadline=60)
+@ranks(4, dies={3: "SIGKILL"})
 def test_a_killed_shard_is_an_error_in_its_replica_and_in_the_other(rank: RankContext) -> None:
     made = engine(tiny(), rank.rank, rank.store(), replicas=2, dp_shard=2, seconds=600)
     train(made, 1)

@@ -32,7 +32,7 @@ def _traced(rank: RankContext, name: str) -> list[list[Any]]:
     def wait(*_: Any) -> None:
         begun.append(1)
         if len(begun) == len(made.plan.share(1)):
-            wait_until(lambda: any(s.track == REDUCE for s in recorder.spans), 20, "a sum")
+            wait_until(lambda: any(s.track == REDUCE for s in recorder.spans), what="a sum")
 
     block: torch.nn.Module = made.objective.get_submodule("decoder.layers.0")
     block.register_full_backward_pre_hook(wait)

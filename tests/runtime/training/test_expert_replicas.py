@@ -161,7 +161,7 @@ def test_replicas_with_copies_are_bit_equal(replicas: int) -> None:
             curve,
             2 * count,
             {"name": f"shallow.sigmoid.copies.ep2.shard2-dp{count}", "steps": 4},
-            deadline=120,
+            deadline=240,
         )
         for count in (1, replicas)
     )

@@ -347,7 +347,7 @@ def test_same_curve_in_lower_precision(
     (name,) = of_one_model(f"{precision}.{name}")
     alone, _ = reference(model_flags(name), steps, references)
     arguments = {"name": name, "steps": steps}
-    for value in rank_values(body, case(name).world_size, arguments, deadline=120):
+    for value in rank_values(body, case(name).world_size, arguments, deadline=240):
         np.testing.assert_allclose(value["losses"], alone["losses"], rtol=tolerance, atol=0)
 
 
@@ -378,7 +378,7 @@ def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
     found: dict[int, set[tuple[Any, ...]]] = {0: set(), 1: set()}
     for replicas in (1, 3):
         arguments = {"name": f"shallow.{name}-dp{replicas}", "steps": STEPS}
-        for rank, value in enumerate(rank_values(body, 2 * replicas, arguments, deadline=120)):
+        for rank, value in enumerate(rank_values(body, 2 * replicas, arguments, deadline=240)):
             curve = (*value["losses"], *value["norms"], value["digest"])
             found[rank % 2].add(curve)
     assert {mesh_rank: len(curves) for mesh_rank, curves in found.items()} == {0: 1, 1: 1}

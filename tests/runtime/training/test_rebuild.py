@@ -239,7 +239,7 @@ def test_rebuild(name: str, states: Path, tmp_path: Path) -> None:
     size = case(name).world_size
     name, other = of_one_model(name, LAYOUTS[name])
     arguments = {"name": name, "other": other}
-    values = rank_values(_rebuilt, size, arguments, deadline=120, folder=tmp_path)
+    values = rank_values(_rebuilt, size, arguments, deadline=240, folder=tmp_path)
     whole = state_alone(model_flags(name), states)
     assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(size)], 1e-10)
     for value in values:

@@ -204,7 +204,7 @@ def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Pat
     losses, final = undisturbed(model_flags(b), runs)
     ranks = case(b).world_size
     arguments = {"name": b, "store": store, "key": key}
-    for found in rank_values(resume_body, ranks, arguments, folder=tmp_path, deadline=120):
+    for found in rank_values(resume_body, ranks, arguments, folder=tmp_path, deadline=240):
         np.testing.assert_allclose(found, losses[SAVED:], rtol=1e-10, atol=0)
     for prefix, want, tolerance in (("restored", whole, 0.0), ("", final, 1e-10)):
         assert_all_state(

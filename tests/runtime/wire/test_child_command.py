@@ -38,7 +38,11 @@ def shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_users_file_is_not_run(shadowed: Path, module: str) -> None:
     """Each child ends soon without the arguments and the input that it needs."""
     done = subprocess.run(
-        module_command(module), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        module_command(module),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
     )
     assert "was run" not in done.stderr + done.stdout
 
@@ -62,7 +66,7 @@ def test_the_users_own_path_stays(shadowed: Path, monkeypatch: pytest.MonkeyPatc
     (shadowed / "lib").mkdir()
     (shadowed / "lib" / "mine.py").write_text("print('mine')")
     monkeypatch.setenv("PYTHONPATH", str(shadowed / "lib"))
-    done = subprocess.run(module_command("mine"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(module_command("mine"), capture_output=True, text=True, timeout=120)
     assert done.stdout == "mine\n"
 
 

@@ -149,7 +149,7 @@ class SlowStore(MemoryStore):
 
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         self.asked.set()
-        assert self.let.wait(10)
+        assert self.let.wait(120)
         super().append(key, data, sync)
 
 
@@ -160,13 +160,13 @@ def test_a_slow_or_sick_disk_holds_up_no_event() -> None:
     writer.emit(_step(1))
     storing = threading.Thread(target=writer.flush)
     storing.start()
-    assert store.asked.wait(10)
+    assert store.asked.wait(120)
     emitting = threading.Thread(target=writer.emit, args=(_step(2),))
     emitting.start()
-    emitting.join(5)
+    emitting.join(60)
     waited = emitting.is_alive()
     store.let.set()
-    storing.join(10)
+    storing.join(120)
     assert not waited
     assert writer.has_pending
     writer.flush()

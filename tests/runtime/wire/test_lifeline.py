@@ -51,7 +51,7 @@ def test_a_child_and_its_own_children_end(way: str) -> None:
             os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
         assert child.poll() is None
         os.close(write_end)
-        assert child.wait(timeout=60) == -signal.SIGKILL
+        assert child.wait(timeout=120) == -signal.SIGKILL
         # The grandchild held the pipe open: its end means that it is gone, too.
         readable, _, _ = select.select([child.stdout], [], [], 60.0)
         assert readable
@@ -70,7 +70,7 @@ def test_a_child_that_comes_too_late_ends_at_once() -> None:
     os.close(read_end)
     assert child.stdout is not None
     child.stdout.close()
-    assert child.wait(timeout=20) in (-signal.SIGKILL, lifeline.LIFELINE_EXIT_CODE)
+    assert child.wait(timeout=120) in (-signal.SIGKILL, lifeline.LIFELINE_EXIT_CODE)
 
 
 def test_children_of_a_users_code_can_be_terminated() -> None:
@@ -84,8 +84,8 @@ def test_children_of_a_users_code_can_be_terminated() -> None:
             forked.start()
             for child in (program, forked):
                 child.terminate()
-            forked.join(60)
-            print(program.wait(60), forked.exitcode)
+            forked.join(120)
+            print(program.wait(120), forked.exitcode)
 
         lifeline.ignore_agent_signals()
         lifeline.let_children_be_ended()

@@ -25,14 +25,14 @@ def test_makers_at_the_same_time_agree(tmp_path: Path) -> None:
     start = threading.Barrier(6)
 
     def make() -> None:
-        start.wait(10)
+        start.wait(120)
         found.append(open_secret(tmp_path, {}))
 
     threads = [threading.Thread(target=make) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert len(found) == 6
     assert len(set(found)) == 1
 

@@ -104,7 +104,7 @@ def test_of_many_at_once_one_wins() -> None:
             raise RunFolderError("in use")
 
     def contend(number: int) -> None:
-        start.wait(10)
+        start.wait(120)
         try:
             won.append(open_term(store, f"127.0.0.1:{number}", refuse))
         except RunFolderError:
@@ -114,7 +114,7 @@ def test_of_many_at_once_one_wins() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert len(won) == 1
     assert len(refused) == 7
     assert won[0].number == 1

@@ -26,9 +26,9 @@ from holdfast.wire.secret import Secret
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import EXTENT_BYTES
 from tests.support.checkpoint_faults.verdict import WrongError
+from tests.support.ranks import DEADLINE_S
 
 RUN = run_identity("config", "data")
-SECONDS = 60.0
 ROOM = 1 << 24
 
 Hook = Callable[[], None]
@@ -50,7 +50,7 @@ class Child:
             finally:
                 os._exit(70)
         there.close()
-        here.settimeout(SECONDS)
+        here.settimeout(DEADLINE_S)
         self._lines = here.makefile("rwb")
         self._socket = here
         self.ended = False

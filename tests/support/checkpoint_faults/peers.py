@@ -36,7 +36,7 @@ from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.interrupted import Setting
-from tests.support.checkpoint_faults.peer_processes import RUN, SECONDS, Child, Hook, Keeper, Owner
+from tests.support.checkpoint_faults.peer_processes import RUN, Child, Hook, Keeper, Owner
 from tests.support.checkpoint_faults.verdict import (
     Rejections,
     Restored,
@@ -44,7 +44,7 @@ from tests.support.checkpoint_faults.verdict import (
     check_sentence,
     compare,
 )
-from tests.support.ranks import wait_until
+from tests.support.ranks import DEADLINE_S, wait_until
 
 DURABLE = 8
 """The newest step of every history."""
@@ -84,7 +84,7 @@ class Scene:
             try:
                 before = self._ends()
                 self.owner.do("put", step)
-                wait_until(lambda b=before: self._ends() > b, SECONDS, f"the end of step {step}")
+                wait_until(lambda b=before: self._ends() > b, DEADLINE_S, f"the end of step {step}")
             except EOFError:
                 return
 

@@ -8,12 +8,20 @@ possible is taken, or continues within the cycle.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from array import array
+from itertools import pairwise
+from typing import Any
 
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage, Phase
 from tests.support.membership_model.model import Model
-from tests.support.membership_model.world import Agent, Step, Store, ViolationError, World
+from tests.support.membership_model.symmetry import Names
+from tests.support.membership_model.world import (
+    Agent,
+    Step,
+    Store,
+    ViolationError,
+    World,
+)
 
 MOST_TERMS, MOST_GENERATIONS = 6, 12
 """Limits for all worlds of a search. A lasting fault costs a term and three generations at most.
@@ -24,48 +32,75 @@ class TooManyError(AssertionError):
     """There are more worlds than were to be looked at: nothing is known of the rest."""
 
 
-@dataclass
 class Found:
-    """The result of a search: each world's way back, and its steps without a fault."""
+    """Every world that a model reaches from some, and its steps without a fault.
 
-    model: Model
-    back: dict[World, tuple[World, Step] | None]
-    ahead: dict[World, list[Step]]
-    steps: int
+    Safety is checked in each world. Worlds go by their numbers. A folded search looks at one of all
+    worlds that differ by the names of the agents; it has no labels.
+    """
 
-    def way(self, world: World) -> str:
-        """How it came to this."""
-        said = []
-        while (before := self.back[world]) is not None:
-            said.append(str(before[1].label))
-            world = before[0]
-        return "\n".join(reversed(said))
+    def __init__(
+        self,
+        model: Model,
+        starts: list[World],
+        most: int = 10_000_000,
+        is_folded: bool = False,
+    ) -> None:
+        """Raises ViolationError, with the way to it, and TooManyError beyond `most` worlds."""
+        self.model, self._names = model, Names(model) if is_folded else None
+        self.worlds: list[World] = []
+        self.steps = 0
+        self.ahead: list[array[int]] = []  # without faults and the ends of faults
+        self.labels: list[list[tuple[Any, ...]]] = []  # of the steps ahead
+        self._numbers: dict[World, int] = {}
+        self._back = array("l")
+        for world in starts:
+            self._add(world if self._names is None else self._names.first(world), -1)
+        while len(self.ahead) < len(self.worlds):
+            self._look(len(self.ahead))
+            if len(self.worlds) > most:
+                raise TooManyError(f"more than {most} worlds; one of them after\n{self.way(-1)}")
 
+    def _look(self, number: int) -> None:
+        world = self.worlds[number]
+        ahead, labels = array("l"), list[tuple[Any, ...]]()
+        try:
+            safe(self.model, world)
+            steps = self.model.steps(world)
+        except (ViolationError, ValueError) as error:
+            raise ViolationError(f"{error}, after\n{self.way(number)}") from error
+        self.steps += len(steps)
+        for step in steps:
+            numbers = [self._add(new, number) for new in self._after(world, step)]
+            if not step.outside:
+                ahead.append(numbers[0])
+                labels.append(step.label)
+        self.ahead.append(ahead)
+        if self._names is None:
+            self.labels.append(labels)
 
-def search(model: Model, starts: list[World], most: int = 10_000_000) -> Found:
-    """Raises ViolationError, with the way to it, and TooManyError beyond `most` worlds."""
-    found = Found(model, dict.fromkeys(starts), {}, 0)
-    front = starts
-    while front:
-        after = []
-        for world in front:
-            try:
-                safe(model, world)
-                steps = model.steps(world)
-            except (ViolationError, ValueError) as error:
-                raise ViolationError(f"{error}, after\n{found.way(world)}") from error
-            found.ahead[world] = [step for step in steps if not step.outside]
-            found.steps += len(steps)
-            for step in steps:
-                if step.world not in found.back:
-                    found.back[step.world] = world, step
-                    after.append(step.world)
-        if len(found.back) > most:
-            raise TooManyError(
-                f"more than {most} worlds; one of them after\n{found.way(after[-1])}"
-            )
-        front = after
-    return found
+    def _after(self, world: World, step: Step) -> list[World]:
+        return [step.world] if self._names is None else self._names.after(world, step.world)
+
+    def _add(self, world: World, back: int) -> int:
+        number = self._numbers.get(world)
+        if number is None:
+            number = self._numbers[world] = len(self.worlds)
+            self.worlds.append(world)
+            self._back.append(back)
+        return number
+
+    def way(self, number: int) -> str:
+        """Return the steps to a world. In a folded search the names may change between lines."""
+        chain = []
+        number = number % len(self.worlds)
+        while number >= 0:
+            chain.append(self.worlds[number])
+            number = self._back[number]
+        return "\n".join(
+            next(str(s.label) for s in self.model.steps(world) if new in self._after(world, s))
+            for world, new in pairwise(reversed(chain))
+        )
 
 
 def safe(model: Model, world: World) -> None:
@@ -121,35 +156,44 @@ def _same(store: Store, generation: int, members: set[str], who: str) -> None:
 
 
 # --- liveness -----------------------------------------------------------------------------------
-def stuck(found: Found) -> list[World]:
-    """Worlds from which no way leads to training."""
-    before: dict[World, list[World]] = defaultdict(list)
-    for world, steps in found.ahead.items():
-        for step in steps:
-            before[step.world].append(world)
-    good = {world for world in found.ahead if found.model.trains(world)}
-    front = list(good)
+def stuck(found: Found) -> list[int]:
+    """Worlds from which no way leads to training, without another fault or the end of one."""
+    before: list[list[int]] = [[] for _ in found.worlds]
+    for number, ahead in enumerate(found.ahead):
+        for to in ahead:
+            before[to].append(number)
+    good = [found.model.trains(world) for world in found.worlds]
+    front = [number for number, trains in enumerate(good) if trains]
     while front:
-        for world in before[front.pop()]:
-            if world not in good:
-                good.add(world)
-                front.append(world)
-    return [world for world in found.ahead if world not in good and anybody(found.model, world)]
+        for number in before[front.pop()]:
+            if not good[number]:
+                good[number] = True
+                front.append(number)
+    return [n for n, w in enumerate(found.worlds) if not good[n] and anybody(found.model, w)]
 
 
-def fair_cycles(found: Found) -> list[World]:
-    """One world of each fair cycle among those that do not train."""
-    bad = {w for w in found.ahead if not found.model.trains(w) and anybody(found.model, w)}
+def fair_cycles(found: Found) -> list[int]:
+    """One world of each fair cycle among those that do not train. The search is not folded."""
+    bad = {
+        number
+        for number, world in enumerate(found.worlds)
+        if not found.model.trains(world) and anybody(found.model, world)
+    }
     return [part[0] for part in _parts(found, bad) if _fair(found, part)]
 
 
-def _fair(found: Found, part: list[World]) -> bool:
+def _fair(found: Found, part: list[int]) -> bool:
     """Whether no step that is always possible here always leads away."""
     inside = set(part)
-    if len(part) == 1 and all(step.world != part[0] for step in found.ahead[part[0]]):
+    if len(part) == 1 and part[0] not in found.ahead[part[0]]:
         return not found.ahead[part[0]]  # it ends here
-    always = set.intersection(*({step.label for step in found.ahead[w]} for w in part))
-    stays = {s.label for w in part for s in found.ahead[w] if s.world in inside}
+    always = set.intersection(*(set(found.labels[number]) for number in part))
+    stays = {
+        label
+        for number in part
+        for label, to in zip(found.labels[number], found.ahead[number], strict=True)
+        if to in inside
+    }
     return not always - stays
 
 
@@ -161,13 +205,13 @@ def anybody(model: Model, world: World) -> bool:
     )
 
 
-def _parts(found: Found, among: set[World]) -> list[list[World]]:
+def _parts(found: Found, among: set[int]) -> list[list[int]]:
     """Strongly connected parts, without recursion (Tarjan)."""
-    number: dict[World, int] = {}
-    low: dict[World, int] = {}
-    stack: list[World] = []
-    on: set[World] = set()
-    parts: list[list[World]] = []
+    number: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on: set[int] = set()
+    parts: list[list[int]] = []
     for root in among:
         if root in number:
             continue
@@ -177,8 +221,7 @@ def _parts(found: Found, among: set[World]) -> list[list[World]]:
         work = [(root, iter(found.ahead[root]))]
         while work:
             world, steps = work[-1]
-            for step in steps:
-                to = step.world
+            for to in steps:
                 if to not in among:
                     continue
                 if to not in number:

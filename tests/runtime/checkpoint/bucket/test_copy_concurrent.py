@@ -21,9 +21,9 @@ from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import Buffer, FolderStore, RunStore
-from tests.runtime.checkpoint.bucket.test_copy_lease import CLAIM, DEADLINE, KEY, NEVER, save, whole
+from tests.runtime.checkpoint.bucket.test_copy_lease import CLAIM, KEY, NEVER, save, whole
 from tests.support import s3
-from tests.support.ranks import wait_until
+from tests.support.ranks import DEADLINE_S, wait_until
 
 FIRST = "data/0000000001/0000000005-rank00000-0.safetensors"
 
@@ -86,17 +86,17 @@ def test_two_movers_that_upload_the_same_checkpoint(source: FolderStore, folder:
 
     def hold() -> None:
         begun.set()
-        assert go.wait(DEADLINE)
+        assert go.wait(DEADLINE_S)
 
     events: list[Event] = []
     old = Uploader(ReadOnce(source.folder, hold), lambda: target, RetentionRules(3), events.append)
-    assert begun.wait(DEADLINE)
+    assert begun.wait(DEADLINE_S)
     new = Uploader(source, lambda: target, RetentionRules(3), events.append)
-    assert new.wait_for_newest(DEADLINE) is None
+    assert new.wait_for_newest(DEADLINE_S) is None
     go.set()
-    assert old.wait_for_newest(DEADLINE) is None
+    assert old.wait_for_newest(DEADLINE_S) is None
     for uploader in (old, new):
-        uploader.close(DEADLINE)
+        uploader.close(DEADLINE_S)
     assert verify(target, KEY) == []
     assert [(type(event), event.step) for event in events] == [(CheckpointUploaded, 5)] * 2
 
@@ -123,14 +123,14 @@ def test_a_source_that_is_not_mounted_for_a_while_is_neither_fenced_nor_without_
         unmount()
     uploader = Uploader(uploads, lambda: target, RetentionRules(3), events.append)
     uploader.request_upload(KEY)
-    wait_until(lambda: events, DEADLINE, "the failure")
+    wait_until(lambda: events, what="the failure")
     (failed,) = events
     assert isinstance(failed, UploadFailed)
     assert failed.reason == "the run folder is out of reach"
     source.folder.rmdir()
     (tmp_path / "elsewhere").rename(source.folder)
-    wait_until(lambda: len(events) > 1, DEADLINE, "the upload")
-    uploader.close(DEADLINE)
+    wait_until(lambda: len(events) > 1, what="the upload")
+    uploader.close(DEADLINE_S)
     assert [type(event) for event in events] == [UploadFailed, CheckpointUploaded]
     assert verify(target, KEY) == []
 

@@ -27,10 +27,10 @@ from holdfast.layout import Layout, place_layout
 from holdfast.wire.store.run_store import Buffer, FolderStore, RunStore
 from holdfast.wire.term import create_generation
 from tests.support.memory_store import MemoryStore
+from tests.support.ranks import DEADLINE_S
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (37, 8), 0),)
 KEY = commit_key(1, 5)
-DEADLINE = 60.0
 SHORT = 1.5
 NEVER = 1e9
 CLAIM = f"{part_prefix(1, 5)}claim"
@@ -74,7 +74,7 @@ def stores(tmp_path: Path) -> list[FolderStore]:
 def kill_a_copy(source: FolderStore, target: FolderStore, point: int = 4) -> None:
     """In the middle of its first blob, which is behind its claim."""
     words = [str(source.folder), str(target.folder), KEY, str(point)]
-    done = subprocess.run([sys.executable, "-c", KILLED, *words], timeout=DEADLINE, check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED, *words], timeout=DEADLINE_S, check=False)
     assert done.returncode == -9
     assert target.list(CLAIM)
     assert list_commits(target) == []
@@ -123,9 +123,9 @@ class Held(FolderStore):
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         if key.startswith("data/") and not self.begun.is_set():
             self.begun.set()
-            assert self.go.wait(DEADLINE)
+            assert self.go.wait(DEADLINE_S)
         if self._silent and key.startswith(CLAIM) and self.list(CLAIM):
-            assert self.go.wait(DEADLINE)
+            assert self.go.wait(DEADLINE_S)
         super().create(key, data)
 
 
@@ -134,11 +134,11 @@ def test_whoever_lives_keeps_his_claim_however_slow_he_is(stores: list[FolderSto
     held = Held(target.folder)
     with ThreadPoolExecutor(1) as pool:
         copied = pool.submit(copy_checkpoint, one, KEY, held, lease_expiry_s=4 * SHORT)
-        assert held.begun.wait(DEADLINE)
+        assert held.begun.wait(DEADLINE_S)
         with pytest.raises(LeaseHeldError, match="another checkpoint of step 5"):
             copy_checkpoint(other, KEY, target, lease_expiry_s=NEVER)  # ends by a sign of life
         held.go.set()
-        assert copied.result(DEADLINE).copied_bytes > 0
+        assert copied.result(DEADLINE_S).copied_bytes > 0
     assert whole(target, one)
 
 
@@ -147,11 +147,11 @@ def test_who_was_stopped_and_taken_over_writes_nothing_more(stores: list[FolderS
     held = Held(target.folder, silent=True)
     with ThreadPoolExecutor(1) as pool:
         copied = pool.submit(copy_checkpoint, one, KEY, held, lease_expiry_s=SHORT)
-        assert held.begun.wait(DEADLINE)
+        assert held.begun.wait(DEADLINE_S)
         copy_checkpoint(other, KEY, target, lease_expiry_s=3 * SHORT)  # its own claim has to last
         held.go.set()
         with pytest.raises(HoldfastError):
-            copied.result(DEADLINE)
+            copied.result(DEADLINE_S)
     assert whole(target, other)
 
 
@@ -167,7 +167,7 @@ def test_of_two_who_take_over_at_once_one_wins(stores: list[FolderStore]) -> Non
 
         def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
             if key == f"{CLAIM}-{2:08d}":
-                self._meet.wait(DEADLINE)
+                self._meet.wait(DEADLINE_S)
             super().create(key, data)
 
     for _ in range(10):
@@ -177,7 +177,7 @@ def test_of_two_who_take_over_at_once_one_wins(stores: list[FolderStore]) -> Non
         claims = [CopyLease(target, c, str(n), 0.05) for n, c in enumerate(commits)]
         with ThreadPoolExecutor(2) as pool:
             ends = [
-                future.exception(DEADLINE) for future in [pool.submit(c.acquire) for c in claims]
+                future.exception(DEADLINE_S) for future in [pool.submit(c.acquire) for c in claims]
             ]
         assert sorted(type(end) for end in ends if end is not None) == [LeaseHeldError]
         claims[ends.index(None)].renew()

@@ -88,7 +88,7 @@ def test_a_bucket_slower_than_retention_gets_whole_checkpoints(start: Start, pro
     def slow(request: Request) -> Fault | None:
         if request.method == "PUT" and "rank00000-0.safetensors" in request.key:
             reached.set()
-            gate.wait(60)
+            gate.wait(120)
         return None
 
     proxy.rule = slow
@@ -96,7 +96,7 @@ def test_a_bucket_slower_than_retention_gets_whole_checkpoints(start: Start, pro
     mover = start(bucket=where, keep_last=1)
     client, workers = _workers(mover)
     workers.commit(1)
-    assert reached.wait(60)
+    assert reached.wait(120)
     for step in (2, 3, 4):
         workers.commit(step)
     gate.set()
@@ -139,7 +139,7 @@ def test_what_an_abandoned_copy_left_in_the_bucket_goes_also_when_that_fails_at_
     events_until(client, _uploaded(2))
     workers.commit(3)
     events_until(client, _uploaded(3))
-    wait_until(lambda: not _stored(where, "0000000001-rank"), 60, "nothing is left of step 1")
+    wait_until(lambda: not _stored(where, "0000000001-rank"), what="nothing is left of step 1")
     assert refused
     assert [step_of(key) for key in list_commits(open_store(where))] == [3, 2]
 
@@ -155,7 +155,7 @@ def test_what_older_generations_left_in_the_bucket_goes_at_the_first_upload(star
     client = mover.begin(topo)
     Workers(client, topo).commit(1)
     events_until(client, _uploaded(1))
-    wait_until(lambda: _stored(where, "0000000009-rank") == [ours], 60, "the older ones are gone")
+    wait_until(lambda: _stored(where, "0000000009-rank") == [ours], what="the older ones are gone")
     found = find_newest_verified(bucket)
     assert found is not None
     assert_holds(found, 1)
@@ -168,7 +168,7 @@ def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy
     def stall(request: Request) -> Fault | None:
         if request.method == "PUT" and "rank00002-0.safetensors" in request.key:
             reached.set()
-            proxy.closing.wait(60)
+            proxy.closing.wait(120)
         return None
 
     proxy.rule = stall
@@ -176,7 +176,7 @@ def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy
     mover = start(bucket=s3.location(proxy.address, prefix))
     _, workers = _workers(mover)
     workers.commit(1)
-    assert reached.wait(60)
+    assert reached.wait(120)
     mover.kill()
     assert list_commits(open_store(s3.location(s3.server(), prefix))) == []
     with s3.proxied() as second:

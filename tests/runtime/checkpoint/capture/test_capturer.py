@@ -21,10 +21,9 @@ from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import HoldfastError
 from tests.support import killed_capture
 from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, topology
-from tests.support.ranks import run_ranks
+from tests.support.ranks import DEADLINE_S, run_ranks
 
 Start = Callable[..., Mover]
-DEADLINE = 60.0
 
 
 class Stalled(Capturer):
@@ -33,7 +32,7 @@ class Stalled(Capturer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.go = threading.Event()
-        self._copy_threads.submit(self.go.wait, DEADLINE)
+        self._copy_threads.submit(self.go.wait, DEADLINE_S)
 
 
 @pytest.mark.parametrize(("replicas", "dp_shard"), [(1, 1), (2, 1), (1, 3), (2, 2)])
@@ -46,14 +45,14 @@ def test_what_is_committed_is_the_state_before_the_next_change(
     for step in (1, 2, 3):
         workers.compute(step)
         for capturer in workers.capturers:
-            assert isinstance(capturer.begin(step, wait=DEADLINE), ChunkedCopy)
+            assert isinstance(capturer.begin(step, wait=DEADLINE_S), ChunkedCopy)
         for capturer in workers.capturers:
             capturer.fence()
         workers.compute(step + 1)  # the next update
         for capturer in workers.capturers:
             assert capturer.announce(step, {"position": 16 * step}) is None
     for step in (1, 2, 3):
-        assert workers.capturers[0].wait_until_committed(step, DEADLINE) is None
+        assert workers.capturers[0].wait_until_committed(step, DEADLINE_S) is None
         assert_holds(Checkpoint.open(mover.store, commit_key(1, step)), step)
 
 
@@ -99,7 +98,7 @@ def test_no_snapshot_is_torn_in_a_storm_of_steps(start: Start) -> None:
     finally:
         capturer.fence()
         stop.set()
-        looker.join(DEADLINE)
+        looker.join(DEADLINE_S)
     assert torn == []
     assert len(seen) > 5
 
@@ -122,7 +121,7 @@ def test_a_thread_that_gets_no_core_delays_nobody(start: Start) -> None:
     workers.compute(2)
     capturer.go.set()
     assert capturer.announce(1, {}) is None
-    assert capturer.wait_until_committed(1, DEADLINE) is None
+    assert capturer.wait_until_committed(1, DEADLINE_S) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 1)), 1)
     capturer.close()
 
@@ -144,7 +143,7 @@ def test_the_next_capture_and_leaving_wait_for_the_present_one(start: Start) -> 
     assert ended == [1, 2]
     for step in (1, 2):
         assert capturer.announce(step, {}) is None
-    assert capturer.wait_until_committed(2, DEADLINE) is None
+    assert capturer.wait_until_committed(2, DEADLINE_S) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 2)), 2)
 
 

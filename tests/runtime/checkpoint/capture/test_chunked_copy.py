@@ -19,8 +19,7 @@ from holdfast.checkpoint.capture.chunked_copy import (
     copy_spans,
     cut_into_pieces,
 )
-
-DEADLINE = 60.0
+from tests.support.ranks import DEADLINE_S
 
 
 class Memory:
@@ -100,20 +99,20 @@ def test_a_fence_waits_for_the_piece_that_another_has_begun() -> None:
 
     def slow() -> None:
         begun.set()
-        assert go.wait(DEADLINE)
+        assert go.wait(DEADLINE_S)
 
     copy = ChunkedCopy([slow, fenced.set], lambda: told.append("sealed"))
     copy.call_when_done(lambda cost: told.append(f"fence {cost.fence_s > 0}"))
     thread = threading.Thread(target=copy.copy_pieces)
     thread.start()
-    assert begun.wait(DEADLINE)
+    assert begun.wait(DEADLINE_S)
     waiter = threading.Thread(target=lambda: told.append(f"waited {copy.fence() > 0}"))
     waiter.start()
-    assert fenced.wait(DEADLINE)  # it took the other piece, and waits now
+    assert fenced.wait(DEADLINE_S)  # it took the other piece, and waits now
     assert told == []
     go.set()
-    waiter.join(DEADLINE)
-    thread.join(DEADLINE)
+    waiter.join(DEADLINE_S)
+    thread.join(DEADLINE_S)
     assert told == ["sealed", "fence True", "waited True"]
 
 
@@ -162,4 +161,4 @@ def test_every_piece_is_copied_once_whoever_takes_it() -> None:
         assert counts == [1] * 64
         assert ends == [1]
         for thread in threads:
-            thread.join(DEADLINE)
+            thread.join(DEADLINE_S)

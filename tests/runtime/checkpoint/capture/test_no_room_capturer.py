@@ -69,7 +69,7 @@ def test_once_there_is_room_an_arena_takes_its_place() -> None:
     try:
         assert not capturer.has_free_slot()
         now[0] = ROOM_CHECK_INTERVAL_S
-        wait_until(capturer.has_free_slot, 60.0, "an arena")
+        wait_until(capturer.has_free_slot, what="an arena")
         assert len(made) == 1
     finally:
         capturer.close()

@@ -30,8 +30,8 @@ from tests.support.mover_process import (
     state,
     topology,
 )
-from tests.support.peer_nodes import until
 from tests.support.processes import stop
+from tests.support.ranks import wait_until
 
 Start = Callable[..., Mover]
 
@@ -87,14 +87,14 @@ def test_a_mover_that_dies_costs_the_save_under_way_and_another_one_takes_over(
     assert trainer.saver.wait_until_committed(1, 60) is None
     mover.kill()
     assert trainer.take(2), "nobody knows it yet"
-    until(lambda: trainer.lost == [2])
+    wait_until(lambda: trainer.lost == [2])
     assert trainer.saver.is_away
     assert not trainer.take(3)
     assert isinstance(trainer.saver.capture(3), SkippedCapture), "at once: nobody is asked"
     other = start(socket=mover.socket, secret=mover.secret)
     assert not trainer.take(4), "it has not been told of the generation"
     other.begin(topo)
-    until(trainer.saver.has_free_slot)
+    wait_until(trainer.saver.has_free_slot)
     assert trainer.take(5, durable=True)
     assert trainer.saver.wait_until_committed(5, 60) is None
     assert_holds(Checkpoint.open(other.store, commit_key(1, 5)), 5)
@@ -118,7 +118,7 @@ def test_training_goes_on_beside_a_mover_that_stands_still(
         assert not trainer.saver.has_free_slot()
     finally:
         os.kill(mover.process.pid, signal.SIGCONT)
-    until(trainer.saver.has_free_slot)
+    wait_until(trainer.saver.has_free_slot)
     assert trainer.take(20, durable=True)
     assert trainer.saver.wait_until_committed(20, 60) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 20)), 20)
@@ -137,7 +137,7 @@ def test_a_mover_that_is_killed_while_no_slot_is_free_is_missed(
     assert not trainer.saver.has_free_slot()
     mover.kill()
     start(socket=mover.socket, secret=mover.secret).begin(topo)
-    until(trainer.saver.has_free_slot)
+    wait_until(trainer.saver.has_free_slot)
     assert trainer.take(3)
     assert trainer.saver.flush(60)
     assert set(trainer.lost) == {1, 2}
@@ -163,8 +163,8 @@ def test_what_a_dead_mover_was_saving_has_failed_and_who_waits_for_it_hears_so(
     events_until(other, lambda event: isinstance(event, CheckpointFailed) and event.step == 2)
     assert trainers[0].saver.wait_until_committed(1, 60) is None, "it was committed, and is"
     assert trainers[1].take(3), "its mover has changed, and it does not know yet"
-    until(lambda: trainers[1].lost == [3])
-    until(lambda: all(trainer.saver.has_free_slot() for trainer in trainers))
+    wait_until(lambda: trainers[1].lost == [3])
+    wait_until(lambda: all(trainer.saver.has_free_slot() for trainer in trainers))
     for trainer in trainers:
         assert trainer.take(4, durable=True)
     assert trainers[1].saver.wait_until_committed(4, 60) is None

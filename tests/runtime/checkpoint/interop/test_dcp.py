@@ -97,7 +97,7 @@ def _shards_saved(rank: RankContext, folder: Path) -> None:
 
 def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     """Uneven rows and columns, as three ranks of DTensor save them."""
-    rank_values(_shards_saved, 3, {"folder": tmp_path / "dcp"}, deadline=120)
+    rank_values(_shards_saved, 3, {"folder": tmp_path / "dcp"}, deadline=240)
     found = DcpFolder.open(tmp_path / "dcp")
     full = torch.arange(70, dtype=torch.float32).view(7, 10)
     for name in ("rows", "columns"):

@@ -102,14 +102,14 @@ def test_an_arena_in_the_making_delays_nobody_and_a_newer_generation_is_not_over
     def slow(name: str, slots: int, capacity: int, numa_node: int | None) -> int:
         if name.startswith("holdfast-1-"):
             making.set()
-            assert go.wait(60)
+            assert go.wait(120)
         return create(name, slots, capacity, numa_node)
 
     monkeypatch.setattr(Arena, "create", staticmethod(slow))
     with ThreadPoolExecutor(2) as threads:
         try:
             late = [threads.submit(ask, service, first, 0, os.getpid())]
-            assert making.wait(60)
+            assert making.wait(120)
             late.append(threads.submit(ask, service, first, 0, os.getpid()))
             assert begin(service, tmp_path, second) == 0
             arena = ask(service, second, 0, os.getpid())
@@ -117,7 +117,7 @@ def test_an_arena_in_the_making_delays_nobody_and_a_newer_generation_is_not_over
             go.set()
         for asked in late:
             with pytest.raises(FencedError):
-                asked.result(60)
+                asked.result(120)
     remember(service, arena, second, 0, 1)
     assert service.snapshot_store.complete_steps() == [(2, 1)]
 

@@ -102,7 +102,7 @@ def test_an_arena_waits_for_a_generation_that_the_mover_is_about_to_hear_of(star
     with ThreadPoolExecutor(1) as pool:
         workers = pool.submit(Workers, early, second)
         mover.begin(second)
-        workers.result(60).commit(1)
+        workers.result(120).commit(1)
     with pytest.raises(FencedError):  # one that is over is not waited for
         Workers(MoverClient(mover.socket, mover.secret, 1, arena_wait_s=60.0), topology())
 
@@ -162,14 +162,14 @@ def test_what_older_generations_left_unfinished_is_swept(start: Start) -> None:
         path.write_bytes(b"half")
     mover.begin(topology(2, generation=2))
     wait_until(
-        lambda: [path.exists() for path in half] == [False, False, False, True], 60, "a sweep"
+        lambda: [path.exists() for path in half] == [False, False, False, True], what="a sweep"
     )
     half[-1].unlink()
 
     def left() -> list[str]:
         return [n for n in files(mover.store) if n.startswith(("data", "parts"))]
 
-    wait_until(lambda: len(left()) <= 4, 60, "objects are gone too")
+    wait_until(lambda: len(left()) <= 4, what="objects are gone too")
     assert len(left()) == 4
     assert all("0000000001-rank" in name for name in left())
 
@@ -198,7 +198,7 @@ def test_a_slow_sweep_delays_no_answer_and_what_is_written_waits_for_it(
     try:
         topo = topology(generation=2)
         client = mover.begin(topo)
-        assert reached.wait(60)
+        assert reached.wait(120)
         others = Workers(client, topo)
         others.save(2)
         assert client.wait_until_committed(2, 0.5) == "not committed after 0.5 s"
@@ -217,7 +217,7 @@ def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
     commits.rename(aside)
     commits.symlink_to("commits")  # reading it is an error, also for root
     swept = mover.begin(topology(generation=2))
-    wait_until(lambda: swept.status()["saves"]["warnings"], 60, "the sweep was given up")
+    wait_until(lambda: swept.status()["saves"]["warnings"], what="the sweep was given up")
     with pytest.raises(HoldfastError, match="Too many levels"):
         mover.client(2).find_restore_point()
     commits.unlink()
@@ -357,7 +357,7 @@ def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
     thread = threading.Thread(target=lambda: waiting.append(client.events(0, 20)))  # type: ignore[arg-type]
     thread.start()
     workers.commit(1)
-    thread.join(65)
+    thread.join(120)
     (first, *_), _ = waiting[0]
     assert first.step == 1  # type: ignore[attr-defined]
     assert client.drain()
@@ -409,7 +409,7 @@ def test_a_mover_that_starts_while_the_run_folder_is_away_says_so(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
         check=False,
-        timeout=60,
+        timeout=120,
         input=boot(away, tmp_path, -1).to_json_line(),
         capture_output=True,
         start_new_session=True,
@@ -425,7 +425,7 @@ def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:
     workers = Workers(mover.begin(topo), topo)
     workers.save(1)
     mover.process.send_signal(signal.SIGTERM)
-    assert mover.process.wait(20) == 0
+    assert mover.process.wait(120) == 0
     (key,) = list_commits(mover.store)
     from holdfast.checkpoint.restore.reader import Checkpoint
 
@@ -448,7 +448,7 @@ def test_a_mover_without_descriptors_lets_others_wait_and_goes_on(
             said += capfd.readouterr().err
             return "no descriptor left" in said
 
-        wait_until(told, 60, "a word about it")
+        wait_until(told, what="a word about it")
     assert mover.process.poll() is None
     resource.prlimit(mover.process.pid, resource.RLIMIT_NOFILE, before)
     assert mover.client(1).status()["generation"] == 0

@@ -17,7 +17,8 @@ from holdfast.events import Event, PeerFailed, SourceRejected
 from holdfast_lab.chaos.actions import flip_memory_bits
 from tests.support.mover_cluster import Nodes
 from tests.support.mover_process import DTYPE, TABLE, Mover, state
-from tests.support.peer_nodes import SECRET, until
+from tests.support.peer_nodes import SECRET
+from tests.support.ranks import wait_until
 
 Start = Callable[..., Mover]
 
@@ -75,7 +76,7 @@ def test_a_lost_node_s_part_comes_from_its_copy_and_a_newcomer_chooses(start: St
     # A generation that has snapshots of its own needs the older one's no more.
     for step in (3, 4, 5):
         nodes.capture(step)
-    until(lambda: all(step > 1 for name in "acd" for step, _ in nodes.held(name)))
+    wait_until(lambda: all(step > 1 for name in "acd" for step, _ in nodes.held(name)))
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from holdfast.policy.placement import Machine
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import Mover, Workers, assert_holds, topology
-from tests.support.peer_nodes import SECRET, until
+from tests.support.peer_nodes import SECRET
+from tests.support.ranks import wait_until
 
 Start = Callable[..., Mover]
 
@@ -57,7 +58,7 @@ class Stage:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-        assert self.process.wait(20) == 0
+        assert self.process.wait(120) == 0
         if self.process.stdout is not None:
             self.process.stdout.close()
 
@@ -97,7 +98,7 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     workers.commit(1)
     for step in (2, 3):
         capture(workers, step)
-        until(lambda s=step: kept(client) == (1, s))
+        wait_until(lambda s=step: kept(client) == (1, s))
     first.kill()
 
     second = start(secret=SECRET, peers=told(stage))
@@ -124,7 +125,7 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     # It continues from there, and its own snapshots replace the old ones at the stage.
     after = Workers(asking, topology(2, generation=2), slots=3)
     capture(after, 4)
-    until(lambda: kept(asking) == (2, 4))
+    wait_until(lambda: kept(asking) == (2, 4))
 
 
 def test_another_run_finds_no_snapshots_of_this_one(
@@ -136,7 +137,7 @@ def test_another_run_finds_no_snapshots_of_this_one(
     client = first.begin(topology())
     workers = Workers(client, topology(), slots=3)
     capture(workers, 1)
-    until(lambda: kept(client) == (1, 1))
+    wait_until(lambda: kept(client) == (1, 1))
     (tmp_path / "other").mkdir()
     other = Mover(tmp_path / "other", SECRET, told(stage), config_hash="e")
     try:
@@ -147,12 +148,12 @@ def test_another_run_finds_no_snapshots_of_this_one(
         asking.expect(topology(generation=5), workers.table, 0)
         strange = Workers(asking, topology(generation=5), slots=3)
         capture(strange, 1)
-        failed = until(lambda: [e for e in asking.events(0)[0] if e.kind == "peer_failed"])
+        failed = wait_until(lambda: [e for e in asking.events(0)[0] if e.kind == "peer_failed"])
         assert "the snapshots of another run are kept here" in failed[0].reason
     finally:
         other.close()
     capture(workers, 2)
-    until(lambda: kept(client) == (1, 2))
+    wait_until(lambda: kept(client) == (1, 2))
 
 
 def test_every_fifth_step_is_sent_and_the_others_are_not(start: Start, stage: Stage) -> None:
@@ -162,10 +163,10 @@ def test_every_fifth_step_is_sent_and_the_others_are_not(start: Start, stage: St
     for step in range(1, 11):
         capture(workers, step)
         if step % 5 == 0:
-            until(lambda s=step: kept(client) == (1, s))
+            wait_until(lambda s=step: kept(client) == (1, s))
     sends = client.status()["peers"]["sends"]["stage"]["counts"]
     assert sends == {"kept": 2, "superseded": 0, "failed": 0}
-    until(lambda: [e.kind for e in client.events(0)[0]].count("snapshot_kept") == 2)
+    wait_until(lambda: [e.kind for e in client.events(0)[0]].count("snapshot_kept") == 2)
 
 
 def test_a_peer_that_is_gone_stops_no_save(start: Start, tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_a_peer_that_is_gone_stops_no_save(start: Start, tmp_path: Path) -> None
     workers = Workers(client, topology(2), slots=3)
     for step in (1, 2, 3):
         workers.commit(step)
-    failed = until(lambda: [e for e in client.events(0)[0] if e.kind == "peer_failed"])
+    failed = wait_until(lambda: [e for e in client.events(0)[0] if e.kind == "peer_failed"])
     assert len(failed) == 1
     assert "cannot be reached" in failed[0].reason
     newest = client.find_restore_point()

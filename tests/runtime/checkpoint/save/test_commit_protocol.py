@@ -15,8 +15,8 @@ from holdfast.core.format.manifest import commit_key
 from holdfast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 from tests.support.mover_cluster import Nodes
 from tests.support.mover_process import TABLE, Mover, assert_holds
-from tests.support.peer_nodes import until
 from tests.support.processes import stop
+from tests.support.ranks import wait_until
 
 Start = Callable[..., Mover]
 
@@ -38,7 +38,7 @@ def test_each_stores_its_ranks_one_commits_and_all_hear_of_it(start: Start) -> N
         assert_holds(Checkpoint.open(nodes.store, commit_key(1, step)), step, TABLE)
     told = nodes.heard(CheckpointCommitted)
     assert [(name, event.step) for name, event in told] == [("a", 1), ("a", 2), ("a", 3)]
-    until(lambda: nodes.heard(CheckpointRemoved))
+    wait_until(lambda: nodes.heard(CheckpointRemoved))
     assert [(n, e.step) for n, e in nodes.heard(CheckpointRemoved)] == [("a", 1)]
     assert len(list_commits(nodes.store)) == 2
     assert nodes.heard(CheckpointFailed) == []
@@ -60,7 +60,7 @@ def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(
     assert None not in reasons
     assert [name for name, _ in nodes.heard(CheckpointFailed)] == ["b"]
     stone.rmdir()
-    until(lambda: not _files(nodes.folder, 1))
+    wait_until(lambda: not _files(nodes.folder, 1))
     nodes.capture(2, durable=True)
     assert [rank.settle(2) for rank in nodes.ranks.values()] == [None] * 3
     assert verify(nodes.store, commit_key(1, 2)) == []
@@ -72,7 +72,7 @@ def test_a_node_that_is_slow_to_store_an_older_step_is_waited_for(start: Start) 
     nodes = begun(start, "abc")
     stop(nodes.movers["c"].process.pid)
     nodes.capture(1, durable=True, only=[0, 1])
-    until(lambda: len(_files(nodes.folder, 1, "parts")) == 2)
+    wait_until(lambda: len(_files(nodes.folder, 1, "parts")) == 2)
     os.kill(nodes.movers["c"].process.pid, signal.SIGCONT)
     nodes.capture(1, durable=True, only=[2])
     nodes.capture(2, durable=True)
@@ -91,7 +91,7 @@ def test_the_leader_s_mover_is_replaced_and_commits_what_the_others_have_stored(
     nodes.capture(1, durable=True)
     assert [rank.settle(1) for rank in nodes.ranks.values()] == [None] * 2
     nodes.capture(2, durable=True, only=[1])
-    until(lambda: len(_files(nodes.folder, 2, "parts")) == 1)
+    wait_until(lambda: len(_files(nodes.folder, 2, "parts")) == 1)
     nodes.kill("a")
     nodes.add("a")
     topo = nodes.topology(1, "ab", dp_shard=2)
@@ -100,7 +100,7 @@ def test_the_leader_s_mover_is_replaced_and_commits_what_the_others_have_stored(
     reason = nodes.ranks[1].settle(2)
     assert reason is not None
     assert "ended" in reason
-    until(lambda: not _files(nodes.folder, 2))
+    wait_until(lambda: not _files(nodes.folder, 2))
     nodes.equip(topo, only=[0])
     assert nodes.ranks[0].settle(1) is None, "it is known to be committed"
     nodes.capture(3, durable=True)
@@ -116,10 +116,10 @@ def test_a_leader_that_dies_with_everything_stored_is_replaced_by_one_that_commi
     mover finds its part and is notified of the other."""
     nodes = begun(start, "ab")
     nodes.capture(1, durable=True, only=[0])
-    until(lambda: len(_files(nodes.folder, 1, "parts")) == 1)
+    wait_until(lambda: len(_files(nodes.folder, 1, "parts")) == 1)
     stop(nodes.movers["a"].process.pid)
     nodes.capture(1, durable=True, only=[1])
-    until(lambda: len(_files(nodes.folder, 1, "parts")) == 2)
+    wait_until(lambda: len(_files(nodes.folder, 1, "parts")) == 2)
     nodes.movers.pop("a").kill()
     nodes.add("a")
     nodes.begin(nodes.topology(1, "ab", dp_shard=2), start=0)

@@ -17,7 +17,8 @@ from holdfast.policy.placement import Machine
 from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.checkpoint.peers.test_server import listening
 from tests.support.mover_process import TABLE, topology
-from tests.support.peer_nodes import SECRET, until
+from tests.support.peer_nodes import SECRET
+from tests.support.ranks import wait_until
 
 SAVES: list[SaveId] = [(1, 10), (1, 20), (1, 30)]
 
@@ -31,7 +32,7 @@ class Slow(FolderStore):
 
     def size(self, key: str) -> int:
         self.asked.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(120)
         return super().size(key)
 
 
@@ -57,7 +58,7 @@ def test_a_late_answer_about_one_save_keeps_no_other_from_its_end(tmp_path: Path
 
     def answer(generation: int, body: Mapping[str, Any]) -> dict[str, Any]:
         asked.set()
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         return {"ended": [[1, 10, None, "generation 2 began"]], "heard": True}
 
     store, ends = Slow(tmp_path), Ends()
@@ -69,11 +70,11 @@ def test_a_late_answer_about_one_save_keeps_no_other_from_its_end(tmp_path: Path
         follower.begin_generation(plan(1), Cohort("b", (leader,), leader_peer=leader))
         for save in SAVES:
             follower.await_outcome(save)
-        assert asked.wait(60)
+        assert asked.wait(120)
         follower.begin_generation(plan(2), Cohort("b", (leader,), leader_peer=leader))
-        assert store.asked.wait(60)
+        assert store.asked.wait(120)
         go_on.set()  # the leader's answer comes while the run store is looked into
-        until(lambda: (1, 10) in ends.told)
+        wait_until(lambda: (1, 10) in ends.told)
         store.go_on.set()
-        until(lambda: set(ends.told) == set(SAVES))
+        wait_until(lambda: set(ends.told) == set(SAVES))
         follower.close()

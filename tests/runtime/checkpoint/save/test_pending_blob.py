@@ -20,8 +20,7 @@ from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.movers import Ranks
 from tests.support.checkpoint_faults.verdict import compare
 from tests.support.mover_process import files
-
-DEADLINE = 60.0
+from tests.support.ranks import DEADLINE_S
 
 
 class Direct:
@@ -61,7 +60,7 @@ class Slow(FolderStore):
         for part in byte_views(data):
             yield part[:100]
             self.begun.set()
-            assert self.go.wait(DEADLINE)
+            assert self.go.wait(DEADLINE_S)
             if self.full:
                 raise OutOfSpaceError("the disk is full")
             yield part[100:]
@@ -80,7 +79,7 @@ def hashing_held(service: MoverService) -> Iterator[None]:
     """No capture is hashed within."""
     go = threading.Event()
     for _ in range(HASH_THREADS):
-        service._capture_intake._hash_threads.submit(go.wait, DEADLINE)
+        service._capture_intake._hash_threads.submit(go.wait, DEADLINE_S)
     try:
         yield
     finally:
@@ -101,11 +100,11 @@ def test_the_blob_is_there_before_the_capture_is_hashed_and_the_part_is_not(tmp_
     service, ranks = begin(store, 1)
     with hashing_held(service):
         announce(ranks, 1)
-        assert store.written.wait(DEADLINE)
+        assert store.written.wait(DEADLINE_S)
         assert store.list("data/")
         assert store.list("parts/") == list_commits(store) == []
         assert service.snapshot_store.inventory() == []
-    assert ranks.client.wait_until_committed(1, DEADLINE) is None
+    assert ranks.client.wait_until_committed(1, DEADLINE_S) is None
     found = find_newest_verified(store)
     assert found is not None
     compare(found, states.topology(2, 2))
@@ -120,13 +119,13 @@ def test_a_slot_is_held_until_the_disk_has_read_it_though_its_save_is_fenced(
     service, ranks = begin(store)
     with hashing_held(service):
         slot = announce(ranks, 1)
-        assert store.begun.wait(DEADLINE)
+        assert store.begun.wait(DEADLINE_S)
         create_generation(store, 2, {})
         service.expect(2, states.topology(0, 2), states.TABLE)
     assert not service.drain(0.2)  # hashed and refused meanwhile; the disk still reads
     assert ranks.arenas[0].is_held(slot)
     store.go.set()
-    assert "generation 2" in (ranks.client.wait_until_committed(1, DEADLINE) or "")
+    assert "generation 2" in (ranks.client.wait_until_committed(1, DEADLINE_S) or "")
     service.close()
     assert not ranks.arenas[0].is_held(slot)
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
@@ -137,16 +136,16 @@ def test_a_capture_that_cannot_be_hashed_leaves_no_blob(tmp_path: Path) -> None:
     service, ranks = begin(store)
     with hashing_held(service):
         slot = announce(ranks, 1)
-        assert store.begun.wait(DEADLINE)
+        assert store.begun.wait(DEADLINE_S)
         ranks.arenas[0].release(slot)  # as a mover that lost count would
         ranks.arenas[0].begin_write(slot)
     store.go.set()
-    assert "does not hold step 1" in (ranks.client.wait_until_committed(1, DEADLINE) or "")
-    assert service.drain(DEADLINE)
+    assert "does not hold step 1" in (ranks.client.wait_until_committed(1, DEADLINE_S) or "")
+    assert service.drain(DEADLINE_S)
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
     assert ranks.client.wait_until_committed(1, 0) is not None
     announce(ranks, 2)
-    assert ranks.client.wait_until_committed(2, DEADLINE) is None
+    assert ranks.client.wait_until_committed(2, DEADLINE_S) is None
     assert list_commits(store) == [commit_key(1, 2)]
     service.close()
 
@@ -157,8 +156,8 @@ def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> Non
     store.go.set()
     service, ranks = begin(store, 1)
     announce(ranks, 1)
-    assert ranks.client.wait_until_committed(1, DEADLINE) == "the disk is full"
-    assert service.drain(DEADLINE)
+    assert ranks.client.wait_until_committed(1, DEADLINE_S) == "the disk is full"
+    assert service.drain(DEADLINE_S)
     assert service.snapshot_store.complete_steps() == [(1, 1)]
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
     service.close()
@@ -171,23 +170,23 @@ def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
     service, ranks = begin(store, 1)  # two ranks
     with hashing_held(service):
         slot = announce(ranks, 1)
-        assert store.begun.wait(DEADLINE)
+        assert store.begun.wait(DEADLINE_S)
         create_generation(store, 2, {})
         service.expect(2, states.topology(0, 2), states.TABLE)
     meet = threading.Barrier(HASH_THREADS)  # every thread comes there
     threads = service._capture_intake._hash_threads
-    for free in [threads.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
-        free.result(2 * DEADLINE)
+    for free in [threads.submit(meet.wait, DEADLINE_S) for _ in range(HASH_THREADS)]:
+        free.result(2 * DEADLINE_S)
     assert any(arena.is_held(slot) for arena in ranks.arenas)  # the disk still reads
     own = Ranks(Direct(service, 2), states.topology(0, 2))  # type: ignore[arg-type]
     place, head = own.capture(0, 2)
     service.accept_capture(2, 0, 2, place, head.sequence, {}, durable=False)
     with service._change:
         assert service._change.wait_for(
-            lambda: (2, 2) in service.snapshot_store.complete_steps(), DEADLINE
+            lambda: (2, 2) in service.snapshot_store.complete_steps(), DEADLINE_S
         )
     store.go.set()
-    assert "generation 2" in (ranks.client.wait_until_committed(1, DEADLINE) or "")
+    assert "generation 2" in (ranks.client.wait_until_committed(1, DEADLINE_S) or "")
     service.close()
     assert not any(arena.is_held(slot) for arena in ranks.arenas)
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]

@@ -89,7 +89,7 @@ def test_capture_waits_for_a_slot_when_asked_to(start: Start) -> None:
     training.start()
     for step in (1, 2):  # the reporter's thread, meanwhile; the newest is kept
         assert capturer.announce(step, {}) is None
-    training.join(65)
+    training.join(120)
     assert isinstance(found[0], CompletedCapture)
     assert capturer.announce(3, {}) is None
     assert capturer.wait_until_committed(3, 60) is None

@@ -13,8 +13,9 @@ from holdfast.checkpoint.save.save_tracker import MAX_SAVES_KEPT, SaveTracker
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
 from holdfast.wire.store.run_store import Buffer, FolderStore
-from tests.runtime.checkpoint.save.test_pending_blob import DEADLINE, Direct, begin
+from tests.runtime.checkpoint.save.test_pending_blob import Direct, begin
 from tests.support.checkpoint_faults.movers import Ranks
+from tests.support.ranks import DEADLINE_S
 
 STEPS = 5000
 BOUND = 4 * MAX_SAVES_KEPT
@@ -46,7 +47,7 @@ def test_thousands_of_saves_are_counted_and_the_newest_are_known() -> None:
     assert outcomes.failure_reason((1, 4997)) == "reason 4997"
     assert 4998 in outcomes.open_steps(1)
     assert 3 in outcomes.open_steps(1), "it is under way, however old"
-    ended, reason = outcomes.wait_until_ended((1, 4), DEADLINE)  # no caller waits for it
+    ended, reason = outcomes.wait_until_ended((1, 4), DEADLINE_S)  # no caller waits for it
     assert ended
     assert "too long ago" in (reason or "")
     mark = outcomes.events_since(0, 0.0)[1]
@@ -101,7 +102,7 @@ def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: P
     failing = 3 * MAX_SAVES_KEPT
     for step in range(1, failing):
         assert kept_back.save(step) == "the disk is full"
-        assert service.drain(DEADLINE)
+        assert service.drain(DEADLINE_S)
     for step in range(failing, STEPS):
         service.accept_skip(1, 0, step, "no slot is free")
     saves = service._save_manager

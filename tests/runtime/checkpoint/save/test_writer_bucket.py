@@ -70,7 +70,7 @@ def _save(where: str, topo: Topology, step: int) -> list[Commit]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     return found
 
 

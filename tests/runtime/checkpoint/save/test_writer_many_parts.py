@@ -18,10 +18,10 @@ from holdfast.errors import CorruptError
 from holdfast.wire.store.run_store import ReadPreference
 from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import topology
+from tests.support.ranks import DEADLINE_S
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (64, 8), 0),)
 RANKS = 2 * MAX_SEQUENTIAL_KEYS
-DEADLINE = 60.0
 
 
 class Together(MemoryStore):
@@ -37,12 +37,12 @@ class Together(MemoryStore):
 
     def get(self, key: str) -> bytes:
         if self.strict and key.startswith("parts/"):
-            self.two.wait(DEADLINE)
+            self.two.wait(DEADLINE_S)
         return super().get(key)
 
     def size(self, key: str) -> int:
         if self.strict:
-            self.two.wait(DEADLINE)
+            self.two.wait(DEADLINE_S)
         return super().size(key)
 
 

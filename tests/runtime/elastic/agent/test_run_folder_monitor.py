@@ -166,7 +166,7 @@ def test_a_disk_that_says_nothing_keeps_nobody_who_is_told_to_go(
 
     class Silent(RunFolder):
         def check(self) -> None:
-            lasts.wait(60)
+            lasts.wait(120)
 
     def tell() -> None:
         told.append("SIGTERM")

@@ -102,7 +102,7 @@ def test_children_leave_the_signals_to_their_agent(kept: tuple[signal.Signals, .
         "    if signal.getsignal(number) is signal.SIG_IGN: os.kill(os.getpid(), number)\n"
         "print([int(n) for n in lifeline.AGENT_SIGNALS if signal.getsignal(n) == signal.SIG_DFL])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, str([int(n) for n in kept]))
 
 

@@ -27,7 +27,7 @@ class _Disk(FolderStore):
         self.is_broken = False
 
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
-        assert self.answers.wait(60)
+        assert self.answers.wait(120)
         if self.is_broken:
             raise RunFolderError("the run folder failed")
         super().append(key, data, sync)

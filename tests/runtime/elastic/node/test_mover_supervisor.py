@@ -32,9 +32,9 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.processes import stop
+from tests.support.ranks import DEADLINE_S
 
 SECRET = Secret(bytes(range(32)))
-DEADLINE = 60.0
 
 
 def config() -> RunConfig:
@@ -78,7 +78,7 @@ async def _replaced(folder: Path) -> None:
         before = links["a"].pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        await asyncio.wait_for(gone.wait(), DEADLINE)
+        await asyncio.wait_for(gone.wait(), DEADLINE_S)
         # Whoever replaces it and an opening that comes just then both ask: one is started.
         await asyncio.gather(
             links["a"].restart(end, gone.set), links["a"].ensure_running(end, gone.set)
@@ -119,7 +119,7 @@ async def _ended(folder: Path) -> None:
         before = link.pid
         assert before is not None
         stop(before)
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(DEADLINE_S):
             while not gone.is_set():  # told again and again, which never leaves it in peace
                 with suppress(MoverGoneError):
                     await link.expect_generation(place_layout(Layout(), 1, ("",)), 0)
@@ -160,7 +160,7 @@ async def _dies_again(folder: Path) -> None:
         for wait in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.05):
             pid = await _serving(link)
             os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(DEADLINE):
+            async with asyncio.timeout(DEADLINE_S):
                 while link.pid in (None, pid):
                     await asyncio.sleep(0.0005)
             await asyncio.sleep(wait)
@@ -177,7 +177,7 @@ async def _dies_again(folder: Path) -> None:
 
 async def _serving(link: MoverSupervisor) -> int:
     """The process that answers for generation 1."""
-    async with asyncio.timeout(DEADLINE):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             pid = link.pid
             with suppress(HoldfastError):

@@ -48,7 +48,7 @@ def test_kill_reaches_the_group_and_never_a_stranger() -> None:
     process = WorkerProcess(Log())
     process.kill()  # not known yet: as soon as it is
     process.on_forked(child.pid)
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(120) == -signal.SIGKILL
     assert child.stdout.read() == b""  # the grandchild held the pipe too
     child.stdout.close()
     assert not is_running(process.pidfd)

@@ -21,6 +21,7 @@ from holdfast.elastic.notices.source import (
     TerminationWarning,
 )
 from holdfast.errors import ConfigError
+from tests.support.agents import until
 from tests.support.kubernetes_api import NODES, PODS, Kube, api_server, authority_and_server
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -74,7 +75,7 @@ def _answer(part: NoticeSource, then: Callable[[], None]) -> TerminationWarning 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     then()
-    asking.join(60)
+    asking.join(120)
     assert said, "the question is still open"
     if isinstance(said[0], NoticeSourceError):
         raise said[0]
@@ -242,23 +243,18 @@ def test_a_server_that_is_ill_is_asked_again_and_told_of_once(kube: Kube, illnes
     heard: list[TerminationWarning] = []
     said: list[str] = []
 
-    async def until(done: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not done():
-                await asyncio.sleep(0.005)
-
     async def body() -> None:
         kube.illness = illness
         node = _source(kube).leaf_sources[0]
         watch = NoticePoller(node, 0.01, heard.append, said.append)
-        await until(lambda: said)
+        await until(lambda: said, "an error")
         asked = len(kube.asked)
-        await until(lambda: len(kube.asked) > asked + 3)
+        await until(lambda: len(kube.asked) > asked + 3, "more requests")
         kube.illness = ""
         _taint(kube, "ToBeDeletedByClusterAutoscaler", value="1")
-        await until(lambda: heard and kube.watching)
+        await until(lambda: heard and kube.watching, "a notice")
         _taint(kube, "ToBeDeletedByClusterAutoscaler", value="2")
-        await until(lambda: len(heard) == 2 and len(said) == 2)
+        await until(lambda: len(heard) == 2 and len(said) == 2, "the second notice")
         watch.close()
 
     asyncio.run(body())

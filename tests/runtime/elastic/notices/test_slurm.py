@@ -84,7 +84,7 @@ def _agent(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
         assert process.stdout.readline() == "ready\n"
         yield process
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.wait()

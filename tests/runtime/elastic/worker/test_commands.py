@@ -28,9 +28,7 @@ from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.http.client import Client, UnreachableError
 from tests.support.control_server import SECRET, Desk, controlling
 from tests.support.marks import in_campaign
-from tests.support.ranks import RankContext, ranks, wait_until
-
-SECONDS = 60.0
+from tests.support.ranks import DEADLINE_S, RankContext, ranks, wait_until
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def asking() -> Iterator[tuple[CommandClient, Desk]]:
     with controlling(desk=desk) as control:
         orders = CommandClient(control.address, SECRET, 7)
         orders.start()
-        wait_until(lambda: 7 in desk.asked, SECONDS, "the first question")
+        wait_until(lambda: 7 in desk.asked, what="the first question")
         yield orders, desk
         orders.close()
 
@@ -65,13 +63,13 @@ def test_a_halt_wakes_who_blocks_and_one_of_the_past_does_not() -> None:
 
     with asking() as (orders, desk), orders.interruptible(2, interrupt):
         desk.give(7, _halt(1))
-        wait_until(lambda: orders.is_halted(1), SECONDS, "the older halt")
+        wait_until(lambda: orders.is_halted(1), what="the older halt")
         assert not orders.is_halted(2)
         assert woken == []
         desk.give(7, _halt(2, inside=False))
-        assert wake.wait(SECONDS)
+        assert wake.wait(DEADLINE_S)
         # Who does not come back is woken by all means.
-        wait_until(lambda: woken == [False, True], SECONDS, "the second attempt")
+        wait_until(lambda: woken == [False, True], what="the second attempt")
     with pytest.raises(HaltedError):
         orders.check_halted(2)
     with pytest.raises(HaltedError), orders.interruptible(2, interrupt):
@@ -90,7 +88,7 @@ def test_who_is_woken_slowly_is_woken_once_more_all_the_same() -> None:
 
     with asking() as (orders, desk), orders.interruptible(2, interrupt):
         desk.give(7, _halt(2, inside=False))
-        wait_until(lambda: woken == [False, True], 10.0, "the second attempt")
+        wait_until(lambda: woken == [False, True], what="the second attempt")
 
 
 def test_who_comes_back_while_it_is_woken_is_not_woken_once_more() -> None:
@@ -106,7 +104,7 @@ def test_who_comes_back_while_it_is_woken_is_not_woken_once_more() -> None:
     with asking() as (orders, desk):
         with orders.interruptible(2, interrupt):
             desk.give(7, _halt(2, inside=False))
-            assert wake.wait(SECONDS)
+            assert wake.wait(DEADLINE_S)
         with orders.interruptible(3, interrupt):
             threading.Event().wait(2.0)
     assert woken == [False]
@@ -124,20 +122,20 @@ def test_what_is_held_is_told_at_once_and_orders_count_once() -> None:
         held = HeldState(2, 0, 5, None, False, "peer", "somebody is gone", (2, 0))
         waiting = threading.Thread(target=lambda: answer.append(orders.wait_for_command(held)))
         waiting.start()
-        wait_until(lambda: 7 in desk.held, SECONDS, "what is held")
+        wait_until(lambda: 7 in desk.held, what="what is held")
         assert desk.held[7]["applied"] == 5
         assert answer == []
         desk.give(7, {"kind": "end"})
-        waiting.join(SECONDS)
+        waiting.join(DEADLINE_S)
         assert answer == [End()]
 
 
 def test_a_halt_takes_back_what_was_ordered_before_it() -> None:
     with asking() as (orders, desk):
         desk.give(7, _begin(2))
-        wait_until(lambda: orders.is_halted(1), SECONDS, "the order")
+        wait_until(lambda: orders.is_halted(1), what="the order")
         desk.give(7, _halt(2))
-        wait_until(lambda: orders.is_halted(2), SECONDS, "the halt")
+        wait_until(lambda: orders.is_halted(2), what="the halt")
         desk.give(7, _begin(3))
         found = orders.wait_for_command(None)
         assert isinstance(found, Begin)
@@ -151,18 +149,18 @@ def test_a_client_that_is_aborted_ends_what_waits() -> None:
 
         def ask() -> None:
             try:
-                client.post("/orders", {"process": 9, "seen": 0, "held": None}, SECONDS)
+                client.post("/orders", {"process": 9, "seen": 0, "held": None}, DEADLINE_S)
             except UnreachableError as error:
                 errors.append(error)
 
         waiting = threading.Thread(target=ask)
         waiting.start()
-        wait_until(lambda: 9 in desk.asked, SECONDS, "the question")
+        wait_until(lambda: 9 in desk.asked, what="the question")
         client.abort()
-        waiting.join(SECONDS)
+        waiting.join(DEADLINE_S)
         assert len(errors) == 1
         with pytest.raises(UnreachableError):
-            client.post("/orders", {"process": 9, "seen": 0, "held": None}, SECONDS)
+            client.post("/orders", {"process": 9, "seen": 0, "held": None}, DEADLINE_S)
 
 
 @ranks(2, dies={0: exit_codes.PEER_LOST, 1: "SIGKILL"})
@@ -176,7 +174,7 @@ def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankCon
         return receive(tensor, peer, tag)
 
     def broken_off(desk: Desk) -> None:
-        wait_until(lambda: come and bool(come[0][0] != 0), SECONDS, "the first bytes")
+        wait_until(lambda: come and bool(come[0][0] != 0), what="the first bytes")
         rank.kill(1)
         assert come[0][-1] == 0, "it came whole: no test"
         desk.give(7, _halt(2))
@@ -212,7 +210,7 @@ def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
 
     with asking() as (orders, desk), orders.interruptible(2, interrupt, exits_if_stuck=True):
         desk.give(7, _halt(2))
-        assert wakes.wait(SECONDS)
+        assert wakes.wait(DEADLINE_S)
         rank.mark("waits")
 
 
@@ -279,7 +277,7 @@ def test_a_log_that_hangs_as_it_is_written_into_holds_nobody(rank: RankContext) 
         assert isinstance(orders.wait_for_command(None), Begin)
         with orders.interruptible(3, lambda _: None):
             desk.give(7, _halt(3))
-            wait_until(lambda: orders.is_halted(3), SECONDS, "the next halt")
+            wait_until(lambda: orders.is_halted(3), what="the next halt")
         desk.give(7, {"kind": "end"})
         assert orders.wait_for_command(None) == End()
         said = b""
@@ -294,7 +292,7 @@ def test_who_does_not_come_back_writes_down_where_it_stands(rank: RankContext) -
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     with asking() as (orders, desk), orders.interruptible(2, lambda _: None):
         desk.give(7, _halt(2))
-        wait_until(lambda: "in wait_until" in log.read_text(), SECONDS, "a trace")
+        wait_until(lambda: "in wait_until" in log.read_text(), what="a trace")
     assert "in test_who_does_not_come_back" in log.read_text()
 
 
@@ -309,7 +307,7 @@ def _found_in_a_backward(meanwhile: Callable[[], object] = lambda: None) -> list
     _looking(found).start()
     meanwhile()
     out.sum().backward()  # type: ignore[no-untyped-call]
-    wait_until(lambda: found, SECONDS, "a finding")
+    wait_until(lambda: found, what="a finding")
     return found
 
 
@@ -323,7 +321,7 @@ def test_who_waits_elsewhere_is_not_stuck() -> None:
     found: list[bool] = []
     looking = _looking(found)
     looking.start()
-    looking.join(SECONDS)
+    looking.join(DEADLINE_S)
     assert found == [False]
 
 
@@ -351,9 +349,9 @@ def test_who_waits_for_a_rank_that_hangs_says_so_and_the_other_does_not(rank: Ra
     looking = threading.Timer(1.0, look)
     looking.start()
     if rank.rank == 0:
-        hung.wait(SECONDS)
+        hung.wait(DEADLINE_S)
     dist.all_reduce(torch.ones(1))
-    looking.join(SECONDS)
+    looking.join(DEADLINE_S)
     assert hung.is_set()
     computing = threading.Timer(
         0.3, lambda: said.extend([sleeper.is_asleep(), sleeper.is_asleep()])
@@ -387,5 +385,5 @@ def test_a_worker_that_cannot_start_a_thread_while_it_halts_ends_itself(error: s
         f"with _exit_if_unable_to_halt():\n    raise {error}\n"
         "print('it goes on')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (exit_codes.CRASHED, b"")

@@ -74,7 +74,7 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
         assert (outcome.kind, outcome.unsaved_reason) == ("left", None)
         assert worker.step == outcome.step
         rank.mark("left")
-        wait_until((rank.folder / "opened").exists, 30, "the next generation")
+        wait_until((rank.folder / "opened").exists, what="the next generation")
         topology = Topology.from_json(after)
         me = rank.world_size - 1 - rank.rank
         before = PreviousState(worker.held_session.current.groups.topology, worker.step)
@@ -92,7 +92,7 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
 def _opening(folder: Path, mover: Mover, control: Control, topology: Topology, table: Any) -> None:
     """What the agent does when all have left: open the generation for mover and rendezvous."""
     for rank in range(topology.world_size):
-        wait_until((folder / f"left.{rank}.mark").exists, 60, f"rank {rank} to leave")
+        wait_until((folder / f"left.{rank}.mark").exists, what=f"rank {rank} to leave")
     mover.begin(topology, table)
     control.begin(topology.generation)
     (folder / "opened").touch()
@@ -140,7 +140,7 @@ def _run(
                 )
             opening.start()
             steps = rank_values(
-                _life, topology.world_size, arguments, deadline=120, folder=folder / "ranks"
+                _life, topology.world_size, arguments, deadline=240, folder=folder / "ranks"
             )
             opening.join()
         return journal, steps, mover

@@ -29,7 +29,7 @@ def worlds(rank: RankContext, address: str) -> list[float]:
         store=dist.PrefixStore("1/world", store),
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=120),
     )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     out = []
@@ -71,7 +71,7 @@ def bare_groups(rank: RankContext, address: str) -> list[Any]:
 
     store._ask = ask
     size = rank.world_size
-    groups = [PeerGroup(store, name, rank.rank, size, seconds=60) for name in ("g1/a", "g1/b")]
+    groups = [PeerGroup(store, name, rank.rank, size, seconds=120) for name in ("g1/a", "g1/b")]
     said = [
         int(record)
         for peers in groups
@@ -154,7 +154,7 @@ def waits(rank: RankContext, address: str) -> None:
     thread = threading.Thread(target=lambda: got.append(store.get("later")))
     thread.start()
     store.set("later", "now")
-    thread.join(20)
+    thread.join(120)
     assert got == [b"now"]
     # Blocked until the test opens generation 2.
     rank.mark("waiting")
@@ -181,7 +181,7 @@ def test_waits_end_by_a_key_a_deadline_or_a_newer_generation(tmp_path: Any) -> N
         thread.start()
         RankContext(0, 1, tmp_path).wait_mark("waiting", 0, 60)
         control.begin(2)
-        thread.join(60)
+        thread.join(120)
     assert failures == []
 
 

@@ -16,10 +16,9 @@ import pytest
 from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, Topology, place_layout
 from tests.support.processes import runs
-from tests.support.ranks import wait_until
+from tests.support.ranks import DEADLINE_S, wait_until
 from tests.support.worker_generations import (
     FAULT,
-    SECONDS,
     Journal,
     Run,
     Undisturbed,
@@ -58,7 +57,7 @@ def replicas(count: int, generation: int = 1, **layout: Any) -> Topology:
 
 def halt_survivors(run: Run, lost: int, left: list[int], *, inside: bool) -> None:
     """As the agent does when it has seen the end of a process."""
-    wait_until(lambda: not runs(run.pid(lost)), SECONDS, "the loss")
+    wait_until(lambda: not runs(run.pid(lost)), DEADLINE_S, "the loss")
     assert not run.desk.held, "a process knew of it before the agent had said so"
     run.halt(left, 1, inside=inside)
     held = run.wait_held(left, 1)
@@ -82,7 +81,7 @@ def test_rung_0_the_inside_of_a_complete_replica_stays(
     on_device: Callable[..., Journal], whole: Undisturbed, tmp_path: Path
 ) -> None:
     def script(run: Run) -> None:
-        wait_until(lambda: not runs(run.pid(3)), SECONDS, "the loss")
+        wait_until(lambda: not runs(run.pid(3)), DEADLINE_S, "the loss")
         run.halt([2], 1)
         run.halt([0, 1], 1, inside=False)
         run.wait_held([0, 1, 2], 1)
@@ -126,7 +125,7 @@ def test_rung_2_a_standby_takes_the_place(
 ) -> None:
     def script(run: Run) -> None:
         halt_survivors(run, 1, [0, 2], inside=False)
-        wait_until(lambda: run.pid(3) in run.desk.asked, SECONDS, "the standby to be ready")
+        wait_until(lambda: run.pid(3) in run.desk.asked, what="the standby to be ready")
         come = [0, None, 2]
         run.begin(replicas(3, 2), [0, 3, 2], FAULT - 1, came_from=come, before=replicas(3))
 
@@ -173,8 +172,8 @@ def test_rung_5_a_process_joins_between_two_steps(
     on_device: Callable[..., Journal], whole: Undisturbed
 ) -> None:
     def script(run: Run) -> None:
-        wait_until(lambda: FAULT - 1 in run.journal.losses(), SECONDS, "the steps before")
-        wait_until(lambda: run.pid(2) in run.desk.asked, SECONDS, "the standby to be ready")
+        wait_until(lambda: FAULT - 1 in run.journal.losses(), what="the steps before")
+        wait_until(lambda: run.pid(2) in run.desk.asked, what="the standby to be ready")
         run.journal.pause = 1
         step = run.wait_held([0, 1], 1)[0]["applied"]
         come = [0, 1, None]

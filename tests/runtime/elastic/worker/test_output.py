@@ -24,7 +24,7 @@ def test_all_that_a_process_says_goes_into_the_pipe() -> None:
         capture_output=True,
         text=True,
         pass_fds=[write_fd],
-        timeout=60,
+        timeout=120,
     )
     os.close(write_fd)
     with open(read_fd, encoding="utf-8") as pipe:

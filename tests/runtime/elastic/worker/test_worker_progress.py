@@ -108,7 +108,7 @@ def test_an_arena_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> No
     go, capturer, heard = threading.Event(), QuickCapturer(), Heard()
 
     def make() -> QuickCapturer:
-        go.wait(60)
+        go.wait(120)
         return capturer
 
     def skipped() -> list[tuple[int, str]]:
@@ -137,7 +137,7 @@ def test_an_arena_that_comes_while_the_saver_closes_is_given_back() -> None:
     go, capturer = threading.Event(), QuickCapturer()
 
     def make() -> QuickCapturer:
-        go.wait(60)
+        go.wait(120)
         return capturer
 
     saver = _saver(Heard(), _in_the_making(make))

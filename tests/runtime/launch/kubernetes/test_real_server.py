@@ -11,18 +11,18 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from holdfast.launch.owners.kubernetes.manifests import make_objects, to_yaml
 from tests.runtime.launch.kubernetes.test_manifests import GIVEN, request_of
+from tests.support.ranks import DEADLINE_S, wait_until
 
 BIN, CRDS = os.environ.get("HOLDFAST_KUBE_BIN"), os.environ.get("HOLDFAST_KUBE_CRDS")
 OWN_KINDS = ("job", "yunikorn")
-DEADLINE = 120.0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -80,14 +80,13 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
 
 
 def _wait_ready(call: Callable[..., str], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while True:
-        try:
+    def answers() -> bool:
+        with suppress(AssertionError):
             call("get", "namespace", "default")
-            return
-        except AssertionError:
-            assert time.monotonic() < deadline, log.read_text("utf-8", "replace")[-3000:]
-            time.sleep(0.5)
+            return True
+        return False
+
+    wait_until(answers, DEADLINE_S, lambda: log.read_text("utf-8", "replace")[-3000:], pause_s=0.5)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GIVEN if kind != "kubedl"])

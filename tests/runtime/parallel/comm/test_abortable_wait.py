@@ -80,7 +80,7 @@ def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
     assert cut, "nobody was in the midst of it"
     reducer, thread = cut[-1]
     _goes_on_alone(reducer, rank)
-    wait_until(lambda: not thread.is_alive(), 60, "gloo's own time to be over")
+    wait_until(lambda: not thread.is_alive(), what="gloo's own time to be over")
     reducer.finish()
     assert torch.equal(reducer.gradient, torch.full((SIZE,), 3.0))
 
@@ -93,7 +93,7 @@ def _given_up(rank: RankContext, victim: int) -> tuple[Reducer, threading.Thread
     (thread,) = (t for t in threading.enumerate() if t.name == "reducer" and t not in before)
     arrivals = reducer.scratch("arrivals", reducer.layout.size // 2)
     rank.mark(f"listening{victim}")
-    wait_until(lambda: not runs(rank.pid(victim)), 60, "its end")
+    wait_until(lambda: not runs(rank.pid(victim)), what="its end")
     ending = threading.Thread(target=reducer.fail, args=(PeerLostError("the end"),))
     ending.start()
     with pytest.raises(PeerLostError):
@@ -152,7 +152,7 @@ def test_a_collective_is_given_up_in_the_midst_of_a_piece(rank: RankContext) -> 
             rank.wait_mark("never", 0)
         rank.mark(f"listening{victim}")
         pid = rank.pid(victim)
-        wait_until(partial(lambda pid: not runs(pid), pid), 60, "its end")
+        wait_until(partial(lambda pid: not runs(pid), pid), what="its end")
         reducer.fail(PeerLostError("the end"))
         with pytest.raises(PeerLostError):
             reducer.finish()
@@ -175,7 +175,7 @@ def test_the_backends_own_sum_is_given_up_too(rank: RankContext) -> None:
         rank.wait_mark("never", 0)
     rank.mark("listening")
     reducer.bucket_done(0)
-    wait_until(lambda: not runs(rank.pid(1)), 60, "its end")
+    wait_until(lambda: not runs(rank.pid(1)), what="its end")
     begun = time.monotonic()
     with pytest.raises(PeerLostError):
         reducer.finish()
@@ -193,7 +193,7 @@ class Message(Work):
 
     def wait(self, timeout: object = None) -> object:
         self.waited.set()
-        assert self.ended.wait(60)
+        assert self.ended.wait(120)
         if self.broken:
             raise RuntimeError("Connection reset by peer")
         return True
@@ -212,13 +212,13 @@ def test_an_errand_that_is_left_does_nothing_more(broken: bool) -> None:
 
     errand = AbortableWait(job, "job")
     errand.start()
-    assert message.waited.wait(60)
+    assert message.waited.wait(120)
     errand.abort()
     with pytest.raises(RuntimeError, match=CONNECTION_CLOSED) as error:
         errand.join()
     assert is_peer_loss(error.value)
     message.ended.set()
-    errand._thread.join(60)
+    errand._thread.join(120)
     assert not did
 
 
@@ -228,14 +228,14 @@ def test_an_errand_that_computes_is_waited_for_and_waits_for_nothing_more() -> N
 
     def job(errand: AbortableWait) -> None:
         computes.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(120)
         did.append("computed")
         errand.wait(after)
         did.append("read")
 
     errand = AbortableWait(job, "job")
     errand.start()
-    assert computes.wait(60)
+    assert computes.wait(120)
     errand.abort()
     late = threading.Timer(0.5, goes_on.set)
     late.start()
@@ -249,7 +249,7 @@ def test_what_gloo_says_of_a_broken_connection_is_passed_on() -> None:
     message = Message(broken=True)
     errand = AbortableWait(lambda errand: errand.wait(message), "job")
     errand.start()
-    assert message.waited.wait(60)
+    assert message.waited.wait(120)
     message.ended.set()
     with pytest.raises(RuntimeError, match="reset by peer"):
         errand.join()

@@ -24,7 +24,7 @@ DEALINGS: dict[int, list[tuple[int, Shares]]] = {
 def _sent(rank: RankContext, fast: bool) -> list[list[float]]:
     """(pieces of this rank, what it sent as a fraction of the gradient) of each dealing."""
     traffic = TrafficCounter()
-    peers = PeerGroup(rank.store(), "g1", rank.rank, rank.world_size, seconds=20, traffic=traffic)
+    peers = PeerGroup(rank.store(), "g1", rank.rank, rank.world_size, seconds=120, traffic=traffic)
     model = nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 50))
     named = dict(model.named_parameters())
     boxes = {name: whole_box(name, p.shape) for name, p in named.items()}

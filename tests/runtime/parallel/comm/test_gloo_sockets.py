@@ -41,8 +41,8 @@ class Gathering(Store):
 
 def _given_up(rank: RankContext) -> list[bool]:
     store = Gathering(rank.store())
-    old = PeerGroup(store, "old", rank.rank, 3, seconds=60)
-    other = PeerGroup(store, "other", rank.rank, 3, seconds=60)
+    old = PeerGroup(store, "old", rank.rank, 3, seconds=120)
+    other = PeerGroup(store, "other", rank.rank, 3, seconds=120)
     woken: list[bool] = []
 
     def wait() -> None:
@@ -56,7 +56,7 @@ def _given_up(rank: RankContext) -> list[bool]:
     if rank.rank == 0:
         old.abort()
         old.abort()  # of one that is given up already
-    waiting.join(60)
+    waiting.join(120)
     value = torch.ones(1)
     other.all_reduce(value).wait()
     return [bool(woken), float(value) == 3.0, old._addresses is not None]

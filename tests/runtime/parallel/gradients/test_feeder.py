@@ -119,7 +119,7 @@ class World:
             "g1",
             rank.rank,
             topology.world_size,
-            seconds=30,
+            seconds=120,
         )
         self.cells = _teams(topology, model, self.peers, sequence_parallel=sequence, zero=zero)
         self.replica = topology.replica_of(rank.rank)
@@ -294,4 +294,4 @@ def _killed(rank: RankContext) -> None:
 
 
 def test_a_loss_in_one_cell_ends_the_step_in_all_cells() -> None:
-    rank_values(_killed, 4, dies={1: "SIGKILL"}, deadline=30)
+    rank_values(_killed, 4, dies={1: "SIGKILL"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.lab.plan_failures import EXAMPLE, problem_of
 
 from holdfast.plan.objective.goodput import GoodputModel
@@ -13,6 +14,7 @@ MICROBATCHES = (8, 64)
 """Those of the two best layouts; `benchmarks.lab.plan_failures` searches all."""
 
 
+@pytest.mark.slow
 def test_the_best_layout_with_failures_is_another_one_and_wins_in_a_replay() -> None:
     problem = problem_of(EXAMPLE / "run.yaml", str(EXAMPLE / "cluster.yaml"))
     model = GoodputModel(problem)

@@ -15,42 +15,45 @@ from holdfast.policy.membership.transitions import NodeStage
 from tests.support.marks import in_campaign
 from tests.support.membership_model.agent import Carried
 from tests.support.membership_model.model import Model
-from tests.support.membership_model.state_search import Found, fair_cycles, search, stuck
-from tests.support.membership_model.symmetric_search import Folded
+from tests.support.membership_model.state_search import Found, fair_cycles, stuck
 from tests.support.membership_model.world import NAMES, PAIR, Agent, Store, World
 
 
 def _check(found: Found) -> None:
-    left = stuck(found)
-    assert not left, f"{len(left)} worlds never train again; one after\n{found.way(left[0])}"
+    _check_folded(found)
     cycles = fair_cycles(found)
     assert not cycles, f"{len(cycles)} cycles; one after\n{found.way(cycles[0])}"
-    print(f"{len(found.back)} worlds, {found.steps} steps")
+
+
+def _check_folded(found: Found) -> None:
+    left = stuck(found)
+    assert not left, f"{len(left)} worlds never train again; one after\n{found.way(left[0])}"
+    print(f"{len(found.worlds)} worlds, {found.steps} steps")
 
 
 def test_a_run_begins_whoever_comes_first() -> None:
     model = Model()
-    _check(search(model, [model.cold(faults=0)]))
+    _check(Found(model, [model.cold(faults=0)]))
 
 
 def test_a_run_goes_on_after_any_fault_that_may_end() -> None:
     """One fault of any kind at any moment, which lasts or ends at any later one. What takes one
     agent alone is done before anything else."""
     model = Model(eager=True)
-    found = search(model, [model.training(faults=1)])
-    assert len(found.back) > 10_000
+    found = Found(model, [model.training(faults=1)])
+    assert len(found.worlds) > 10_000
     _check(found)
 
 
 def test_a_run_goes_on_after_two_faults_of_nodes_and_workers() -> None:
     model = Model(eager=True, ends=False, kinds=("crash", "error"))
-    found = search(model, [model.training(faults=2)])
+    found = Found(model, [model.training(faults=2)])
     _check(found)
 
 
 def test_a_request_that_is_held_up_does_no_harm() -> None:
     model = Model(eager=True, ends=False, kinds=("crash", "error", "suspect"))
-    _check(search(model, [model.training(faults=1, lates=1)]))
+    _check(Found(model, [model.training(faults=1, lates=1)]))
 
 
 TWO = ("crash", "stop", "error")
@@ -59,7 +62,7 @@ TWO = ("crash", "stop", "error")
 def test_a_run_goes_on_after_two_faults_that_last() -> None:
     """An agent dies, or is stopped as a whole, or a worker breaks: at any two moments."""
     model = Model(eager=True, ends=False, kinds=TWO)
-    found = Folded(model, [model.training(faults=2)])
+    found = Found(model, [model.training(faults=2)], is_folded=True)
     assert len(found.worlds) > 1_000
     _check_folded(found)
 
@@ -68,7 +71,7 @@ def test_a_run_goes_on_after_two_faults_that_last() -> None:
 def test_a_run_goes_on_after_any_two_faults_that_last() -> None:
     """Every kind, every pair of moments: 567,789 worlds, a minute on a machine that is idle."""
     model = Model(eager=True, ends=False)
-    _check_folded(Folded(model, [model.training(faults=2)]))
+    _check_folded(Found(model, [model.training(faults=2)], is_folded=True))
 
 
 @pytest.mark.parametrize("inside", ["a", "ab"])
@@ -77,7 +80,7 @@ def test_who_trains_without_a_coordinator_gets_one(inside: str) -> None:
     then begins; and before anybody of it has heard the second one, that is no more. They see their
     own journals grow."""
     model = Model(eager=True, ends=False)
-    _check_folded(Folded(model, [_unled(model, inside)]))
+    _check_folded(Found(model, [_unled(model, inside)], is_folded=True))
 
 
 def _unled(model: Model, inside: str) -> World:
@@ -106,21 +109,17 @@ def test_a_run_goes_on_after_two_agents_have_died_and_returned(kind: str) -> Non
     """Each at any moment, or never: 212,972 worlds where their machines say so, 1,060,255 where
     nobody does, which takes four minutes and 1.1 GiB."""
     model = Model(eager=True, kinds=(kind,))
-    _check_folded(Folded(model, [model.training(faults=2)]))
+    _check_folded(Found(model, [model.training(faults=2)], is_folded=True))
 
 
-@pytest.mark.endless
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", ["cold", "training"])
 def test_a_run_goes_on_after_any_two_faults(start: str) -> None:
     """Each may end at any moment, too; and requests are held up. Hours, and many GiB."""
     model = Model(eager=True)
-    _check_folded(Folded(model, [getattr(model, start)(faults=2, lates=1)], most=100_000_000))
-
-
-def _check_folded(found: Folded) -> None:
-    left = found.stuck()
-    assert not left, f"{len(left)} worlds never train again; one after\n{found.way(left[0])}"
-    print(f"{len(found.worlds)} worlds, {found.steps} steps")
+    _check_folded(
+        Found(model, [getattr(model, start)(faults=2, lates=1)], most=100_000_000, is_folded=True)
+    )
 
 
 # --- the check finds what is wrong ----------------------------------------------------------------
@@ -224,14 +223,14 @@ def test_a_broken_machine_is_found_out(name: str) -> None:
     wrong, *mutant = MUTANTS[name]
     model = Model(_with(*mutant), eager=True, ends=False)
     with pytest.raises(AssertionError, match=wrong):
-        _check(search(model, [model.cold(faults=0), model.training(faults=1)]))
+        _check(Found(model, [model.cold(faults=0), model.training(faults=1)]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDING)
 def test_a_broken_machine_is_found_out_when_a_cut_heals(name: str) -> None:
     model = Model(_with(*ENDING[name]), eager=True, kinds=("cut",))
-    found = search(model, [model.training(faults=1)])
+    found = Found(model, [model.training(faults=1)])
     assert stuck(found) or fair_cycles(found)
 
 
@@ -239,10 +238,10 @@ def test_a_broken_machine_is_found_out_by_who_trains_without_a_coordinator() -> 
     """It waits for itself."""
     broken = _with(election, "pre_vote_ended", "(moved and not most)", "moved")
     model = Model(broken, eager=True, ends=False)
-    assert Folded(model, [_unled(model, "ab")]).stuck()
+    assert stuck(Found(model, [_unled(model, "ab")], is_folded=True))
 
 
 @pytest.mark.parametrize("name", [in_campaign(name) for name in HARMLESS])
 def test_when_to_claim_is_never_about_safety(name: str) -> None:
     model = Model(_with(*HARMLESS[name]), eager=True, ends=False)
-    _check(search(model, [model.cold(faults=0), model.training(faults=1)]))
+    _check(Found(model, [model.cold(faults=0), model.training(faults=1)]))

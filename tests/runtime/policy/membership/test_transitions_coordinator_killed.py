@@ -16,7 +16,7 @@ import pytest
 from holdfast.policy.membership.transitions import PHASE_TRANSITIONS, Phase
 from tests.support.membership_model.agent import Carried
 from tests.support.membership_model.model import Model
-from tests.support.membership_model.state_search import search, stuck
+from tests.support.membership_model.state_search import Found, stuck
 from tests.support.membership_model.world import Agent, World
 
 Edge = tuple[Phase, Phase]
@@ -31,18 +31,18 @@ def _met() -> tuple[Model, dict[Edge, list[tuple[World, int]]]]:
     """A model, and for each transition worlds before and after it, and whose it is. Two nodes are
     needed, so a coordinator gathers too."""
     model = Model(Carried(least=2), eager=True, ends=False, kinds=("suspects", "crash", "error"))
-    found = search(model, [model.training(faults=1), model.cold(faults=0)])
+    found = Found(model, [model.training(faults=1), model.cold(faults=0)])
     at: dict[Phase, list[tuple[World, int]]] = defaultdict(list)
     after: dict[Edge, list[tuple[World, int]]] = defaultdict(list)
-    for world, steps in found.ahead.items():
+    for world, ahead in zip(found.worlds, found.ahead, strict=True):
         for i in range(3):
             agent: Agent = model.agents.values[world.agents[i]]
             if agent.reign is not None:
                 at[agent.reign.phase].append((world, i))
-            for step in steps:
-                edge = _edge(model, world.agents[i], step.world.agents[i])
+            for new in map(found.worlds.__getitem__, ahead):
+                edge = _edge(model, world.agents[i], new.agents[i])
                 if edge is not None:
-                    after[edge].append((step.world, i))
+                    after[edge].append((new, i))
     return model, {edge: _some(at[edge[0]]) + _some(after[edge]) for edge in EDGES}
 
 
@@ -75,7 +75,7 @@ def test_the_coordinator_is_killed_at(edge: Edge) -> None:
     model, met = _met()
     starts = {killed: None for world, i in met[edge] for killed in _killed(model, world, i)}
     assert starts
-    found = search(model, list(starts))
-    for world in stuck(found):  # who is left is not enough
-        up = [model.agents.values[number].up for number in world.agents]
-        assert sum(up) < model.runs.least, found.way(world)
+    found = Found(model, list(starts))
+    for number in stuck(found):  # who is left is not enough
+        up = [model.agents.values[agent].up for agent in found.worlds[number].agents]
+        assert sum(up) < model.runs.least, found.way(number)

@@ -23,10 +23,9 @@ from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import segment_key
 from tests.runtime.report.test_metrics import as_tensorboard_shows
 from tests.support.journal_builder import loss_at, lossy_run
-from tests.support.ranks import ROOT, wait_until
+from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 from tests.support.tracker_server import TRACKER, TrackerServer
 
-DEADLINE = 60.0
 SECRETIVE = "tests.support.tracker_server:SecretiveTracker"
 
 
@@ -70,7 +69,7 @@ def following(spec: TrackerSpec, **environment: str) -> Iterator[subprocess.Pope
         process.wait()
 
 
-def deliver(spec: TrackerSpec, deadline: float = DEADLINE, **environment: str) -> int:
+def deliver(spec: TrackerSpec, deadline: float = DEADLINE_S, **environment: str) -> int:
     """Deliver what the journal has; return the exit code."""
     with following(spec, **environment) as process:
         assert process.stdin is not None
@@ -121,7 +120,7 @@ def test_killed_while_it_follows(tmp_path: Path) -> None:
         with following(spec_of(tmp_path, "csv")) as process:
             effective, _ = split_effective(records[:place])
             newest = max(r.event.step for r in effective if isinstance(r.event, StepDone))
-            wait_until(partial(has_step, table, newest), DEADLINE, f"step {newest} in the file")
+            wait_until(partial(has_step, table, newest), DEADLINE_S, f"step {newest} in the file")
             process.send_signal(signal.SIGKILL)
             process.wait()
         with table.open("a") as file:
@@ -177,10 +176,10 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path) -> None:
     with TrackerServer() as server:
         spec = spec_of(tmp_path, TRACKER, options={"url": server.url}, timeout_s=20.0)
         with following(spec) as process:
-            wait_until(lambda: server.steps()[-1:] == [10], DEADLINE, "the first part")
+            wait_until(lambda: server.steps()[-1:] == [10], what="the first part")
             server.mode = "die"
             write_journal(tmp_path, records[30:])
-            assert process.wait(DEADLINE) == RETRY_EXIT_CODE
+            assert process.wait(DEADLINE_S) == RETRY_EXIT_CODE
         server.mode = "ok"
         assert deliver(spec) == 0, log_of(tmp_path)
         assert server.steps() == list(range(1, 31))
@@ -204,7 +203,7 @@ def test_one_process_serves_a_tracker(tmp_path: Path) -> None:
     write_journal(tmp_path, lossy_run().records)
     with following(spec_of(tmp_path, "csv")):
         lock = tmp_path / "trackers" / "csv" / "train.csv"
-        wait_until(lock.exists, DEADLINE, "the first process")
+        wait_until(lock.exists, what="the first process")
         assert deliver(spec_of(tmp_path, "csv")) == RETRY_EXIT_CODE
         assert "another process serves the tracker csv of this run" in log_of(tmp_path)
 

@@ -49,11 +49,11 @@ class Service:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(120)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._listener.close)
-        self._thread.join(10)
+        self._thread.join(120)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -268,7 +268,7 @@ def test_a_refused_connection_is_tried_again_until_the_deadline() -> None:
         )
         service.start()
         try:
-            assert answer.result(20)["got"] == 5
+            assert answer.result(120)["got"] == 5
         finally:
             service.stop()
 
@@ -299,7 +299,7 @@ def test_an_impostor_at_the_port_is_recognised() -> None:
         with pytest.raises(AuthError, match="this run's agent"):
             client.post("/echo", {"x": 1})
         client.close()
-        thread.join(10)
+        thread.join(120)
 
 
 def test_an_address_that_is_not_ours() -> None:

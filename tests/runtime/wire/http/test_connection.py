@@ -56,12 +56,12 @@ def serving() -> Iterator[tuple[tuple[str, int], Refusals]]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert started.wait(60)
+    assert started.wait(120)
     try:
         yield (host, int(port)), found[0][2]
     finally:
         found[0][0].call_soon_threadsafe(found[0][1].close)
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
 
 

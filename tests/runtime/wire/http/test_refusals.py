@@ -93,12 +93,12 @@ def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert started.wait(60)
+    assert started.wait(120)
     try:
         yield address_of(bound), refusals
     finally:
         loops[0][0].call_soon_threadsafe(loops[0][1].close)
-        thread.join(60)
+        thread.join(120)
 
 
 def _connect(address: str) -> socket.socket:

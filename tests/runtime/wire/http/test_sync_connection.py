@@ -18,8 +18,8 @@ from holdfast.wire.http.sync_connection import (
     SyncConnection,
     parse_request,
 )
+from tests.support.ranks import DEADLINE_S
 
-DEADLINE = 30.0
 Pair = tuple[socket.socket, socket.socket]
 
 
@@ -28,7 +28,7 @@ def pair() -> Iterator[Pair]:
     left, right = socket.socketpair()
     with left, right:
         for end in (left, right):
-            end.settimeout(DEADLINE)
+            end.settimeout(DEADLINE_S)
         yield left, right
 
 
@@ -74,7 +74,7 @@ def test_requests_follow_each_other_however_they_are_cut(pair: Pair, piece: int)
         False,
     )
     assert incoming.read_head() == b""
-    thread.join(DEADLINE)
+    thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("piece", [1000, 1 << 20])
@@ -89,7 +89,7 @@ def test_what_breaks_off_is_said(pair: Pair) -> None:
     thread = _sent(pair[0], b"GET / HTTP/1.1\r\n\r\nHTTP", 100)
     incoming = SocketReader(pair[1])
     incoming.read_head()
-    thread.join(DEADLINE)
+    thread.join(DEADLINE_S)
     with pytest.raises(HttpFormatError, match="4 of 5 bytes"):
         incoming.read(5)
     left, right = socket.socketpair()
@@ -160,12 +160,12 @@ def test_a_link_asks_again_and_says_when_it_was_cut() -> None:
     """A body that is large goes apart from its head; one end closes without an answer."""
     heads: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(DEADLINE)
+        server.settimeout(DEADLINE_S)
 
         def answering() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.settimeout(DEADLINE)
+                connection.settimeout(DEADLINE_S)
                 incoming = SocketReader(connection)
                 for _ in range(3):
                     heads.append(incoming.read_head())
@@ -178,13 +178,13 @@ def test_a_link_asks_again_and_says_when_it_was_cut() -> None:
         thread = threading.Thread(target=answering, daemon=True)
         thread.start()
         host, port = server.getsockname()
-        link = SyncConnection(host, port, DEADLINE)
+        link = SyncConnection(host, port, DEADLINE_S)
         for method, body in (("GET", b""), ("POST", b""), ("POST", bytes(range(256)) * 1000)):
             answer = link.request(method, "/a?b=c", {"x-y": "z"}, body)
             assert (answer.status, answer.read(1 << 20)) == (200, body)
         with pytest.raises(ConnectionResetError, match="without an answer"):
             link.request("GET", "/", {})
         link.close()
-        thread.join(DEADLINE)
+        thread.join(DEADLINE_S)
     assert heads[0] == f"GET /a?b=c HTTP/1.1\r\nhost: {host}:{port}\r\nx-y: z\r\n\r\n".encode()
     assert b"content-length: 0\r\n" in heads[1], "a POST says so"

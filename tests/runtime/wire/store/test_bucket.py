@@ -82,7 +82,7 @@ def test_s3rver_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             probe_store(store, store.where)
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
 
 
 def test_of_two_processes_that_commit_one_step_exactly_one_wins() -> None:
@@ -113,7 +113,7 @@ def test_of_two_processes_that_commit_one_step_exactly_one_wins() -> None:
         assert racer.stdin is not None
         racer.stdin.write("go\n")
         racer.stdin.flush()
-    won = [set(map(int, racer.communicate(timeout=60)[0].split())) for racer in racers]
+    won = [set(map(int, racer.communicate(timeout=120)[0].split())) for racer in racers]
     assert won[0] | won[1] == set(range(20))
     assert not won[0] & won[1]
     store = _open(s3.server(), prefix)
@@ -215,20 +215,20 @@ def test_the_upload_of_a_killed_process_is_resumed(proxy: Proxy) -> None:
     def stall(request: Request) -> Fault | None:
         if request.key.endswith("data/1/rank1") and "partNumber=2" in request.query:
             reached.set()
-            proxy.closing.wait(60)
+            proxy.closing.wait(120)
         return None
 
     proxy.rule = stall
     prefix = secrets.token_hex(8)
     first = _child(UPLOAD, s3.location(proxy.address, prefix))
-    assert reached.wait(60)
+    assert reached.wait(120)
     first.kill()
-    first.communicate(timeout=20)
+    first.communicate(timeout=120)
     assert proxy.sent("data/1/rank0") >= LARGE
     assert _open(s3.server(), prefix).list("") == ["data/1/rank0"]
     with s3.proxied() as second_proxy:
         second = _child(UPLOAD, s3.location(second_proxy.address, prefix))
-        assert second.communicate(timeout=60)[0] == "done\n"
+        assert second.communicate(timeout=120)[0] == "done\n"
         assert second_proxy.sent("data/1/rank0") == 0
         assert second_proxy.sent("data/1/rank1") >= LARGE
     store = _open(s3.server(), prefix)
@@ -342,7 +342,7 @@ def test_a_failing_endpoint_is_one_sentence_within_a_bound(
 
     def rule(request: Request) -> Fault | None:
         if fault is None:
-            proxy.closing.wait(60)
+            proxy.closing.wait(120)
         return fault
 
     proxy.rule = rule

@@ -96,7 +96,7 @@ def test_of_many_creators_exactly_one_wins(store: RunStore) -> None:
     start, wins = threading.Barrier(8), []
 
     def create(number: int) -> None:
-        start.wait(10)
+        start.wait(120)
         try:
             store.create("generations/2.json", f"{number}".encode())
         except AlreadyExistsError:
@@ -107,7 +107,7 @@ def test_of_many_creators_exactly_one_wins(store: RunStore) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert len(wins) == 1
     assert store.get("generations/2.json") == str(wins[0]).encode()
 
@@ -256,7 +256,7 @@ def _in_a_small_tmpfs(script: str, folder: Path, options: str = "size=1m") -> st
             ["unshare", "-Urm", "sh", "-c", command, "sh", textwrap.dedent(script)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
     except FileNotFoundError:
         pytest.skip("unshare is not installed")

@@ -1,23 +1,21 @@
-"""Searches of more worlds than `state_search.py` can hold: three agents have no names.
+"""Worlds that differ by a renaming of the three agents alone: a folded search looks at one of each.
 
 Two worlds that differ by a renaming of the agents alone come to the same, so one of the six is
 looked at. One thing goes by names: of two nodes that do not reach each other, and are both members,
 the later one is left out (`membership._select_nodes`). So while a coordinator keeps two nodes
 apart, only those are the same that have these two in the same order.
 
-This loses the labels from one world to the next, by which a fair cycle is recognised.
-`state_search.py` looks for fair cycles, in worlds with fewer faults.
+This loses the labels from one world to the next, by which a fair cycle is recognised. So a search
+that is not folded looks for fair cycles, in worlds with fewer faults.
 """
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 from itertools import permutations
 
 from holdfast.policy.membership.transitions import CoordinatorState, UnreachablePair
 from tests.support.membership_model.model import Model
-from tests.support.membership_model.state_search import TooManyError, anybody, safe
 from tests.support.membership_model.world import (
     NAMES,
     PAIR,
@@ -25,7 +23,6 @@ from tests.support.membership_model.world import (
     Agent,
     Answer,
     Store,
-    ViolationError,
     World,
 )
 
@@ -151,79 +148,3 @@ def _reign(to: tuple[int, ...], reign: CoordinatorState) -> CoordinatorState:
         pending_nodes=frozenset(_name(to, n) for n in reign.pending_nodes),
         unreachable_pairs=tuple(sorted(apart, key=lambda pair: (pair.one, pair.other))),
     )
-
-
-class Folded:
-    """Every world that a model comes to from some, folded; safety is looked at in each."""
-
-    def __init__(self, model: Model, starts: list[World], most: int = 5_000_000) -> None:
-        """Raises ViolationError, with the way to it, and TooManyError beyond `most` worlds."""
-        self.model, self._names = model, Names(model)
-        self.worlds: list[World] = []
-        self.steps = 0
-        self._numbers: dict[World, int] = {}
-        self._back = array("l")
-        self._ahead: list[array[int]] = []  # without faults and the ends of faults
-        for world in starts:
-            self._add(self._names.first(world), -1)
-        while len(self._ahead) < len(self.worlds):
-            self._ahead.append(self._look(len(self._ahead)))
-            if len(self.worlds) > most:
-                raise TooManyError(f"more than {most} worlds; one of them after\n{self.way(-1)}")
-
-    def _look(self, number: int) -> array[int]:
-        world = self.worlds[number]
-        ahead = array("l")
-        try:
-            safe(self.model, world)
-            steps = self.model.steps(world)
-        except (ViolationError, ValueError) as error:
-            raise ViolationError(f"{error}, after\n{self.way(number)}") from error
-        self.steps += len(steps)
-        for step in steps:
-            numbers = [self._add(w, number) for w in self._names.after(world, step.world)]
-            if not step.outside:
-                ahead.append(numbers[0])
-        return ahead
-
-    def _add(self, world: World, back: int) -> int:
-        number = self._numbers.get(world)
-        if number is None:
-            number = self._numbers[world] = len(self.worlds)
-            self.worlds.append(world)
-            self._back.append(back)
-        return number
-
-    def way(self, number: int) -> str:
-        """How it came to this; the agents' names may change from one line to the next."""
-        chain = []
-        number = number % len(self.worlds)
-        while number >= 0:
-            chain.append(number)
-            number = self._back[number]
-        said = []
-        for before, after in zip(chain[:0:-1], chain[-2::-1], strict=True):
-            world = self.worlds[before]
-            label = next(
-                step.label
-                for step in self.model.steps(world)
-                if self.worlds[after] in self._names.after(world, step.world)
-            )
-            said.append(str(label))
-        return "\n".join(said)
-
-    def stuck(self) -> list[int]:
-        """Worlds from which no way leads to training under a coordinator, without another fault or
-        the end of one."""
-        before: list[list[int]] = [[] for _ in self.worlds]
-        for number, ahead in enumerate(self._ahead):
-            for to in ahead:
-                before[to].append(number)
-        good = [self.model.trains(world) for world in self.worlds]
-        front = [number for number, trains in enumerate(good) if trains]
-        while front:
-            for number in before[front.pop()]:
-                if not good[number]:
-                    good[number] = True
-                    front.append(number)
-        return [n for n, w in enumerate(self.worlds) if not good[n] and anybody(self.model, w)]
