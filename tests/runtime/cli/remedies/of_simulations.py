@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from holdfast.show.output import check_target, only_writer
-from holdfast_lab.commands.simulate_journal import JournalObserver
+from holdfast.show.output import check_target, make_folder, only_writer
+from holdfast_lab.commands.simulate_inputs import StudyInputs
 from holdfast_lab.commands.simulate_mix import mix
-from holdfast_lab.commands.simulate_request import Asked, study_of
+from holdfast_lab.engine.asked_study import Asked, study_of
+from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.settings import as_number, parse_setting
-from holdfast_lab.rivals.parcae import parse_saved
 from tests.runtime.cli.remedies.lab import Case, Lab, case, fixed
 from tests.runtime.cli.remedies.of_runs import (
     at_folder,
@@ -52,7 +52,14 @@ def run_file(lab: Lab) -> None:
 
 def simulate(lab: Lab) -> None:
     given = {"made": "spot", "days": 0.01, **lab.settings}
-    study_of(Asked(Path(lab.path("run.yaml")), cluster="2x1xA100-80", **given))
+    asked = Asked(Path(lab.path("run.yaml")), cluster="2x1xA100-80", **given)
+    study_of(asked, StudyInputs(asked))
+
+
+def begin_folder(lab: Lab) -> None:
+    folder = Path(lab.path(lab.settings["out"]))
+    make_folder(folder)
+    JournalObserver.begin(folder, {})
 
 
 PRICES = """\
@@ -123,7 +130,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(zones=(found[1],)),
     ),
     case(
-        "holdfast_lab/commands/simulate_request.py: … has no effect with --make",
+        "holdfast_lab/engine/asked_study.py: … has no effect with --make",
         lambda lab: (run_file(lab), lab.settings.update(zones=("east",))),
         simulate,
         "leave it out, or name files with --trace",
@@ -159,15 +166,15 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(text=found[1]),
     ),
     case(
-        "holdfast_lab/commands/simulate_request.py: there is no trace | --trace and --make name "
-        "two traces",
+        "holdfast_lab/engine/asked_study.py: there is no trace | --trace and --make name two "
+        "traces",
         lambda lab: (run_file(lab), lab.settings.update(made="")),
         simulate,
         r"give one of: --trace FILE, --make (\w+)",
         lambda lab, found: lab.settings.update(made=found[1]),
     ),
     case(
-        "holdfast_lab/commands/simulate_request.py: there is no setting …",
+        "holdfast_lab/engine/asked_study.py: there is no setting …",
         lambda lab: (run_file(lab), lab.settings.update(given=("pause=3",))),
         simulate,
         "docs/studies/simulate.md has the names; a key of the run file goes without --set",
@@ -181,33 +188,22 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(policies=(found[1],)),
     ),
     case(
-        "holdfast_lab/rivals/parcae.py: this is no file of Parcae's decisions",
-        lambda lab: lab.settings.update(text="[3]"),
-        lambda lab: parse_saved(lab.settings["text"], "saved.json"),
-        "give a JSON list with 'interval', 'throughut-opt', 'liveput-truth' and "
-        "'liveput-predict' for each minute",
-        fixed(
-            text='[{"interval": [0, 2, 0], "throughut-opt": [1, 2], "liveput-truth": [1, 2], '
-            '"liveput-predict": [1, 2]}]'
-        ),
-    ),
-    case(
         "show/output.py: the folder cannot be made: …",
         lambda lab: (lab.write("taken", "a file"), lab.settings.update(out="taken/run")),
-        lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
+        begin_folder,
         "give a path in a folder that you can write to",
         fixed(out="made"),
     ),
     case(
-        "holdfast_lab/commands/simulate_request.py: min_interval_s is …, and max_interval_s is …",
+        "holdfast_lab/engine/asked_study.py: min_interval_s is …, and max_interval_s is …",
         lambda lab: (run_file(lab), lab.settings.update(given=("max_interval_s=0.5",))),
         simulate,
         "give a max_interval_s of (\\d+) or more",
         lambda lab, found: lab.settings.update(given=(f"max_interval_s={found[1]}",)),
     ),
     case(
-        "holdfast_lab/commands/simulate_request.py: … has no effect, because the trace says "
-        "which nodes there are",
+        "holdfast_lab/engine/asked_study.py: … has no effect, because the trace says which nodes "
+        "there are",
         lambda lab: (
             run_file(lab),
             lab.write("p3.csv", "0,add,a\n0,add,b\n60000,remove,a\n"),
@@ -220,9 +216,9 @@ CASES: list[Case] = [
         fixed(given=()),
     ),
     case(
-        "holdfast_lab/commands/simulate_journal.py: this folder is not empty",
+        "holdfast_lab/engine/run_journal.py: this folder is not empty",
         lambda lab: (run_file(lab), lab.write("full/file", ""), lab.settings.update(out="full")),
-        lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
+        begin_folder,
         "give --out a folder that does not exist; a study continues only with .*",
         fixed(out="made"),
     ),
@@ -244,7 +240,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(given=(f"{found[1]}=2",)),
     ),
     case(
-        "holdfast_lab/commands/simulate_request.py: … has … values",
+        "holdfast_lab/engine/asked_study.py: … has … values",
         lambda lab: (run_file(lab), lab.settings.update(given=("detection_s=1,2",))),
         simulate,
         r"give one, or compare them with --sweep (\S+)",
