@@ -19,18 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.lab.clocks import NodePower
+from benchmarks.lab.energy import Choice, EnergyOutcome, EnergyRun, EnergyStudy, Hour, hours_of
+from benchmarks.lab.shifting import Action, Moment, ShiftRules, decide
 from benchmarks.runtime.interrupting import run_main
 from holdfast.errors import DataError
-from holdfast_lab.energy.clocks import NodePower
-from holdfast_lab.energy.energy import (
-    Choice,
-    EnergyOutcome,
-    EnergyRun,
-    Hour,
-    hours_of,
-    replay_energy,
-)
-from holdfast_lab.energy.shifting import Action, Moment, ShiftRules, decide
 from holdfast_lab.traces.events import TraceEvent
 from holdfast_lab.traces.generators import make_trace
 from holdfast_lab.traces.node_changes import ReadOptions
@@ -104,7 +97,7 @@ def total(
 ) -> Total | None:
     """All starts and homes added up. None: the trace is too short for one."""
     found: list[EnergyOutcome] = [
-        replay_energy(hours, start, case.run, case.rules, home, case.choice)
+        EnergyStudy(hours, start, case.run, case.rules, home, case.choice).run()
         for home in homes
         for start in steps
     ]

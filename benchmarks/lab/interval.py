@@ -34,19 +34,19 @@ from math import log10
 from multiprocessing import Pool
 from pathlib import Path
 
-from holdfast.errors import DataError
-from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate, format_duration
-from holdfast.policy.saving.interval import IntervalBounds, young_interval
-from holdfast.report.page.svg import Scale, line, path, tag, text
-from holdfast_lab.engine.intervals import (
+from benchmarks.lab.intervals import (
     LostTime,
     belief_path,
     failure_rate,
     job_spells,
-    replay_adaptive,
-    replay_fixed,
+    lost_by_adaptive,
+    lost_by_fixed,
     rotate_spells,
 )
+from holdfast.errors import DataError
+from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate, format_duration
+from holdfast.policy.saving.interval import IntervalBounds, young_interval
+from holdfast.report.page.svg import Scale, line, path, tag, text
 from holdfast_lab.traces import synthetic
 from holdfast_lab.traces.loading import load_trace
 from holdfast_lab.traces.node_changes import Trace
@@ -125,7 +125,7 @@ def measure(job: Job) -> list[Row]:
     for cost in COSTS:
 
         def tried(seconds: float, cost: float = cost) -> LostTime:
-            return _sum(replay_fixed(h, seconds, cost, job.recovery) for h in histories)
+            return _sum(lost_by_fixed(h, seconds, cost, job.recovery) for h in histories)
 
         curve = [
             (f * young_interval(cost, rate), tried(f * young_interval(cost, rate)).by_policy)
@@ -133,7 +133,7 @@ def measure(job: Job) -> list[Row]:
         ]
         best = min(curve, key=lambda point: point[1])
         mine = _sum(
-            replay_adaptive(h, b, cost, job.recovery, LIMITS)
+            lost_by_adaptive(h, b, cost, job.recovery, LIMITS)
             for h, b in zip(histories, beliefs, strict=True)
         )
         others = (600.0, 1800.0, young_interval(cost, 10 * rate), young_interval(cost, rate / 10))

@@ -3,7 +3,7 @@
     python -m benchmarks.lab.plan_failures [--run FILE] [--cluster CLUSTER] [--days 60] [--seeds 5]
 
 The search runs twice: for the time of a step, and for expected goodput. Both layouts are then
-replayed event by event (`holdfast/simulate/layout_replay.py`) with the same seeds. The replay draws
+replayed event by event (`benchmarks/lab/layout_replay.py`) with the same seeds. The replay draws
 what the formulas of the objective assume: nodes, bursts, copies, saves, returns.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import statistics
 from pathlib import Path
 
+from benchmarks.lab.layout_replay import run_layout
 from holdfast.config.loading.load import load_config
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
@@ -22,7 +23,6 @@ from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.objectives import objective_named
 from holdfast.plan.search.search import Limits, search
-from holdfast_lab.engine.layout_replay import replay
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spot-losses"
 
@@ -60,7 +60,7 @@ def main() -> None:
         best = search(problem, LIMITS, objective_named(name, problem)).best
         expected = model.expected(best.choice, best.cost)
         found = [
-            replay(model, best.choice, best.cost, given.days, seed).tokens_per_s
+            run_layout(model, best.choice, best.cost, given.days, seed).tokens_per_s
             for seed in range(given.seeds)
         ]
         mean = statistics.mean(found)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.lab.predicting_policy import Oracle, PredictingPolicy, Predictor
 from benchmarks.runtime.interrupting import run_main
 from holdfast.policy.prediction.predictor import FittedModels, NodePredictor
 from holdfast.policy.prediction.response import ResponsePolicy
@@ -41,7 +42,6 @@ from holdfast_lab.engine.study import Case, run_case
 from holdfast_lab.engine.table_cost import TableCost
 from holdfast_lab.prediction.fitting import TrainingPart, fit_models, predict_all
 from holdfast_lab.prediction.judging import Verdict, judge
-from holdfast_lab.prediction.policy import Oracle, PredictingPolicy, Predictor
 from holdfast_lab.prediction.samples import changes_of, take_samples
 from holdfast_lab.traces.events import EventStream
 from holdfast_lab.traces.scenario import stream_part

@@ -14,7 +14,7 @@ usable from the begin of the first step that has it. The second one gets the cal
 instead, the same for every node. The bars judge the first one.
 
 Of F9, which no bar judges, each step of the simulation is longer by the messages that wait for
-the degraded link (`holdfast_lab.score.links`).
+the degraded link (`benchmarks.lab.links`).
 
 G is kept tokens over tokens of the reference table on the nodes that were there. The step in flight
 at the end counts by its share, in both. error: G of the simulation relative to that of the real
@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.lab.links import HOLDFAST_WAITS, with_slow_nodes
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, Costs, OperatingPoint, Policy
 from holdfast_lab.engine.loop import Limits, Simulation
@@ -37,7 +38,6 @@ from holdfast_lab.engine.table_cost import TableCost
 from holdfast_lab.score.harness.campaign import RealCampaign, step_seconds
 from holdfast_lab.score.harness.harness import RunOptions, run_scenario
 from holdfast_lab.score.harness.trainer import trainer_named
-from holdfast_lab.score.links import HOLDFAST_WAITS, with_slow_nodes
 from holdfast_lab.score.record import (
     ReferenceTable,
     RunRecord,

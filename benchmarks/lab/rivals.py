@@ -26,13 +26,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.lab import rival_workloads as workloads
+from benchmarks.lab.saved_parcae import (
+    layout_changes,
+    offline_decisions,
+    parse_saved,
+    saved_chooser,
+)
 from holdfast.plan.hardware.tables import read_rows
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, Costs, Policy, PolicyMaker
 from holdfast_lab.engine.ledger import Ledger
 from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.engine.table_cost import linear_cost
-from holdfast_lab.rivals import grid_cost, workloads
 from holdfast_lab.rivals.acute import HIERARCHIES, MULTI_LEVEL, HierarchyPolicy
 from holdfast_lab.rivals.bamboo import BambooPolicy
 from holdfast_lab.rivals.grid_cost import GridCost
@@ -42,15 +48,7 @@ from holdfast_lab.rivals.liveput import (
     LiveputOptimizer,
     SharedMigration,
 )
-from holdfast_lab.rivals.parcae import (
-    Chooser,
-    MinutelyPolicy,
-    forecast_chooser,
-    layout_changes,
-    offline_decisions,
-    parse_saved,
-    saved_chooser,
-)
+from holdfast_lab.rivals.parcae import Chooser, MinutelyPolicy, forecast_chooser
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.rivals.torchft import TorchftPolicy
 from holdfast_lab.rivals.varuna import VarunaPolicy
@@ -63,7 +61,7 @@ SAVED = {
     workloads.BERT_LARGE: "churn/parcae/liveput_res/bert_p3_gbs1024_mbs8.json",
     workloads.GPT_6_7B: "churn/parcae/liveput_res/gpt-6.7b_gbs64_mbs1.json",
 }
-TABLE = Path(grid_cost.__file__).with_name("parcae_throughput.csv")
+TABLE = Path(workloads.__file__).with_name("parcae_throughput.csv")
 
 
 # --- traces -------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from holdfast_lab.engine.spot_mix import (
     ZoneOffer,
     node_counts,
     prices_of,
-    replay_mix,
     search_mix,
+    try_mix,
 )
 from holdfast_lab.traces.node_changes import ReadOptions
 from holdfast_lab.traces.reading import read_stream
@@ -146,8 +146,8 @@ def show(zones: Sequence[ZoneOffer], work: Work, replays: int) -> None:
         print(f"{work.deadline_h:7.1f}  no mix ends in time in 95 % of the replays")
         return
     best = found.best
-    later = replay_mix(zones, work, best.plan, second)
-    alone = replay_mix(zones, work, found.on_demand.plan, second)
+    later = try_mix(zones, work, best.plan, second)
+    alone = try_mix(zones, work, found.on_demand.plan, second)
     usd, hours = compared(best, found.on_demand)
     usd_later, hours_later = compared(later, alone)
     held = "yes" if usd_later <= -CHEAPER and hours_later <= LONGER else "NO"

@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from benchmarks.runtime.activation_meter import ActivationMeter
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.layout import Layout, place_layout
@@ -22,7 +23,6 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
 from holdfast.plan.memory.activations import activations_of
 from holdfast.training.engine.objective import NextTokenObjective
-from holdfast.training.memory.activation_meter import ActivationMeter
 from holdfast.training.memory.recompute import apply_recompute
 
 POLICIES = {

@@ -16,7 +16,7 @@ from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.link import Link
-from holdfast_lab.admission.engine import Run, Setup, simulate
+from holdfast_lab.admission.engine import Run, Setup, admit_jobs
 from holdfast_lab.admission.fabric import Fabric, example_cluster
 from holdfast_lab.admission.jobs import Job, Rules, Team
 from holdfast_lab.admission.ledger import LABELS
@@ -29,7 +29,7 @@ from holdfast_lab.admission.stragglers import (
     lognormal_profile,
     profile_of_trace,
 )
-from holdfast_lab.admission.workload import Workload, make_jobs, poisson_jobs, slow_nodes
+from holdfast_lab.admission.workload import Workload, make_jobs, slow_nodes
 from holdfast_lab.traces.node_changes import DEFAULTS
 from holdfast_lab.traces.reading import read_stream
 from holdfast_platform.clouds.gangs import GangBoard
@@ -54,7 +54,7 @@ def job(name: str, at: float, pods: int, seconds: float, **more: Any) -> Job:
 
 def run(name: str, fabric: Fabric, jobs: list[Job], rules: Rules = AT_ONCE, **quotas: int) -> Run:
     teams = tuple(Team(team, quota) for team, quota in (quotas or {"a": fabric.devices}).items())
-    return simulate(
+    return admit_jobs(
         Setup(fabric, teams, tuple(jobs), STEADY, rules=rules), POLICIES[name], Random(1)
     )
 
@@ -75,10 +75,21 @@ def erlang_wait_s(servers: int, load: float, mean_s: float) -> float:
     return waits * mean_s / (servers - load)
 
 
+def poisson_jobs(seed: int, number: int, every_s: float, mean_s: float) -> tuple[Job, ...]:
+    """Jobs of one device with exponential gaps and durations: what the M/M/c queue assumes."""
+    draw = Random(f"{seed}/admission poisson")
+    at, jobs = 0.0, []
+    for name in range(number):
+        at += draw.expovariate(1 / every_s)
+        seconds = draw.expovariate(1 / mean_s)
+        jobs.append(Job(f"job{name}", "all", at, 1, 1, seconds, seconds))
+    return tuple(jobs)
+
+
 def mean_wait_s(number: int, seed: int) -> float:
     fabric = cluster(1)
     jobs = poisson_jobs(seed, number, every_s=100 / 6.0, mean_s=100.0)
-    found = simulate(
+    found = admit_jobs(
         Setup(fabric, (Team("all", 8),), jobs, STEADY, rules=AT_ONCE), POLICIES["gang"], Random(0)
     )
     return outcome_of(found).figures["wait_mean_h"] * 3600
@@ -119,7 +130,7 @@ def test_a_runs_amplification_is_the_order_statistic_of_its_jitter() -> None:
     fabric, jitter = cluster(8), lognormal_profile(0.3)
     jobs = (job("one", 0.0, 8, 1000.0),)
 
-    found = simulate(Setup(fabric, (Team("a", 64),), jobs, jitter), POLICIES["gang"], Random(0))
+    found = admit_jobs(Setup(fabric, (Team("a", 64),), jobs, jitter), POLICIES["gang"], Random(0))
 
     draw = Random(5)
     maxima = [max(draw.lognormvariate(0, 0.3) for _ in range(8)) for _ in range(20_000)]
@@ -182,7 +193,7 @@ def busy_setup(seed: int) -> Setup:
 def test_all_devices_and_all_steps_are_accounted_for(name: str) -> None:
     setup = busy_setup(4)
 
-    found = simulate(setup, POLICIES[name], Random(0))
+    found = admit_jobs(setup, POLICIES[name], Random(0))
 
     model = StepModel(setup.fabric, setup.jitter, setup.slow)
     board = found.observer.board
@@ -211,7 +222,7 @@ def test_labels_sum_to_the_devices_that_were_held(name: str) -> None:
 
 @ALL_POLICIES
 def test_the_same_seed_gives_the_same_run(name: str) -> None:
-    one, two = (simulate(busy_setup(2), POLICIES[name], Random(9)) for _ in range(2))
+    one, two = (admit_jobs(busy_setup(2), POLICIES[name], Random(9)) for _ in range(2))
 
     assert outcome_of(one) == outcome_of(two)
 
@@ -221,8 +232,8 @@ def test_partial_groups_deadlock_pod_by_pod_and_gangs_do_not() -> None:
     jobs = (job("one", 0.0, 3, 100.0), job("two", 0.0, 3, 100.0))
     setup = Setup(cluster(4), (Team("a", 32),), jobs, STEADY, rules=AT_ONCE)
 
-    pods = [simulate(setup, POLICIES["pods"], Random(seed)) for seed in range(12)]
-    gang = simulate(setup, POLICIES["gang"], Random(0))
+    pods = [admit_jobs(setup, POLICIES["pods"], Random(seed)) for seed in range(12)]
+    gang = admit_jobs(setup, POLICIES["gang"], Random(0))
 
     # Two pods each: 9 of 15 equally likely ways to place four of six pods.
     blocked = [each for each in pods if each.observer.deadlocks]
@@ -275,7 +286,7 @@ def test_without_reclaim_the_owner_waits_and_hard_quotas_lend_nothing() -> None:
     waits = run("gang", cluster(4), jobs, Rules(start_s=0.0, reclaims=False), a=16, b=16)
     teams = (Team("a", 16, 0), Team("b", 16, 0))
     half = (job("half", 0.0, 2, 100.0), job("more", 0.0, 1, 100.0))
-    hard = simulate(
+    hard = admit_jobs(
         Setup(cluster(4), teams, half, STEADY, rules=AT_ONCE), POLICIES["gang"], Random(0)
     )
 

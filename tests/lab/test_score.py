@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.lab.links import gloo_ring_waits, link_seconds, with_slow_nodes
 
 from holdfast_lab.engine.holdfast import holdfast
 from holdfast_lab.engine.interfaces import CostModel, Policy
 from holdfast_lab.score.compression import compare_compressions, compression_verdict
 from holdfast_lab.score.gate import gate_checks
-from holdfast_lab.score.links import gloo_ring_waits, link_seconds, with_slow_nodes
 from holdfast_lab.score.record import (
     Commit,
     ReferenceTable,
@@ -28,7 +28,7 @@ from holdfast_lab.score.record import (
     unrecovered_faults,
 )
 from holdfast_lab.score.record_file import format_record, parse_record
-from holdfast_lab.score.replay import simulated_pairs
+from holdfast_lab.score.replay import level_0_pairs
 from holdfast_lab.score.scenarios import (
     LEVEL_1,
     SCENARIOS,
@@ -294,11 +294,11 @@ def made(cost: CostModel) -> Policy:
 
 
 def test_a_simulated_policy_is_scored_without_files() -> None:
-    pairs = simulated_pairs(made, ["F0", "F1", "F8", "F11", "F12"], [5])
+    pairs = level_0_pairs(made, ["F0", "F1", "F8", "F11", "F12"], [5])
     found = score_pairs(pairs, [])
     assert found.score is not None
     assert all(0 <= p.g <= 1.0 for p in pairs)
     by_name = {p.scenario: p for p in pairs}
     assert by_name["F0"].g > by_name["F8"].g
-    for one, two in itertools.pairwise(simulated_pairs(made, ["F1", "F1"], [5])):
+    for one, two in itertools.pairwise(level_0_pairs(made, ["F1", "F1"], [5])):
         assert one == two

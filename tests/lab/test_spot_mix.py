@@ -13,8 +13,8 @@ from holdfast_lab.engine.spot_mix import (
     all_plans,
     node_counts,
     prices_of,
-    replay_mix,
     search_mix,
+    try_mix,
 )
 from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader
 
@@ -29,7 +29,7 @@ def zone(name: str, counts: list[int], spot: float = 1.0, demand: float = 3.0) -
 
 def test_on_demand_nodes_alone_cost_their_price():
     zones = [zone("east-1a", [0] * TICKS)]
-    found = replay_mix(zones, WORK, MixPlan((), 4, 0.0, 0.0), [0, 7])
+    found = try_mix(zones, WORK, MixPlan((), 4, 0.0, 0.0), [0, 7])
     assert found.hours == pytest.approx(10.0)
     assert found.usd == pytest.approx(4 * 3 * 10)
     assert found.in_time == 1.0
@@ -46,7 +46,7 @@ def test_spot_that_is_always_there_is_taken_and_costs_its_price():
 def test_on_demand_nodes_fill_up_before_it_is_too_late():
     zones = [zone("east-1a", [0] * TICKS)]  # spot never comes
     work = Work(40.0, 4, 12.0, 0.5, change_h=0.02)
-    found = replay_mix(zones, work, MixPlan(("east-1a",), 0, 0.0, 100.0), range(5))
+    found = try_mix(zones, work, MixPlan(("east-1a",), 0, 0.0, 100.0), range(5))
     assert found.in_time == 1.0
     assert found.hours > 11.0  # it waited for spot as long as it could
 
@@ -54,7 +54,7 @@ def test_on_demand_nodes_fill_up_before_it_is_too_late():
 def test_two_zones_of_a_region_are_one_pool_and_the_cheaper_goes_first():
     zones = [zone("east-1a", [2] * TICKS, 1.0), zone("east-1b", [3] * TICKS, 0.5)]
     plan = MixPlan(("east-1a", "east-1b"), 0, 0.0, 0.0)
-    found = replay_mix(zones, WORK, plan, [0])
+    found = try_mix(zones, WORK, plan, [0])
     assert found.usd == pytest.approx(10 * (3 * 0.5 + 1 * 1.0))
 
 
@@ -63,11 +63,11 @@ def test_a_move_to_another_region_is_paid_and_held():
     zones = [zone("east-1a", east), zone("west-1a", west)]
     work = Work(40.0, 4, 12.0, 0.5, change_h=0.1, move_usd=5.0)
     plan = MixPlan(("east-1a", "west-1a"), 0, 0.0, 0.0)
-    found = replay_mix(zones, work, plan, [0]).outcomes[0]
+    found = try_mix(zones, work, plan, [0]).outcomes[0]
     assert found.moves == 1
     assert found.hours == pytest.approx(10.2)
     assert found.usd == pytest.approx(4 * 10.2 + 5.0)
-    held = replay_mix(zones, work, MixPlan(plan.zones, 0, 0.0, 50.0), [0]).outcomes[0]
+    held = try_mix(zones, work, MixPlan(plan.zones, 0, 0.0, 50.0), [0]).outcomes[0]
     assert held.moves == 0
     assert held.usd > found.usd
 

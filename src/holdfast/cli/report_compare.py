@@ -22,7 +22,7 @@ from holdfast.report.history.history import History, read_history
 from holdfast.report.ledger.incidents import RECOVERY_RUNGS
 from holdfast.report.ledger.timeledger import CLASSES
 from holdfast.show.output import print_json, print_table
-from holdfast_lab.commands.simulate_journal import SIMULATED_FILE
+from holdfast.wire.store.run_store import SIMULATED_FILE
 
 Form = Callable[[float], str]
 

@@ -19,6 +19,7 @@ from holdfast_lab.admission.observer import Observer
 from holdfast_lab.admission.policies import Admission
 from holdfast_lab.admission.step_time import StepModel
 from holdfast_lab.admission.stragglers import JitterProfile
+from holdfast_lab.engine.clock import Process, run_process
 
 
 @dataclass(frozen=True)
@@ -44,38 +45,58 @@ class Run:
     end_s: float
 
 
-def simulate(setup: Setup, policy: Admission, draw: Random) -> Run:
+def admit_jobs(setup: Setup, policy: Admission, draw: Random) -> Run:
     """Admit all jobs and let them end. Raises DataError for a job that could never run."""
-    check_jobs(setup.jobs, setup.teams, setup.fabric)
-    model = StepModel(setup.fabric, setup.jitter, setup.slow)
-    states = [
-        JobState(number, job, job.seconds / model.ideal_s(job), job.estimate_s)
-        for number, job in enumerate(setup.jobs)
-    ]
-    teams = {team.name: team for team in setup.teams}
-    board = Board(setup.fabric, teams, states, setup.rules, model)
-    observer = Observer(board)
-    while board.events:
-        at = board.events[0][0]
-        observer.advance(at)
-        board.now = at
-        is_news = False
-        while board.events and board.events[0][0] <= at:
+    return _Admissions(setup, policy, draw).run()
+
+
+class _Admissions(Process[None]):
+    """The board of all jobs under one policy."""
+
+    def __init__(self, setup: Setup, policy: Admission, draw: Random) -> None:
+        check_jobs(setup.jobs, setup.teams, setup.fabric)
+        model = StepModel(setup.fabric, setup.jitter, setup.slow)
+        states = [
+            JobState(number, job, job.seconds / model.ideal_s(job), job.estimate_s)
+            for number, job in enumerate(setup.jobs)
+        ]
+        teams = {team.name: team for team in setup.teams}
+        self.setup, self._policy, self._draw = setup, policy, draw
+        self.board = Board(setup.fabric, teams, states, setup.rules, model)
+        self.observer = Observer(self.board)
+
+    def run(self) -> Run:
+        run_process(self)
+        states = tuple(self.board.states)
+        end = max((state.done_s for state in states), default=0.0)
+        return Run(self._policy.name, self.setup, states, self.observer, end)
+
+    def next_change(self, end: float) -> float:
+        return self.board.events[0][0] if self.board.events else end
+
+    def elapse(self, until: float) -> bool:
+        if not self.board.events:
+            return True
+        self.observer.advance(until)
+        self.board.now = self.now = until
+        return False
+
+    def act(self) -> None:
+        """Handle all events of this instant, and let the policy decide once."""
+        board, is_news = self.board, False
+        while board.events and board.events[0][0] <= self.now:
             is_news |= _handle(board, heapq.heappop(board.events))
         if is_news:
-            _admit(board, policy, draw)
-            observer.look()
-    return Run(
-        policy.name, setup, tuple(states), observer, max((s.done_s for s in states), default=0.0)
-    )
+            self._admit()
+            self.observer.look()
 
-
-def _admit(board: Board, policy: Admission, draw: Random) -> None:
-    """Ask the policy; once more if an eviction has left unused devices."""
-    before = sum(state.evictions for state in board.waiting.values())
-    policy.admit(board, draw)
-    if sum(state.evictions for state in board.waiting.values()) > before:
-        policy.admit(board, draw)
+    def _admit(self) -> None:
+        """Ask the policy; once more if an eviction has left unused devices."""
+        waiting = self.board.waiting
+        before = sum(state.evictions for state in waiting.values())
+        self._policy.admit(self.board, self._draw)
+        if sum(state.evictions for state in waiting.values()) > before:
+            self._policy.admit(self.board, self._draw)
 
 
 def _handle(board: Board, event: tuple[float, str, int, int]) -> bool:

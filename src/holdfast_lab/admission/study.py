@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from holdfast_lab.admission.engine import Setup, simulate
+from holdfast_lab.admission.engine import Setup, admit_jobs
 from holdfast_lab.admission.outcome import Interval, Outcome, interval, outcome_of
 from holdfast_lab.admission.policies import Admission
 
@@ -76,7 +76,7 @@ def run_study(
             outcome = kept.load(setup, policy.name, seed) if kept else None
             if outcome is None:
                 draw = Random(f"{seed}/admission policy")
-                outcome = outcome_of(simulate(setup, policy, draw))
+                outcome = outcome_of(admit_jobs(setup, policy, draw))
                 if kept:
                     kept.store(setup, policy.name, seed, outcome)
             found[policy.name].append(outcome)

@@ -85,17 +85,6 @@ def make_jobs(
     return tuple(sorted(jobs, key=lambda job: job.submit_s))
 
 
-def poisson_jobs(seed: int, number: int, every_s: float, mean_s: float) -> tuple[Job, ...]:
-    """Jobs of one device with exponential gaps and durations: what the M/M/c queue assumes."""
-    draw = Random(f"{seed}/admission poisson")
-    at, jobs = 0.0, []
-    for name in range(number):
-        at += draw.expovariate(1 / every_s)
-        seconds = draw.expovariate(1 / mean_s)
-        jobs.append(Job(f"job{name}", "all", at, 1, 1, seconds, seconds))
-    return tuple(jobs)
-
-
 def slow_nodes(fabric: Fabric, seed: int, share: float = 1 / 48) -> dict[int, float]:
     """Factor of each slow node."""
     draw = Random(f"{seed}/admission slow nodes")

@@ -21,9 +21,10 @@ from holdfast_lab.commands.score_card import (
     print_compression,
     print_score,
 )
+from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.score.gate import gate_checks
 from holdfast_lab.score.record_file import parse_reference
-from holdfast_lab.score.replay import simulated_pairs
+from holdfast_lab.score.replay import level_0_pairs
 from holdfast_lab.score.scenarios import SCENARIOS, scoring_seeds
 from holdfast_lab.score.score import GateCheck, PairScore, Weights, parse_weights, score_pair
 from holdfast_lab.score.score import score_pairs as score_of
@@ -185,9 +186,7 @@ def refuse_without_effect(
 
 
 def _simulated(policy: str, names: Sequence[str], seeds: Sequence[int]) -> list[PairScore]:
-    from holdfast_lab.commands.score_policies import policy_maker
-
-    return simulated_pairs(policy_maker(policy), names, seeds)
+    return level_0_pairs(policy_named(policy), names, seeds)
 
 
 def _real(

@@ -9,7 +9,14 @@ import typer
 from typer.core import TyperGroup
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.show.output import check_target, print_json, say, write_text
+from holdfast.show.output import (
+    check_target,
+    explained_out_errors,
+    only_writer,
+    print_json,
+    say,
+    write_text,
+)
 from holdfast_lab.commands.simulate_admission import admission
 from holdfast_lab.commands.simulate_mix import mix
 
@@ -131,8 +138,9 @@ def run_file(
       holdfast simulate run.yaml --trace p3.csv --sweep store_interval_s=60,300,900
       holdfast simulate run.yaml --make failures --days 90 --out simulated
     """
-    from holdfast_lab.commands.simulate_request import Asked, study_of
+    from holdfast_lab.commands.simulate_inputs import StudyInputs
     from holdfast_lab.commands.simulate_show import as_json, comparison_svg, print_outcomes
+    from holdfast_lab.engine.asked_study import Asked, study_of
 
     if svg is not None:
         check_target(svg, "--svg", [run_file, *(trace or ()), Path(cluster)])
@@ -152,7 +160,8 @@ def run_file(
         is_until_done=until_done,
         out=out,
     )
-    study = study_of(asked)
+    with only_writer(out), explained_out_errors(out or Path()):
+        study = study_of(asked, StudyInputs(asked))
     for note in study.notes:
         say(note)
     if json:

@@ -14,8 +14,8 @@ import typer
 
 from holdfast.cli.progress import LongWork
 from holdfast.errors import ConfigError, DataError
-from holdfast.show.output import only_writer, print_json, say
-from holdfast_lab.commands.kept_replays import KeptReplays, key_of
+from holdfast.show.output import explained_out_errors, only_writer, print_json, say
+from holdfast_lab.engine.kept_replays import KeptReplays, key_of
 
 if TYPE_CHECKING:
     from holdfast_lab.admission.engine import Setup
@@ -114,7 +114,7 @@ def admission(
     from holdfast_lab.admission.study import run_study
     from holdfast_lab.admission.workload import Workload
     from holdfast_lab.commands.simulate_admission_show import StudyReport
-    from holdfast_lab.commands.trace_make import refuse_repeated
+    from holdfast_lab.engine.settings import refuse_repeated
 
     for option, names in (("--policy", policy), ("--team", team)):
         refuse_repeated([name.partition("=")[0] for name in names or ()], option)
@@ -136,7 +136,7 @@ def admission(
     )
     chosen = [POLICIES[name] for name in policy or list(PolicyName)]
     numbers = range(seed, seed + seeds)
-    with only_writer(out):
+    with only_writer(out), explained_out_errors(out or Path()):
         kept = KeptReplays(out)
         with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
             study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))

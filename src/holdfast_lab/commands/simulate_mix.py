@@ -16,7 +16,7 @@ from holdfast.cli.progress import LongWork
 from holdfast.errors import ConfigError
 from holdfast.show.output import print_json, print_table, say
 from holdfast_lab.commands.trace import read_bytes
-from holdfast_lab.commands.trace_make import refuse_repeated
+from holdfast_lab.engine.settings import refuse_repeated
 from holdfast_lab.engine.spot_mix import (
     MixResult,
     MixSearch,

@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast.show.output import print_table
 from holdfast_lab.charts.study_charts import stacked_svg
-from holdfast_lab.commands.simulate_request import StudyResult
+from holdfast_lab.engine.asked_study import StudyResult
 from holdfast_lab.engine.interfaces import LABELS
 from holdfast_lab.engine.study import METRICS, Estimate, Outcome, estimate
 

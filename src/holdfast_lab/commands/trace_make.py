@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import DataError
 from holdfast.show.output import print_table
 from holdfast_lab.charts.steps_chart import Points, steps_svg, steps_text
+from holdfast_lab.engine.settings import refuse_repeated
 from holdfast_lab.traces.events import EventStream
 from holdfast_lab.traces.generators import Fit
 from holdfast_lab.traces.summary import churn_of
@@ -39,17 +40,6 @@ def parameters_of(given: Sequence[str]) -> dict[str, float]:
             )
     refuse_repeated([each.partition("=")[0] for each in given], "--set")
     return found
-
-
-def refuse_repeated(names: Sequence[str], option: str) -> None:
-    """Raise ConfigError if an option names one thing twice: which value counts is a guess."""
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"{name} is named {names.count(name)} times",
-                where=f"command line, {option}",
-                remedy=f"name {name} once",
-            )
 
 
 def lines_of(stream: EventStream) -> list[tuple[str, Points]]:

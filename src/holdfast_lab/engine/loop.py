@@ -15,6 +15,7 @@ from math import inf
 from typing import Protocol
 
 from holdfast_lab.engine.accounts import Accounts
+from holdfast_lab.engine.clock import Process, run_process
 from holdfast_lab.engine.fleet import Fleet, instants, seats
 from holdfast_lab.engine.interfaces import (
     NOTHING,
@@ -69,7 +70,7 @@ class Limits:
 
 
 @dataclass
-class Simulation:
+class Simulation(Process[Sequence[TraceEvent]]):
     """One run; `run` may be called once. It is the policy's View."""
 
     cost: CostModel
@@ -90,6 +91,7 @@ class Simulation:
     _review_at: float = inf
     _saves_at: float = inf
     _is_starting: bool = False
+    _is_training: bool = False
     _watts: float = 0.0
     _dirty: bool = True
 
@@ -119,11 +121,7 @@ class Simulation:
     # --- the run --------------------------------------------------------------------------------
     def run(self, events: Iterable[TraceEvent]) -> Ledger:
         """Simulate the run until its end, or that of the time."""
-        for at, group in instants(events):
-            if at >= self.limits.seconds or self._advance_to(at):
-                break
-            self._take(group)
-        self._advance_to(self.limits.seconds)
+        run_process(self, instants(events), self.limits.seconds)
         self.accounts.settle(self.now)
         ledger = self.accounts.close(self.progress)
         if self.observer:
@@ -131,44 +129,43 @@ class Simulation:
         return ledger
 
     # --- time passes ----------------------------------------------------------------------------
-    def _advance_to(self, end: float) -> bool:
-        """Return True if the run is done by then."""
-        if self.accounts.ledger.finished:
-            return True
-        while self.now < end:
-            # Comparisons stand here for min(): this loop runs for each change of a trace.
-            until, pauses = end, self._pauses
-            if self._review_at < until:
-                until = self._review_at
-            training = False
-            if pauses:
-                if self.now + pauses[0][1] < until:
-                    until = self.now + pauses[0][1]
-            elif self.point is not None:
-                training = True
-                if self._saves_at < until:
-                    until = self._saves_at
-                if self._planned_at < until:
-                    until = self._planned_at
-            if until > self.now:
-                if self._pass(until - self.now, training):
-                    return True
-                self.now = until
-            if pauses and pauses[0][1] <= _TINY:
-                del pauses[0]
-                if not pauses:
-                    self._resume()
-            if self.now >= self._planned_at and self._planned is not None:
-                self._carry_out(self._planned)
-            elif self.now >= self._review_at:
-                self._review_at = inf
-                self._decide(Change(review=True))
-            elif training and self.now >= self._saves_at:
-                self._ask_saves()
-        return False
+    def next_change(self, end: float) -> float:
+        # Comparisons stand here for min(): this runs for each change of a trace.
+        pauses = self._pauses
+        if self._review_at < end:
+            end = self._review_at
+        if pauses:
+            self._is_training = False
+            if self.now + pauses[0][1] < end:
+                end = self.now + pauses[0][1]
+        elif self.point is not None:
+            self._is_training = True
+            if self._saves_at < end:
+                end = self._saves_at
+            if self._planned_at < end:
+                end = self._planned_at
+        else:
+            self._is_training = False
+        return end
 
-    def _pass(self, seconds: float, training: bool) -> bool:
-        """Time passes in which nothing changes. Returns True if the run is done."""
+    def act(self) -> None:
+        """End a pause, or carry out what was planned, or ask the policy."""
+        pauses, now = self._pauses, self.now
+        if pauses and pauses[0][1] <= _TINY:
+            del pauses[0]
+            if not pauses:
+                self._resume()
+        if now >= self._planned_at and self._planned is not None:
+            self._carry_out(self._planned)
+        elif now >= self._review_at:
+            self._review_at = inf
+            self._decide(Change(review=True))
+        elif self._is_training and now >= self._saves_at:
+            self._ask_saves()
+
+    def elapse(self, until: float) -> bool:
+        """Let time pass in which nothing changes. Return True if the run is done."""
+        seconds, training = until - self.now, self._is_training
         if self._dirty:
             self._dirty = False
             self.accounts.count(self.nodes.values())
@@ -195,10 +192,12 @@ class Simulation:
         if is_done:
             self.accounts.ledger.finished = True
             self.now += seconds
+        else:
+            self.now = until
         return is_done
 
     # --- events ---------------------------------------------------------------------------------
-    def _take(self, group: Sequence[TraceEvent]) -> None:
+    def take(self, group: Sequence[TraceEvent]) -> None:
         """Take in all events of one instant, and let the policy decide once."""
         taken = self.fleet.take(group, self._place_of)
         self._dirty = self._dirty or taken.is_new

@@ -6,7 +6,7 @@ those of the policy are fields of `HoldfastRules`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
@@ -99,3 +99,14 @@ def as_number(name: str, text: str, where: str) -> float:
     if not fits:
         raise ConfigError(f"{name} is {text!r}", where=where, remedy=remedy)
     return value
+
+
+def refuse_repeated(names: Sequence[str], option: str) -> None:
+    """Raise ConfigError if an option names one thing twice: which value counts is a guess."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{name} is named {names.count(name)} times",
+                where=f"command line, {option}",
+                remedy=f"name {name} once",
+            )

@@ -18,6 +18,7 @@ from math import ceil
 from statistics import fmean
 
 from holdfast.errors import ConfigError
+from holdfast_lab.engine.clock import Process, run_process
 from holdfast_lab.traces.events import EventStream
 
 
@@ -111,13 +112,15 @@ class MixResult:
 
 
 @dataclass
-class _Replay:
-    """One run from one beginning."""
+class _Replay(Process[int]):
+    """One run from one beginning. Its clock counts hours; the news of a tick is its place in the
+    record."""
 
     zones: Sequence[ZoneOffer]
     work: Work
     plan: MixPlan
     start: int
+    now: float = 0.0
     left: float = 0.0
     usd: float = 0.0
     spot: int = 0
@@ -126,30 +129,32 @@ class _Replay:
     changes: int = 0
     moves: int = 0
     _held_until: float = 0.0
+    _place: int = 0
+    _lost: float = 0.0
     _filled: bool = False
     _is_last: bool = False
     _spot_hours: float = 0.0
     _hours: float = 0.0
 
     def run(self) -> MixOutcome:
-        work = self.work
+        work, record = self.work, len(self.zones[0].counts)
         self.left = work.node_hours
-        tick = 0
         limit = ceil(4 * work.deadline_h / work.tick_h)
-        while self.left > 1e-9 and tick < limit:
-            at = tick * work.tick_h
-            place = (self.start + tick) % len(self.zones[0].counts)
-            lost = self._decide(at, place)
-            done = self._train(place, lost)
-            tick += 1
-            if done < work.tick_h:
-                return self._end(at + done)
-        return self._end(tick * work.tick_h)
-
-    def _end(self, hours: float) -> MixOutcome:
-        in_time = self.left <= 1e-9 and hours <= self.work.deadline_h + 1e-9
+        ticks = ((tick * work.tick_h, (self.start + tick) % record) for tick in range(limit))
+        run_process(self, ticks, limit * work.tick_h)
+        in_time = self.left <= 1e-9 and self.now <= work.deadline_h + 1e-9
         share = self._spot_hours / self._hours if self._hours else 0.0
-        return MixOutcome(hours, self.usd, in_time, self.changes, self.moves, share)
+        return MixOutcome(self.now, self.usd, in_time, self.changes, self.moves, share)
+
+    def take(self, place: int) -> None:
+        self._place, self._lost = place, self._decide(self.now, place)
+
+    def elapse(self, until: float) -> bool:
+        """Return True if the work is done by then."""
+        done = self._train(self._place, self._lost)
+        is_done = done < self.work.tick_h or self.left <= 1e-9
+        self.now = self.now + done if is_done else until
+        return is_done
 
     def _offered(self, region: str, place: int) -> int:
         chosen = self.plan.zones
@@ -224,7 +229,7 @@ class _Replay:
         return total + self.demand * min(zone.on_demand[place] for zone in here)
 
 
-def replay_mix(
+def try_mix(
     zones: Sequence[ZoneOffer], work: Work, plan: MixPlan, starts: Sequence[int]
 ) -> MixResult:
     """The outcome of a plan from every beginning. starts: ticks; the record repeats after its
@@ -274,20 +279,20 @@ def search_mix(
         )
     plans = plans or all_plans(zones, work)
     few = starts[:: max(1, len(starts) // 20)]
-    alone = replay_mix(zones, work, next(p for p in plans if not p.zones), starts)
+    alone = try_mix(zones, work, next(p for p in plans if not p.zones), starts)
     found: list[MixResult] = [alone]
     by_zones: dict[tuple[str, ...], list[MixResult]] = {}
     for plan in plans:
         if not plan.zones:
             continue
-        first = replay_mix(zones, work, plan, few)
+        first = try_mix(zones, work, plan, few)
         if first.in_time >= in_time - 0.1 and first.usd <= 1.1 * alone.usd:
             by_zones.setdefault(plan.zones, []).append(first)
     best_of = []
     for candidates in by_zones.values():
         candidates.sort(key=lambda result: result.usd)
         for candidate in candidates[:8]:
-            complete = replay_mix(zones, work, candidate.plan, starts)
+            complete = try_mix(zones, work, candidate.plan, starts)
             if complete.in_time >= in_time:
                 found.append(complete)
                 best_of.append(complete)

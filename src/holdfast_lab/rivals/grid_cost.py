@@ -1,8 +1,7 @@
 """The one cost model of all policies: throughput of a grid of replicas by pipeline stages. Pure.
 
 Every trainer of the comparison spreads a model over `dp` equal replicas of `pp` stages, with one
-node for each stage. So one function of (dp, pp) says how fast each of them trains. It comes from a
-table of measurements, or from the closed form of a pipeline (`pipeline_rate`).
+node for each stage. So one function of (dp, pp) says how fast each of them trains.
 """
 
 from __future__ import annotations
@@ -94,57 +93,6 @@ class GridCost:
 
     def idle_share(self, dp: int, pp: int) -> float:
         return (pp - 1) / (ceil(self.microbatches / dp) + pp - 1)
-
-
-@dataclass(frozen=True)
-class PipelineModel:
-    """What the closed form needs. Times in seconds, sizes in bytes.
-
-    layers: equal ones. layer_s: forward and backward pass of one layer over one microbatch.
-    layer_state, layer_gradient: bytes of the state and of the gradient of a layer. node_memory: for
-    the state. boundary: bytes between two stages for one microbatch. bandwidth: between two nodes.
-    """
-
-    layers: int
-    layer_s: float
-    layer_state: float
-    layer_gradient: float
-    node_memory: float
-    boundary: float
-    bandwidth: float
-    microbatches: int
-    batch_tokens: float
-
-
-def pipeline_rate(model: PipelineModel, dp: int, pp: int) -> float:
-    """Tokens a second of a 1F1B pipeline, 0 if a stage does not fit on a node.
-
-    A step is (m + pp - 1) times the largest stage with its send, for m microbatches of a replica.
-    Then comes a ring all-reduce of that stage's gradient over the replicas. (Narayanan et al.,
-    SC 2021, section 2.2.)
-    """
-    largest = ceil(model.layers / pp)
-    if (
-        pp > model.layers
-        or dp > model.microbatches
-        or largest * model.layer_state > (model.node_memory)
-    ):
-        return 0.0
-    rounds = ceil(model.microbatches / dp) + pp - 1
-    send = model.boundary / model.bandwidth if pp > 1 else 0.0
-    reduce = 2 * (dp - 1) / dp * largest * model.layer_gradient / model.bandwidth
-    return model.batch_tokens / (rounds * (largest * model.layer_s + send) + reduce)
-
-
-def pipeline_grid(model: PipelineModel, nodes: int, costs: Costs) -> GridCost:
-    """All layouts of the closed form on at most so many nodes."""
-    rates = {
-        (dp, pp): rate
-        for pp in range(1, min(nodes, model.layers) + 1)
-        for dp in range(1, nodes // pp + 1)
-        if (rate := pipeline_rate(model, dp, pp)) > 0
-    }
-    return GridCost(rates, model.batch_tokens, model.microbatches, costs)
 
 
 @dataclass(frozen=True)

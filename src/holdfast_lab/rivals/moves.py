@@ -19,14 +19,6 @@ def replicas_hit(lost: Collection[int], stages: int) -> set[int]:
     return {place // stages for place in lost}
 
 
-def holders_left(used: int, lost: Collection[int], stages: int) -> list[int]:
-    """Copies of each stage that survive, of a grid of `used` places."""
-    left = [used // stages] * stages
-    for place in lost:
-        left[place % stages] -= 1
-    return left
-
-
 def survivors(view: View, lost: Collection[int]) -> list[str]:
     """Names of the nodes in use that are left, in the order of ranks."""
     gone = set(lost)

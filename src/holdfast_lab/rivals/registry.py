@@ -1,10 +1,11 @@
-"""Policies of other trainers by name."""
+"""Policies by name: ours, and those of other trainers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from holdfast.errors import ConfigError, unknown_name
+from holdfast_lab.engine.holdfast import holdfast
 from holdfast_lab.engine.interfaces import CostModel, Policy, PolicyMaker
 from holdfast_lab.rivals.acute import HierarchyPolicy
 from holdfast_lab.rivals.bamboo import BambooPolicy
@@ -34,6 +35,7 @@ def _parcae(cost: CostModel) -> Policy:
 
 
 POLICIES: Mapping[str, Callable[[CostModel], Policy]] = {
+    "holdfast": holdfast,
     "restart": RestartPolicy,
     "torchft": _torchft,
     "bamboo": _bamboo,
@@ -45,7 +47,7 @@ POLICIES: Mapping[str, Callable[[CostModel], Policy]] = {
 
 
 def policy_named(name: str) -> PolicyMaker:
-    """The policy of another trainer. Raises ConfigError for a name that is not known."""
+    """The policy of a trainer. Raises ConfigError for a name that is not known."""
     if name not in POLICIES:
-        raise unknown_name(ConfigError, "policy", name, ("holdfast", *POLICIES), "--policy")
+        raise unknown_name(ConfigError, "policy", name, POLICIES, "--policy")
     return POLICIES[name]

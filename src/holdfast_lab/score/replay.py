@@ -37,13 +37,13 @@ def reference_machine(run: ScenarioRun) -> TableCost:
     return linear_cost(run.nodes, rate, STEP_TOKENS, REFERENCE_COSTS, NODES_PER_REPLICA)
 
 
-def simulate_scenario(run: ScenarioRun, policy: PolicyMaker) -> Ledger:
+def run_scenario(run: ScenarioRun, policy: PolicyMaker) -> Ledger:
     """What a policy makes of a scenario."""
     cost = reference_machine(run)
     return Simulation(cost, policy(cost), Limits(run.seconds)).run(run.events)
 
 
-def simulated_pairs(
+def level_0_pairs(
     policy: PolicyMaker, scenarios: Sequence[str], seeds: Sequence[int]
 ) -> list[PairScore]:
     """The values of all pairs."""
@@ -51,7 +51,7 @@ def simulated_pairs(
     for name in scenarios:
         for seed in seeds:
             run = draw_scenario(name, seed, LEVEL_0)
-            found.append(pair_of_ledger(run, simulate_scenario(run, policy)))
+            found.append(pair_of_ledger(run, run_scenario(run, policy)))
     return found
 
 

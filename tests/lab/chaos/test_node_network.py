@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from benchmarks.lab.links import HOLDFAST_WAITS, link_seconds
 
 from holdfast_lab.chaos.network import why_unavailable
 from holdfast_lab.score.harness.harness import RunOptions, run_scenario
 from holdfast_lab.score.harness.node_processes import LineReader, NodeProcesses
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace, trainer_named
-from holdfast_lab.score.links import HOLDFAST_WAITS, link_seconds
 from holdfast_lab.score.record import Commit, samples_once
 from holdfast_lab.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from benchmarks.lab.saved_parcae import saved_chooser
 
 from holdfast.errors import ConfigError
 from holdfast_lab.engine.interfaces import Costs, Policy
@@ -20,7 +21,7 @@ from holdfast_lab.rivals.acute import (
 from holdfast_lab.rivals.bamboo import RENDEZVOUS_S, BambooPolicy
 from holdfast_lab.rivals.grid_cost import GridCost
 from holdfast_lab.rivals.moves import YoungSaves
-from holdfast_lab.rivals.parcae import MinutelyPolicy, saved_chooser
+from holdfast_lab.rivals.parcae import MinutelyPolicy
 from holdfast_lab.rivals.registry import POLICIES, policy_named
 from holdfast_lab.rivals.restart import RestartPolicy
 from holdfast_lab.rivals.torchft import TorchftPolicy

@@ -8,36 +8,31 @@ import random
 from pathlib import Path
 
 import pytest
+from benchmarks.lab import rival_workloads as workloads
+from benchmarks.lab.saved_parcae import layout_changes, offline_decisions, parse_saved
 
 from holdfast.errors import DataError
 from holdfast.plan.hardware.tables import read_rows
 from holdfast_lab.engine.interfaces import Costs
 from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.engine.table_cost import linear_cost
-from holdfast_lab.rivals import grid_cost, workloads
 from holdfast_lab.rivals.availability_forecast import (
     ForecastBounds,
     fit_differences,
     forecast,
     without_excursions,
 )
-from holdfast_lab.rivals.grid_cost import GridCost, ListedGrid, as_grid, pipeline_rate
+from holdfast_lab.rivals.grid_cost import GridCost, ListedGrid, as_grid
 from holdfast_lab.rivals.liveput import (
     INTERVAL_S,
     LiveputOptimizer,
     SharedMigration,
     keep_chance,
 )
-from holdfast_lab.rivals.parcae import (
-    MinutelyPolicy,
-    forecast_chooser,
-    layout_changes,
-    offline_decisions,
-    parse_saved,
-)
+from holdfast_lab.rivals.parcae import MinutelyPolicy, forecast_chooser
 from holdfast_lab.traces.events import TraceEvent
 
-ROWS = read_rows(Path(grid_cost.__file__).with_name("parcae_throughput.csv"))
+ROWS = read_rows(Path(workloads.__file__).with_name("parcae_throughput.csv"))
 
 
 def test_the_measured_grids_have_the_published_best_layouts():
@@ -54,7 +49,7 @@ def test_the_measured_grids_have_the_published_best_layouts():
 def test_the_closed_form_is_near_the_measured_grid_but_for_one_row():
     gpt = workloads.measured_grid(ROWS, workloads.GPT_6_7B)
     errors = {
-        shape: pipeline_rate(workloads.V100_PIPELINE, *shape) / rate - 1
+        shape: workloads.pipeline_rate(workloads.V100_PIPELINE, *shape) / rate - 1
         for shape, rate in gpt.rates.items()
     }
     assert errors.pop((2, 16)) > 0.3  # measured slower than on half of the nodes

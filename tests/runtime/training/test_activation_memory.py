@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from benchmarks.runtime.activation_meter import ActivationMeter
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import Coordinate, Topology
 from holdfast.plan.memory.activations import RankShape, activations_of, has_formula
-from holdfast.training.memory.activation_meter import ActivationMeter
 from tests.support.layouts import RECOMPUTE, VOCABULARY, case, config_of, engine_of
 from tests.support.layouts import topology_of as place
 from tests.support.marks import in_campaign

@@ -49,7 +49,6 @@ from holdfast.launch.run.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask
 from holdfast.launch.run.resume_checks import branch_command, refuse_cut
 from holdfast.launch.run.runs import (
     RESOLVED_FILE,
-    SIMULATED_KEY,
     read_resolved,
     read_secrets,
 )
@@ -58,7 +57,7 @@ from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
 from holdfast.wire.store.run_location import bucket_of_run, store_of_run, where_of_run
-from holdfast.wire.store.run_store import MissingKeyError
+from holdfast.wire.store.run_store import SIMULATED_KEY, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
 FIRST_FILES = frozenset({"run.yaml", "environment.json"})

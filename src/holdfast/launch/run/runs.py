@@ -25,11 +25,10 @@ from holdfast.wire.store.run_location import (
     read_run_file,
     store_of_run,
 )
-from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.store.run_store import SIMULATED_KEY, RunStore
 from holdfast.wire.term import newest_term, secret_of
 
 RESOLVED_FILE = "resolved.json"
-SIMULATED_KEY = "simulated"
 """A key of `resolved.json` that only a simulated run has: the policy, in words."""
 IMPORTED_FOLDER = "imported"
 """Settings of the folder whose weights the run began with; an export gives them back."""

@@ -448,3 +448,7 @@ def translate_os_error(error: OSError, folder: Path) -> HoldfastError:
 
 
 JOURNAL_PREFIX = "journal/"
+SIMULATED_KEY = "simulated"
+"""In the settings of a run that nothing trained: the words of its study."""
+SIMULATED_FILE = "simulated.json"
+"""Totals of a simulated run that no journal has: money, energy, traffic."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.lab.layout_replay import run_layout
 from benchmarks.lab.plan_failures import EXAMPLE, problem_of
 
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.objectives import objective_named
 from holdfast.plan.search.search import Found, Limits, search
-from holdfast_lab.engine.layout_replay import replay
 
 MICROBATCHES = (8, 64)
 """Those of the two best layouts; `benchmarks.lab.plan_failures` searches all."""
@@ -41,7 +41,7 @@ def test_the_best_layout_with_failures_is_another_one_and_wins_in_a_replay() -> 
     assert by_time.choice != by_goodput.choice
     assert by_time.cost.step_s < by_goodput.cost.step_s
     one, other = (
-        replay(model, best.choice, best.cost, days=40).tokens_per_s
+        run_layout(model, best.choice, best.cost, days=40).tokens_per_s
         for best in (by_time, by_goodput)
     )
     assert other > 1.02 * one

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import expm1
 
 import pytest
+from benchmarks.lab.layout_replay import run_layout
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
@@ -13,7 +14,6 @@ from holdfast.plan.objective.absent_nodes import absent_chances, batch_chances
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.saving.tiers import DISK
-from holdfast_lab.engine.layout_replay import replay
 from tests.runtime.plan.objective.problems import layout, pool, problem
 
 SLOW_RETURN = RecoveryCosts(spot_return_s=3_600.0, store_bandwidth=1e8)
@@ -25,7 +25,7 @@ def expected_and_replayed(
     model = GoodputModel(given, costs)
     cost = model.evaluator.cost(choice)
     assert cost.fits
-    found = [replay(model, choice, cost, days, seed).tokens_per_s for seed in (1, 2)]
+    found = [run_layout(model, choice, cost, days, seed).tokens_per_s for seed in (1, 2)]
     return model.expected(choice, cost).tokens_per_s, sum(found) / 2
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf, sqrt
 
 import pytest
+from benchmarks.lab.intervals import RunSpell, lost_by_two_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from holdfast.policy.saving.interval import (
     young_interval,
 )
 from holdfast.policy.saving.tier_choice import decide_tiers
-from holdfast_lab.engine.intervals import RunSpell, replay_two_tiers
 
 WIDE = IntervalBounds(1e-6, 1e9)
 costs = st.floats(1e-3, 100)
@@ -219,7 +219,7 @@ def test_two_tiers_are_as_good_as_the_best_of_a_sweep_of_the_replay(
         history.append(RunSpell(draw.expovariate(often + seldom), True, level=level))
 
     def loss(seconds: float, every: int) -> float:
-        return replay_two_tiers(history, seconds, every, (lower, upper), 0.0).by_policy
+        return lost_by_two_tiers(history, seconds, every, (lower, upper), 0.0).by_policy
 
     # In the replay an upper save is one beside the lower, as decide_tiers has it.
     low, high = decide_tiers([TierCost(0, lower), TierCost(1, upper)], {0: often, 1: seldom}, WIDE)

@@ -15,7 +15,6 @@ from math import ceil, floor, inf
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.plan_request import PlanRequest
 from holdfast.errors import RunFolderError
 from holdfast.events import (
     Event,
@@ -31,19 +30,22 @@ from holdfast.events import (
     WorkerReady,
     to_json,
 )
-from holdfast.launch.run.runs import SIMULATED_KEY
-from holdfast.show.output import make_folder
 from holdfast.wire.journal import segment_key
-from holdfast.wire.store.run_store import JOURNAL_PREFIX, FolderStore, RunStore
-from holdfast_lab.commands.kept_replays import FILE as KEPT_REPLAYS
+from holdfast.wire.store.run_store import (
+    JOURNAL_PREFIX,
+    SIMULATED_FILE,
+    SIMULATED_KEY,
+    FolderStore,
+    RunStore,
+)
 from holdfast_lab.engine.interfaces import SAVE, Node, SavePlan, Transition
+from holdfast_lab.engine.kept_replays import FILE as KEPT_REPLAYS
 from holdfast_lab.engine.loop import Simulation
+from holdfast_lab.engine.planned_cost import PlannedRun
 from holdfast_lab.engine.progress import LostWork
 
 MOST_LINES = 20_000
 """Steps that get a line of their own."""
-SIMULATED_FILE = "simulated.json"
-"""Totals of the run, with what no journal has: money, energy, traffic."""
 _WRITER = "simulated"
 _HELD = 4_000
 """Lines that wait until no return to a save can split them."""
@@ -109,16 +111,14 @@ class JournalObserver:
     _intervals: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
-    def in_folder(
-        folder: Path, request: PlanRequest, words: str, seconds: float
-    ) -> JournalObserver:
+    def in_folder(folder: Path, planned: PlannedRun, words: str, seconds: float) -> JournalObserver:
         """Begin the run folder. seconds: that will be simulated. Raises RunFolderError."""
-        loaded = request.loaded
+        loaded = planned.loaded
         resolved = {"config": loaded.config.model_dump(mode="json"), SIMULATED_KEY: words}
         store = JournalObserver.begin(folder, resolved)
-        step_s = request.plan.best.cost.step_s
+        step_s = planned.plan.best.cost.step_s
         each = max(1, ceil(seconds / step_s / MOST_LINES)) if seconds < inf else 1
-        tokens = request.problem.workload.step_tokens
+        tokens = planned.problem.workload.step_tokens
         size = loaded.config.train.batch_size
         return JournalObserver(store, loaded.config.name, words, size, tokens, each)
 
@@ -128,7 +128,6 @@ class JournalObserver:
 
         Raises RunFolderError if something else is there.
         """
-        make_folder(folder)
         _drop_unfinished(folder)
         if any(path.name != KEPT_REPLAYS for path in folder.iterdir()):
             raise RunFolderError(

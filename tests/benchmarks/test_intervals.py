@@ -7,22 +7,22 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from holdfast.policy.saving.failure_rate import FailureRate
-from holdfast.policy.saving.interval import IntervalBounds, lost_time_share, young_interval
-from holdfast_lab.engine.intervals import (
+from benchmarks.lab.intervals import (
     LostTime,
     RunSpell,
     belief_path,
     failure_rate,
     job_spells,
-    replay_adaptive,
-    replay_fixed,
-    replay_two_tiers,
+    lost_by_adaptive,
+    lost_by_fixed,
+    lost_by_two_tiers,
     rotate_spells,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.interval import IntervalBounds, lost_time_share, young_interval
 from holdfast_lab.traces import synthetic
 from holdfast_lab.traces.loading import load_trace
 
@@ -31,13 +31,13 @@ WIDE = IntervalBounds(0.01, 86400.0)
 
 def test_by_hand() -> None:
     """100 s with a save of 2 s after every 30 s: three saves, 4 s are redone."""
-    assert replay_fixed([RunSpell(100, True)], 30, 2, 10) == LostTime(6, 4, 0, 100, 3)
-    assert replay_fixed([RunSpell(100, False)], 30, 2, 10) == LostTime(6, 0, 0, 100, 3)
-    assert replay_fixed([RunSpell(95, True)], 30, 2, 10) == LostTime(
+    assert lost_by_fixed([RunSpell(100, True)], 30, 2, 10) == LostTime(6, 4, 0, 100, 3)
+    assert lost_by_fixed([RunSpell(100, False)], 30, 2, 10) == LostTime(6, 0, 0, 100, 3)
+    assert lost_by_fixed([RunSpell(95, True)], 30, 2, 10) == LostTime(
         5, 30, 0, 95, 2
     )  # the third is torn
-    assert replay_fixed([RunSpell(20, True)], 30, 2, 10) == LostTime(0, 20, 0, 20, 0)
-    twice = replay_fixed([RunSpell(100, True), RunSpell(8, True), RunSpell(45, True)], 30, 2, 10)
+    assert lost_by_fixed([RunSpell(20, True)], 30, 2, 10) == LostTime(0, 20, 0, 20, 0)
+    twice = lost_by_fixed([RunSpell(100, True), RunSpell(8, True), RunSpell(45, True)], 30, 2, 10)
     assert twice == LostTime(8, 7, 18, 153, 4)
 
 
@@ -69,10 +69,10 @@ histories = st.lists(
 def test_it_equals_brute_force(
     found: list[RunSpell], seconds: int, cost: int, recovery: int
 ) -> None:
-    assert replay_fixed(found, seconds, cost, recovery) == _brute(found, seconds, cost, recovery)
-    same = replay_two_tiers(found, seconds, 10**9, (cost, 0.0), recovery)
-    assert same.redone == replay_fixed(found, seconds, cost, recovery).redone
-    assert same.saving == replay_fixed(found, seconds, cost, recovery).saving
+    assert lost_by_fixed(found, seconds, cost, recovery) == _brute(found, seconds, cost, recovery)
+    same = lost_by_two_tiers(found, seconds, 10**9, (cost, 0.0), recovery)
+    assert same.redone == lost_by_fixed(found, seconds, cost, recovery).redone
+    assert same.saving == lost_by_fixed(found, seconds, cost, recovery).saving
 
 
 @given(histories, st.integers(2, 600), st.integers(1, 40), st.integers(0, 90))
@@ -80,13 +80,13 @@ def test_it_equals_brute_force(
 def test_an_adaptive_policy_that_never_changes_its_mind_is_a_fixed_one(
     found: list[RunSpell], seconds: int, cost: int, recovery: int
 ) -> None:
-    # Off the grid of whole seconds: a failure at the instant at which a save ends is anybody's.
+    # Off the grid of seconds: a failure may end at the instant of a save.
     found = [replace(spell, seconds=spell.seconds + 0.37) for spell in found]
     bounds = IntervalBounds(seconds, seconds)
     path = belief_path(found, FailureRate.from_prior())
     mine, want = (
-        replay_adaptive(found, path, cost, recovery, bounds),
-        replay_fixed(found, seconds, cost, recovery),
+        lost_by_adaptive(found, path, cost, recovery, bounds),
+        lost_by_fixed(found, seconds, cost, recovery),
     )
     assert mine.saving == pytest.approx(want.saving)
     assert mine.redone == pytest.approx(want.redone)
@@ -102,7 +102,7 @@ def test_random_failures_lose_what_dalys_formula_says(cost: float) -> None:
     draw = random.Random(1)
     found = [RunSpell(draw.expovariate(1 / 900), True) for _ in range(20000)]
     interval = young_interval(cost, 1 / 900)
-    waste = replay_fixed(found, interval, cost, 0.0)
+    waste = lost_by_fixed(found, interval, cost, 0.0)
     useful = waste.running - waste.saving - waste.redone
     assert (waste.saving + waste.redone) / useful == pytest.approx(
         lost_time_share(interval, cost, 1 / 900), rel=0.02
@@ -116,10 +116,10 @@ def test_the_adaptive_policy_is_within_five_per_cent_on_random_failures(mtbf: fl
     path, rate = belief_path(found, FailureRate.from_prior()), failure_rate(found)
     for cost in (0.005, 1.5):
         best = min(
-            replay_fixed(found, young_interval(cost, rate) * 1.1**k, cost, 30).by_policy
+            lost_by_fixed(found, young_interval(cost, rate) * 1.1**k, cost, 30).by_policy
             for k in range(-12, 13)
         )
-        assert replay_adaptive(found, path, cost, 30, WIDE).by_policy < 1.05 * best
+        assert lost_by_adaptive(found, path, cost, 30, WIDE).by_policy < 1.05 * best
 
 
 def test_a_trace_becomes_spells() -> None:
@@ -161,4 +161,4 @@ def test_a_job_that_never_runs_loses_nothing() -> None:
         == ()
     )
     assert LostTime().by_policy == LostTime().total == 0.0
-    assert replay_adaptive((), (), 1.0, 1.0, IntervalBounds(1, inf)) == LostTime()
+    assert lost_by_adaptive((), (), 1.0, 1.0, IntervalBounds(1, inf)) == LostTime()

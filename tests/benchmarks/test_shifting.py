@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from holdfast_lab.energy.clocks import NodePower
-from holdfast_lab.energy.shifting import PAUSED, Action, Moment, ShiftRules, decide
+from benchmarks.lab.clocks import NodePower
+from benchmarks.lab.shifting import PAUSED, Action, Moment, ShiftRules, decide
 
 HOUR = 3600.0
 NODE = NodePower(host_w=500.0, idle_w=100.0, busy_w=2000.0)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 import pytest
+from benchmarks.lab.predicting_policy import Oracle, PredictingPolicy, Predictor
 
 from holdfast.policy.prediction.history import NodeChange
 from holdfast.policy.prediction.response import ResponsePolicy
@@ -16,7 +17,6 @@ from holdfast_lab.engine.interfaces import CostModel, Costs, OperatingPoint
 from holdfast_lab.engine.ledger import Ledger
 from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.engine.table_cost import TableCost
-from holdfast_lab.prediction.policy import Oracle, PredictingPolicy, Predictor
 from holdfast_lab.prediction.samples import changes_of
 from holdfast_lab.traces.generators import make_trace
 

@@ -21,6 +21,7 @@ from holdfast.plan.objective.goodput import RETURNS, GoodputModel
 from holdfast.plan.objective.losses import CONTINUES, FROM_MEMORY, FROM_STORE
 from holdfast.plan.objective.occupancy import devices_by_pool
 from holdfast.policy.saving.tiers import DISK, PEERS
+from holdfast_lab.engine.clock import Process, run_process
 
 _TIERS = {FROM_MEMORY: (PEERS, DISK), FROM_STORE: (DISK,)}
 
@@ -40,15 +41,15 @@ class Replay:
         return self.tokens / self.seconds
 
 
-def replay(
+def run_layout(
     model: GoodputModel, choice: Choice, cost: StepCost, days: float, seed: int = 0
 ) -> Replay:
     """Replay so many days of a layout, with the intervals between saves that the plan has."""
-    return _Run(model, choice, cost, random.Random(f"{seed}/layout")).replay(days * 86_400)
+    return _Run(model, choice, cost, random.Random(f"{seed}/layout")).run(days * 86_400)
 
 
 @dataclass
-class _Run:
+class _Run(Process[None]):
     """One replay. replicas: nodes of each that trains. rate: tokens a second of the layout. since:
     tokens since the last save, by tier. pause: seconds until it trains again, and what for."""
 
@@ -62,25 +63,39 @@ class _Run:
     rate: float = 0.0
     tokens: float = 0.0
     since: dict[int, float] = field(default_factory=dict)
+    now: float = 0.0
     pause: float = 0.0
     paused_for: int = RETURNS
     by_need: dict[int, int] = field(default_factory=dict)
+    _overhead: float = 1.0
+    _intervals: Mapping[int, float] = field(default_factory=dict)
+    _next: tuple[NodePool, bool] | None = None  # whose node changes, and whether it is lost
 
-    def replay(self, seconds: float) -> Replay:
+    def run(self, seconds: float) -> Replay:
         expected = self.model.expected(self.choice, self.cost)
-        intervals = {t: s for t, s in expected.intervals_s.items() if s < inf}
-        self.since = dict.fromkeys(intervals, 0.0)
+        self._intervals = {t: s for t, s in expected.intervals_s.items() if s < inf}
+        self._overhead = 1 + expected.saves
+        self.since = dict.fromkeys(self._intervals, 0.0)
         self.by_need = dict.fromkeys((CONTINUES, FROM_MEMORY, FROM_STORE), 0)
         self._place()
-        now = 0.0
-        while now < seconds:
-            after, pool, is_loss = self._next_event()
-            after = min(after, seconds - now)
-            self._train(after, intervals, 1 + expected.saves)
-            now += after
-            if now < seconds and pool is not None:
-                (self._lose if is_loss else self._return)(pool)
+        run_process(self, end=seconds)
         return Replay(seconds, self.tokens, self.by_need)
+
+    def next_change(self, end: float) -> float:
+        after, pool, is_loss = self._next_event()
+        is_late = self.now + after >= end
+        self._next = None if is_late or pool is None else (pool, is_loss)
+        return end if is_late else self.now + after
+
+    def elapse(self, until: float) -> bool:
+        self._train(until - self.now)
+        self.now = until
+        return False
+
+    def act(self) -> None:
+        if self._next is not None:
+            pool, is_loss = self._next
+            (self._lose if is_loss else self._return)(pool)
 
     def _next_event(self) -> tuple[float, NodePool | None, bool]:
         """(seconds until it, pool, whether nodes are lost): the earliest of all."""
@@ -95,12 +110,12 @@ class _Run:
                     best = after, pool, is_loss
         return best
 
-    def _train(self, seconds: float, intervals: Mapping[int, float], overhead: float) -> None:
+    def _train(self, seconds: float) -> None:
         waited = min(self.pause, seconds)
         self.pause -= waited
-        done = self.rate * (seconds - waited) / overhead
+        done = self.rate * (seconds - waited) / self._overhead
         self.tokens += done
-        for tier, interval in intervals.items():
+        for tier, interval in self._intervals.items():
             saved = self.rate * interval
             self.since[tier] = (self.since[tier] + done) % saved if saved else self.since[tier]
 

@@ -1,18 +1,18 @@
-"""Runs the replays of `holdfast simulate`, shows how far they are, and keeps them in `--out`."""
+"""Runs the replays of a study, says how far they are, and keeps them in a folder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from holdfast.cli.plan_request import PlanRequest
-from holdfast.cli.progress import LongWork
-from holdfast_lab.commands.kept_replays import KeptReplays
+from holdfast_lab.engine.kept_replays import KeptReplays
 from holdfast_lab.engine.ledger import Ledger, Sketch
 from holdfast_lab.engine.loop import Observer
+from holdfast_lab.engine.planned_cost import PlannedRun
+from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.study import Case, Outcome, run_case
 from holdfast_lab.traces.events import EventStream
 
@@ -20,22 +20,28 @@ _SKETCHES = ("lost_s", "lost_steps", "rto_s")
 _BY_TIER = ("saves", "saved_bytes", "read_bytes")
 
 
+class Progress(AbstractContextManager[object], Protocol):
+    """Shows how far a study is, from its entry to its exit."""
+
+    def count(self, words: str, done: int, total: int) -> None: ...
+
+
 class StudyReplays:
     """The replays of one study. The first one writes the journal of the folder.
 
-    out: the folder of `--out`, or None. total: replays of the study.
+    out: the folder of `--out`, or None. total: replays of the study. progress: hears of each.
     """
 
-    def __init__(self, out: Path | None, total: int) -> None:
+    def __init__(self, out: Path | None, total: int, progress: Progress) -> None:
         self._out, self._total = out, total
         self._kept = KeptReplays(out)
         self._done = 0
-        self._work = LongWork("planning")
+        self._progress = progress
 
     @contextmanager
     def running(self) -> Iterator[StudyReplays]:
         """Inside, the replays run: progress is shown, and Ctrl-C says what is kept."""
-        with self._kept.counted(self._total), self._work:
+        with self._kept.counted(self._total), self._progress:
             yield self
 
     @property
@@ -48,7 +54,7 @@ class StudyReplays:
         case: Case,
         histories: Sequence[Callable[[], EventStream]],
         tokens: float,
-        request: PlanRequest,
+        planned: PlannedRun,
         key: str,
     ) -> Outcome:
         """Simulate a case over each history, or take what an earlier call has kept.
@@ -58,13 +64,13 @@ class StudyReplays:
         """
         ledgers = []
         for index, make in enumerate(histories):
-            self._work.count("replays", self._done, self._total)
+            self._progress.count("replays", self._done, self._total)
             name, is_first = f"{key}/{index}", self._done == 0
             is_lost = is_first and self._out and not (self._out / "resolved.json").exists()
             found = None if is_lost else self._kept.get(name)
             if found is None:
                 history = make()
-                heard = self._journal(request, case, history) if is_first else None
+                heard = self._journal(planned, case, history) if is_first else None
                 ledger = run_case(case, [history], tokens, heard).ledgers[0]
                 self._kept.put(name, asdict(ledger))
             else:
@@ -73,12 +79,10 @@ class StudyReplays:
             self._done += 1
         return Outcome(case, tuple(ledgers))
 
-    def _journal(self, request: PlanRequest, case: Case, history: EventStream) -> Observer | None:
+    def _journal(self, planned: PlannedRun, case: Case, history: EventStream) -> Observer | None:
         if self._out is None:
             return None
-        from holdfast_lab.commands.simulate_journal import JournalObserver
-
-        return JournalObserver.in_folder(self._out, request, case.words, history.seconds)
+        return JournalObserver.in_folder(self._out, planned, case.words, history.seconds)
 
 
 def ledger_from(state: Mapping[str, Any]) -> Ledger:

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from benchmarks.lab.clocks import NodePower
+from benchmarks.lab.energy import EnergyRun, EnergyStudy, Hour, hours_of
+from benchmarks.lab.shifting import ShiftRules
 
-from holdfast_lab.energy.clocks import NodePower
-from holdfast_lab.energy.energy import EnergyRun, Hour, hours_of, replay_energy
-from holdfast_lab.energy.shifting import ShiftRules
 from holdfast_lab.traces.events import TraceEvent
 from holdfast_lab.traces.generators import make_trace
 
@@ -20,17 +20,19 @@ DAY = 86400.0
 def test_by_hand() -> None:
     """1.5 kW for two hours, at 100 and at 300 g; an idle node takes 0.5 kW."""
     hours: list[Hour] = [(0.0, {"a": 100.0}), (3600.0, {"a": 300.0}), (7200.0, {"a": 0.0})]
-    out = replay_energy(hours, 0, EnergyRun(7200.0, idle_nodes=1), ShiftRules(NODE), "a")
+    out = EnergyStudy(hours, 0, EnergyRun(7200.0, idle_nodes=1), ShiftRules(NODE), "a").run()
     assert out.kwh == pytest.approx(4.0)
     assert out.cost == pytest.approx(2.0 * 100 + 2.0 * 300)
     assert (out.seconds, out.is_done) == (7200.0, True)
     off = EnergyRun(7200.0, idle_nodes=1, idle_off=True)
-    assert replay_energy(hours, 0, off, ShiftRules(NODE), "a").kwh == pytest.approx(3.0)
+    assert EnergyStudy(hours, 0, off, ShiftRules(NODE), "a").run().kwh == pytest.approx(3.0)
 
 
 def test_prices_are_paid_while_nodes_are_held() -> None:
     hours: list[Hour] = [(0.0, {"a": 2.0}), (3600.0, {"a": 4.0}), (7200.0, {"a": 4.0})]
-    out = replay_energy(hours, 0, EnergyRun(7200.0, nodes=3), ShiftRules(NODE, priced=True), "a")
+    out = EnergyStudy(
+        hours, 0, EnergyRun(7200.0, nodes=3), ShiftRules(NODE, priced=True), "a"
+    ).run()
     assert out.cost == pytest.approx(3 * (2.0 + 4.0))
 
 
@@ -52,9 +54,9 @@ def test_every_policy_ends_in_time_and_the_free_one_saves_most(seed: int) -> Non
     run = EnergyRun(5 * DAY)
     plain = ShiftRules(NODE)
     free = replace(plain, can_cap=True, can_pause=True, powers_down=True)
-    base = replay_energy(hours, 24, run, plain, "made")
+    base = EnergyStudy(hours, 24, run, plain, "made").run()
     for rules in (replace(plain, can_cap=True), replace(free, can_cap=False), free):
-        out = replay_energy(hours, 24, run, rules, "made")
+        out = EnergyStudy(hours, 24, run, rules, "made").run()
         assert out.is_done
         assert out.seconds <= 1.1 * run.work_s
         assert out.cost < base.cost
@@ -66,6 +68,6 @@ def test_noise_never_makes_a_run_late() -> None:
     rules = ShiftRules(NODE, can_cap=True, can_pause=True, powers_down=True)
     for longest in (1.0, 1.05, 1.5):
         run = EnergyRun(3 * DAY, longest=longest)
-        out = replay_energy(hours, 0, run, rules, "a")
+        out = EnergyStudy(hours, 0, run, rules, "a").run()
         assert out.is_done
         assert out.seconds <= longest * run.work_s + 1e-6

@@ -1,4 +1,4 @@
-"""A small replay of a trace: what saving at some interval would have cost a job.
+"""What saving at some interval would have cost a job, on the failures of a trace.
 
 A job on n nodes runs on as many of them as are there, and stands idle where there are none. When a
 node that it uses goes (several at one instant: one failure), the work since the last save is redone
@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import floor
 
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, TierCost, seconds_between
+from holdfast_lab.engine.clock import Process, run_process
 from holdfast_lab.traces.node_changes import Trace
 
 
 @dataclass(frozen=True)
 class RunSpell:
-    """The job ran for `seconds` on `nodes` nodes (the mean), after standing idle for `idle`; then
-    a node it used went (`failed`), or that is unknown. level: of the failure, if tiers differ."""
+    """A job between two changes of its nodes."""
 
-    seconds: float
-    failed: bool
-    nodes: float = 1.0
-    idle: float = 0.0
-    level: int = 0
+    seconds: float  # for which it ran
+    failed: bool  # a node that it used was lost at the end; otherwise the end is not known
+    nodes: float = 1.0  # that it used, the mean
+    idle: float = 0.0  # seconds before, without any node
+    level: int = 0  # of the failure, if tiers differ
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def failure_rate(spells: Sequence[RunSpell]) -> float:
 
 
 # --- one tier -----------------------------------------------------------------------------------
-def replay_fixed(
+def lost_by_fixed(
     spells: Iterable[RunSpell], seconds: float, cost: float, recovery: float
 ) -> LostTime:
     """Saved every `seconds`, which a save of `cost` follows; a failure costs `recovery` as well."""
@@ -177,7 +177,7 @@ def belief_path(spells: Sequence[RunSpell], hazard: FailureRate, grain: float = 
     return tuple(path)
 
 
-def replay_adaptive(
+def lost_by_adaptive(
     spells: Sequence[RunSpell],
     path: BeliefPath,
     cost: float,
@@ -185,23 +185,45 @@ def replay_adaptive(
     bounds: IntervalBounds,
 ) -> LostTime:
     """Saved as the policy says, which decides by its belief at each moment."""
-    waste, broken, kept = LostTime(), False, None
-    price = TierCost(0, cost)
+    study = _Adaptive(cost, recovery, bounds)
     for spell, points in zip(spells, path, strict=True):
-        start = min(recovery, spell.seconds) if broken else 0.0
-        waste += LostTime(recovering=start, running=spell.seconds)
-        now, since = start, 0.0  # since: work that is not saved
-        for index, (_, rate) in enumerate(points):
-            until = points[index + 1][0] if index + 1 < len(points) else spell.seconds
-            if until <= now:
-                continue
-            kept = seconds_between(price, rate, bounds, kept)
-            now, since, lost = _piece(now, since, until, spell, kept, cost)
-            waste += lost
-        if now < spell.seconds:
-            raise AssertionError("a spell was not lived to its end")
-        broken = spell.failed
-    return waste
+        study.begin(spell)
+        run_process(study, points, spell.seconds)
+    return study.lost
+
+
+@dataclass
+class _Adaptive(Process[float]):
+    """The saves of one spell. Its clock counts seconds of the spell; the news is the rate of
+    failures that the policy believes."""
+
+    cost: float
+    recovery: float
+    bounds: IntervalBounds
+    now: float = 0.0
+    lost: LostTime = field(default_factory=LostTime)
+    _spell: RunSpell = RunSpell(0.0, False)
+    _since_s: float = 0.0  # work that is not saved
+    _rate: float = 0.0
+    _interval_s: float | None = None
+
+    def begin(self, spell: RunSpell) -> None:
+        self.now = min(self.recovery, spell.seconds) if self._spell.failed else 0.0
+        self._since_s, self._spell = 0.0, spell
+        self.lost += LostTime(recovering=self.now, running=spell.seconds)
+
+    def take(self, rate: float) -> None:
+        self._rate = rate
+
+    def elapse(self, until: float) -> bool:
+        """Work at one interval until `until`, or a little longer if a save is being made."""
+        price = TierCost(0, self.cost)
+        self._interval_s = seconds_between(price, self._rate, self.bounds, self._interval_s)
+        self.now, self._since_s, lost = _piece(
+            self.now, self._since_s, until, self._spell, self._interval_s, self.cost
+        )
+        self.lost += lost
+        return self.now >= self._spell.seconds
 
 
 def _piece(
@@ -243,7 +265,7 @@ def _last(
 
 
 # --- several tiers ------------------------------------------------------------------------------
-def replay_two_tiers(
+def lost_by_two_tiers(
     spells: Iterable[RunSpell],
     seconds: float,
     every: int,
@@ -252,27 +274,62 @@ def replay_two_tiers(
 ) -> LostTime:
     """Two tiers: the lower is saved every `seconds`, each `every`-th time the upper as well. A
     failure of level 0 goes back to the newest save, one of level 1 to the newest of the upper."""
-    saving = redone = recovering = running = kept = (
-        0.0  # kept: work that the lower tier alone holds
-    )
-    turn, broken = 0, False
+    study = _TwoTiers(seconds, every, costs)
+    lost, has_failed = LostTime(), False
     for spell in spells:
-        start = min(recovery, spell.seconds) if broken else 0.0
-        recovering, running = recovering + start, running + spell.seconds
-        left, unsaved = spell.seconds - start, 0.0
-        while left > 0:
-            work = unsaved = min(left, seconds)
-            left -= work
-            upper = turn + 1 == every
-            cost = costs[0] + (costs[1] if upper else 0.0)
-            saving += min(left, cost)
-            if left < cost or work < seconds:
-                break
-            left, unsaved = left - cost, 0.0
-            turn, kept = (0, 0.0) if upper else (turn + 1, kept + work)
-        if spell.failed:
-            redone += unsaved + (kept if spell.level else 0.0)
-            if spell.level:
-                turn, kept = 0, 0.0
-        broken = spell.failed
-    return LostTime(saving, redone, recovering, running)
+        start = min(recovery, spell.seconds) if has_failed else 0.0
+        study.begin(start)
+        run_process(study, end=spell.seconds)
+        redone = study.fail(spell.level) if spell.failed else 0.0
+        lost += LostTime(redone=redone, recovering=start, running=spell.seconds)
+        has_failed = spell.failed
+    return lost + LostTime(saving=study.saving_s)
+
+
+@dataclass
+class _TwoTiers(Process[None]):
+    """Work and saves of one spell at a time. Its clock counts seconds of the spell."""
+
+    interval_s: float
+    every: int  # saves into the lower tier for each one into the upper
+    costs: tuple[float, float]  # seconds of a save, by tier
+    now: float = 0.0
+    saving_s: float = 0.0
+    _until: float = 0.0  # end of the work or save that is under way
+    _is_saving: bool = False
+    _unsaved_s: float = 0.0  # work since the last save
+    _lower_s: float = 0.0  # work that the lower tier alone holds
+    _turn: int = 0
+
+    def begin(self, start: float) -> None:
+        self.now, self._until = start, start + self.interval_s
+        self._is_saving, self._unsaved_s = False, 0.0
+
+    def next_change(self, end: float) -> float:
+        return min(end, self._until)
+
+    def elapse(self, until: float) -> bool:
+        if self._is_saving:
+            self.saving_s += until - self.now
+        else:
+            self._unsaved_s += until - self.now
+        self.now = until
+        return False
+
+    def act(self) -> None:
+        if self.now < self._until:
+            return  # the spell ends
+        is_upper = self._turn + 1 == self.every
+        if self._is_saving:
+            self._lower_s = 0.0 if is_upper else self._lower_s + self._unsaved_s
+            self._turn, self._unsaved_s = 0 if is_upper else self._turn + 1, 0.0
+        self._is_saving = not self._is_saving
+        pause_s = self.costs[0] + (self.costs[1] if is_upper else 0.0)
+        self._until += pause_s if self._is_saving else self.interval_s
+
+    def fail(self, level: int) -> float:
+        """Return the seconds of work that a failure of this level takes back."""
+        lost_s = self._unsaved_s + (self._lower_s if level else 0.0)
+        if level:
+            self._turn, self._lower_s = 0, 0.0
+        return lost_s

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from holdfast_lab.energy.clocks import LEAST_CLOCK, NodePower
+from benchmarks.lab.clocks import LEAST_CLOCK, NodePower
 
 
 def test_it_gives_the_published_energy_and_time_under_a_cap() -> None:

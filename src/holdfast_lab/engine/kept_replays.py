@@ -16,7 +16,6 @@ from typing import Any
 
 import holdfast
 import holdfast_lab
-from holdfast.show.output import explained_out_errors
 
 FILE = "replays.jsonl"
 _SOURCES = (
@@ -42,12 +41,12 @@ class KeptReplays:
         return found
 
     def put(self, key: str, result: Any) -> None:
-        """Keep a result; it is on the disk when this returns. Raises UserError."""
+        """Keep a result; it is on the disk when this returns. Raises OSError."""
         self._made += 1
         if self._path is None:
             return
         line = json.dumps({"key": key, "result": result}, separators=(",", ":"))
-        with explained_out_errors(self._path.parent), self._path.open("a", encoding="utf-8") as out:
+        with self._path.open("a", encoding="utf-8") as out:
             out.write(f"{line}\n")
 
     @contextmanager

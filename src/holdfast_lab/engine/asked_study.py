@@ -1,39 +1,35 @@
-"""What `holdfast simulate` is asked, and the runs that answer it."""
+"""A study that compares policies and settings over a trace, and the runs that answer it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from itertools import product
 from math import inf
 from pathlib import Path
+from typing import Protocol
 
-from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.errors import ConfigError
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
-from holdfast.show.output import only_writer
-from holdfast_lab.commands.kept_replays import key_of
-from holdfast_lab.commands.simulate_replays import StudyReplays
-from holdfast_lab.commands.trace import read_bytes, read_each
-from holdfast_lab.commands.trace_make import refuse_repeated
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
-from holdfast_lab.engine.planned_cost import PlannedCost, planned_cost
+from holdfast_lab.engine.kept_replays import key_of
+from holdfast_lab.engine.planned_cost import PlannedCost, PlannedRun, planned_cost
 from holdfast_lab.engine.settings import (
     FLEET,
     Settings,
     as_number,
     is_setting,
     parse_setting,
+    refuse_repeated,
 )
 from holdfast_lab.engine.study import Case, Outcome, histories_of, with_all_nodes
+from holdfast_lab.engine.study_replays import Progress, StudyReplays
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.traces.events import EventStream
 from holdfast_lab.traces.generators import GENERATORS, make_trace
-from holdfast_lab.traces.node_changes import ReadOptions
 from holdfast_lab.traces.places import as_long_as_nodes, with_known_places
 from holdfast_lab.traces.reading import merge_streams
 
@@ -42,7 +38,7 @@ OURS = "holdfast"
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line."""
+    """What a reader wants to know."""
 
     run_file: Path
     overrides: tuple[str, ...] = ()
@@ -65,7 +61,7 @@ class StudyResult:
     """outcomes: in the order of the policies, and of the sweep in each. request: the first plan."""
 
     asked: Asked
-    request: PlanRequest
+    request: PlannedRun
     trace: str
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()
@@ -80,26 +76,42 @@ class _Variant:
     overrides: tuple[str, ...] = ()
 
 
-def study_of(asked: Asked) -> StudyResult:
-    """Simulate what is asked. Raises UserError."""
+class Surroundings(Protocol):
+    """What a study needs of the command that starts it."""
+
+    def plan(self, overrides: Sequence[str]) -> PlannedRun:
+        """Plan the run with these keys of the run file. Raises UserError."""
+        ...
+
+    def read(self) -> Sequence[EventStream]:
+        """Return a stream of each file of the trace. Raises UserError."""
+        ...
+
+    def progress(self) -> Progress: ...
+
+
+def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
+    """Simulate what is asked. Raises UserError, and OSError if the folder cannot be written."""
     fixed, of_generator = _fixed_settings(asked)
     _refuse_no_trace(asked)
-    histories = _Histories(asked, of_generator)
-    files = [sha256(read_bytes(path)).hexdigest() for path in asked.traces]
+    recorded = surroundings.read() if asked.traces else ()
+    files = [stream.header.sha256 for stream in recorded]
+    histories = _Histories(asked, of_generator, recorded)
     variants = list(_variants(asked, fixed))
-    plans: dict[tuple[str, ...], PlanRequest] = {}
+    plans: dict[tuple[str, ...], PlannedRun] = {}
     outcomes, notes = list[Outcome](), list[str]()
-    makers = {name: _maker(name) for name in asked.policies}
+    makers = {name: policy_named(name) for name in asked.policies}
     total = len(asked.policies) * len(variants) * asked.seeds
-    with only_writer(asked.out), StudyReplays(asked.out, total).running() as replays:
+    with StudyReplays(asked.out, total, surroundings.progress()).running() as replays:
         for name, variant in product(asked.policies, variants):
             if variant.overrides not in plans:
-                given = [*asked.overrides, *variant.overrides]
-                plans[variant.overrides] = read_plan_request(asked.run_file, given, asked.cluster)
+                plans[variant.overrides] = surroundings.plan(variant.overrides)
             request = plans[variant.overrides]
             cost = _cost_of(request, variant.settings)
             words = " ".join(part for part in (name, variant.words) if part)
-            case = Case(words, makers[name] or _ours(request, variant.settings), cost)
+            case = Case(
+                words, _ours(request, variant.settings) if name == OURS else makers[name], cost
+            )
             tokens = _tokens_of(request) if asked.is_until_done else inf
             key = key_of(
                 name,
@@ -122,7 +134,7 @@ def study_of(asked: Asked) -> StudyResult:
     return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
 
 
-def _tokens_of(request: PlanRequest) -> float:
+def _tokens_of(request: PlannedRun) -> float:
     return request.problem.workload.step_tokens * request.loaded.config.train.steps
 
 
@@ -186,14 +198,7 @@ def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
 
 
 # --- what runs ----------------------------------------------------------------------------------
-def _maker(name: str) -> PolicyMaker | None:
-    """None for our own policy, which needs the run file."""
-    if name == OURS:
-        return None
-    return policy_named(name)
-
-
-def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:
+def _ours(request: PlannedRun, settings: Settings) -> PolicyMaker:
     rules = settings.rules(rules_of(request))
     if rules.min_interval_s > rules.max_interval_s:
         raise ConfigError(
@@ -205,7 +210,7 @@ def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:
     return lambda cost: holdfast(cost, rules)
 
 
-def rules_of(request: PlanRequest) -> HoldfastRules:
+def rules_of(request: PlannedRun) -> HoldfastRules:
     """What the run file says of saves."""
     saves = request.loaded.config.checkpoint
     return HoldfastRules(
@@ -214,7 +219,7 @@ def rules_of(request: PlanRequest) -> HoldfastRules:
     )
 
 
-def _cost_of(request: PlanRequest, settings: Settings) -> PlannedCost:
+def _cost_of(request: PlannedRun, settings: Settings) -> PlannedCost:
     beat = request.loaded.config.cluster.beat_seconds
     model = GoodputModel(request.problem, replace(RecoveryCosts(), detection_s=3 * beat))
     best = request.plan.best
@@ -225,9 +230,11 @@ def _cost_of(request: PlanRequest, settings: Settings) -> PlannedCost:
 class _Histories:
     """The histories of a study. Each is made when a replay needs it, and serves the next policy."""
 
-    def __init__(self, asked: Asked, of_generator: dict[str, float]) -> None:
+    def __init__(
+        self, asked: Asked, of_generator: dict[str, float], streams: Sequence[EventStream]
+    ) -> None:
         self._asked, self._of_generator = asked, of_generator
-        self._recorded = _recorded(asked) if asked.traces else None
+        self._recorded = _merged(streams) if streams else None
         self._parts: dict[int, list[EventStream]] = {}
         self._made: dict[tuple[int, int], EventStream] = {}
 
@@ -277,7 +284,5 @@ def _refuse_fleet(stream: EventStream, settings: Settings) -> None:
         )
 
 
-def _recorded(asked: Asked) -> EventStream:
-    """The files of --trace as one stream."""
-    read = read_each(list(asked.traces), ReadOptions(gpu=asked.gpu), list(asked.zones))
-    return as_long_as_nodes(with_known_places(merge_streams(read)), read)
+def _merged(streams: Sequence[EventStream]) -> EventStream:
+    return as_long_as_nodes(with_known_places(merge_streams(streams)), streams)
