@@ -448,9 +448,8 @@ CASES: list[Case] = [
         fixed(is_newer=True),
     ),
     case(
-        "training/optimizers/short_state.py: tp cuts … … into other parts than equal ones of "
-        "complete blocks of "
-        "… elements",
+        "options/short_state/apply.py: tp cuts … … into other parts than equal ones of complete "
+        "blocks of … elements",
         values(state_dtype="8bit"),
         make_cut_optimizer,
         r"use state_dtype (bf16), or tp 1",

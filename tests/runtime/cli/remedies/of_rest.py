@@ -256,7 +256,7 @@ CASES: list[Case] = [
     ),
     case(
         "plan/memory/stage_memory.py: memory has no formula for this run's schedule, or for its "
-        "experts, windows, masks of documents, norms, precision, layout.quantized, or cp with "
+        "experts, windows, masks of documents, norms, precision, …, or cp with "
         "train.recompute_keep attention",
         overrides(
             "model.layers=4",

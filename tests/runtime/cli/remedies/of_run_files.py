@@ -117,7 +117,7 @@ DEEP = "a: " + "[" * 200 + "]" * 200
 CASES: list[Case] = [
     case(
         A + "… auto needs a formula of the memory, and none covers this model, precision, "
-        "mask, task, layout.quantized or layout.ep",
+        "mask, task, … or layout.ep",
         on_machine(*KNOWN, "train.precision=fp16"),
         size_microbatch,
         r"name a number: (train\.microbatch_size=\d+)",
