@@ -24,6 +24,13 @@ TORCH_ROOMS = (
     "holdfast.adapters",
     "holdfast.checkpoint.capture",
     "holdfast.elastic.worker",
+    *(
+        f"holdfast.options.{option}.apply"
+        for option in ("asynchronous", "expert_copies", "quantized", "short_state", "tp_by")
+    ),
+    "holdfast.options.asynchronous.pipemare",
+    "holdfast.options.asynchronous.weight_versions",
+    "holdfast.options.short_state.eight_bit",
 )
 
 # Reads module names, imports each, prints the first that loads torch or cannot be imported:

@@ -27,9 +27,9 @@ import torch
 from tests.support.ranks import RankContext, Result, Server, expect, run_ranks
 
 from benchmarks.runtime.waiting_stages import WaitingStages
-from holdfast.core.schedule.asynchronous import look_ahead, step_window
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.step_window import look_ahead, step_window
 from holdfast.core.schedule.table import ActionKind, Schedule, Value, actions_of
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.parallel.comm.trace import (

@@ -184,10 +184,10 @@ class Replica:
         return tuple(out)
 
 
-def component_degree(tp_by: int, tp: int) -> int:
-    """The parts that `tp` makes of a component of a block. tp_by: its degree in `layout.tp_by`; 0:
-    it has none. A replica may have a smaller tp than the run file."""
-    return gcd(tp_by or tp, tp)
+def component_degree(degree: int, tp: int) -> int:
+    """The parts that `tp` makes of a component of a block. degree: that of its own along tp; 0: it
+    has none. A replica may have a smaller tp than the run file."""
+    return gcd(degree or tp, tp)
 
 
 def set_share(count: int, sets: int, index: int) -> tuple[slice, int]:

@@ -22,9 +22,7 @@ from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.node.devices import (
     default_places,
-    describe_asynchronous,
     describe_devices,
-    describe_quantized,
     refuse_devices,
     refuse_float8,
 )
@@ -309,11 +307,12 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
     """Lines about what of the run file can never take effect, and the run's `use` of its data.
     begins: the run starts for the first time."""
     from holdfast.config.loading.no_effect import find_without_effect
+    from holdfast.options.registry import option_keys
 
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
     size, devices = describe_microbatch(loaded), describe_devices(loaded)
-    bits = [*describe_quantized(loaded.config), *describe_asynchronous(loaded.config)]
+    bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
     return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices, *bits]
 
 

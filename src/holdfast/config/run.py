@@ -121,22 +121,6 @@ class RunConfig(Section):
                 "layout.zero 2 or 3 with dp_shard above 1 makes them (not zero2_reduce step): "
                 "use train.memory.parameters: device"
             )
-        if self.layout.quantized != "none" and not self.layout.cuts_parameters:
-            raise ValueError(
-                f"layout.quantized {self.layout.quantized} is for what shards send; only "
-                "layout.zero 2 or 3 with dp_shard above 1 has any (not zero2_reduce step): "
-                "use layout.quantized: none"
-            )
-        if self.layout.quantized != "none" and self.layout.tp_by.degrees:
-            raise ValueError(
-                f"layout.quantized {self.layout.quantized} has not been tried with layout.tp_by: "
-                "use layout.quantized: none"
-            )
-        if self.layout.quantized != "none" and self.layout.ep > 1:
-            raise ValueError(
-                f"layout.quantized {self.layout.quantized} has not been tried with layout.ep "
-                f"{self.layout.ep}: use layout.quantized: none"
-            )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than "

@@ -6,20 +6,18 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.asynchronous import versions_under
-from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology
+from holdfast.options.protocols import PicturePart
+from holdfast.options.registry import keys_without_formula, option_costs
 from holdfast.plan.memory.activations import device_kind, has_estimate, has_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.memory.estimate import RankEstimate, estimates_by_rank
-from holdfast.plan.memory.zero2_cost import zero2_costs
-from holdfast.plan.step_microbatches import microbatches
+from holdfast.report import formatting
 from holdfast.report.formatting import format_bytes
 from holdfast.show.output import print_table
 
-NO_FORMULA = (
+_NO_FORMULA = (
     "activations: no formula covers this model, precision, mask, task, kept result, schedule or "
-    "layout.quantized"
 )
 _COLUMNS = {
     "parameters": "parameters",
@@ -46,7 +44,7 @@ _DEVICE = (
 def print_estimate(config: RunConfig, topology: Topology) -> None:
     """Print what each rank holds at its fullest moment, or that no formula says it."""
     if not has_formula(config):
-        print(NO_FORMULA)
+        print(_NO_FORMULA + keys_without_formula())
         return
     if not has_estimate(config):
         print(_SPREAD)
@@ -63,33 +61,16 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
     print(_CPU if device_kind(config) == "cpu" else _DEVICE)
 
 
-def print_zero2(config: RunConfig, topology: Topology) -> None:
-    """Print what both values of `layout.zero2_reduce` cost the first rank that they concern."""
-    ranks = range(topology.world_size)
-    rank = next((r for r in ranks if topology.replica_of(r).degree("dp_shard") > 1), None)
-    if config.layout.zero != 2 or rank is None:
-        return
-    used, other = zero2_costs(config, topology, rank)
-    print(
-        f"layout.zero2_reduce {used.word}: rank {rank} sends {format_bytes(used.sent)} a step for "
-        f"dp_shard and replicas, and holds sums of gradients of {format_bytes(used.held)}; with "
-        f"{other.word}: {format_bytes(other.sent)} and {format_bytes(other.held)}"
-    )
-
-
-def print_versions(config: RunConfig, topology: Topology) -> None:
-    """Print how many versions of the weights each stage holds under an asynchronous schedule."""
-    if not config.layout.is_asynchronous:
-        return
-    replica, name = topology.replicas[0], config.layout.schedule
-    share = len(deal(max(microbatches(config).values()), len(topology.replicas))[0])
-    stages = replica.degree("pp")
-    print(
-        f"versions of the weights under {name}, on top, each in the dtype of the computation; and "
-        "gradients of early backwards"
-    )
-    rows = [[s, versions_under(name, stages, s, share), s] for s in range(stages)]
-    print_table(rows, ["stage", "versions", "gradients"])
+def print_options(config: RunConfig, topology: Topology, part: PicturePart) -> None:
+    """Print the costs of options that follow this part of the picture."""
+    for option in option_costs():
+        if option.shown_after != part:
+            continue
+        for block in option.describe(config, topology, formatting):
+            if isinstance(block, str):
+                print(block)
+            else:
+                print_table(*block)
 
 
 def print_communicators(config: RunConfig, topology: Topology) -> None:

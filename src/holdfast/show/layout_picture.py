@@ -14,18 +14,11 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
-from holdfast.plan.memory.expert_copies import copy_bytes, most_copies
 from holdfast.plan.memory.memory_use import RankContents, Span
 from holdfast.plan.placing.loss_impact import LossImpact
 from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_bytes, format_count, format_plural
-from holdfast.show.layout_components import print_components
-from holdfast.show.layout_estimate import (
-    print_communicators,
-    print_estimate,
-    print_versions,
-    print_zero2,
-)
+from holdfast.show.layout_estimate import print_communicators, print_estimate, print_options
 from holdfast.show.layout_places import print_places
 from holdfast.show.layout_stages import print_stages
 from holdfast.show.output import print_table
@@ -51,15 +44,13 @@ class LayoutPicture:
         print_stages(self.config, self.topology)
         print()
         self._ranks()
-        print_components(self.config, self.topology)
-        print_zero2(self.config, self.topology)
+        print_options(self.config, self.topology, "ranks")
         self._activations()
-        if self.config.layout.expert_replicas == "auto":
-            print(_copies(self.config, self.topology))
+        print_options(self.config, self.topology, "activations")
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
-        print_versions(self.config, self.topology)
+        print_options(self.config, self.topology, "estimate")
         print_communicators(self.config, self.topology)
         print()
         self._dealing()
@@ -95,7 +86,7 @@ class LayoutPicture:
 
     def _zero(self) -> str:
         layout = self.config.layout
-        when = f", gradients added up once a {layout.zero2_reduce}" if layout.zero == 2 else ""
+        when = f", gradients added up once a {layout.shards_add_each}" if layout.zero == 2 else ""
         return f"zero {layout.zero}{when}"
 
     def _used(self, axis: str) -> bool:
@@ -313,18 +304,3 @@ def _active(config: RunConfig) -> str:
 def _experts_a_rank(config: RunConfig) -> str:
     count = config.model.experts.count if config.model.experts else 0
     return f"{count // config.layout.ep} of {count} experts a rank"
-
-
-def _copies(config: RunConfig, topology: Topology) -> str:
-    """What copies of hot experts cost, on the rank that may have most."""
-    kinds = {each.kind: each for each in topology.replicas}.values()
-    most, one = 0, 0
-    for replica in kinds:
-        one = max(one, copy_bytes(config, replica.degree("tp")))
-        places = (topology.coordinate(rank) for rank in replica.ranks)
-        most = max(most, *(most_copies(config, replica, at) for at in places))
-    return (
-        f"copies of hot experts: at most {most} on a rank for each microbatch in flight, "
-        f"{format_bytes(most * one)}. Each sends {format_bytes(one)} in the forward pass and as "
-        "much in the backward"
-    )

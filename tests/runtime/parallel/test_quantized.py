@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.parallel.axes.quantized import BLOCK, BlockCode
+from holdfast.options.quantized.apply import BLOCK, BlockCode
 
 SIZES = (3, 2 * BLOCK + 1, 0, BLOCK)
 

@@ -21,6 +21,7 @@ from holdfast.layout import Layout, place_layout
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_tensor
 from holdfast.model.stage import keep_stage
+from holdfast.options.tp_by.apply import ComponentRegion
 from holdfast.parallel.axes.fsdp import apply_fsdp
 from holdfast.parallel.axes.tensor_parallel import (
     apply_tensor_parallel,
@@ -98,7 +99,7 @@ def boxes_of(
 ) -> dict[str, Box]:
     """What a tp rank holds of each parameter, by its name."""
     topology = place_layout(Layout(tp=tp), 1, ("here",) * tp)
-    table = parameter_table(model, "float64", tp_by=tp_by or {})
+    table = parameter_table(model, "float64", degrees=tp_by or {})
     return {box.name: box for box in local_boxes(topology, table, rank)}
 
 
@@ -143,7 +144,8 @@ def spread(
         objective,
         group,
         sequence_parallel=sequence_parallel,
-        tp_by=tp_by or {},
+        degrees=tp_by or {},
+        make_region=ComponentRegion,
         traffic=traffic,
     )
     return filled(objective, boxes)

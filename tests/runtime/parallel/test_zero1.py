@@ -26,6 +26,8 @@ from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_box
+from holdfast.options.short_state.apply import ShortStateOptimizer
+from holdfast.options.short_state.eight_bit import EightBitCode
 from holdfast.parallel.axes.fsdp import ShardedGradients, apply_fsdp, local_tensor
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.axes.zero1 import OwnedRows
@@ -35,9 +37,7 @@ from holdfast.parallel.gradients.cell_team import FIRST_TAG, TAGS_PER_REDUCER, C
 from holdfast.parallel.gradients.feeder import Cells, single_cell
 from holdfast.parallel.torch_compat import PrefixStore
 from holdfast.training.engine.objective import NextTokenObjective
-from holdfast.training.optimizers.eight_bit import EightBitCode
 from holdfast.training.optimizers.make_optimizer import make_optimizer
-from holdfast.training.optimizers.short_state import ShortStateOptimizer
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.asynchronous import weight_versions
-from holdfast.launch.node.devices import describe_asynchronous
+from holdfast.options.asynchronous.cost import weight_versions
+from holdfast.options.asynchronous.keys import OptionKeys
+from holdfast.options.asynchronous.pipemare import StageDelay
 from holdfast.training.engine.engine import StepEngine
-from holdfast.training.engine.pipemare import StageDelay
 from tests.support.late_gradients import LateExecutor
 from tests.support.layouts import (
     LENGTH,
@@ -203,10 +203,10 @@ def test_pipemare_divides_the_learning_rate_of_a_late_stage() -> None:
 
 def test_the_run_says_once_that_its_curve_is_another() -> None:
     late = {"layout": {"pp": 2, "workers": 2, "schedule": "pipedream"}}
-    (line,) = describe_asynchronous(RunConfig.model_validate(late))
+    (line,) = OptionKeys().notices(RunConfig.model_validate(late).layout)
     assert line.startswith("layout.schedule pipedream: gradients are of older weights")
     late["layout"]["pp"] = 1
-    assert not describe_asynchronous(RunConfig.model_validate(late))
+    assert not list(OptionKeys().notices(RunConfig.model_validate(late).layout))
 
 
 def _mean_of_last_losses(rank: RankContext, name: str, seed: int) -> float:

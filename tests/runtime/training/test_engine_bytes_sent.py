@@ -12,12 +12,12 @@ import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.options.quantized.apply import BLOCK
+from holdfast.options.tp_by.cost import attention_tokens, ffn_tokens
+from holdfast.options.zero2_reduce.cost import zero2_costs
 from holdfast.parallel.axes.expert_parallel import routed_layers
 from holdfast.parallel.axes.process_groups import connect
-from holdfast.parallel.axes.quantized import BLOCK
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.plan.memory.component_tokens import attention_tokens, ffn_tokens
-from holdfast.plan.memory.zero2_cost import zero2_costs
 from holdfast.training.engine.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.marks import in_campaign
@@ -167,7 +167,7 @@ def test_tensor_parallelism_sends_two_sums_per_region(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["att2.tp4", "att1ffn2.tp4", "ffn1.tp2", "plain.att2.tp4"])
 def test_components_of_a_lower_degree_send_what_layout_show_says(name: str) -> None:
-    """The formula of `plan/memory/component_tokens.py`."""
+    """The formula of `options/tp_by/cost.py`."""
     config, size, tokens = _config(name, 1), case(name).world_size, SAMPLES * LENGTH
     (replica,) = topology_of(case(name), config).replicas
     dim = config.model.dim

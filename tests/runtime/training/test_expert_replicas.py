@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.options.expert_copies.apply import plan_dispatch
+from holdfast.options.expert_copies.cost import copy_bytes
 from holdfast.parallel.axes.expert_parallel import routed_layers
-from holdfast.parallel.axes.expert_replicas import plan_dispatch
 from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.plan.memory.expert_copies import copy_bytes
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from tests.runtime.training.test_parity import LEAST_MARGIN, choice_margins
@@ -131,8 +131,7 @@ def test_copies_keep_the_curve_in_lower_precision(precision: str, tolerance: flo
 
 @pytest.mark.slow
 def test_a_copy_costs_what_the_formula_says_ep2() -> None:
-    """The formulas of `parallel/axes/expert_replicas.py` and `layout show`, and the rows that
-    travel."""
+    """The formulas of `layout show`, and the rows that travel."""
     name = "shallow.sigmoid.copies.ep2.shard2"
     config = config_of(case(name).changes)
     found = rank_values(body, 2, {"name": name, "steps": 3})

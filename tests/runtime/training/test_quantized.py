@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.launch.node.devices import describe_quantized
+from holdfast.options.quantized.keys import OptionKeys
 from tests.runtime.training.test_recover import survivors
 from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
 from tests.support.ranks import RankContext, rank_values
@@ -57,10 +57,10 @@ def test_one_of_two_replicas_is_killed() -> None:
 
 def test_the_start_says_what_is_given_up() -> None:
     of_shards = {"layout": {"dp_shard": 2, "quantized": "both"}}
-    (line,) = describe_quantized(RunConfig.model_validate(of_shards))
+    (line,) = OptionKeys().notices(RunConfig.model_validate(of_shards).layout)
     assert line.startswith("layout.quantized both: ")
     assert "another layout gives another curve" in line
-    assert not describe_quantized(RunConfig.model_validate({}))
+    assert not list(OptionKeys().notices(RunConfig.model_validate({}).layout))
 
 
 @pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "zero": 1}, {"tp": 2}])

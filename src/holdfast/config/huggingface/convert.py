@@ -186,7 +186,7 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 def _fits_own_code(config: Mapping[str, Any], refused: list[str]) -> bool:
     """Return True if only the decoder lacks something. A key that is missing or wrong, and
-    quantized weights, are no better for the model's own code."""
+    weights in few bits, are no better for the model's own code."""
     lacking = ("is not supported", "is not understood")
     return not config.get("quantization_config") and all(
         any(words in sentence for words in lacking) for sentence in refused

@@ -18,6 +18,7 @@ from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.sections.task import SCRIPT_TASK
+from holdfast.options.registry import option_keys
 
 
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
@@ -227,19 +228,13 @@ def _no_balance(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
     """(key, whether it has no effect, with what)."""
-    zero = f"layout.zero {layout.zero}" if layout.zero != 2 else "layout.dp_shard 1"
-    is_cut = any(degrees.dp_shard > 1 for _, degrees in layout.kinds)
     is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
     no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
-    is_other, schedule = not layout.keeps_velocity, f"layout.schedule {layout.schedule}"
     return [
         ("layout.schedule", no_stages, "layout.pp 1"),
         ("layout.virtual_stages", no_stages, "layout.pp 1"),
         ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
         ("layout.cp_ring", not is_ring, method),
-        ("layout.pipemare_steps", is_other, schedule),
-        ("layout.pipemare_decay", is_other, schedule),
-        ("layout.zero2_reduce", layout.zero != 2 or not is_cut, zero),
     ]
 
 
@@ -264,6 +259,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
         *_no_balance(config),
         *_layout_rules(config.layout),
+        *(rule for option in option_keys() for rule in option.without_effect(config.layout)),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(

@@ -7,15 +7,15 @@ that depend on how microbatches are dealt are in `plan/placing/layouts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from holdfast.config.nearest import nearest_degrees
 from holdfast.config.sections.layout import DegreesConfig, LayoutConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.config.sections.optimizer import BLOCK, REPLICAS, OptimizerConfig
+from holdfast.config.sections.optimizer import REPLICAS, OptimizerConfig
 from holdfast.config.sections.pipeline import (
-    check_asynchronous,
     check_balance_costs,
     check_pipeline,
     check_split_backward,
@@ -23,6 +23,8 @@ from holdfast.config.sections.pipeline import (
 )
 from holdfast.config.sections.train import TrainConfig
 from holdfast.layout import AXES
+from holdfast.options.protocols import Checked
+from holdfast.options.registry import option_keys
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,19 @@ def find_impossible_degrees(
         return sentence
     if sentence := check_balance_costs(layout, model.layers) if cuts is None else "":
         return sentence
-    if sentence := _components(layout, model, cuts) or _experts(layout, model, train, cuts):
+    run = Checked(layout, model, train, cuts)
+    for option in option_keys():
+        if sentence := option.refuse(run):
+            return sentence
+    if sentence := _experts(layout, model, train, cuts):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         by_table = (
             [
-                _tensor(key, degrees.tp, layout, model),
                 _context(key, degrees, layout, model, length),
                 check_pipeline(key, degrees, layout, model.layers),
                 check_split_backward(key, degrees, layout, train),
-                check_asynchronous(key, degrees, layout, model, train),
-                _blocks(key, degrees.tp, layout, model, train.optimizer),
             ]
             if cuts is None
             else [
@@ -77,17 +80,11 @@ def find_impossible_degrees(
             _optimizer(key, degrees, layout.ep, train.optimizer),
             _recompute(key, layout, train),
         ]
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table):
+        options = [option.refuse_replica(run, key, degrees) for option in option_keys()]
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *options, *by_table):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
-
-
-def nearest_degrees(degree: int, works: Callable[[int], bool], most: int) -> str:
-    """Return the closest degrees below and above `degree` that work, in words: "2 or 4"."""
-    below = next((d for d in range(min(degree - 1, most), 0, -1) if works(d)), None)
-    above = next((d for d in range(degree + 1, most + 1) if works(d)), None)
-    return " or ".join(str(d) for d in (below, above) if d is not None)
 
 
 def _degrees_in_two_places(layout: LayoutConfig) -> str:
@@ -134,21 +131,11 @@ def _experts(
                 "changes their order: use model.experts.capacity 0"
             )
     if ep == 1:
-        if layout.expert_replicas == "off":
-            return ""
-        return (
-            f"layout.expert_replicas {layout.expert_replicas} needs experts on several workers, "
-            "and layout.ep is 1: use layout.expert_replicas off"
-        )
+        return ""
     if experts is None or cuts is not None:
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
     if layout.zero == 1:
         return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
-    if layout.zero_in_memory == 1:
-        return (
-            f"layout.ep {ep} does not work with layout.zero2_reduce step, which holds all experts: "
-            "use layout.zero2_reduce microbatch"
-        )
     if "selective" in train.recompute_words:
         words = ", ".join(train.recompute_words).replace("selective", "full")
         return (
@@ -174,82 +161,13 @@ def _experts(
     return ""
 
 
-def _components(layout: LayoutConfig, model: ModelConfig, cuts: ModuleCuts | None) -> str:
-    """Check that the degrees of components divide that of tp, and that there is code for them."""
-    key, widest = max(layout.kinds, key=lambda kind: kind[1].tp)
-    for name, degree in layout.tp_by.degrees.items():
-        said = f"layout.tp_by.{name} {degree}"
-        if cuts is not None:
-            return f"{said} cuts the built-in decoder, and {cuts.trained} is trained: use 0"
-        if widest.tp % degree:
-            uncut = _uncut_heads if name == "attention" else _uncut_units
-            parts = [d for d in range(1, widest.tp + 1) if widest.tp % d == 0]
-            good = frozenset(d for d in parts if not uncut(d, model))
-            near = nearest_degrees(degree, good.__contains__, widest.tp)
-            return f"{said} does not divide {key}.tp {widest.tp}: use {near}"
-        if name == "ffn" and model.experts is not None and degree < widest.tp:
-            return f"{said} is for feed-forwards without experts, and there is model.experts: use 0"
-    return ""
-
-
-def _tensor(key: str, tp: int, layout: LayoutConfig, model: ModelConfig) -> str:
-    """Check that tp, or a component's degree, cuts no query head and cuts the inner dim evenly.
-
-    A key/value head is undivided or shared. Vocabulary and tokens may be cut unevenly.
-    """
-    attention, ffn = layout.tp_by.at(tp)
-    if what := _uncut_heads(attention, model):
-        own, check = layout.tp_by.attention, _uncut_heads
-    elif what := _uncut_units(ffn, model):
-        own, check = layout.tp_by.ffn, _uncut_units
-    else:
-        return ""
-    name, degree = ("attention", attention) if check is _uncut_heads else ("ffn", ffn)
-    if own:
-        near = nearest_degrees(degree, lambda d: tp % d == 0 and not check(d, model), tp)
-        return f"layout.tp_by.{name} {degree} {what}: use {near}"
-
-    def works(d: int) -> bool:
-        attention, ffn = layout.tp_by.at(d)
-        return not (_uncut_heads(attention, model) or _uncut_units(ffn, model))
-
-    near = nearest_degrees(tp, works, model.heads)
-    lower = max(d for d in range(1, tp) if tp % d == 0 and not check(d, model))
-    if model.experts is None and lower > 1 and (name == "ffn" or not _uncut_units(ffn, model)):
-        near += f", or layout.tp_by.{name} {lower}"
-    return f"{key}.tp {tp} {what}: use {near}"
-
-
-def _uncut_heads(degree: int, model: ModelConfig) -> str:
-    """Why so many workers cannot share attention, after their degree; "" if they can."""
-    heads, kv_heads = model.heads, model.kv_heads
-    if degree > 1 and model.qk_norm_width == "all":
-        return "cannot cut a norm that spans all heads (qk_norm_width all)"
-    if heads % degree:
-        return f"does not divide model.heads {heads}"
-    if kv_heads % degree and degree % kv_heads:
-        return f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
-    return ""
-
-
-def _uncut_units(degree: int, model: ModelConfig) -> str:
-    """The same for the feed-forward."""
-    inner = model.inner_dim
-    if model.experts is not None and model.experts.first:
-        inner = gcd(inner, model.ffn_dim)
-    if inner % degree == 0:
-        return ""
-    key_of = "model.experts.width" if model.experts and model.experts.width else "model.ffn_dim"
-    return f"does not divide {key_of} {inner}"
-
-
 def _context(
     key: str, degrees: DegreesConfig, layout: LayoutConfig, model: ModelConfig, length: int
 ) -> str:
     """Check that cp cuts a sample into two equal chunks a worker, and a swap cuts no head."""
     cp, tp, method = degrees.cp, degrees.tp, layout.cp_method
     ring = {"ulysses": 1, "ulysses-ring": layout.cp_ring}.get(method, 0)  # 0: all
-    parts = layout.tp_by.at(tp)[0]
+    parts = layout.tp_parts(tp)[0]
     heads = gcd(model.heads // parts or 1, max(1, model.kv_heads // parts))  # of a worker
 
     def works(d: int) -> bool:
@@ -297,11 +215,6 @@ def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> s
         )
     if train.compile:
         return f"{key}.tp {tp} of a task does not work with train.compile: use train.compile false"
-    if train.optimizer.state_dtype == "8bit":
-        return (
-            f"{key}.tp {tp} of a task does not work with train.optimizer.state_dtype 8bit: use "
-            "state_dtype bf16"
-        )
     name, parts = next(((n, p) for n, p in cuts.parts.items() if p % tp), ("", 0))
     if not name:
         return ""
@@ -353,37 +266,6 @@ def _recompute(key: str, layout: LayoutConfig, train: TrainConfig) -> str:
     return (
         f"train.recompute [{', '.join(words)}] has {len(words)} words for {key}.pp {pp} stages: "
         f"use {right}"
-    )
-
-
-def _blocks(
-    key: str, tp: int, layout: LayoutConfig, model: ModelConfig, optimizer: OptimizerConfig
-) -> str:
-    """Check that tp cuts no block of 8-bit state. It cuts rows of `attention.o` and `ffn.down`."""
-    widths = {
-        "model.heads x model.head_dim": model.heads * model.head_size,
-        "model.ffn_dim": model.ffn_dim,
-    }
-
-    def cut(degree: int) -> list[str]:
-        return [
-            name
-            for (name, width), n in zip(widths.items(), layout.tp_by.at(degree), strict=True)
-            if n > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (n * BLOCK)
-        ]
-
-    if tp > 1 and model.experts is not None and optimizer.state_dtype == "8bit":
-        return (
-            f"{key}.tp {tp} cuts blocks of train.optimizer.state_dtype 8bit in experts: use tp 1, "
-            "or state_dtype bf16"
-        )
-    if not (found := cut(tp)):
-        return ""
-    near = nearest_degrees(tp, lambda d: not cut(d), model.heads)
-    return (
-        f"{key}.tp {tp} cuts blocks of {BLOCK} elements of train.optimizer.state_dtype 8bit: "
-        f"{found[0]} {widths[found[0]]} is no multiple of {tp} x {BLOCK}: use tp {near}, or "
-        "state_dtype bf16"
     )
 
 

@@ -36,7 +36,6 @@ def find_impossible_float8(
         return "train.precision fp8 has not been tried with model.experts: use train.precision bf16"
     for key, degrees in layout.kinds:
         for sentence in (
-            _components(layout),
             _lengths(key, degrees, model),
             _tokens(key, degrees, train.microbatch_size, length),
             _shared_bias(key, degrees, model),
@@ -88,17 +87,6 @@ def _split_backward(key: str, degrees: DegreesConfig, schedule: str) -> str:
     return (
         f"train.precision fp8 does not work with layout.schedule {schedule} and {key}.pp "
         f"{degrees.pp}: use layout.schedule 1f1b"
-    )
-
-
-def _components(layout: LayoutConfig) -> str:
-    """Check that products have as many rows as `_tokens` thinks."""
-    name, degree = next(iter(layout.tp_by.degrees.items()), ("", 0))
-    if not name:
-        return ""
-    return (
-        f"train.precision fp8 has not been tried with layout.tp_by.{name} {degree}: use "
-        f"layout.tp_by.{name} 0, or train.precision bf16"
     )
 
 

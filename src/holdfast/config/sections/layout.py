@@ -11,7 +11,11 @@ from pydantic import Field
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.layout import component_degree
+from holdfast.options.asynchronous.keys import PipemareDecay, PipemareSteps
+from holdfast.options.expert_copies.keys import ExpertReplicas
+from holdfast.options.quantized.keys import Quantized
+from holdfast.options.tp_by.keys import ComponentDegrees, TpBy
+from holdfast.options.zero2_reduce.keys import SumInterval
 
 
 class DegreesConfig(Section):
@@ -33,27 +37,6 @@ class DegreesConfig(Section):
     def ranks(self) -> int:
         """Workers of one replica."""
         return self.pp * self.dp_shard * self.cp * self.tp
-
-
-class ComponentDegrees(Section):
-    """Degrees along tp of parts of a block. Several workers hold the same of a part with a lower
-    degree, and each of them computes other samples or tokens."""
-
-    attention: int = Field(
-        0, ge=0, description="workers that share attention's heads; 0: those of layout.tp"
-    )
-    ffn: int = Field(
-        0, ge=0, description="workers that share the feed-forward; 0: those of layout.tp"
-    )
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The components that have a degree of their own."""
-        return {name: n for name, n in self if n}
-
-    def at(self, tp: int) -> tuple[int, int]:
-        """The parts of attention and of the feed-forward in a replica with this tp."""
-        return component_degree(self.attention, tp), component_degree(self.ffn, tp)
 
 
 class LayoutConfig(DegreesConfig):
@@ -80,26 +63,15 @@ class LayoutConfig(DegreesConfig):
         description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
         "gathered for each use",
     )
-    zero2_reduce: Literal["microbatch", "step"] = Field(
-        "microbatch",
-        description="with zero 2: when shards add up their gradients. microbatch: after each, so "
-        "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
-    )
+    zero2_reduce: SumInterval = "microbatch"
     ep: int = Field(
         1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
     )
-    expert_replicas: Literal["off", "auto"] = Field(
-        "off",
-        description="with ep: auto gives experts with many tokens copies on workers with few, in "
-        "each microbatch",
-    )
+    expert_replicas: ExpertReplicas = "off"
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )
-    tp_by: ComponentDegrees = Field(
-        ComponentDegrees(),
-        description="with tp: lower degrees for parts of a block, which tp must be divisible by",
-    )
+    tp_by: TpBy = ComponentDegrees()
     cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = Field(
         "allgather",
         description="with cp: how attention gets at other workers' tokens. allgather: keys and "
@@ -124,19 +96,8 @@ class LayoutConfig(DegreesConfig):
         "fill bubbles with gradients of weights. pipedream, pipedream-2bw and pipemare have no "
         "bubble; their gradients are of older weights, so the curve is another one",
     )
-    pipemare_steps: int = Field(
-        0,
-        ge=0,
-        description="with schedule pipemare: steps in which the learning rate of a stage comes up "
-        "to that of the run; 0: a quarter of train.steps",
-    )
-    pipemare_decay: float = Field(
-        0.135,
-        gt=0,
-        lt=1,
-        description="with schedule pipemare: what is left of a movement in the mean movement of "
-        "the weights, after as many steps as a gradient is late",
-    )
+    pipemare_steps: PipemareSteps = 0
+    pipemare_decay: PipemareDecay = 0.135
     balance: Literal["time", "memory"] = Field(
         "time",
         description="with pp and stages []: what stages get blocks by. time: the slowest stage is "
@@ -161,11 +122,7 @@ class LayoutConfig(DegreesConfig):
         description="how gradients travel between replicas: direct, messages from worker to "
         "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
     )
-    quantized: Literal["none", "weights", "gradients", "both"] = Field(
-        "none",
-        description="what dp_shard sends as codes of few bits, with zero 2 or 3: weights 8 bits, "
-        "gradients 4. The curve then depends on dp_shard",
-    )
+    quantized: Quantized = "none"
     allow_tcp: bool = Field(
         False,
         description="train on devices whose data goes over TCP or the host's memory although a "
@@ -216,17 +173,32 @@ class LayoutConfig(DegreesConfig):
         return 1 if self.zero == 2 and self.zero2_reduce == "step" else self.zero
 
     @property
+    def shards_add_each(self) -> str:
+        """What shards add up their gradients after, under ZeRO 2: a microbatch or a step."""
+        return self.zero2_reduce
+
+    @property
+    def complete_setting(self) -> str:
+        """The setting closest to this one that keeps parameters and sums complete."""
+        return "layout.zero2_reduce step" if self.zero == 2 else "layout.zero 1"
+
+    @property
+    def component_degrees(self) -> dict[str, int]:
+        """The components of a block that have a degree of their own along tp."""
+        return self.tp_by.degrees
+
+    def tp_parts(self, tp: int) -> tuple[int, int]:
+        """The parts of attention and of the feed-forward in a replica with this tp."""
+        return self.tp_by.at(tp)
+
+    def component_keys(self, tp: int) -> dict[str, ComponentDegrees]:
+        """The keys of the components' degrees, for a replica with this tp."""
+        return {"tp_by": self.tp_by.within(tp)}
+
+    @property
     def cuts_parameters(self) -> bool:
         """Return True if some kind of replica keeps its parameters in shards."""
         return self.zero_in_memory > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
-
-    @property
-    def quantizes_weights(self) -> bool:
-        return self.quantized in ("weights", "both")
-
-    @property
-    def quantizes_gradients(self) -> bool:
-        return self.quantized in ("gradients", "both")
 
     @property
     def least_workers(self) -> int:

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.change import Branch, Never
 from holdfast.errors import nearest_of
+from holdfast.options.short_state.keys import BLOCK, SMALLEST_IN_8BIT, StateDtype
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -24,9 +25,6 @@ ELEMENTWISE, ROWS, COLUMNS, SCALAR = "elementwise", "rows", "columns", "scalar"
 STEP, COUNT = "step", "count"
 BLOCKS = "blocks"
 """A scale for each `BLOCK` elements of a row. Only a built-in optimizer has it."""
-BLOCK = 64
-SMALLEST_IN_8BIT = 4096
-"""Elements of a parameter whose state is kept in 8 bits (Dettmers et al., 2022)."""
 DECLARED = (ELEMENTWISE, ROWS, COLUMNS, SCALAR)
 """Shapes that a class may declare. STEP and COUNT are the number of updates, as a tensor and as a
 number: they follow from the step."""
@@ -182,11 +180,7 @@ class OptimizerConfig(Section):
     adamw_for: Never[tuple[str, ...]] = Field(
         (), description="muon: patterns of matrices that AdamW updates: embeddings and head"
     )
-    state_dtype: Never[Literal["fp32", "bf16", "8bit"]] = Field(
-        "fp32",
-        description="adamw, sgd, lion: what a moment is kept in between two steps; fp32: as the "
-        "parameters",
-    )
+    state_dtype: Never[StateDtype] = "fp32"
     groups: Branch[tuple[GroupConfig, ...]] = ()
     args: Branch[dict[str, Any]] = Field(
         default_factory=dict, description="a class: its other keyword arguments"
@@ -259,6 +253,12 @@ class OptimizerConfig(Section):
         return f"{self.name} with state_dtype {self.state_dtype}" if short else self.name
 
     @property
+    def plain_adamw(self) -> str:
+        """The keys, next to the present ones, with which it is AdamW on moments of full length."""
+        short = " and optimizer.state_dtype: fp32" if self.state_dtype != "fp32" else ""
+        return f"optimizer.name: adamw{short}"
+
+    @property
     def is_class(self) -> bool:
         """Return True for a class by its path."""
         return self.name not in BUILT_IN
@@ -280,6 +280,11 @@ class OptimizerConfig(Section):
         least."""
         long = prod(shape[1:]) >= BLOCK and prod(shape) >= SMALLEST_IN_8BIT
         return self.state_dtype == "8bit" and len(shape) > 1 and long
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of an element of a moment; 0: those of a parameter's."""
+        return {"fp32": 0, "bf16": 2, "8bit": 1}[self.state_dtype]
 
     @property
     def allowed_axes(self) -> tuple[str, ...]:

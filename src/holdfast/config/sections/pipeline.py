@@ -6,8 +6,6 @@ Each returns the sentence of a violated rule, or "". `config/sections/degrees.py
 from __future__ import annotations
 
 from holdfast.config.sections.layout import DegreesConfig, LayoutConfig
-from holdfast.config.sections.memory import MemoryConfig
-from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.sections.train import TrainConfig
 
@@ -84,66 +82,14 @@ def check_split_backward(
     if degrees.pp == 1 or not (is_split or layout.stages_a_worker > 1):
         return ""
     if degrees.dp_shard > 1 and layout.zero_in_memory > 1:
-        instead = "layout.zero2_reduce step" if layout.zero == 2 else "layout.zero 1"
         return (
             f"layout.schedule {name} does not work with layout.zero {layout.zero} and "
-            f"{key}.dp_shard {degrees.dp_shard}: use {instead}, or layout.schedule 1f1b"
+            f"{key}.dp_shard {degrees.dp_shard}: use {layout.complete_setting}, or layout.schedule "
+            "1f1b"
         )
     if is_split and train.compile:
         return (
             f"layout.schedule {name} does not work with train.compile: use train.compile false, or "
             "layout.schedule interleaved"
         )
-    return ""
-
-
-def check_asynchronous(
-    key: str, degrees: DegreesConfig, layout: LayoutConfig, model: ModelConfig, train: TrainConfig
-) -> str:
-    """Check what does not go with a pipeline that is not emptied between steps.
-
-    Its forwards compute with copies of the weights, and a scale of the loss would change between a
-    backward and its step.
-    """
-    name = layout.schedule
-    if degrees.pp == 1 or not SCHEDULE_KINDS[name].is_asynchronous:
-        return ""
-    does_not = f"layout.schedule {name} does not work with"
-    if layout.replicas:
-        return (
-            f"{does_not} layout.replicas, as each kind of replica would be late by another number "
-            "of steps: use layout.replicas [], or layout.schedule 1f1b"
-        )
-    if degrees.dp_shard > 1 and layout.zero > 1:
-        return (
-            f"{does_not} layout.zero {layout.zero} and {key}.dp_shard {degrees.dp_shard}: use "
-            + (f"{key}.dp_shard 1" if name == "pipemare" else "layout.zero 1")
-            + ", or layout.schedule 1f1b"
-        )
-    if degrees.dp_shard > 1 and name == "pipemare":
-        return (
-            f"{does_not} {key}.dp_shard {degrees.dp_shard}, as a worker knows the movement of its "
-            f"own rows alone: use {key}.dp_shard 1, or layout.schedule pipedream-2bw"
-        )
-    if name == "pipemare" and model.tied_embeddings:
-        return (
-            f"{does_not} model.tied_embeddings, as the first and the last stage would move them by "
-            "other rates: use model.tied_embeddings false, or layout.schedule pipedream-2bw"
-        )
-    if name == "pipemare" and any(word != "none" for word in train.recompute_words):
-        return (
-            f"{does_not} train.recompute, which would run blocks again with other weights: use "
-            "train.recompute none, or layout.schedule pipedream-2bw"
-        )
-    if train.compile:
-        return f"{does_not} train.compile: use train.compile false, or layout.schedule 1f1b"
-    if train.precision in ("fp16", "fp8"):
-        return (
-            f"{does_not} train.precision {train.precision}: use train.precision bf16, or "
-            "layout.schedule 1f1b"
-        )
-    if model.experts is not None:
-        return f"{does_not} model.experts: use layout.schedule zbv"
-    if train.memory != MemoryConfig():
-        return f"{does_not} train.memory: remove train.memory, or use layout.schedule 1f1b"
     return ""

@@ -20,6 +20,7 @@ from holdfast.config.sections.recompute import (
     word_of_stage,
 )
 from holdfast.errors import nearest_of
+from holdfast.options.registry import option_keys
 
 MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
@@ -151,13 +152,10 @@ class TrainConfig(Section):
         return [key for key in keys if getattr(self.memory, key) == DEVICE]
 
     @model_validator(mode="after")
-    def _state_is_no_shorter(self) -> TrainConfig:
-        short = self.optimizer.state_dtype
-        if self.precision == "float64" and short != "fp32":
-            raise ValueError(
-                f"optimizer.state_dtype {short} would lose the digits of precision float64: use "
-                "optimizer.state_dtype fp32, which keeps float64 there, or precision fp32"
-            )
+    def _fits_options(self) -> TrainConfig:
+        for option in option_keys():
+            if refused := option.refuse_train(self):
+                raise ValueError(refused)
         return self
 
     @model_validator(mode="after")
@@ -165,12 +163,10 @@ class TrainConfig(Section):
         for key in MOVABLE:
             place = getattr(self.memory, key)
             if place != DEVICE and self.optimizer.name_with_state != "adamw":
-                is_short = self.optimizer.state_dtype != "fp32"
                 raise ValueError(
                     f"memory.{key} {place} needs an update in pieces, which only adamw has, and "
                     f"optimizer.name is {self.optimizer.name_with_state}: use memory.{key}: "
-                    "device, or optimizer.name: adamw"
-                    + (" and optimizer.state_dtype: fp32" if is_short else "")
+                    f"device, or {self.optimizer.plain_adamw}"
                 )
         return self
 

@@ -36,7 +36,7 @@ blocks of each stage. If neither tp nor pp is above 1, both versions place every
 FORMAT_OF_SPREAD_EXPERTS = 3
 """Of a commit object whose table has rows with `ep`. Without such rows version 2 is the same."""
 FORMAT_OF_COMPONENTS = 4
-"""Of a commit object whose table has rows with `tp_by`. Without such rows 2 or 3 is the same."""
+"""Of a commit object whose table has rows with `tp_degree`. Without them 2 or 3 is the same."""
 READABLE_FORMATS = (1, FORMAT, FORMAT_OF_SPREAD_EXPERTS, FORMAT_OF_COMPONENTS)
 BLOB_ALIGNMENT = 4096
 """Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
@@ -415,7 +415,7 @@ def _start_of(p: PlacedBox) -> int:
 # --- sealing --------------------------------------------------------------------------------
 def _format_of(table: StateTable) -> int:
     """The oldest version that says all of a table."""
-    if any(spec.tp_by for spec in table):
+    if any(spec.tp_degree for spec in table):
         return FORMAT_OF_COMPONENTS
     return FORMAT_OF_SPREAD_EXPERTS if any(spec.ep > 1 for spec in table) else FORMAT
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.core.schedule.asynchronous import steady_window
 from holdfast.core.schedule.interleaved import interleaved
+from holdfast.core.schedule.step_window import steady_window
 from holdfast.core.schedule.table import Schedule, forward_only, gpipe, one_f_one_b
 from holdfast.core.schedule.zero_bubble import dualpipev, zb_h1, zbv
 from holdfast.errors import LayoutError, unknown_name
@@ -16,7 +16,7 @@ Builder = Callable[[int, int, int], Schedule]
 
 
 def _in_midst_of_run(name: str) -> Builder:
-    """The window of one step of an asynchronous schedule."""
+    """The window of one step of a pipeline that is never emptied."""
     return lambda ranks, microbatches, _: steady_window(name, ranks, microbatches)
 
 

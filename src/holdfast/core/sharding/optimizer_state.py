@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from holdfast.config.sections.optimizer import (
     ALL,
-    BLOCK,
     BLOCKS,
     COLUMNS,
     COUNT,
@@ -29,6 +28,7 @@ from holdfast.config.sections.optimizer import (
     VECTORS,
     Slot,
 )
+from holdfast.options.short_state.keys import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 VELOCITY = Slot("velocity")
-"""What the schedule pipemare keeps for each parameter, in addition to the optimizer's own slots."""
+"""What a schedule may keep for each parameter, in addition to the optimizer's own slots."""
 
 
 def is_hidden_matrix(optimizer: OptimizerConfig, name: str, shape: Shape) -> bool:
@@ -75,7 +75,7 @@ def blocks_of(shape: Shape) -> int:
     return -(-prod(shape[1:]) // BLOCK)
 
 
-def state_dtype(optimizer: OptimizerConfig, slot: Slot, parameter: TensorSpec) -> str:
+def slot_dtype(optimizer: OptimizerConfig, slot: Slot, parameter: TensorSpec) -> str:
     """The dtype of a slot of a parameter, by safetensors' name."""
     if slot.rule != ELEMENTWISE:
         return parameter.dtype
@@ -92,7 +92,7 @@ def optimizer_rows(optimizer: OptimizerConfig, parameters: StateTable) -> Iterat
             shape = slot_shape(optimizer, slot, row.name, row.shape)
             if shape is None:
                 continue
-            dtype = state_dtype(optimizer, slot, row)
+            dtype = slot_dtype(optimizer, slot, row)
             named = replace(row, name=f"{slot_prefix(slot)}{row.name}", dtype=dtype, shape=shape)
             if slot.rule == BLOCKS:
                 if row.tp_dim:
@@ -104,7 +104,7 @@ def optimizer_rows(optimizer: OptimizerConfig, parameters: StateTable) -> Iterat
 
 
 def velocity_rows(parameters: StateTable) -> StateTable:
-    """The rows of what pipemare keeps. parameters: their rows, under their own names."""
+    """The rows of what such a schedule keeps. parameters: their rows, under their own names."""
     prefix = slot_prefix(VELOCITY)
     return tuple(replace(row, name=f"{prefix}{row.name}") for row in parameters)
 
@@ -115,7 +115,7 @@ def bytes_like(optimizer: OptimizerConfig, parameter: TensorSpec) -> int:
     for slot in optimizer.state_slots:
         shape = slot_shape(optimizer, slot, parameter.name, parameter.shape)
         if shape is not None and slot.rule in (ELEMENTWISE, BLOCKS):
-            dtype = state_dtype(optimizer, slot, parameter)
+            dtype = slot_dtype(optimizer, slot, parameter)
             found += replace(parameter, dtype=dtype, shape=shape).nbytes
     return found
 

@@ -54,7 +54,7 @@ _Places = tuple[tuple[int, ...], ...]
 
 _HolderKey = tuple[tuple[int, ...], bool, int, int, int]
 """How a tensor lies on the mesh: its stages, whether dp_shard cuts it, the units that tp cuts it
-into (0: it does not). The last are `ep` and `tp_by` of its row."""
+into (0: it does not). The last are `ep` and `tp_degree` of its row."""
 
 _Cut = tuple[tuple[int, ...], str, int | None, int | None, int, int, int]
 """What decides a tensor's box at a place: shape, dtype, and the fields of its row."""
@@ -160,19 +160,19 @@ class Ownership:
             spec.shard_dim is not None,
             spec.tp_units if spec.tp_dim is not None else 0,
             spec.ep,
-            spec.tp_by,
+            spec.tp_degree,
         )
 
     def _places(self, spec: TensorSpec, at: tuple[int, ...]) -> _Places:
         """Return the places in the mesh of the box that is held at these indices on dp_shard, cp
         and tp."""
         dp_shard, cp, tp = at
-        stages, sharded, units, _, tp_by = self._holder_key(spec)
+        stages, sharded, units, _, component = self._holder_key(spec)
         degree = self._kind.degree("tp")
         tps = tuple(range(degree))
         if units:
-            mine = component_part(units, tp_by, degree, tp)
-            tps = tuple(i for i in tps if component_part(units, tp_by, degree, i) == mine)
+            mine = component_part(units, component, degree, tp)
+            tps = tuple(i for i in tps if component_part(units, component, degree, i) == mine)
         shards = (dp_shard,) if sharded else tuple(range(self._kind.degree("dp_shard")))
         return stages, shards, holders_along_cp(spec, self._kind, cp), tps
 
@@ -225,7 +225,7 @@ class Ownership:
 
 
 def _cut_of(spec: TensorSpec) -> _Cut:
-    cut = spec.shard_dim, spec.tp_dim, spec.tp_units, spec.ep, spec.tp_by
+    cut = spec.shard_dim, spec.tp_dim, spec.tp_units, spec.ep, spec.tp_degree
     return spec.shape, spec.dtype, *cut
 
 

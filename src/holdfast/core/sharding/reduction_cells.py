@@ -19,7 +19,7 @@ gradient, which are added in order:
     pp         a tied embedding: the first stage looks tokens up, the last one computes logits
     tp         key/value heads held by several ranks, norms of queries and keys, and under sequence
                parallelism all norms (`sharding_table.gradient_is_partial`). Components that
-               `layout.tp_by` cuts in fewer parts than ranks
+               fewer ranks than those of tp cut
     dp_shard   under ZeRO 1 (Rajbhandari et al. 2020): each rank has other samples and contributes
                complete boxes, and receives its shard. Under ZeRO 2 and 3, FSDP2 has added them up
                inside the replica already, and each rank contributes the box it holds
@@ -127,11 +127,11 @@ def decoder_rows(
     model: ModelConfig,
     sequence_parallel: bool,
     ep: int = 1,
-    tp_by: Mapping[str, int] = NO_DEGREES,
+    degrees: Mapping[str, int] = NO_DEGREES,
 ) -> list[GradientRow]:
-    """The decoder's parameters, with the kind of their gradients. ep, tp_by: as for
+    """The decoder's parameters, with the kind of their gradients. ep, degrees: as for
     `parameter_table`."""
-    sharding, table = sharding_table(model), parameter_table(model, ep=ep, tp_by=tp_by)
+    sharding, table = sharding_table(model), parameter_table(model, ep=ep, degrees=degrees)
     return [
         GradientRow(
             spec, gradient_is_partial(sharding[spec.name], sequence_parallel), not row.merge
@@ -161,7 +161,7 @@ def cells_of_rows(
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.coordinate.pp not in stages_of(spec, view.replica):
             continue
-        cut = spec.tp_dim, spec.tp_units, spec.ep, spec.tp_by
+        cut = spec.tp_dim, spec.tp_units, spec.ep, spec.tp_degree
         alike = (spec.shape, cut, partial, stages)
         if alike not in known:  # the blocks of a stage are all alike
             known[alike] = tuple(_regions(view, spec, partial, stages))
@@ -211,7 +211,7 @@ class _Signature(NamedTuple):
 
 _Stages = tuple[tuple[int, ...], ...]
 _Class = tuple[tuple[int, ...], tuple[int | None, int, int, int], bool, _Stages]
-"""Parameters of one class have the same regions: shape, (tp_dim, tp_units, ep, tp_by), partial,
+"""Parameters of one class have the same regions: shape, (tp_dim, tp_units, ep, tp_degree), partial,
 stages."""
 
 

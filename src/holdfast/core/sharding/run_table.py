@@ -97,7 +97,7 @@ def run_parameter_table(config: RunConfig) -> StateTable:
     precision = config.train.precision
     if config.trains_decoder:
         layout = config.layout
-        return parameter_table(config.model, precision, layout.ep, layout.tp_by.degrees)
+        return parameter_table(config.model, precision, layout.ep, layout.component_degrees)
     dtype = STATE_DTYPE[precision]
     return tuple(
         TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
@@ -117,7 +117,7 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     layout = config.layout
     rows: Sequence[GradientRow]
     if config.trains_decoder:
-        sequence, degrees = layout.sequence_parallel, layout.tp_by.degrees
+        sequence, degrees = layout.sequence_parallel, layout.component_degrees
         rows = decoder_rows(config.model, sequence, layout.ep, degrees)
     else:
         found = run_parameter_table(config), run_parameters(config), _task_shardings(config)

@@ -18,9 +18,9 @@ tokens of the residual stream, so every rank holds all of them. Under sequence p
 
 Every rank adds its share of the bias of `attention.o`, 1 / tp. So its gradient is a sum over ranks.
 
-`layout.tp_by` cuts attention, or the feed-forward, in fewer parts, say n. Of these, n neighbours
-along tp have one each. Ranks whose indices are alike modulo n hold the same part, and see other
-tokens.
+A component, attention or the feed-forward, may have a lower degree n of its own. Then n neighbours
+along tp have one part each. Ranks whose indices are alike modulo n hold the same part, and see
+other tokens.
 
 A layer of a new kind is one more row of `_CUTS`.
 """
@@ -118,9 +118,9 @@ def tp_part(units: int, tp: int, index: int) -> tuple[int, int]:
     return chunk_range(units, tp, index)
 
 
-def component_part(units: int, tp_by: int, tp: int, index: int) -> tuple[int, int]:
-    """As `tp_part`, of a component with the degree `tp_by`."""
-    degree = component_degree(tp_by, tp)
+def component_part(units: int, component: int, tp: int, index: int) -> tuple[int, int]:
+    """As `tp_part`, of a component with a degree of its own."""
+    degree = component_degree(component, tp)
     return tp_part(units, degree, index % degree)
 
 

@@ -56,7 +56,7 @@ class TensorSpec:
     tp_dim, tp_units: the dim that `tp` cuts and its indivisible units, as in `Sharding`.
     positions: the stages that hold these positions of the model hold the tensor; (): all do.
     ep: of experts: the ranks along dp_shard and cp that share them, at most (`layout.ep`).
-    tp_by: the degree of its component in `layout.tp_by`; 0: it has none.
+    tp_degree: that of its component along tp; 0: it has none of its own.
     """
 
     name: str
@@ -67,7 +67,7 @@ class TensorSpec:
     tp_units: int = 1
     positions: tuple[int, ...] = ()
     ep: int = 1
-    tp_by: int = 0
+    tp_degree: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -82,14 +82,14 @@ class TensorSpec:
             self.tp_dim,
             self.tp_units,
             list(self.positions),
-            *([self.ep] if self.ep > 1 or self.tp_by else []),
-            *([self.tp_by] if self.tp_by else []),
+            *([self.ep] if self.ep > 1 or self.tp_degree else []),
+            *([self.tp_degree] if self.tp_degree else []),
         ]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> TensorSpec:
-        """Rows of format 1 end with `shard_dim`. `ep` is there only if it is above 1 or `tp_by`
-        follows. Raises ValueError for what is no row."""
+        """Rows of format 1 end with `shard_dim`. `ep` is there only if it is above 1 or
+        `tp_degree` follows. Raises ValueError for what is no row."""
         if len(value) not in (4, 7, 8, 9):
             raise ValueError(f"a row of the table has {len(value)} entries: {value}")
         name, dtype, shape, shard_dim = value[:4]
@@ -152,10 +152,10 @@ def parameter_table(
     model: ModelConfig,
     precision: str = "fp32",
     ep: int = 1,
-    tp_by: Mapping[str, int] = NO_DEGREES,
+    degrees: Mapping[str, int] = NO_DEGREES,
 ) -> StateTable:
     """The rows of the parameters alone, under their own names ("norm.weight"). ep: `layout.ep`.
-    tp_by: the degrees in `layout.tp_by`, by component."""
+    degrees: those of components along tp, if they have their own."""
     dtype, sharding = STATE_DTYPE[precision], sharding_table(model)
     return tuple(
         TensorSpec(
@@ -167,16 +167,16 @@ def parameter_table(
             row.tp_units,
             row.positions,
             ep if EXPERTS in p.name else 1,
-            0 if row.tp_dim is None else _degree_of(p.name, tp_by),
+            0 if row.tp_dim is None else _degree_of(p.name, degrees),
         )
         for p in decoder_parameters(model)
         for row in (sharding[p.name],)
     )
 
 
-def _degree_of(name: str, tp_by: Mapping[str, int]) -> int:
+def _degree_of(name: str, degrees: Mapping[str, int]) -> int:
     """The degree of the component that a parameter belongs to; 0: it has none of its own."""
-    return next((n for component, n in tp_by.items() if f".{component}." in name), 0)
+    return next((n for component, n in degrees.items() if f".{component}." in name), 0)
 
 
 def stages_of(spec: TensorSpec, replica: Replica) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ def cut_box(spec: TensorSpec, replica: Replica, dp_shard: int, cp: int, tp: int)
     offsets, lengths = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None:
         unit = spec.shape[spec.tp_dim] // spec.tp_units
-        first, units = component_part(spec.tp_units, spec.tp_by, replica.degree("tp"), tp)
+        first, units = component_part(spec.tp_units, spec.tp_degree, replica.degree("tp"), tp)
         offsets[spec.tp_dim], lengths[spec.tp_dim] = first * unit, units * unit
     if spec.shard_dim is not None:
         dim = spec.shard_dim

@@ -30,6 +30,7 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     """
     from holdfast.config.loading.model_from import TRANSFORMERS_TASK
     from holdfast.config.sections.task import SCRIPT_TASK
+    from holdfast.options.registry import effect_modules
 
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
@@ -47,7 +48,7 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
         needed += [_COMPILER]
     if config.train.precision == "fp16" or any(degrees.pp > 1 for degrees in kinds):
         needed += ["torch.fx.experimental.symbolic_shapes"]  # a backward that is given a gradient
-    return tuple(needed)
+    return (*needed, *effect_modules(config))
 
 
 _COMPILER = "torch._dynamo"

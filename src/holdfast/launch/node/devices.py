@@ -98,33 +98,6 @@ def refuse_float8(loaded: LoadedConfig, machine: HardwareInfo) -> None:
         )
 
 
-def describe_quantized(config: RunConfig) -> list[str]:
-    """A line for a run that gives up the curve of other layouts."""
-    layout = config.layout
-    if layout.quantized == "none":
-        return []
-    what = {
-        "weights": "weights in 8 bits",
-        "gradients": "gradients in 4 bits",
-        "both": "weights in 8 bits and gradients in 4",
-    }
-    return [
-        f"layout.quantized {layout.quantized}: shards send each other {what[layout.quantized]}, so "
-        "another layout gives another curve (docs/guide/accelerators.md)"
-    ]
-
-
-def describe_asynchronous(config: RunConfig) -> list[str]:
-    """A line for a run whose curve depends on its pipeline."""
-    layout = config.layout
-    if not layout.is_asynchronous:
-        return []
-    return [
-        f"layout.schedule {layout.schedule}: gradients are of older weights, so another layout "
-        "gives another curve, and so does a start from a checkpoint (docs/internals/axes.md)"
-    ]
-
-
 def describe_devices(loaded: LoadedConfig) -> list[str]:
     """Lines about a number of workers that is planned, and about what has not run on devices."""
     config, planned = loaded.config, loaded.origins["layout.workers"]

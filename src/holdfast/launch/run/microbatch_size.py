@@ -8,6 +8,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.run.runs import read_resolved
 from holdfast.machine.hardware import detect_hardware
+from holdfast.options.registry import keys_without_formula
 from holdfast.plan.memory.activations import has_estimate
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size
 from holdfast.report.formatting import format_bytes, format_plural
@@ -29,7 +30,7 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
     if not has_estimate(config):
         raise ConfigError(
             f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
-            "mask, task, layout.quantized or layout.ep",
+            f"mask, task, {keys_without_formula()} or layout.ep",
             where=loaded.where(KEY),
             remedy=f"name a number: {KEY}=2",
         )

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ from torch.distributed.fsdp import (
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
-from holdfast.parallel.axes.quantized import BlockCode
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
@@ -54,6 +53,21 @@ from holdfast.parallel.torch_compat import (
     is_plain,
     local_tensor,
 )
+
+
+class Code(Protocol):
+    """Packs rows of some parameters' parts into bytes, and unpacks them."""
+
+    def pack(self, rows: Tensor) -> Tensor: ...
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None: ...
+
+
+MakeCode = Callable[[Sequence[int]], Code]
+"""sizes of the parts -> their code"""
+ShardCodes = tuple[MakeCode | None, MakeCode | None]
+"""Of parameters, and of gradients. None: numbers are sent."""
+NO_CODES: ShardCodes = (None, None)
 
 
 def apply_fsdp(
@@ -119,7 +133,7 @@ class ShardedGradients(GradientFeeder):
         other shard has. boxes: what this rank holds of each. traffic: counts FSDP2's own
         collectives.
     are_sums_here: the sums lie on the device, so FSDP2 may write to them.
-    weight_bits, gradient_bits: of the codes that shards send each other; 0: they send numbers.
+    codes: what shards send each other; a code that is None: they send numbers.
     See `GradientFeeder` for the rest.
     """
 
@@ -135,11 +149,10 @@ class ShardedGradients(GradientFeeder):
         traffic: TrafficCounter | None = None,
         buffers: MakeBuffer | None = None,
         are_sums_here: bool = True,
-        weight_bits: int = 0,
-        gradient_bits: int = 0,
+        codes: ShardCodes = NO_CODES,
     ):
         self._parameters = list(named.values())
-        self._bits = weight_bits, gradient_bits
+        self._codes = codes
         super().__init__(
             {name: boxes[name] for name in named},
             cells,
@@ -235,9 +248,7 @@ class ShardedGradients(GradientFeeder):
     ) -> None:
         """Put our own parts into a unit's communication. sizes: of its parameters' parts."""
         unit = self._units[number]
-        weight_code, gradient_code = (
-            BlockCode(sizes, bits) if bits else None for bits in self._bits
-        )
+        weight_code, gradient_code = (make and make(sizes) for make in self._codes)
         module.set_all_reduce_hook(self._hook(number))
         module.set_custom_reduce_scatter(
             OrderedReduceScatter(
@@ -332,7 +343,7 @@ class CountedGather:
     code: of what is sent. All shards then compute with what comes out of it, the owner too.
     """
 
-    def __init__(self, traffic: TrafficCounter | None, code: BlockCode | None = None):
+    def __init__(self, traffic: TrafficCounter | None, code: Code | None = None):
         self._traffic, self._code = traffic, code
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -373,7 +384,7 @@ class OrderedReduceScatter:
         output_slot: Callable[[], Tensor | None],
         traffic: TrafficCounter | None = None,
         on_start: Callable[[], None] = lambda: None,
-        code: BlockCode | None = None,
+        code: Code | None = None,
     ):
         self._output_size, self._slot, self._traffic = output_size, output_slot, traffic
         self._on_start, self._code = on_start, code

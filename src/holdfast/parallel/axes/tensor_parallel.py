@@ -16,7 +16,7 @@ What a rank sends for one microbatch of T = B*S tokens, in elements, forward and
 
 with and without sequence parallelism: an all-reduce is a reduce-scatter and an all-gather. A
 block has two regions, each with a sum forward and a sum backward: "two all-reduces per direction".
-A region of a lower degree (`component_region.py`) may send less.
+A region of a lower degree (`PartRegion`) may send less.
 
 Parameters are plain tensors of local shape (`localise`), nothing is a DTensor. Gradients of what
 several ranks hold may be partial: `core/sharding/sharding_table.gradient_is_partial` says which,
@@ -25,7 +25,7 @@ and the reducer adds them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +40,6 @@ from holdfast.errors import LayoutError
 from holdfast.layout import component_degree
 from holdfast.model.decoder import Decoder
 from holdfast.model.experts import RoutedFeedForward
-from holdfast.parallel.axes.component_region import ComponentRegion, Region
 from holdfast.parallel.axes.vocab_parallel import (
     VocabularyEmbedding,
     VocabularyPart,
@@ -48,6 +47,28 @@ from holdfast.parallel.axes.vocab_parallel import (
 )
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+
+
+class Region(Protocol):
+    """A way into and out of a module that is computed over ranks."""
+
+    def enter_region(self, x: Tensor) -> Tensor: ...
+
+    def leave_region(self, x: Tensor) -> Tensor: ...
+
+
+class PartRegion(Region, Protocol):
+    """That of a component which fewer ranks cut than tp has."""
+
+    def share(self, count: int) -> slice:
+        """This rank's of `count` samples or tokens."""
+        ...
+
+    def exclude_from_compilation(self) -> None: ...
+
+
+MakeRegion = Callable[["TensorParallel", int, bool], PartRegion]
+"""(the region of all ranks, the component's degree, whether it needs complete samples)."""
 
 
 class TensorParallel:
@@ -61,8 +82,8 @@ class TensorParallel:
         self.sequence_parallel = sequence_parallel
         self.softmax = VocabularySoftmax(part, collectives)
         self.collectives = collectives
-        self.attention: ComponentRegion | None = None
-        self._regions: list[ComponentRegion] = []
+        self.attention: PartRegion | None = None
+        self._regions: list[PartRegion] = []
         self.shape = (0, 0)
 
     def begin_forward(self, batch: int, sequence: int) -> None:
@@ -73,13 +94,12 @@ class TensorParallel:
         """Of a microbatch, the samples whose attention this rank computes."""
         return slice(0, batch) if self.attention is None else self.attention.share(batch)
 
-    def region(self, tp_by: int, *, by_sample: bool) -> Region:
-        """The way into and out of a component with this degree. by_sample: it needs complete
-        samples."""
-        degree = component_degree(tp_by, self.collectives.size)
-        if degree == self.collectives.size:
+    def region(self, degree: int, make: MakeRegion | None, *, by_sample: bool) -> Region:
+        """The way into and out of a component with this degree. make: a lower one needs it.
+        by_sample: the component needs complete samples."""
+        if degree == self.collectives.size or make is None:
             return self
-        region = ComponentRegion(self, degree, by_sample=by_sample)
+        region = make(self, degree, by_sample)
         if by_sample:
             self.attention = region
         self._regions.append(region)
@@ -125,25 +145,26 @@ def apply_tensor_parallel(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool = True,
-    tp_by: Mapping[str, int] = NO_DEGREES,
+    degrees: Mapping[str, int] = NO_DEGREES,
+    make_region: MakeRegion | None = None,
     traffic: TrafficCounter | None = None,
 ) -> TensorParallel:
     """Compute the objective's decoder, or the stage of one, over the ranks of `group`.
 
     Its parameters must have this rank's shape: call `localise` before or after. Apply it before
-    blocks are compiled or sharded further. tp_by: degrees of components (`layout.tp_by`). Raises
-    LayoutError for what cannot be cut.
+    blocks are compiled or sharded further. degrees: lower ones of components, whose regions
+    `make_region` makes. Raises LayoutError for what cannot be cut.
     """
     decoder = objective.decoder
     collectives = Collectives(group, traffic)
     attention, ffn = (
-        component_degree(tp_by.get(name, 0), collectives.size) for name in ("attention", "ffn")
+        component_degree(degrees.get(name, 0), collectives.size) for name in ("attention", "ffn")
     )
     _check_units(decoder.config, attention, ffn)
     part = VocabularyPart.of(decoder.config, collectives.size, collectives.rank)
     tensor = TensorParallel(collectives, sequence_parallel, part)
-    around_attention = tensor.region(attention, by_sample=True)
-    around_ffn = tensor.region(ffn, by_sample=False)
+    around_attention = tensor.region(attention, make_region, by_sample=True)
+    around_ffn = tensor.region(ffn, make_region, by_sample=False)
     for block in decoder.layers:
         block.attention.o.bias_share = 1.0 / attention  # the region's end adds them up
         _wrap_region(block.attention, around_attention)

@@ -22,9 +22,9 @@ are gathered. With one replica and one leaf, a rank sends (n - 1) / n of the mod
 their owners in each step. It receives as much of its parameters from them. In all, that is what an
 all-reduce moves.
 
-Stage 2 adds up the parts of each leaf, so it sends the gradients once per leaf. With
-`layout.zero2_reduce: step` it sends them once per step. Then it needs complete sums, as stage 1,
-because parts are added after leaves. So it is made of the same parts as stage 1.
+Stage 2 adds up the parts of each leaf, so it sends the gradients once per leaf. If it adds them up
+once per step (`LayoutConfig.shards_add_each`), it sends them as often. Then it needs complete sums,
+as stage 1, because parts are added after leaves. So it is made of the same parts as stage 1.
 """
 
 from __future__ import annotations

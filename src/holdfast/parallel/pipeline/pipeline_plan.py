@@ -1,6 +1,6 @@
 """One rank's part of a pipeline's table: its actions, and the messages that follow from them.
 
-A table may be one window of a schedule that never ends (`core/schedule/asynchronous.py`). An action
+A table may be one window of a schedule that never ends (`core/schedule/step_window.py`). An action
 may take what an earlier window has left. What no action of this window takes is received at its
 end.
 """

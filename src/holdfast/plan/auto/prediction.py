@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.config.run import RunConfig
 from holdfast.core.prediction import StepPredicted
 from holdfast.layout import Topology
+from holdfast.options.registry import unmodelled_option
 from holdfast.plan.auto.machines import Machines
 from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.hardware.devices import device_named
@@ -18,7 +19,7 @@ from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 def has_prediction(config: RunConfig) -> bool:
     """Return True if the cost model covers what the run computes."""
     layout = config.layout
-    return config.trains_decoder and layout.quantized == "none" and not layout.is_asynchronous
+    return config.trains_decoder and not (layout.is_asynchronous or unmodelled_option(config))
 
 
 @dataclass(frozen=True)

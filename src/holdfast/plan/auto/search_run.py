@@ -11,6 +11,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.errors import ConfigError, LayoutError, UserError
+from holdfast.options.registry import unmodelled_option
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
 from holdfast.plan.auto.objective import is_allowed, rules_of
@@ -59,9 +60,7 @@ def why_not_searched(config: RunConfig) -> str:
         return "layout.stages"
     if len(config.train.recompute_words) > 1:
         return "train.recompute of each stage"
-    if config.layout.quantized != "none":
-        return f"layout.quantized {config.layout.quantized}"
-    return ""
+    return unmodelled_option(config)
 
 
 def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:

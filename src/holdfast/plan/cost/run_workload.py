@@ -50,7 +50,7 @@ def workload_of(config: RunConfig) -> Workload:
         device != "cpu",
         is_compiled=config.train.compile,
         cp_method=config.layout.cp_method,
-        scatters_each=config.layout.zero2_reduce == "microbatch",
+        scatters_each=config.layout.shards_add_each == "microbatch",
     )
 
 

@@ -17,8 +17,8 @@ with. w: 4, in float64 8.
     attention    i T Q + w T H
     activation   i T F
 
-With `layout.tp_by`, T of a component is the tokens that a rank computes in it. D in `none` goes
-with the tokens of its input that are held (`component_tokens.py`).
+If a component has a degree of its own, T is the tokens that a rank computes in it. D in `none` goes
+with the tokens of its input that are held (`ComponentTokens`).
 
 With `train.partition_activations` each i R D of a block's input is i T D / tp. The first block of a
 later stage is left out: its input came from another stage, and is held complete.
@@ -52,7 +52,8 @@ from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.memory.component_tokens import (
+from holdfast.options.registry import option_costs
+from holdfast.options.tp_by.cost import (
     ComponentTokens,
     attention_tokens,
     components,
@@ -108,7 +109,7 @@ def has_formula(config: RunConfig) -> bool:
     if any(degrees.cp > 1 for _, degrees in config.layout.kinds):
         words, kept = config.train.recompute_words, config.train.recompute_keep
         known = known and not ("selective" in words and "attention" in kept)
-    known = known and config.layout.quantized == "none"
+    known = known and all(option.has_formula(config) for option in option_costs())
     return trained and plain and known and config.data.attention == "full"
 
 
@@ -128,7 +129,6 @@ def _knows_experts(config: RunConfig) -> bool:
     is_split &= SCHEDULE_KINDS[config.layout.schedule].splits_backward
     is_plain = not (experts.first or experts.capacity or is_split)
     is_plain &= not config.train.memory.moves_activations
-    is_plain &= config.layout.expert_replicas == "off"
     return is_plain and "selective" not in config.train.recompute_words
 
 
@@ -247,16 +247,16 @@ class RankShape:
         model, tp = config.model, replica.degree("tp")
         samples = config.train.microbatch_size // replica.degree("dp_shard")
         tokens = samples * config.data.sequence_length // replica.degree("cp")
-        item, own = _COMPUTE_BYTES[config.train.precision], config.layout.tp_by
+        item, parts = _COMPUTE_BYTES[config.train.precision], config.layout.tp_parts(tp)
         return RankShape(
             model,
             tokens,
             -(-tokens // tp) if config.layout.sequence_parallel else tokens,
             attention_tokens(config, replica, at.tp),
             ffn_tokens(config, replica, at.tp),
-            component_part(model.heads, own.attention, tp, at.tp)[1],
-            component_part(model.kv_heads, own.attention, tp, at.tp)[1],
-            component_part(model.ffn_dim, own.ffn, tp, at.tp)[1],
+            component_part(model.heads, parts[0], tp, at.tp)[1],
+            component_part(model.kv_heads, parts[0], tp, at.tp)[1],
+            component_part(model.ffn_dim, parts[1], tp, at.tp)[1],
             item,
             max(4, item),
             replica.degree("cp") > 1 and config.layout.cp_method.startswith("ulysses"),

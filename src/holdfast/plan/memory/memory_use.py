@@ -2,10 +2,9 @@
 
 Bytes are counted while a step's backward runs, because a rank holds the most then: parameters,
 gradients, AdamW's two moments. Another optimizer's state takes their place, and so do moments of
-fewer bytes (`train.optimizer.state_dtype`). Psi is the number of
-elements on a rank after tp and pp have cut, and n the degree of dp_shard. The table is for the run
-file's precision (Rajbhandari et al. 2020, section 5). Our sizes differ: bf16 computes on a copy of
-fp32 parameters, and sums gradients in fp32.
+fewer bytes. Psi is the number of elements on a rank after tp and pp have cut, and n the degree of
+dp_shard. The table is for the run file's precision (Rajbhandari et al. 2020, section 5). Our sizes
+differ: bf16 computes on a copy of fp32 parameters, and sums gradients in fp32.
 
                     fp32                                bf16
     zero 1          4 Psi + 4 Psi + 8 Psi/n             (2 Psi + 4 Psi/n) + 4 Psi + 8 Psi/n
@@ -100,7 +99,8 @@ def contents_by_rank(config: RunConfig, topology: Topology) -> tuple[RankContent
 def _contents_of(
     config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: RankMemory
 ) -> RankContents:
-    model, tp, attention = config.model, replica.degree("tp"), config.layout.tp_by.attention
+    model, tp = config.model, replica.degree("tp")
+    attention, _ = config.layout.tp_parts(tp)
     blocks = replica.blocks(at.pp) or tuple(range(model.layers))
     return RankContents(
         rank,

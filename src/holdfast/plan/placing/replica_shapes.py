@@ -29,7 +29,6 @@ from holdfast.layout import (
     MeshShape,
     Replica,
     Stages,
-    component_degree,
     coordinates_of,
     index_of,
 )
@@ -198,8 +197,7 @@ class DegreeRules:
             layout = config.layout
             given: dict[str, Any] = {"cp_method": layout.cp_method, "cp_ring": layout.cp_ring}
             tp = dict(degrees).get("tp", 1)
-            own = layout.tp_by.degrees.items()
-            given["tp_by"] = {name: component_degree(n, tp) for name, n in own}
+            given |= layout.component_keys(tp)
             refused = find_impossible_degrees(
                 LayoutConfig.model_validate(dict(degrees) | given),
                 config.model,
@@ -221,7 +219,7 @@ class StateOverlap:
         train = config.train
         moments = sum(s.rule == ELEMENTWISE and s.of == ALL for s in train.optimizer.state_slots)
         item = ITEM_BYTES[STATE_DTYPE[train.precision]]
-        one = item + moments * {"fp32": item, "bf16": 2, "8bit": 1}[train.optimizer.state_dtype]
+        one = item + moments * (train.optimizer.moment_bytes or item)
         self._before = [one * n for n in accumulate(costs.parameters, initial=0)]
         self._first, self._last = one * costs.first[1], one * costs.last[1]
         self._known: dict[tuple[MeshShape, Stages, int, MeshShape, Stages, int], int] = {}

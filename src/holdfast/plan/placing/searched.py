@@ -27,6 +27,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import MeshShape, Topology
+from holdfast.options.registry import unmodelled_option
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.run_workload import unmodelled_key
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
@@ -305,7 +306,7 @@ def _fixed(config: RunConfig, limits: Limits) -> Limits:
     """Limits, with the degrees that other keys of the run file fix."""
     if len(config.train.recompute_words) > 1:  # a word for each stage
         limits = replace(limits, pp=config.layout.pp)
-    if config.layout.quantized != "none":  # the curve depends on it
+    if unmodelled_option(config):  # the curve depends on it
         limits = replace(limits, dp_shard=config.layout.dp_shard)
     return limits
 

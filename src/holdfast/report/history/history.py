@@ -170,7 +170,7 @@ class History:
     memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
     dropped_choices: int = 0  # of these, for lack of capacity
-    expert_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
+    loads_with_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
     rungs: Mapping[int, int] = field(default_factory=dict)  # by generation; -1: no recovery
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
 
@@ -446,7 +446,7 @@ class _HistoryBuilder:
             memory=tuple(self.memory),
             experts=self.experts.by_block,
             dropped_choices=self.experts.dropped,
-            expert_copies=self.experts.with_copies,
+            loads_with_copies=self.experts.with_copies,
             rungs=self.rungs,
             plan=self.plan.comparison(),
         )

@@ -83,8 +83,8 @@ def _experts(history: History) -> dict[str, Any]:
         return {}
     counts = {str(block): counts for block, counts in history.experts.items()}
     out: dict[str, Any] = {"experts": counts, "dropped_choices": history.dropped_choices}
-    if history.expert_copies:
-        copies = {str(block): asdict(loads) for block, loads in history.expert_copies.items()}
+    if history.loads_with_copies:
+        copies = {str(block): asdict(loads) for block, loads in history.loads_with_copies.items()}
         out["expert_copies"] = copies
     return out
 

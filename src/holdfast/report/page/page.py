@@ -118,7 +118,7 @@ def render_page(
         )
         parts.append(_section("Learning rate, gradient norm, memory", "", small_charts(history)))
     if history.experts:
-        note = load_note(history.experts, history.dropped_choices, history.expert_copies)
+        note = load_note(history.experts, history.dropped_choices, history.loads_with_copies)
         parts.append(_card("Load of the experts", note, heat_map(history.experts)))
     if history.generations:
         parts.append(

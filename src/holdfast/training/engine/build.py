@@ -22,6 +22,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Topology
+from holdfast.options.registry import hooks
 from holdfast.parallel.axes.expert_parallel import shared_experts
 from holdfast.parallel.axes.partitioned_input import PartitionedInput
 from holdfast.parallel.axes.process_groups import ProcessGroups, connect
@@ -38,14 +39,11 @@ from holdfast.parallel.torch_compat import (
     local_tensor,
     place_shards,
 )
-from holdfast.training.engine.asynchronous import AsynchronousExecutor, make_asynchronous
 from holdfast.training.engine.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
-from holdfast.training.engine.executors import PipelinedExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.metered_executor import MeteredExecutor
 from holdfast.training.engine.objective import NextTokenObjective
-from holdfast.training.engine.pipemare import Pipemare, StageDelay
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.state import Parameters
@@ -186,11 +184,9 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
-    if isinstance(executor, PipelinedExecutor) and executor.is_overlapping:
-        named = task.named_parameters(objective)
-        parameters, executor = make_asynchronous(
-            config.layout.schedule, executor, parameters, named
-        )
+    layout, named = config.layout, partial(task.named_parameters, objective)
+    for wrap in hooks("layout", layout, lambda effect: effect.executor):
+        executor, parameters = wrap(config, executor, parameters, named)
     compiled_here = config.train.compile and device.type == "cpu"
     is_metered = memory.ledger.limit > 0 and not compiled_here
     engine = StepEngine(
@@ -205,28 +201,11 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
-    if config.layout.keeps_velocity:
-        _add_pipemare(config, engine)
+    for change in hooks("layout", layout, lambda effect: effect.engine):
+        change(config, engine)
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
     return engine
-
-
-def _add_pipemare(config: RunConfig, engine: StepEngine) -> None:
-    """Let the optimizer follow the movement of the weights, and backwards use it."""
-    groups, layout = engine.groups, config.layout
-    steps = layout.pipemare_steps or max(1, config.train.steps // 4)
-    stage = StageDelay(
-        groups.degree("pp"),
-        groups.coordinate.pp,
-        lambda: engine.groups.replica_count,
-        steps,
-        layout.pipemare_decay,
-    )
-    optimizer = Pipemare(engine.optimizer, engine.parameters.master_tensors, stage)
-    engine.optimizer = optimizer
-    if isinstance(engine.executor, AsynchronousExecutor):
-        engine.executor.weights.velocity = optimizer.velocity
 
 
 def _prepare_units(
@@ -308,7 +287,7 @@ BuiltParameters = tuple[Parameters, GradientFeed]
 def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """This stage's part of the model on this device. In mixed precision the module computes on
     bf16 copies."""
-    config, precision = parts.config, parts.precision
+    precision = parts.precision
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
@@ -320,29 +299,42 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         shapes = [tuple(p.shape) for p in computed]
         held = parts.memory.zeros("optimizer", shapes, precision.state)
 
-    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
-        return ReplicatedGradients(
-            named,
-            boxes,
-            cells,
-            dtype=precision.state,
-            fast=config.layout.reduction == "fast",
-            bucket_bytes=int(config.layout.bucket_mb * 1e6),
-            by_unit=by_unit,
-            buffers=parts.make_sum,
-            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
-        )
-
-    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
+    feed = _replicated_feed(parts, named, boxes)
     initial = parts.task.initial_values
     found = Parameters(table, tuple(boxes.values()), held, initial, computed, memory=parts.memory)
     return found, feed
 
 
+def _replicated_feed(
+    parts: _Parts,
+    named: Mapping[str, torch.Tensor],
+    boxes: Mapping[str, Box],
+    wanted: Mapping[str, Box] | None = None,
+) -> GradientFeed:
+    """Sum the gradients of plain parameters. wanted: the parts of `boxes` that this rank trains."""
+    config = parts.config
+
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
+        return ReplicatedGradients(
+            named,
+            boxes,
+            cells,
+            dtype=parts.precision.state,
+            wanted=wanted,
+            by_unit=by_unit,
+            buffers=parts.make_sum,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
+            fast=config.layout.reduction == "fast",
+            bucket_bytes=int(config.layout.bucket_mb * 1e6),
+        )
+
+    return _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
+
+
 def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """As `_replicated`, but what is trained and saved is this rank's part of the rows. For ZeRO 1,
     and for ZeRO 2 that adds up gradients once a step."""
-    config, precision = parts.config, parts.precision
+    precision = parts.precision
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
@@ -360,21 +352,7 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     if parts.memory.ledger.limit:  # with a limit, all that the device holds is counted
         parts.memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
 
-    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
-        return ReplicatedGradients(
-            named,
-            whole,
-            cells,
-            dtype=precision.state,
-            wanted=boxes,
-            by_unit=by_unit,
-            buffers=parts.make_sum,
-            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
-            fast=config.layout.reduction == "fast",
-            bucket_bytes=int(config.layout.bucket_mb * 1e6),
-        )
-
-    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
+    feed = _replicated_feed(parts, named, whole, wanted=boxes)
     initial = parts.task.initial_values
     held = rows.master_tensors
     lengths = tuple(boxes.values())
@@ -387,7 +365,7 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
     # (`elastic.protocol.worker_spec.modules_to_preload` has the fork server import it where the run
     # file shards).
-    from holdfast.parallel.axes.fsdp import ShardedGradients, apply_fsdp
+    from holdfast.parallel.axes.fsdp import NO_CODES, ShardedGradients, apply_fsdp
 
     config, precision = parts.config, parts.precision
     compute = precision.compute if precision.mixed else None
@@ -408,6 +386,8 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
     traffic = parts.groups.traffic
+    make_codes = hooks("layout", config.layout, lambda effect: effect.shard_codes)
+    codes = make_codes[0](config.layout) if make_codes else NO_CODES
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         assert by_unit, "FSDP2 produces gradients by unit"
@@ -421,8 +401,7 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             traffic=traffic,
             buffers=parts.make_sum,
             are_sums_here=parts.memory.place_of("gradients") == DEVICE,
-            weight_bits=WEIGHT_BITS if config.layout.quantizes_weights else 0,
-            gradient_bits=GRADIENT_BITS if config.layout.quantizes_gradients else 0,
+            codes=codes,
         )
 
     held = [local_tensor(p) for p in named.values()]
@@ -469,8 +448,5 @@ def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cel
     cells = run_cells(config, groups.topology, groups.rank)
     return list(zip(cells, groups.teams(cells), strict=True))
 
-
-WEIGHT_BITS, GRADIENT_BITS = 8, 4
-"""Of what shards send each other under `layout.quantized`."""
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]

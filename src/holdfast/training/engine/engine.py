@@ -16,9 +16,9 @@ replicas is stored until all of them reach the end of `reduce`. It is raised on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,9 @@ from holdfast.training.engine.vote import (
 )
 from holdfast.training.optimizers.make_optimizer import make_optimizer
 from holdfast.training.optimizers.user_parts import UserParts
+
+if TYPE_CHECKING:
+    from holdfast.training.engine.protocols import StepFeed, StepShare
 
 
 class DeviceMicrobatch(Protocol):
@@ -109,7 +112,8 @@ class StepEngine:
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. user: what the run file names by a path.
-    on_vote_sent: called when this rank's vote is on its way.
+    on_vote_sent: called when this rank's vote is on its way. order_shares: the shares of a
+    generation, one by one, as the executor needs them.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
     rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`.
     """
@@ -132,6 +136,7 @@ class StepEngine:
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device, self._gradients = feed, device, feed(groups, None)
         self.on_vote_sent: Callable[[], None] = lambda: None
+        self.order_shares: Callable[[StepFeed], Iterator[StepShare]] = iter
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
         self.plan = StepPlan(train, groups, dealer)

@@ -32,7 +32,6 @@ from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
 from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
 from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.training.engine.asynchronous import with_later_shares
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.fallbacks import Fallbacks
@@ -124,7 +123,7 @@ def run_training(
     if start_step >= config.train.steps:
         return TrainingOutcome("finished", start_step)
     loop.resume_validation(start_step)
-    for batch in with_later_shares(loader, engine.executor):
+    for batch in engine.order_shares(loader):
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
             # A save that never began has no end to wait for; the last reports are stored anyway.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.config.sections.optimizer import BLOCK, BLOCKS
+from holdfast.config.sections.optimizer import BLOCKS
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import blocks_of, slot_prefix
 from holdfast.core.sharding.parameters import Parameter
@@ -78,7 +78,7 @@ class Parameters:
             LocalTensor(
                 prefix + row.name,
                 tensor,
-                (box.offsets[0], box.offsets[1] // BLOCK),
+                (box.offsets[0], blocks_of((1, box.offsets[1]))),
                 (row.shape[0], blocks_of(row.shape)),
             )
             for row, box, tensor in zip(self.table, self.boxes, tensors, strict=True)

@@ -27,6 +27,7 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
+from holdfast.options.registry import hooks
 from holdfast.parallel.axes.context import apply_context_parallel
 from holdfast.parallel.axes.expert_parallel import (
     ExpertExchange,
@@ -34,7 +35,6 @@ from holdfast.parallel.axes.expert_parallel import (
     routed_layers,
     share_counts,
 )
-from holdfast.parallel.axes.expert_replicas import ReplicatingExchange
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.training.engine.evaluate import TokenValidation, Validation
@@ -142,12 +142,14 @@ class DecoderTask:
         if blocks is not None:
             keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
         if groups.degree("tp") > 1:
+            regions = hooks("layout", config.layout, lambda effect: effect.region)
             localise_parameters(decoder, self._tensor_boxes(decoder, groups))
             apply_tensor_parallel(
                 objective,
                 groups.axis("tp"),
                 sequence_parallel=config.layout.sequence_parallel,
-                tp_by=config.layout.tp_by.degrees,
+                degrees=config.layout.component_degrees,
+                make_region=next(iter(regions), None),
                 traffic=groups.traffic,
             )
             if config.train.compile and objective.tensor is not None:
@@ -173,8 +175,9 @@ class DecoderTask:
         if counted and shared:
             share_counts(decoder, shared, groups.traffic)
         if groups.expert_degree > 1:
-            group, replicas = groups.axis("ep"), self._config.layout.expert_replicas
-            kind = ReplicatingExchange if replicas == "auto" else ExpertExchange
+            group, layout = groups.axis("ep"), self._config.layout
+            kinds = hooks("layout", layout, lambda effect: effect.expert_exchange)
+            kind = next(iter(kinds), ExpertExchange)
             apply_expert_parallel(decoder, group, partial(kind, group, groups.traffic))
         if self._config.train.compile:
             for layer in routed_layers(decoder):
@@ -244,8 +247,8 @@ class DecoderTask:
 
     def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
         config = self._config
-        degrees = config.layout.tp_by.degrees
-        table = parameter_table(config.model, config.train.precision, tp_by=degrees)
+        degrees = config.layout.component_degrees
+        table = parameter_table(config.model, config.train.precision, degrees=degrees)
         rows = {row.name: replace(row, shard_dim=None) for row in table}
         names = [name for name, _ in decoder.named_parameters()]
         return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}

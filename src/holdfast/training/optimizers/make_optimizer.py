@@ -10,10 +10,10 @@ from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import is_hidden_matrix, parameter_settings
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.options.registry import hooks
 from holdfast.training.memory.places import StateMemory
 from holdfast.training.optimizers.offloaded_adamw import OffloadedAdamW
 from holdfast.training.optimizers.optimizer import AdamW, Optimizer
-from holdfast.training.optimizers.short_state import ShortStateOptimizer
 from holdfast.training.optimizers.torch_optimizer import (
     OptimizerParts,
     TorchOptimizer,
@@ -38,9 +38,8 @@ def make_optimizer(
     user = user or UserParts()
     settings = [parameter_settings(config, row) for row in rows]
     merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
-    if config.state_dtype != "fp32":
-        boxes = boxes or [Box(row.name, (0,) * len(row.shape), row.shape) for row in rows]
-        return ShortStateOptimizer(parameters, gradients, rows, boxes, config)
+    for make_of_option in hooks("train.optimizer", config, lambda effect: effect.optimizer):
+        return make_of_option(config, rows, parameters, gradients, boxes)
     if config.name == "adamw" and memory is not None and memory.stages_updates:
         return OffloadedAdamW(parameters, gradients, settings, config, merges, memory)
     if config.name == "adamw":

@@ -157,7 +157,7 @@ def test_spread_experts_are_of_a_format_that_older_programs_refuse() -> None:
 
 def test_degrees_of_components_are_of_a_format_that_older_programs_refuse() -> None:
     commit = merged(part(0), part(1))
-    table = tuple(replace(spec, tp_by=2) if spec.name == "w" else spec for spec in TABLE)
+    table = tuple(replace(spec, tp_degree=2) if spec.name == "w" else spec for spec in TABLE)
     cut = replace(commit, table=table)
     assert b'"format":4,' in cut.to_bytes()
     assert Commit.from_bytes(cut.to_bytes(), cut.key) == cut

@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.core.schedule.asynchronous import (
+from holdfast.core.schedule.check import check_schedule
+from holdfast.core.schedule.step_window import (
     look_ahead,
     steady_window,
     step_window,
-    weight_versions,
 )
-from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.table import Action, ActionKind, actions_of
 from holdfast.core.schedule.timing import Durations, time_schedule
+from holdfast.options.asynchronous.cost import weight_versions
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

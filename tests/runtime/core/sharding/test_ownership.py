@@ -56,7 +56,7 @@ def tables(draw: st.DrawFn) -> StateTable:
             shape,
             draw(st.sampled_from([None, *range(len(shape))])) if shape else None,
             ep=draw(st.sampled_from([1, 1, 2, 4])),
-            tp_by=draw(st.sampled_from([0, 0, 1, 2])),
+            tp_degree=draw(st.sampled_from([0, 0, 1, 2])),
         )
         for i, shape in enumerate(shapes)
     )

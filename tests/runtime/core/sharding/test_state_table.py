@@ -124,7 +124,7 @@ def test_rows_of_format_1_are_cut_by_dp_shard_alone() -> None:
     spread = TensorSpec("w", "F32", (4, 2), 0, ep=2)
     assert TensorSpec.from_json(spread.to_json()) == spread
     assert len(TensorSpec("w", "F32", (4, 2), 0).to_json()) == 7
-    component = TensorSpec("w", "F32", (4, 2), 0, 0, 4, (1,), tp_by=2)
+    component = TensorSpec("w", "F32", (4, 2), 0, 0, 4, (1,), tp_degree=2)
     assert TensorSpec.from_json(component.to_json()) == component
     for bad in (["w", "F32", [5, 2]], ["w", "F99", [5], 0], ["w", "F32", [5], 0, 0]):
         with pytest.raises(ValueError, match=r"entries|unknown"):
@@ -136,7 +136,7 @@ def test_a_component_is_cut_over_neighbours_along_tp(tp: int, parts: list[int]) 
     """In two parts, or in as many as divide tp as well."""
     topology = place_layout(Layout(tp=tp), 1, ("n",) * tp)
     table = (
-        TensorSpec("w", "F32", (4, 2), 0, 0, 4, tp_by=2),
+        TensorSpec("w", "F32", (4, 2), 0, 0, 4, tp_degree=2),
         TensorSpec("v", "F32", (4, 2), 0, 0, 4),
     )
     held = [local_boxes(topology, table, rank) for rank in range(tp)]

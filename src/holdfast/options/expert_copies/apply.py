@@ -1,6 +1,6 @@
 """Copies of hot experts on other ranks of `ep`: `layout.expert_replicas: auto`.
 
-The choices of each microbatch decide which experts get copies (`core/expert_copies.py`). All ranks
+The choices of each microbatch decide which experts get copies (`choice.py`). All ranks
 know them: they gather their numbers of choices, n - 1 times E int64 a forward pass and block. If a
 rank's load is too high, it sends the matrices of its hottest expert to the rank with the lowest
 one. That rank computes a part of the expert's rows, and no optimizer and no checkpoint knows of it.
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.core.expert_copies import ExpertCopy, owner_of, plan_copies, rank_loads
 from holdfast.model.experts import Experts, Matrices, permute
+from holdfast.options.expert_copies.choice import ExpertCopy, owner_of, plan_copies, rank_loads
+from holdfast.options.protocols import Apply
 from holdfast.parallel.axes.expert_parallel import ExpertExchange, Travel
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 
@@ -219,3 +220,6 @@ def _split(rows: Tensor, shapes: Sequence[torch.Size]) -> Matrices:
     parts = torch.split(rows, [shape.numel() // dim for shape in shapes])
     gate, up, down = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
     return gate, up, down
+
+
+APPLY = Apply(expert_exchange=ReplicatingExchange)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.config.sections.optimizer import BLOCK
+from holdfast.options.short_state.keys import BLOCK
 
 _LOWER_BITS = 13
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

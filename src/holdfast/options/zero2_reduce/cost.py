@@ -13,12 +13,14 @@ With one replica and one piece that is (n - 1) / n P for `step`, the volume of d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal, maximal_subtrees
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE, mesh_box
 from holdfast.layout import Topology
+from holdfast.options.protocols import Cost, Formatting
 from holdfast.plan.memory.gradient_buffers import gradient_buffers
 from holdfast.plan.memory.memory_use import known_parameters
 from holdfast.plan.step_microbatches import microbatches
@@ -32,6 +34,26 @@ class Zero2Cost:
     word: str
     sent: int
     held: int
+
+
+class OptionCost(Cost):
+    def describe(
+        self, config: RunConfig, topology: Topology, formatting: Formatting
+    ) -> Iterable[str]:
+        """Return what both values cost the first rank that they concern."""
+        ranks = range(topology.world_size)
+        rank = next((r for r in ranks if topology.replica_of(r).degree("dp_shard") > 1), None)
+        if config.layout.zero != 2 or rank is None:
+            return
+        (used, *costs), (other, *more) = (
+            (cost.word, *map(formatting.format_bytes, (cost.sent, cost.held)))
+            for cost in zero2_costs(config, topology, rank)
+        )
+        yield (
+            f"layout.zero2_reduce {used}: rank {rank} sends {costs[0]} a step for dp_shard and "
+            f"replicas, and holds sums of gradients of {costs[1]}; with {other}: {more[0]} and "
+            f"{more[1]}"
+        )
 
 
 def zero2_costs(config: RunConfig, topology: Topology, rank: int) -> tuple[Zero2Cost, Zero2Cost]:

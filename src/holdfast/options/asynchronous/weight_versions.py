@@ -1,6 +1,6 @@
 """The versions of its weights that a rank holds while microbatches of several steps are under way.
 
-An asynchronous schedule (`core/schedule/asynchronous.py`) runs forwards of a later step before this
+An asynchronous schedule (`core/schedule/step_window.py`) runs forwards of a later step before this
 step's update, and their backwards after it. What a backward computes with is the schedule's rule:
 
     pipedream      the weights of its own forward, which are kept until then (weight stashing,

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from holdfast.config.sections.optimizer import BLOCK, BLOCKS, OptimizerConfig, Slot
+from holdfast.config.sections.optimizer import BLOCKS, OptimizerConfig, Slot
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import (
@@ -34,8 +34,10 @@ from holdfast.core.sharding.optimizer_state import (
 )
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.errors import LayoutError
+from holdfast.options.protocols import Apply
+from holdfast.options.short_state.eight_bit import EightBitCode
+from holdfast.options.short_state.keys import BLOCK
 from holdfast.parallel.torch_compat import fused_adamw
-from holdfast.training.optimizers.eight_bit import EightBitCode
 from holdfast.training.optimizers.lion import lion_update
 from holdfast.training.optimizers.optimizer import SlotTensors, merge_buffers
 
@@ -164,12 +166,13 @@ class ShortStateOptimizer:
 
     def __init__(
         self,
+        config: OptimizerConfig,
+        rows: Sequence[Parameter],
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        rows: Sequence[Parameter],
-        boxes: Sequence[Box],
-        config: OptimizerConfig,
+        boxes: Sequence[Box] | None,
     ) -> None:
+        boxes = boxes or [Box(row.name, (0,) * len(row.shape), row.shape) for row in rows]
         self._config, self._parameters = config, list(parameters)
         self._gradients = list(gradients)
         self._merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
@@ -317,3 +320,6 @@ def _hash(numbers: Tensor, key: int) -> Tensor:
         found.mul_(_wrap(factor))
         found.add_(_wrap(key >> 32))
     return found.bitwise_xor_(found.bitwise_right_shift(15))
+
+
+APPLY = Apply(optimizer=ShortStateOptimizer)

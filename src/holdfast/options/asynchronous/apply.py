@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.core.schedule.asynchronous import look_ahead, step_window
+from holdfast.config.run import RunConfig
+from holdfast.core.schedule.step_window import look_ahead, step_window
 from holdfast.core.schedule.table import Value
-from holdfast.training.engine.executors import PipelinedExecutor
+from holdfast.options.asynchronous.pipemare import Pipemare, StageDelay
+from holdfast.options.asynchronous.weight_versions import WeightVersions
+from holdfast.options.protocols import Apply
+from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.executors import Executor, PipelinedExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.protocols import StepFeed, StepShare
 from holdfast.training.engine.stage_work import GradientListener, Gradients, RankStage
 from holdfast.training.engine.state import Parameters
-from holdfast.training.engine.weight_versions import WeightVersions
 
 
 @dataclass
@@ -207,31 +212,31 @@ class AsynchronousExecutor:
         return [batch for step in steps for batch in step][: self.look_ahead()]
 
 
-def make_asynchronous(
-    schedule: str,
-    inner: PipelinedExecutor,
+def overlap_steps(
+    config: RunConfig,
+    executor: Executor,
     parameters: Parameters,
-    named: Mapping[str, Tensor],
-) -> tuple[Parameters, AsynchronousExecutor]:
-    """Let what the module computes with be versions. parameters: the rank's; what they refresh is
-    where versions come from."""
-    weights = WeightVersions(list(named.values()), schedule)
+    named: Callable[[], Mapping[str, Tensor]],
+) -> tuple[Executor, Parameters]:
+    """Let what the module of a pipeline computes with be versions. parameters: the rank's; what
+    they refresh is where versions come from."""
+    if not (isinstance(executor, PipelinedExecutor) and executor.is_overlapping):
+        return executor, parameters
+    schedule = config.layout.schedule
+    weights = WeightVersions(list(named().values()), schedule)
     gather = parameters.update_compute_tensors
 
     def update() -> None:
         gather()
         weights.update()
 
-    executor = AsynchronousExecutor(inner, schedule, weights)
-    return replace(parameters, update_compute_tensors=update), executor
+    overlapping = AsynchronousExecutor(executor, schedule, weights)
+    return overlapping, replace(parameters, update_compute_tensors=update)
 
 
-def with_later_shares(feed: StepFeed, executor: Any) -> Iterator[StepShare]:
-    """The shares of a generation, one by one. An asynchronous executor gets those that
-    follow, and begins with an empty pipeline."""
-    if not executor.is_asynchronous:
-        yield from feed
-        return
+def with_later_shares(feed: StepFeed, executor: AsynchronousExecutor) -> Iterator[StepShare]:
+    """The shares of a generation, one by one. The executor gets those that follow, and begins with
+    an empty pipeline."""
     executor.forget()
     waiting: deque[StepShare] = deque()
     shares = iter(feed)
@@ -249,7 +254,30 @@ def _has_enough(waiting: Sequence[StepShare], ahead: int) -> bool:
     return bool(waiting) and (found >= ahead or len(behind) >= ahead)
 
 
-def _told(waiting: deque[StepShare], executor: Any) -> StepShare:
+def _told(waiting: deque[StepShare], executor: AsynchronousExecutor) -> StepShare:
     share = waiting.popleft()
     executor.following = [later.microbatches for later in waiting]
     return share
+
+
+def follow_movement(config: RunConfig, engine: StepEngine) -> None:
+    """Give the executor later shares. Let PipeMare's optimizer follow the movement of the weights,
+    and backwards use it."""
+    groups, layout, executor = engine.groups, config.layout, engine.executor
+    if isinstance(executor, AsynchronousExecutor):
+        engine.order_shares = partial(with_later_shares, executor=executor)
+    if not layout.keeps_velocity:
+        return
+    stage = StageDelay(
+        groups.degree("pp"),
+        groups.coordinate.pp,
+        lambda: engine.groups.replica_count,
+        layout.pipemare_steps or max(1, config.train.steps // 4),
+        layout.pipemare_decay,
+    )
+    engine.optimizer = Pipemare(engine.optimizer, engine.parameters.master_tensors, stage)
+    if isinstance(executor, AsynchronousExecutor):
+        executor.weights.velocity = engine.optimizer.velocity
+
+
+APPLY = Apply(executor=overlap_steps, engine=follow_movement)

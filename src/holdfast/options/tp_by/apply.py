@@ -19,37 +19,21 @@ last sample, for nothing.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.layout import set_share
-from holdfast.parallel.comm.collectives import Collectives
-
-
-class Region(Protocol):
-    """A way into and out of a module that is computed over ranks."""
-
-    def enter_region(self, x: Tensor) -> Tensor: ...
-
-    def leave_region(self, x: Tensor) -> Tensor: ...
-
-
-class WholeRegion(Region, Protocol):
-    """That of all ranks along tp (`tensor_parallel.TensorParallel`). shape: samples, and tokens of
-    each, of the microbatch under way."""
-
-    sequence_parallel: bool
-    collectives: Collectives
-    shape: tuple[int, int]
+from holdfast.options.protocols import Apply
+from holdfast.parallel.axes.tensor_parallel import TensorParallel
 
 
 class ComponentRegion:
     """The way into and out of one kind of component. by_sample: it needs complete samples."""
 
-    def __init__(self, whole: WholeRegion, degree: int, *, by_sample: bool) -> None:
+    def __init__(self, whole: TensorParallel, degree: int, by_sample: bool) -> None:
         ranks = whole.collectives
         self._whole, self._by_sample = whole, by_sample
         self._sets, self._set = ranks.size // degree, ranks.rank // degree
@@ -96,3 +80,6 @@ class ComponentRegion:
         batch, sequence = self._whole.shape
         is_even = batch % self._sets == 0 and batch * sequence % self._whole.collectives.size == 0
         return is_even or not self._by_sample
+
+
+APPLY = Apply(region=ComponentRegion)

@@ -55,22 +55,6 @@ def look_ahead(ranks: int) -> int:
     return 2 * (ranks - 1)
 
 
-def weight_versions(ranks: int, stage: int, microbatches: int) -> int:
-    """The versions of its weights that a stage holds if each backward uses those of its forward.
-
-    2 (p - 1 - s) microbatches are between their forward and their backward at the end of a step,
-    and a step has `microbatches`. The newest weights are one version more.
-    """
-    return 1 + -(-2 * (ranks - 1 - stage) // microbatches)
-
-
-def versions_under(name: str, ranks: int, stage: int, microbatches: int) -> int:
-    """The versions that a stage holds under an asynchronous schedule."""
-    if name == "pipedream":
-        return weight_versions(ranks, stage, microbatches)
-    return 2 if name == "pipedream-2bw" else 1
-
-
 def _until(ranks: int, stage: int, microbatches: int, after: int) -> Iterator[Action]:
     """All actions of a stage up to the end of a step of `microbatches`. after: later microbatches
     that there are."""

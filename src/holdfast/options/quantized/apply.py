@@ -16,14 +16,20 @@ finds it, under the parameter's name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.config.sections.layout import LayoutConfig
+from holdfast.options.protocols import Apply
+from holdfast.parallel.axes.fsdp import ShardCodes
+
 BLOCK = 128
 """Elements that share a scale."""
 _SCALE_BYTES = 4  # float32
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 
 class BlockCode:
@@ -89,3 +95,13 @@ def _split(joined: Tensor) -> Tensor:
     """The reverse, with one element more where n is odd."""
     pairs = torch.stack((joined & 15, joined >> 4), dim=-1)
     return pairs.flatten(1).to(torch.int8) - 8
+
+
+def shard_codes(layout: LayoutConfig) -> ShardCodes:
+    """Return the codes of parameters and of gradients."""
+    weights, gradients = (partial(BlockCode, bits=n) for n in (WEIGHT_BITS, GRADIENT_BITS))
+    sent = layout.quantized
+    return weights if sent != "gradients" else None, gradients if sent != "weights" else None
+
+
+APPLY = Apply(shard_codes=shard_codes)
