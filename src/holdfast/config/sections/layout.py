@@ -11,7 +11,7 @@ from pydantic import Field
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.layout import component_degree
+from holdfast.layout import MeshShape, component_degree
 
 
 class DegreesConfig(Section):
@@ -28,6 +28,11 @@ class DegreesConfig(Section):
     stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="blocks of each stage of the pipeline; []: balanced by cost"
     )
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The mesh of a replica with these degrees."""
+        return self.pp, self.dp_shard, self.cp, self.tp
 
     @property
     def ranks(self) -> int:

@@ -3,7 +3,7 @@
 Bytes are counted while a step's backward runs, because a rank holds the most then: parameters,
 gradients, AdamW's two moments. Another optimizer's state takes their place, and so do moments of
 fewer bytes (`train.optimizer.state_dtype`). Psi is the number of
-elements on a rank after tp and pp have cut, and n the degree of dp_shard. The table is for the run
+elements on a rank after tp and pp have cut, and n the number of shards. The table is for the run
 file's precision (Rajbhandari et al. 2020, section 5). Our sizes differ: bf16 computes on a copy of
 fp32 parameters, and sums gradients in fp32.
 
@@ -126,12 +126,12 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     if (ep := replica.expert_degree(config.layout.ep)) > 1:
         experts = _elements((spec for spec in uncut if EXPERTS in spec.name), replica, at)
         whole -= experts - experts // ep
-        if ep == replica.token_shares and replica.degree("dp_shard") > 1 and not mixed:
+        if ep == replica.token_shares and replica.is_sharded and not mixed:
             whole -= experts // ep  # a rank computes with the experts that it holds
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
     moments = sum(mesh_box(row, replica, at).size * ITEM_BYTES[row.dtype] for row in kept)
-    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
+    zero = config.layout.zero_in_memory if replica.is_sharded else 1
     if zero == 3:
         parameters = state * cut
     elif mixed:
