@@ -177,7 +177,7 @@ class _Run(Process[None]):
             return
         begin = dict.fromkeys(nodes, 0)  # devices that are taken
         for group in self.layout.replicas:
-            for _ in range(group.count):
+            for _ in range(group.dp_replicate):
                 found: set[Node] = set()
                 for name, number in devices_by_pool(group).items():
                     each = self.model.problem.cluster.pool(name).devices

@@ -40,7 +40,7 @@ def problem_of(run_file: Path, cluster: str) -> Problem:
 def words(choice: Choice) -> str:
     """A layout in short."""
     groups = (
-        f"{g.count} x (pp {g.pp}, dp_shard {g.dp_shard}, cp {g.cp}, tp {g.tp}, "
+        f"{g.dp_replicate} x (pp {g.pp}, dp_shard {g.dp_shard}, cp {g.cp}, tp {g.tp}, "
         f"{g.microbatches} microbatches, recompute {g.recompute[0]})"
         for g in choice.replicas
     )

@@ -302,7 +302,7 @@ def wide() -> bool:
         parts = ", ".join(f"{part} {s:.2f}" for part, s in cost.parts.items() if s >= 0.005)
         one = choice.replicas[0]
         print(
-            f"{name}: {one.count} x {one.mesh_shape}, {choice.schedule}, microbatch "
+            f"{name}: {one.dp_replicate} x {one.mesh_shape}, {choice.schedule}, microbatch "
             f"{choice.microbatch}, zero {choice.zero}, recompute {one.recompute[0]}: "
             f"{cost.step_s:.2f} s, fits {cost.fits}, {cost.peak_bytes / 1e9:.1f} GB; {parts}"
         )

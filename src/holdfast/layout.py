@@ -10,7 +10,7 @@ be alike; only the model they hold is the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import gcd, prod
@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.errors import LayoutError
 
 AXES = ("pp", "dp_shard", "cp", "tp")
-MeshShape = tuple[int, ...]
+MeshShape = tuple[int, int, int, int]
 Stages = tuple[int, ...]
 _MAX_RANKS_NAMED = 3  # ranks that a sentence names; of more it says that there are more
 
@@ -39,7 +39,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     stages: Stages = ()
-    is_folded: bool = False
+    is_folded: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", *AXES):
@@ -50,17 +50,42 @@ class Layout:
                 )
         _check_stages(self.stages, self.pp, self.is_folded, "layout.stages")
 
+    @staticmethod
+    def of_mesh(mesh: MeshShape, stages: Stages = (), *, is_folded: bool = False) -> Layout:
+        """Return the layout of one replica."""
+        return Layout(1, *mesh, stages, is_folded=is_folded)
+
     @property
     def mesh_shape(self) -> MeshShape:
-        return tuple(getattr(self, axis) for axis in AXES)
+        return self.pp, self.dp_shard, self.cp, self.tp
 
     @property
     def replica_size(self) -> int:
-        return prod(self.mesh_shape)
+        return self.pp * self.dp_shard * self.cp * self.tp
 
     @property
     def world_size(self) -> int:
         return self.dp_replicate * self.replica_size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return True if ranks share parameters or optimizer state of a replica."""
+        return self.dp_shard > 1
+
+    @property
+    def token_shares(self) -> int:
+        """The ranks among which the tokens of a microbatch are shared out."""
+        return self.dp_shard * self.cp
+
+    @property
+    def kind(self) -> tuple[MeshShape, Stages]:
+        """As `Replica.kind`, of its replicas."""
+        return self.mesh_shape, self.stages if self.pp > 1 else ()
+
+    def replica(self, index: int, first: int, weight: int = 1) -> Replica:
+        """Return one of its replicas, on the ranks from `first` on."""
+        ranks = tuple(range(first, first + self.replica_size))
+        return Replica(index, ranks, self.mesh_shape, self.stages, weight, self.is_folded)
 
 
 @dataclass(frozen=True)
@@ -102,6 +127,11 @@ class Replica:
         return self.mesh_shape[AXES.index(axis)]
 
     @property
+    def is_sharded(self) -> bool:
+        """Return True if ranks share parameters or optimizer state."""
+        return self.degree("dp_shard") > 1
+
+    @property
     def token_shares(self) -> int:
         """The ranks among which the tokens of a microbatch are shared out."""
         return self.degree("dp_shard") * self.degree("cp")
@@ -128,8 +158,7 @@ class Replica:
 
     def pp_of(self, stage: int) -> int:
         """The index on `pp` that a pipeline stage has."""
-        pp = self.degree("pp")
-        return 2 * pp - 1 - stage if self.is_folded and stage >= pp else stage % pp
+        return pp_of_stage(stage, self.degree("pp"), self.is_folded)
 
     @property
     def neighbours(self) -> tuple[tuple[int, int], ...]:
@@ -141,7 +170,7 @@ class Replica:
 
     def stages_at(self, pp: int) -> tuple[int, ...]:
         """The pipeline stages of the ranks at an index on `pp`, rising."""
-        return tuple(s for s in range(max(1, len(self.stages))) if self.pp_of(s) == pp)
+        return stages_at(pp, self.degree("pp"), max(1, len(self.stages)), self.is_folded)
 
     def stage_blocks(self, stage: int) -> range:
         """The blocks of one pipeline stage. Raises LayoutError if the stages are not planned."""
@@ -188,6 +217,18 @@ def component_degree(degree: int, tp: int) -> int:
     """The parts that `tp` makes of a component of a block. degree: that of its own along tp; 0: it
     has none. A replica may have a smaller tp than the run file."""
     return gcd(degree or tp, tp)
+
+
+def pp_of_stage(stage: int, pp: int, is_folded: bool) -> int:
+    """The index on `pp` that a stage of a pipeline of `pp` ranks has."""
+    return 2 * pp - 1 - stage if is_folded and stage >= pp else stage % pp
+
+
+def stages_at(index: int, pp: int, stages: int, is_folded: bool) -> tuple[int, ...]:
+    """Of so many stages, those of the ranks at an index on `pp`, rising."""
+    if is_folded and stages > pp:
+        return index, 2 * pp - 1 - index
+    return tuple(range(index, stages, pp))
 
 
 def set_share(count: int, sets: int, index: int) -> tuple[slice, int]:
@@ -392,15 +433,6 @@ def place_replicas(layouts: Sequence[Layout], generation: int, nodes: tuple[str,
     first = 0
     for layout in layouts:
         for _ in range(layout.dp_replicate):
-            ranks = tuple(range(first, first + layout.replica_size))
-            replicas.append(
-                Replica(
-                    len(replicas),
-                    ranks,
-                    layout.mesh_shape,
-                    layout.stages,
-                    is_folded=layout.is_folded,
-                )
-            )
+            replicas.append(layout.replica(len(replicas), first))
             first += layout.replica_size
     return Topology(generation, tuple(replicas), nodes)

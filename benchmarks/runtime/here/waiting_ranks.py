@@ -25,11 +25,11 @@ from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.cost.group_links import group_links
 from holdfast.plan.cost.layer_times import Part, ShapeTimes
 from holdfast.plan.cost.run_workload import workload_of
-from holdfast.plan.cost.stage_memory import layer_parameters
 from holdfast.plan.cost.workload import Layer
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import DeviceType, Efficiency
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.memory.stage_bytes import layer_parameters
 
 POOL, DEVICE = "waiting", "waiting device"
 STEPS = 4
@@ -147,7 +147,7 @@ def _given(case: WaitingCase, steps: int) -> dict[str, Any]:
     pool = case.pool
     return {
         "mesh": group.mesh_shape,
-        "replicas": group.count,
+        "replicas": group.dp_replicate,
         "per_node": pool.devices,
         "links": {
             "inside": (pool.inside.latency_s, pool.inside.bandwidth),

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from holdfast.plan.cost.blocks import FeedForward, Heads, Scan, block, embedding, head
+from benchmarks.runtime.plan_fidelity.mixers import LowRank, Scan, joined, with_biases
+from holdfast.plan.cost.blocks import FeedForward, Heads, Mixer, block, embedding, head
 from holdfast.plan.cost.workload import Layer
-
-Mixer = Heads | Scan | None
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Architecture:
 
     dim: int
     vocabulary: int
-    blocks: tuple[tuple[int, Mixer, FeedForward | None], ...]
+    blocks: tuple[tuple[int, Mixer | None, FeedForward | None], ...]
     is_tied: bool = False
     has_biases: bool = False
     learns_positions: bool = False
@@ -51,7 +50,8 @@ class Architecture:
     def _layers(self, sequence: int) -> Iterator[Layer]:
         yield embedding(self.dim, self.vocabulary, sequence if self.learns_positions else 0)
         for number, mixer, feed in self.blocks:
-            yield from (block(self.dim, mixer, feed, self.has_biases, is_joined=True),) * number
+            one = joined(block(self.dim, mixer, feed))
+            yield from (with_biases(one) if self.has_biases else one,) * number
         yield head(self.dim, self.heads * self.vocabulary)
 
     def flops(self, sequence: int) -> float:
@@ -96,7 +96,7 @@ def _deepseek(
     dense: int, depth: int, heads: int, experts: int, words: int, predicted: int
 ) -> Architecture:
     dim = 7168
-    mixer = Heads(heads, heads, 128, query_rank=1536, kv_rank=512, turned=64)
+    mixer = LowRank(heads, 128, query_rank=1536, kv_rank=512, turned=64)
     first = (dense, mixer, FeedForward(18432))
     rest = (depth - dense, mixer, FeedForward(2048, experts=experts, top_k=8, shared=2048))
     return Architecture(dim, words, (first, rest), heads=predicted)

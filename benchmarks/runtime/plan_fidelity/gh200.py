@@ -37,10 +37,10 @@ from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.cost.group_links import group_links
 from holdfast.plan.cost.layer_times import Part
-from holdfast.plan.cost.stage_memory import MemoryOverhead
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.memory.stage_bytes import MemoryOverhead
 
 LATENCIES = (0.0, 0.5e-3, 1e-3)
 BANDWIDTHS = (20e9, 25e9, 30e9, 35e9, 40e9, 50e9)

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.runtime.plan_fidelity.measured_times import MeasuredTimes, profile_of
 from holdfast.errors import DataError
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.measured_times import MeasuredTimes, profile_of
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 
 FOLDER = Path(os.environ.get("HOLDFAST_DATA", "data")) / "measured" / "sailor"

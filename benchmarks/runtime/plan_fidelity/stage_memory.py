@@ -2,7 +2,7 @@
 
     python -m benchmarks.runtime.plan_fidelity.stage_memory [--runs 60] [--worst 10]
 
-The search leaves out layouts by `plan/cost/stage_memory.py`. A run's own estimate
+The search leaves out layouts by `plan/memory/stage_bytes.py`. A run's own estimate
 (`plan/memory/estimate.py`) counts tensor by tensor, and is within 5 % of real peaks
 (`tests/runtime/training/test_memory_estimate.py`). Here both say the peak of the fullest rank of
 drawn runs.
@@ -20,7 +20,7 @@ from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.node.launch_specs import plan_topology
-from holdfast.layout import Topology
+from holdfast.layout import AXES, Topology
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
@@ -143,9 +143,8 @@ def choice_of(config: RunConfig, topology: Topology) -> Choice:
 
 def _label(config: RunConfig, choice: Choice) -> str:
     group, train = choice.replicas[0], config.train
-    degrees = (
-        f"{group.count} x pp {group.pp}, dp_shard {group.dp_shard}, cp {group.cp}, tp {group.tp}"
-    )
+    names = zip(AXES, group.mesh_shape, strict=True)
+    degrees = f"{group.dp_replicate} x {', '.join(f'{axis} {n}' for axis, n in names)}"
     words = f"zero {choice.zero}, {choice.schedule}, {train.precision}, {group.recompute[0]}"
     return f"{config.model.preset}: {degrees}, {words}, {train.microbatch_size} samples"
 

@@ -14,12 +14,12 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
-from holdfast.plan.cost.stage_memory import kept_elements
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.memory.stage_bytes import kept_elements
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.money import usd_per_hour
 

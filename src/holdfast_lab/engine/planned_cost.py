@@ -87,7 +87,7 @@ class PlannedCost:
         found = self.model.evaluator.cost(layout)
         watts = kwh_per_step(problem, layout, found) * JOULES_PER_KWH / step_s
         nodes = sum(nodes_used(problem.cluster, layout).values())
-        replicas = sum(group.count for group in layout.replicas)
+        replicas = sum(group.dp_replicate for group in layout.replicas)
         return OperatingPoint(layout_words(layout), nodes, rate, step_s, replicas, watts)
 
     def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
@@ -100,7 +100,7 @@ class PlannedCost:
     def _shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
         group = self.choice.replicas[0]
         full = self.point(self.wanted)
-        if full is None or len(self.choice.replicas) > 1 or not 0 < replicas <= group.count:
+        if full is None or len(self.choice.replicas) > 1 or not 0 < replicas <= group.dp_replicate:
             return None
         if nodes_per_replica != full.nodes_per_replica:
             return None
@@ -117,7 +117,7 @@ def layout_words(choice: Choice) -> str:
     for group in choice.replicas:
         degrees = {"pp": group.pp, "fsdp": group.dp_shard, "cp": group.cp, "tp": group.tp}
         shown = " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
-        words.append(f"{group.count} x {shown or 'one device'}")
+        words.append(f"{group.dp_replicate} x {shown or 'one device'}")
     return " + ".join(words)
 
 

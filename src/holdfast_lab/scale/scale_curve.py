@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.errors import LayoutError
+from holdfast.layout import AXES
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster, NodePool
@@ -106,7 +107,7 @@ def kept_curve(problem: Problem, limits: Limits, curve: Curve) -> Curve:
     if not curve.points:
         return curve
     group = curve.points[0].choice.replicas[0]
-    same = replace(limits, pp=group.pp, dp_shard=group.dp_shard, cp=group.cp, tp=group.tp)
+    same = limits.with_degrees(dict(zip(AXES, group.mesh_shape, strict=True)))
     return scale_curve(problem, same, [point.devices for point in curve.points])
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import MeshShape
 from holdfast.options.asynchronous.keys import PipemareDecay, PipemareSteps
 from holdfast.options.expert_copies.keys import ExpertReplicas
 from holdfast.options.quantized.keys import Quantized
@@ -32,6 +33,11 @@ class DegreesConfig(Section):
     stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="blocks of each stage of the pipeline; []: balanced by cost"
     )
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The mesh of a replica with these degrees."""
+        return self.pp, self.dp_shard, self.cp, self.tp
 
     @property
     def ranks(self) -> int:

@@ -14,8 +14,8 @@ from holdfast.machine.links import detect_links
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_file import HERE, read_cluster
-from holdfast.plan.hardware.devices import DeviceType, device_named, load_devices
-from holdfast.plan.hardware.this_machine import CPU, describe_machine
+from holdfast.plan.hardware.devices import CPU, DeviceType, device_named, load_devices
+from holdfast.plan.hardware.this_machine import describe_machine
 
 MOST_CPU_WORKERS = 8
 """Workers that are tried on a CPU: each is a process with a torch of its own."""

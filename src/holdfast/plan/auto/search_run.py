@@ -11,6 +11,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.errors import ConfigError, LayoutError, UserError
+from holdfast.layout import AXES
 from holdfast.options.registry import unmodelled_option
 from holdfast.plan.auto.choices import values_of
 from holdfast.plan.auto.machines import Machines
@@ -75,10 +76,7 @@ def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
 
     given_words = is_given(loaded, "train.recompute")
     return Limits(
-        pp=fixed("pp"),
-        dp_shard=fixed("dp_shard"),
-        cp=fixed("cp"),
-        tp=fixed("tp"),
+        **{axis: fixed(axis) for axis in AXES},
         ep=fixed("ep"),
         microbatch=train.microbatch_size,
         zero=(layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3),
@@ -114,8 +112,7 @@ def plan_run(
     given = config.layout.workers if is_given(loaded, "layout.workers") else workers
     workload = workload_of(_with_vocabulary(config))
     plans, refused = list[RunPlan](), list[UserError]()
-    degrees = limits.pp, limits.dp_shard, limits.cp, limits.tp
-    for number in machines.worker_counts(given, *degrees):
+    for number in machines.worker_counts(given, *limits.mesh):
         part = machines.with_workers(number)
         if part.cluster.size != number:
             raise LayoutError(
@@ -192,6 +189,6 @@ def free_values(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
         values.pop("train.microbatch_size", None)
     else:
         values["train.microbatch_size"] = choice.microbatch
-    if not any(group.dp_shard > 1 for group in choice.replicas):
+    if not choice.is_sharded:
         values.pop("layout.zero", None)
     return values

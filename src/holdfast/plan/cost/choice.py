@@ -1,4 +1,4 @@
-"""A layout as the planner sees it: every degree, who stands where, and how steps are run."""
+"""A layout as the planner sees it: layouts of its replicas, who stands where, how steps are run."""
 
 from __future__ import annotations
 
@@ -6,50 +6,31 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import Any
+
+from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import Layout
 
 Recompute = str
 """A word of `train.recompute`: none, selective, full."""
 
 
 @dataclass(frozen=True)
-class ReplicaChoice:
-    """Like replicas. `count` of them, each a mesh over (pp, dp_shard, cp, tp).
+class ReplicaChoice(Layout):
+    """The layout of like replicas, with more numbers of it. `Choice.schedule` says whether stages
+    are folded."""
 
-    stages: blocks of each pipeline stage (`pp` x `virtual` of them). pools: the pool of each index
-    on pp; one name stands for all. microbatches: logical microbatches of each replica in a step.
-    recompute: a word for each index on pp; one stands for all.
-    """
+    pools: tuple[str, ...] = ()  # the pool of each index on pp; one name stands for all
+    microbatches: int = 1  # logical microbatches of each replica in a step
+    recompute: tuple[Recompute, ...] = ("none",)  # for each index on pp; one word stands for all
 
-    count: int
-    pp: int
-    dp_shard: int
-    cp: int
-    tp: int
-    stages: tuple[int, ...]
-    pools: tuple[str, ...]
-    microbatches: int
-    recompute: tuple[Recompute, ...] = ("none",)
-
-    @property
-    def mesh_shape(self) -> tuple[int, int, int, int]:
-        return self.pp, self.dp_shard, self.cp, self.tp
+    def __post_init__(self) -> None:
+        """Check nothing: a search makes thousands of valid ones."""
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """The first block of each stage, and the number of blocks."""
         return tuple(accumulate(self.stages, initial=0))
-
-    @property
-    def size(self) -> int:
-        """Devices of one replica."""
-        return prod(self.mesh_shape)
-
-    @property
-    def devices(self) -> int:
-        """Devices of all replicas of this kind."""
-        return self.count * self.size
 
     def pool_at(self, pp: int) -> str:
         return self.pools[pp] if len(self.pools) > 1 else self.pools[0]
@@ -57,38 +38,61 @@ class ReplicaChoice:
     def recompute_at(self, pp: int) -> Recompute:
         return self.recompute[pp] if len(self.recompute) > 1 else self.recompute[0]
 
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> ReplicaChoice:
+        values: dict[str, Any] = {
+            name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
+        }
+        if "count" in values:  # as older programs wrote it
+            values["dp_replicate"] = values.pop("count")
+        return ReplicaChoice(**values)
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A complete layout. microbatch: samples of a logical microbatch, which dp_shard shares. ep:
-    ranks of dp_shard x cp that share experts. host: kinds of state on the host ("optimizer",
-    "gradients", "parameters", "activations")."""
+    """A complete layout."""
 
     replicas: tuple[ReplicaChoice, ...]
-    microbatch: int
+    microbatch: int  # samples of a logical microbatch, which shards share
     schedule: str = "1f1b"
-    virtual: int = 1
+    virtual: int = 1  # pipeline stages of a rank
     zero: int = 1
-    ep: int = 1
+    ep: int = 1  # ranks of a stage that share experts
     sequence_parallel: bool = True
-    host: frozenset[str] = frozenset()
+    host: frozenset[str] = frozenset()  # kinds of state on the host: keys of `train.memory`
 
     @property
     def devices(self) -> int:
-        return sum(group.devices for group in self.replicas)
+        return sum(group.world_size for group in self.replicas)
+
+    @property
+    def is_folded(self) -> bool:
+        """Return True if stages go down the ranks and up again."""
+        return SCHEDULE_KINDS[self.schedule].is_folded
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(group.is_sharded for group in self.replicas)
 
     @property
     def number_of_replicas(self) -> int:
         if len(self.replicas) == 1:  # nearly always, and searches ask often
-            return self.replicas[0].count
-        return sum(group.count for group in self.replicas)
+            return self.replicas[0].dp_replicate
+        return sum(group.dp_replicate for group in self.replicas)
 
     @property
     def microbatches(self) -> int:
         """Logical microbatches of a step."""
         if len(self.replicas) == 1:
-            return self.replicas[0].count * self.replicas[0].microbatches
-        return sum(group.count * group.microbatches for group in self.replicas)
+            return self.replicas[0].dp_replicate * self.replicas[0].microbatches
+        return sum(group.dp_replicate * group.microbatches for group in self.replicas)
+
+    @property
+    def degrees(self) -> object:
+        """What tells layouts apart whose blocks may be split in any way."""
+        return self.microbatch, tuple(
+            (group.dp_replicate, group.mesh_shape, group.pools) for group in self.replicas
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "host": sorted(self.host)}
@@ -96,12 +100,5 @@ class Choice:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Choice:
         """Read what `to_json` wrote. Raises KeyError or TypeError for other values."""
-        groups = tuple(
-            ReplicaChoice(**{name: _without_lists(given) for name, given in group.items()})
-            for group in value["replicas"]
-        )
+        groups = tuple(map(ReplicaChoice.from_json, value["replicas"]))
         return Choice(**{**value, "replicas": groups, "host": frozenset(value["host"])})
-
-
-def _without_lists(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else given

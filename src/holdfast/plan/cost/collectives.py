@@ -3,7 +3,7 @@
 Rings (Patarasuk and Yuan, 2009) send the least, and have the latency of each of their messages.
 Two binary trees (Sanders et al., 2009) send a little more in logarithmically many messages. A sum
 takes the way that is faster, as NCCL does. Gathers and scatters are rings. The third way, first
-inside nodes, is a layout's own: dp_shard inside and replicas between.
+inside nodes, is a layout's own: shards inside and replicas between.
 """
 
 from __future__ import annotations

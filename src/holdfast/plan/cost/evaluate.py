@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import pp_of_stage
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks, Ways, group_links
@@ -25,8 +25,12 @@ from holdfast.plan.cost.least_pipeline_time import (
 )
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
 from holdfast.plan.cost.sharded_passes import with_collectives
-from holdfast.plan.cost.stage_layers import Counts, chunk_counts, counts_at, index_of
-from holdfast.plan.cost.stage_memory import (
+from holdfast.plan.cost.stage_layers import Counts, chunk_counts, counts_at
+from holdfast.plan.cost.step_tail import step_tail
+from holdfast.plan.cost.workload import Layer, PassTimes, Workload
+from holdfast.plan.hardware.cluster import Cluster
+from holdfast.plan.hardware.devices import DeviceType, device_named
+from holdfast.plan.memory.stage_bytes import (
     ASSUMED_OVERHEAD,
     Held,
     MemoryOverhead,
@@ -37,10 +41,6 @@ from holdfast.plan.cost.stage_memory import (
     layer_parameters,
     stage_bytes,
 )
-from holdfast.plan.cost.step_tail import step_tail
-from holdfast.plan.cost.workload import Layer, PassTimes, Workload
-from holdfast.plan.hardware.cluster import Cluster
-from holdfast.plan.hardware.devices import DeviceType, device_named
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Evaluator:
     def _of_places(self, choice: Choice, group: ReplicaChoice) -> tuple[_Place, ...]:
         """The pool and the links of each index on pp."""
         number = choice.number_of_replicas
-        key = (group.mesh_shape, group.pools, group.count, number, choice.ep, choice.zero)
+        key = (group.mesh_shape, group.pools, group.dp_replicate, number, choice.ep, choice.zero)
         if key not in self._links:
             found, cluster = [], self.problem.cluster
             ways = Ways.of(choice.zero, self.problem.workload.cp_method)
@@ -199,7 +199,7 @@ class Evaluator:
 
     def counts_of_ranks(self, choice: Choice, group: ReplicaChoice) -> tuple[Counts, ...]:
         """Return the layers of the ranks at each index on pp."""
-        key = (group.pp, group.stages, SCHEDULE_KINDS[choice.schedule].is_folded)
+        key = (group.pp, group.stages, choice.is_folded)
         found = self._counts.get(key)
         if found is None:
             workload, ranks = self.problem.workload, range(group.pp)
@@ -267,13 +267,16 @@ class Evaluator:
 
     def _chunks_of(self, choice: Choice, group: ReplicaChoice) -> tuple[tuple[int, Counts], ...]:
         """The index on pp and the layers of each stage."""
-        key = (group.pp, group.stages, SCHEDULE_KINDS[choice.schedule].is_folded)
+        key = (group.pp, group.stages, choice.is_folded)
         found = self._chunks.get(key)
         if found is None:
             workload = self.problem.workload
             chunks = range(max(1, len(group.stages)) if group.pp > 1 else 1)
             found = self._chunks[key] = tuple(
-                (index_of(choice, group, chunk), chunk_counts(workload, group, chunk))
+                (
+                    pp_of_stage(chunk, group.pp, choice.is_folded),
+                    chunk_counts(workload, group, chunk),
+                )
                 for chunk in chunks
             )
         return found
@@ -290,7 +293,7 @@ class Evaluator:
         workload, pool = self.problem.workload, place.pool
         layer = workload.kinds[kind]
         part = (
-            choice.microbatch * workload.sequence / group.dp_shard / group.cp,
+            choice.microbatch * workload.sequence / group.token_shares,
             workload.sequence,
             group.tp,
             group.cp,
@@ -370,7 +373,7 @@ def _stage(
     counts: Counts,
 ) -> StageTimes:
     workload = evaluator.problem.workload
-    tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
+    tokens = choice.microbatch * workload.sequence / group.token_shares
     times = [
         (evaluator._layer(choice, group, group.recompute_at(index), kind, place), number)
         for kind, number in counts
@@ -421,7 +424,7 @@ def _with_gathers(
 ) -> PassTimes:
     """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
     than the computing is added to it."""
-    if choice.zero < 3 or group.dp_shard == 1:
+    if choice.zero < 3 or not group.is_sharded:
         return times
     state = workload.state
     own = layer_parameters(layer, group.tp, choice.ep)

@@ -1,6 +1,6 @@
 """The link that each group of ranks of a layout crosses, as one of its ranks sees it.
 
-Ranks stand in mesh order (pp, dp_shard, cp, tp), with tp innermost, and fill node after node. A
+Ranks stand in mesh order, with tp innermost, and fill node after node. A
 group of n ranks at a distance of s spans n x s neighbouring ranks. It stays inside a node if a
 node's devices are a multiple of that, inside a rack likewise.
 
@@ -24,7 +24,7 @@ from holdfast.plan.hardware.link import Link
 @dataclass(frozen=True)
 class GroupLinks:
     """Of one replica's stage: the link of each axis, and of gradients between replicas. pp: to the
-    next stage. shards: of dp_shard and cp together, which share parameters. replicas: of ranks that
+    next stage. shards: of the ranks that share parameters and tokens. replicas: of ranks that
     sum gradients, those of cp and of all replicas. experts: of the
     all-to-all of ep. copies: of ranks with the same experts."""
 
@@ -59,7 +59,7 @@ def group_links(
 ) -> GroupLinks:
     """Return the links of the stage at `index` on pp of a kind of replica."""
     pool = cluster.pool(group.pool_at(index))
-    stage = group.tp * group.cp * group.dp_shard
+    stage = group.tp * group.token_shares
     following = cluster.pool(group.pool_at(min(index + 1, group.pp - 1)))
     to_next = (
         _farthest(pool, 2 * stage) if following == pool else cluster.link_between(pool, following)
@@ -73,11 +73,11 @@ def group_links(
     return GroupLinks(
         tp=seen(ring_link(pool, group.tp, 1), "tp"),
         cp=seen(ring_link(pool, group.cp, group.tp), ways.cp),
-        shards=seen(ring_link(pool, group.dp_shard * group.cp, group.tp), ways.shards),
+        shards=seen(ring_link(pool, group.token_shares, group.tp), ways.shards),
         pp=seen(to_next, "pp"),
         replicas=seen(_between_replicas(cluster, pool, group, number_of_replicas), "replicas"),
         experts=replace(experts, inside=known.get("ep", experts.inside)),
-        copies=ring_link(pool, max(1, group.dp_shard * group.cp // ep), group.tp * ep),
+        copies=ring_link(pool, max(1, group.token_shares // ep), group.tp * ep),
     )
 
 
@@ -104,11 +104,13 @@ def _in_a_node(pool: NodePool, ranks: int, distance: int) -> int:
 def _between_replicas(
     cluster: Cluster, pool: NodePool, group: ReplicaChoice, number_of_replicas: int
 ) -> Link:
-    inside = ring_link(pool, min(number_of_replicas, max(1, group.count)), group.size)
+    inside = ring_link(
+        pool, min(number_of_replicas, max(1, group.dp_replicate)), group.replica_size
+    )
     if number_of_replicas == 1:
         return ring_link(pool, group.cp, group.tp)
     zones = [each for each in cluster.pools if each.zone != pool.zone]
-    if number_of_replicas <= group.count or not zones:
+    if number_of_replicas <= group.dp_replicate or not zones:
         return inside
     return reduce(
         lambda a, b: a if a.bandwidth <= b.bandwidth else b,

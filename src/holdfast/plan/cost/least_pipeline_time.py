@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import stages_at
 from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, _parts, in_flight
 
 
@@ -21,7 +22,8 @@ def least_pipeline_time(
     busy, kind = _busy(schedule, pp, stages), SCHEDULE_KINDS[schedule]
     seconds = least_pipeline_seconds(schedule, pp, microbatches, stages)
     busiest = max(range(pp), key=lambda rank: busy[rank])
-    own = [stages[chunk] for chunk in _chunks(kind.is_folded, pp, busiest, len(stages))]
+    chunks = stages_at(busiest, pp, len(stages), kind.is_folded) if pp > 1 else (0,)
+    own = [stages[chunk] for chunk in chunks]
     return PipelineTime(seconds, _parts(own, microbatches, seconds))
 
 
@@ -49,12 +51,6 @@ def _busy(schedule: str, pp: int, stages: Sequence[StageTimes]) -> list[float]:
     if SCHEDULE_KINDS[schedule].is_folded:
         return [works[rank] + works[2 * pp - 1 - rank] for rank in range(pp)]
     return [sum(works[rank::pp]) for rank in range(pp)]
-
-
-def _chunks(is_folded: bool, pp: int, rank: int, stages: int) -> Sequence[int]:
-    if pp == 1:
-        return (0,)
-    return (rank, 2 * pp - 1 - rank) if is_folded else range(rank, stages, pp)
 
 
 @lru_cache(maxsize=4096)

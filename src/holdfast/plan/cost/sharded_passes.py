@@ -1,4 +1,4 @@
-"""Passes of a layer whose parameters dp_shard shares: its collectives travel while it computes.
+"""Passes of a layer whose parameters shards share: its collectives travel while it computes.
 
 While a layer computes, the parameters of the next one are gathered, and gradients of the one before
 are summed. What takes longer than the computing delays it. And the collectives' own kernels take

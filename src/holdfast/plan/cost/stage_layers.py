@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import stages_at
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.workload import Workload
 
@@ -30,17 +30,8 @@ def chunk_counts(workload: Workload, group: ReplicaChoice, chunk: int) -> Counts
     return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)
 
 
-def chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> list[int]:
+def chunks_of(choice: Choice, group: ReplicaChoice, index: int) -> tuple[int, ...]:
     """The stages of the ranks at `index` on pp."""
     if group.pp == 1:
-        return [0]
-    if SCHEDULE_KINDS[choice.schedule].is_folded:
-        return [index, 2 * group.pp - 1 - index]
-    return list(range(index, len(group.stages), group.pp))
-
-
-def index_of(choice: Choice, group: ReplicaChoice, chunk: int) -> int:
-    """The index on pp of the ranks that have this stage."""
-    if SCHEDULE_KINDS[choice.schedule].is_folded and chunk >= group.pp:
-        return 2 * group.pp - 1 - chunk
-    return chunk % group.pp
+        return (0,)
+    return stages_at(index, group.pp, len(group.stages), choice.is_folded)

@@ -13,15 +13,15 @@ from math import inf
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks
-from holdfast.plan.cost.stage_memory import (
+from holdfast.plan.cost.workload import StateBytes
+from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
+from holdfast.plan.memory.stage_bytes import (
     Held,
     expert_parameters,
     layer_parameters,
     moved_to_host,
     rank_parameters,
 )
-from holdfast.plan.cost.workload import StateBytes
-from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 
 
 def step_tail(

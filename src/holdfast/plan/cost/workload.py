@@ -219,7 +219,7 @@ class Workload:
 @dataclass(frozen=True)
 class PassTimes:
     """Seconds of one layer and one microbatch on one device. again: what recomputation runs
-    again before the backward. gather_s, scatter_s: collectives of dp_shard that the passes may
+    again before the backward. gather_s, scatter_s: collectives of shards that the passes may
     hide. Communication of tp, cp and ep is inside `forward`, `inputs` and `weights`, and again in
     `communication`, by axis, in the sum of the three."""
 

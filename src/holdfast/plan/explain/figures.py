@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import flops_per_token
+from holdfast.layout import AXES
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster
@@ -131,7 +132,7 @@ def devices_by_pool(cluster: Cluster, choice: Choice) -> dict[str, int]:
     """Devices that a layout uses of each pool."""
     found: dict[str, int] = {}
     for group in choice.replicas:
-        stage = group.size // group.pp * group.count
+        stage = group.replica_size // group.pp * group.dp_replicate
         for index in range(group.pp):
             name = group.pool_at(index)
             found[name] = found.get(name, 0) + stage
@@ -140,11 +141,11 @@ def devices_by_pool(cluster: Cluster, choice: Choice) -> dict[str, int]:
 
 def words_of_degrees(group: ReplicaChoice) -> str:
     """`8 x pp 4, tp 2`: replicas, and degrees above 1; `2 replicas` of one device each."""
-    names = zip(("pp", "dp_shard", "cp", "tp"), group.mesh_shape, strict=True)
+    names = zip(AXES, group.mesh_shape, strict=True)
     degrees = ", ".join(f"{axis} {n}" for axis, n in names if n > 1)
     if not degrees:
-        return f"{group.count} replica{'s' if group.count > 1 else ''}"
-    return f"{group.count} x {degrees}"
+        return f"{group.dp_replicate} replica{'s' if group.dp_replicate > 1 else ''}"
+    return f"{group.dp_replicate} x {degrees}"
 
 
 def words_of_layout(choice: Choice, cluster: Cluster | None = None) -> str:
@@ -153,11 +154,11 @@ def words_of_layout(choice: Choice, cluster: Cluster | None = None) -> str:
     for (
         group
     ) in choice.replicas:  # those that differ in microbatches or recompute count as one kind
-        kind = replace(group, count=1, stages=(), microbatches=0, recompute=())
-        counts[kind] = counts.get(kind, 0) + group.count
+        kind = replace(group, dp_replicate=1, stages=(), microbatches=0, recompute=())
+        counts[kind] = counts.get(kind, 0) + group.dp_replicate
     has_pools = cluster is not None and len(cluster.pools) > 1
     words = " + ".join(
-        words_of_degrees(replace(kind, count=count)) + (_place(kind) if has_pools else "")
+        words_of_degrees(replace(kind, dp_replicate=count)) + (_place(kind) if has_pools else "")
         for kind, count in counts.items()
     )
     words += f", ep {choice.ep}" if choice.ep > 1 else ""
@@ -171,7 +172,7 @@ def _place(group: ReplicaChoice) -> str:
 def words_of_way(choice: Choice) -> tuple[str, str, str]:
     """Schedule, ZeRO stage and recompute, in words; "-" where there is none to choose."""
     is_cut = any(group.pp > 1 for group in choice.replicas)
-    is_sharded = any(group.dp_shard > 1 for group in choice.replicas)
     schedule = choice.schedule + (f" x{choice.virtual}" if choice.virtual > 1 else "")
     words = dict.fromkeys(word for group in choice.replicas for word in group.recompute)
-    return schedule if is_cut else "-", str(choice.zero) if is_sharded else "-", "/".join(words)
+    zero = str(choice.zero) if choice.is_sharded else "-"
+    return schedule if is_cut else "-", zero, "/".join(words)

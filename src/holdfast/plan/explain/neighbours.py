@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from holdfast.config.run import RunConfig
+from holdfast.layout import AXES
 from holdfast.plan.auto.objective import refusal_of
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.explain.figures import words_of_layout
 from holdfast.plan.search.search import Limits, SearchResult
+from holdfast.plan.search.splits import even_split
 
-_AXES = ("count", "pp", "dp_shard", "cp", "tp")
+_AXES = ("dp_replicate", *AXES)
 _SAME = 0.001
 """Share of a step below which two layouts are equally fast."""
 
@@ -42,11 +44,11 @@ def neighbours_of(
     For replicas of one kind; layouts of several have none."""
     evaluator, out = Evaluator(problem), dict[Choice, Neighbour]()
     found = result.best
-    executed = {_degrees(each.choice): each.choice for each in reversed(result.runners_up)}
+    executed = {each.choice.degrees: each.choice for each in reversed(result.runners_up)}
     for words, changed in _changed(problem, limits, found.choice):
         choice = changed
-        if _degrees(changed) != _degrees(found.choice):
-            choice = executed.get(_degrees(changed), changed)
+        if changed.degrees != found.choice.degrees:
+            choice = executed.get(changed.degrees, changed)
         if choice in out or choice == found.choice:
             continue
         if refusal := refusal_of(config, choice):
@@ -58,10 +60,6 @@ def neighbours_of(
         if not cost.fits:
             out[choice] = replace(out[choice], slower=float("inf"))
     return sorted(out.values(), key=lambda each: each.slower)
-
-
-def _degrees(choice: Choice) -> object:
-    return choice.microbatch, tuple((g.count, g.mesh_shape, g.pools) for g in choice.replicas)
 
 
 def _reason(cost: StepCost, best: StepCost, slower: float) -> str:
@@ -101,7 +99,7 @@ def _changed(problem: Problem, limits: Limits, choice: Choice) -> Iterator[tuple
             moved = replace(group, **{up: getattr(group, up) * 2, down: getattr(group, down) // 2})
             if (dealt := _dealt(problem, choice, moved, choice.microbatch)) is not None:
                 yield words_of_layout(dealt), dealt
-    for zero in limits.zero if group.dp_shard > 1 else ():
+    for zero in limits.zero if group.is_sharded else ():
         yield f"zero {zero}", replace(choice, zero=zero)
     for word in limits.recompute:
         yield f"recompute {word}", replace(choice, replicas=(replace(group, recompute=(word,)),))
@@ -111,20 +109,19 @@ def _changed(problem: Problem, limits: Limits, choice: Choice) -> Iterator[tuple
 
 
 def _is_free(limits: Limits, axis: str) -> bool:
-    return axis == "count" or getattr(limits, axis) == 0
+    return axis == "dp_replicate" or getattr(limits, axis) == 0
 
 
 def _dealt(problem: Problem, choice: Choice, group: ReplicaChoice, size: int) -> Choice | None:
     """The layout with these replicas and equal shares; None if the batch or the blocks do not
     divide."""
-    blocks, samples = len(problem.workload.blocks), group.count * size
+    blocks, samples = len(problem.workload.blocks), group.dp_replicate * size
     number, rest = divmod(problem.workload.batch, samples)
     virtual = choice.virtual if group.pp > 1 else 1
     chunks = group.pp * virtual
     if rest or number < group.pp or size % group.dp_shard or chunks > blocks:
         return None
-    each, more = divmod(blocks, chunks)
-    stages = tuple(each + (i >= chunks - more) for i in range(chunks)) if group.pp > 1 else ()
+    stages = even_split(blocks, chunks) if group.pp > 1 else ()
     pools, words = group.pools[:1], group.recompute[:1]
     moved = replace(group, stages=stages, pools=pools, recompute=words, microbatches=number)
     return replace(choice, replicas=(moved,), microbatch=size, virtual=virtual)

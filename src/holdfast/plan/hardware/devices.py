@@ -20,6 +20,9 @@ from holdfast.plan.hardware.tables import read_rows
 DEVICES_FILE = Path(__file__).with_name("devices.csv")
 EFFICIENCY_FILE = Path(__file__).with_name("efficiency.csv")
 GIB = 2**30
+CPU = "cpu"
+"""Name of the pool and of the device of a machine whose CPU trains."""
+
 PRECISIONS = ("fp32", "bf16", "fp8", "fp4")
 
 

@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from holdfast.plan.hardware.calibration import Calibration
-from holdfast.plan.hardware.devices import ASSUMED, DeviceType, Efficiency
+from holdfast.plan.hardware.devices import ASSUMED, CPU, DeviceType, Efficiency
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.this_machine import CPU
 
 MOST_RAMP = 2.0
 """Largest weight of a link's root term: one more buffer in its chain."""

@@ -11,11 +11,9 @@ from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.machine.links import detect_links
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
-from holdfast.plan.hardware.devices import DeviceType, device_reported, load_devices
+from holdfast.plan.hardware.devices import CPU, DeviceType, device_reported, load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.hardware.links import load_links
-
-CPU = "cpu"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def _of_rank(config: RunConfig, topology: Topology, rank: int) -> int:
         neighbours = sum(at.pp in pair for pair in replica.neighbours)
         count += sum(degree > 1 for degree in replica.mesh_shape) + 2 * neighbours
         ep, shares = replica.expert_degree(config.layout.ep), replica.token_shares
-        count += (ep > 1) + (1 < ep < shares and replica.degree("dp_shard") > 1)
+        count += (ep > 1) + (1 < ep < shares and replica.is_sharded)
     if kind.between != "gloo" and config.layout.exchange != "direct":
         teams = {cell.ranks for cell in run_cells(config, topology, rank)}
         count += sum(len(ranks) > 1 for ranks in teams)

@@ -32,13 +32,10 @@ from holdfast.plan.memory.activations import (
 )
 from holdfast.plan.memory.gradient_buffers import gradient_buffers
 from holdfast.plan.memory.memory_use import known_parameters, memory_of
-from holdfast.plan.memory.pass_memory import Moment, Stage, moments_of
+from holdfast.plan.memory.pass_memory import FRAGMENTATION, Moment, Stage, moments_of
 from holdfast.plan.memory.pass_order import RankPass, rank_actions, rank_passes
 from holdfast.plan.memory.placed_memory import placed_memory
 from holdfast.plan.step_microbatches import microbatches
-
-FRAGMENTATION = 0.05
-"""Part of what is not state that an accelerator's allocator may lose between pieces."""
 
 _ALL_COMPUTED = 64
 """Ranks up to which each is computed for itself: like ones may have shares of unlike pieces."""
@@ -137,7 +134,7 @@ def _update(found: RankEstimate, staging: int, waiting: int) -> RankEstimate:
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
     """The estimate of each rank, in order. In a large world, ranks at the same place of like
-    replicas, with as many microbatches, are computed once. The first rank along dp_shard
+    replicas, with as many microbatches, are computed once. The first shard
     stands for all of them there: none holds more."""
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     device, found = device_kind(config), dict[object, RankEstimate]()
@@ -217,7 +214,7 @@ def _stage(
     moves = config.train.memory.moves_activations
     is_copied = policy.word == "none" and shape.copies_input
     stays = not is_copied and policy.input_parts == 1
-    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
+    zero = config.layout.zero_in_memory if replica.is_sharded else 1
     gathers = zero if zero > 1 else 0
     adds = max(microbatches(config).values()) > len(topology.replicas)
     adds |= config.train.memory.gradients != DEVICE  # a sum comes to the device first
@@ -256,7 +253,7 @@ def _outside(config: RunConfig, replica: Replica, at: Coordinate, number: int) -
 def _elements(
     config: RunConfig, replica: Replica, at: Coordinate, prefixes: tuple[str, ...]
 ) -> int:
-    """Elements of the rank's parameters whose names begin so, before dp_shard cuts them."""
+    """Elements of the rank's parameters whose names begin so, before shards cut them."""
     table = (replace(row, shard_dim=None) for row in known_parameters(config))
     return sum(mesh_box(row, replica, at).size for row in table if row.name.startswith(prefixes))
 

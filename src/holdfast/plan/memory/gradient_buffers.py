@@ -48,10 +48,9 @@ def gradient_buffers(
 ) -> GradientBuffers:
     """Return the buffers of one rank. shares: the dealing of the largest step."""
     item = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
-    shards = max(replica.degree("dp_shard") for replica in topology.replicas)
     is_cut = config.layout.zero_in_memory > 1
-    by_unit = shards > 1 and is_cut
-    in_fsdp = topology.replica_of(rank).degree("dp_shard") > 1 and is_cut
+    by_unit = is_cut and any(replica.is_sharded for replica in topology.replicas)
+    in_fsdp = is_cut and topology.replica_of(rank).is_sharded
     is_here = config.train.memory.gradients == DEVICE
     pairs = config.train.precision not in MIXED and not in_fsdp and is_here
     bucket = 0 if by_unit else int(config.layout.bucket_mb * 1e6) // item

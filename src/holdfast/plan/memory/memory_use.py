@@ -126,12 +126,12 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     if (ep := replica.expert_degree(config.layout.ep)) > 1:
         experts = _elements((spec for spec in uncut if EXPERTS in spec.name), replica, at)
         whole -= experts - experts // ep
-        if ep == replica.token_shares and replica.degree("dp_shard") > 1 and not mixed:
+        if ep == replica.token_shares and replica.is_sharded and not mixed:
             whole -= experts // ep  # a rank computes with the experts that it holds
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
     moments = sum(mesh_box(row, replica, at).size * ITEM_BYTES[row.dtype] for row in kept)
-    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
+    zero = config.layout.zero_in_memory if replica.is_sharded else 1
     if zero == 3:
         parameters = state * cut
     elif mixed:

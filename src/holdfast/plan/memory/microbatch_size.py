@@ -1,6 +1,6 @@
 """The largest microbatch that fits a device, by the estimate of `estimate.py`: nothing is tried.
 
-A microbatch must divide every batch of the run, and the degrees of dp_shard must divide it. Every
+A microbatch must divide every batch of the run, and the numbers of shards must divide it. Every
 replica must get its share.
 """
 

@@ -40,6 +40,9 @@ from holdfast.plan.memory.activations import RankShape
 CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
 """Logits at a time (`train.objective.chunk_tokens`)."""
 
+FRAGMENTATION = 0.05
+"""Part of what is not state that an accelerator's allocator may lose between pieces."""
+
 _NORM_TEMPORARIES = 4
 """Wide tensors of the stream that the backward of a norm has, beyond what the norm kept."""
 
@@ -261,23 +264,44 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
 
 
 def _reduce(stage: Stage, elements: int, last: int = 0) -> int:
-    """Bytes while FSDP2 reduces gradients: those, what is sent, and as much that comes. last:
-    elements of the unit's last gradient, which a variable of FSDP2 holds meanwhile."""
-    item, sent = stage.shape.item, stage.shape.wide * elements
-    return sent + max(item * elements, sent + stage.reduced(elements) + item * last)
+    """Bytes while FSDP2 reduces gradients. last: elements of the unit's last gradient, which a
+    variable of FSDP2 holds meanwhile."""
+    shape = stage.shape
+    return int(reduce_bytes(elements, shape.item, shape.wide, stage.shards, last))
+
+
+def reduce_bytes(
+    elements: float, item: float, wide: float, shards: int, last: float = 0.0
+) -> float:
+    """Return the bytes of gradients, of what is sent, and of as much that comes. wide: bytes of an
+    element that is sent. shards: see `Stage`."""
+    sent = wide * elements
+    reduced = sent // shards if shards else 0
+    return sent + max(item * elements, sent + reduced + item * last)
 
 
 def _logits(stage: Stage) -> int:
-    """The most bytes of a chunk of logits, with what is made of it, and the head's gradient."""
     shape = stage.shape
     chunk = max(64, CHUNK_ELEMENTS[stage.device] // stage.vocabulary)
-    tokens = min(shape.tokens, chunk)
-    again = shape.tokens > chunk
-    one, wide = tokens * stage.rows * shape.item, tokens * stage.rows * shape.wide
-    rows = stage.held * shape.model.dim
-    head = rows * (shape.wide if again else shape.item)
-    softmax = one + wide + (wide if stage.is_mixed else 0)
+    head = stage.held * shape.model.dim
+    return int(logits_bytes(shape.tokens, chunk, stage.rows, head, shape.item))
+
+
+def logits_bytes(tokens: float, chunk: float, rows: float, head: float, item: float) -> float:
+    """Return the most bytes of a chunk of logits, with what is made of it, and the head's gradient.
+
+    Args:
+        tokens: of the rank.
+        chunk: tokens of a chunk.
+        rows: of the vocabulary that it computes with.
+        head: elements of the head's gradient.
+        item: bytes of an element that is computed with.
+    """
+    wide, is_mixed, again = max(4.0, item), item < 4, tokens > chunk
+    number = min(tokens, chunk) * rows
+    narrow, broad, gradient = number * item, number * wide, head * (wide if again else item)
+    softmax = narrow + broad + (broad if is_mixed else 0)
     if again:
-        softmax += head + (one if stage.is_mixed else wide)
-    slope = 2 * one if stage.is_mixed else one + wide
-    return max(softmax, slope + head + (rows * shape.item if again and stage.is_mixed else 0))
+        softmax += gradient + (narrow if is_mixed else broad)
+    slope = 2 * narrow if is_mixed else narrow + broad
+    return max(softmax, slope + gradient + (head * item if again and is_mixed else 0))

@@ -50,22 +50,19 @@ class PipelineMemory:
 
     def peak(self, worker: int, blocks: Mapping[int, int]) -> int:
         """The most bytes on a worker. blocks: stage -> blocks, for each of its stages."""
-        pp, dp_shard, cp, tp = self._mesh_shape
-        layout = self._config.layout
-        stages = tuple(blocks.get(stage, 1) for stage in range(pp * layout.stages_a_worker))
-        config = _shortened(self._config, self._share * self._replicas, stages, dp_shard)
-        one = Layout(
-            pp=pp, dp_shard=dp_shard, cp=cp, tp=tp, stages=stages, is_folded=layout.is_folded
-        )
+        layout, mesh = self._config.layout, self._mesh_shape
+        stages = tuple(blocks.get(stage, 1) for stage in range(mesh[0] * layout.stages_a_worker))
+        one = Layout.of_mesh(mesh, stages, is_folded=layout.is_folded)
+        config = _shortened(self._config, self._share * self._replicas, stages, mesh[1])
         nodes = ("node",) * (self._replicas * one.replica_size)
         topology = place_replicas([one] * self._replicas, 1, nodes)
         at = topology.coordinate(topology.replicas[0].rank_at(pp=worker))
         return rank_estimate(config, topology, at, device_kind(config)).peak
 
 
-def _shortened(config: RunConfig, number: int, stages: Sequence[int], dp_shard: int) -> RunConfig:
+def _shortened(config: RunConfig, number: int, stages: Sequence[int], shards: int) -> RunConfig:
     """The run with so many microbatches a step, and as many blocks as these stages have."""
-    size = max(config.train.microbatch_size, dp_shard)
+    size = max(config.train.microbatch_size, shards)
     update = {"microbatch_size": size, "batch_size": number * size, "batch_warmup": ()}
     train = config.train.model_copy(update=update)
     model = config.model.model_copy(update={"layers": sum(stages)})

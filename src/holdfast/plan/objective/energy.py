@@ -24,7 +24,7 @@ def step_joules(problem: Problem, choice: Choice, cost: StepCost) -> dict[str, f
     for group, each in zip(choice.replicas, cost.groups, strict=True):
         for name, devices in devices_by_pool(group).items():
             device = device_named(problem.cluster.pool(name).device, problem.devices)
-            joules = group.count * devices * _device_joules(device, each, cost.step_s)
+            joules = group.dp_replicate * devices * _device_joules(device, each, cost.step_s)
             found[name] = found.get(name, 0.0) + joules
     return found
 
@@ -62,5 +62,5 @@ def idle_watts(problem: Problem, choice: Choice) -> dict[str, float]:
     for group in choice.replicas:
         for name, devices in devices_by_pool(group).items():
             device = device_named(problem.cluster.pool(name).device, problem.devices)
-            found[name] = found.get(name, 0.0) + group.count * devices * device.idle_w
+            found[name] = found.get(name, 0.0) + group.dp_replicate * devices * device.idle_w
     return found

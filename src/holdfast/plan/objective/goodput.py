@@ -242,7 +242,7 @@ class GoodputModel:
         """Seconds of throughput that lost domains take, for each second: from the most
         likely state, until they return."""
         cluster, lost = self.problem.cluster, 0.0
-        counts = tuple(group.count for group in choice.replicas)
+        counts = tuple(group.dp_replicate for group in choice.replicas)
         for loss in domain_losses(cluster, choice, counts):
             zone = cluster.pool(loss.pool).zone
             left = {
@@ -260,7 +260,7 @@ class GoodputModel:
     def losses(self, layout: Choice, nodes: Mapping[str, int]) -> Iterator[Loss]:
         """Losses that hit a layout on so many nodes."""
         cluster = self.problem.cluster
-        counts = tuple(group.count for group in layout.replicas)
+        counts = tuple(group.dp_replicate for group in layout.replicas)
         for name, present in nodes.items():
             yield from node_losses(cluster.pool(name), cluster, layout, counts, present)
         yield from domain_losses(cluster, layout, counts)

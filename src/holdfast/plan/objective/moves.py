@@ -1,7 +1,7 @@
 """Bytes of state that devices receive when a run moves from one layout to another.
 
 Ranks fill the devices of a pool in order, replica after replica. A device keeps what its old and
-its new part have in common: layers of its stage, its share by dp_shard, its share by tp. It
+its new part have in common: layers of its stage, its shard, its part by tp. It
 receives the rest. The runtime plans transfers by tensor (`core/sharding/reshard_plan.py`), and
 places ranks to keep more. So these are bytes of a plain placement.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import stages_at
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster
@@ -74,7 +74,7 @@ def held(
     """Each device with a rank, and what it holds."""
     free = {pool.name: lost.get(pool.name, 0) * pool.devices for pool in cluster.pools}
     for group in choice.replicas:
-        for _ in range(group.count):
+        for _ in range(group.dp_replicate):
             for index, part in _parts(choice, group, len(workload.blocks)):
                 name = group.pool_at(index)
                 node, place = divmod(free[name], cluster.pool(name).devices)
@@ -86,16 +86,12 @@ def _parts(choice: Choice, group: ReplicaChoice, blocks: int) -> Iterator[tuple[
     """(index on pp, what the rank holds) of each rank of a replica."""
     chunks = len(group.stages) if group.pp > 1 else 1
     starts = [sum(group.stages[:chunk]) for chunk in range(chunks)]
-    is_folded = SCHEDULE_KINDS[choice.schedule].is_folded
+    _, shards, _, parts = group.mesh_shape
     for index, shard, _, tp in product(*map(range, group.mesh_shape)):
-        if group.pp == 1:
-            own, mine = list(range(blocks)), [0]
-        else:
-            mine = (
-                [index, 2 * group.pp - 1 - index]
-                if is_folded
-                else list(range(index, chunks, group.pp))
-            )
+        mine: tuple[int, ...] = (0,)
+        own = list(range(blocks))
+        if group.pp > 1:
+            mine = stages_at(index, group.pp, chunks, choice.is_folded)
             own = [b for c in mine for b in range(starts[c], starts[c] + group.stages[c])]
         yield (
             index,
@@ -103,8 +99,8 @@ def _parts(choice: Choice, group: ReplicaChoice, blocks: int) -> Iterator[tuple[
                 frozenset(own),
                 0 in mine,
                 chunks - 1 in mine,
-                (shard, group.dp_shard),
-                (tp, group.tp),
+                (shard, shards),
+                (tp, parts),
             ),
         )
 

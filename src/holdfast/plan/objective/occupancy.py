@@ -8,6 +8,7 @@ from math import ceil
 
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.hardware.cluster import Cluster
+from holdfast.plan.search.splits import even_split
 
 RECOMPUTE_WORDS = ("none", "selective", "full")
 """Values of `train.recompute`, from the most memory to the least."""
@@ -17,7 +18,7 @@ MAX_RESHAPED = 4
 
 def devices_by_pool(group: ReplicaChoice) -> dict[str, int]:
     """Devices of one replica in each pool."""
-    stage = group.dp_shard * group.cp * group.tp
+    stage = group.replica_size // group.pp
     found: dict[str, int] = {}
     for index in range(group.pp):
         name = group.pool_at(index)
@@ -30,7 +31,7 @@ def nodes_used(cluster: Cluster, choice: Choice) -> dict[str, int]:
     devices: dict[str, int] = {}
     for group in choice.replicas:
         for name, number in devices_by_pool(group).items():
-            devices[name] = devices.get(name, 0) + group.count * number
+            devices[name] = devices.get(name, 0) + group.dp_replicate * number
     return {name: ceil(number / cluster.pool(name).devices) for name, number in devices.items()}
 
 
@@ -42,7 +43,7 @@ def replicas_left(cluster: Cluster, choice: Choice, nodes: Mapping[str, int]) ->
     for group in choice.replicas:
         needs = devices_by_pool(group)
         fit = min(free.get(name, 0) // number for name, number in needs.items())
-        number = max(0, min(group.count, fit))
+        number = max(0, min(group.dp_replicate, fit))
         for name, each in needs.items():
             free[name] = free.get(name, 0) - number * each
         found.append(number)
@@ -51,10 +52,10 @@ def replicas_left(cluster: Cluster, choice: Choice, nodes: Mapping[str, int]) ->
 
 def with_replicas(choice: Choice, counts: tuple[int, ...]) -> Choice | None:
     """The layout with fewer replicas of each kind, which share all microbatches of the step."""
-    if counts == tuple(group.count for group in choice.replicas):
+    if counts == tuple(group.dp_replicate for group in choice.replicas):
         return choice
     left = [
-        replace(group, count=count)
+        replace(group, dp_replicate=count)
         for group, count in zip(choice.replicas, counts, strict=True)
         if count
     ]
@@ -66,20 +67,20 @@ def with_replicas(choice: Choice, counts: tuple[int, ...]) -> Choice | None:
 def dealt(groups: list[ReplicaChoice], microbatches: int) -> list[ReplicaChoice]:
     """Share a step's microbatches out in proportion to those that the groups have now. What does
     not divide makes some replicas of a group do one more."""
-    now = sum(group.count * group.microbatches for group in groups)
+    now = sum(group.dp_replicate * group.microbatches for group in groups)
     found, rest = [], microbatches
     for group in groups:
         each = microbatches * group.microbatches // now
         found.append(replace(group, microbatches=each))
-        rest -= group.count * each
+        rest -= group.dp_replicate * each
     out = []
     for group in found:
-        more = min(rest, group.count)
+        more = min(rest, group.dp_replicate)
         rest -= more
         if more:
-            out.append(replace(group, count=more, microbatches=group.microbatches + 1))
-        if group.count > more:
-            out.append(replace(group, count=group.count - more))
+            out.append(replace(group, dp_replicate=more, microbatches=group.microbatches + 1))
+        if group.dp_replicate > more:
+            out.append(replace(group, dp_replicate=group.dp_replicate - more))
     return out
 
 
@@ -92,7 +93,8 @@ def reshaped(cluster: Cluster, choice: Choice, nodes: Mapping[str, int]) -> Iter
             continue
         devices = nodes[name] * cluster.pool(name).devices
         found = sorted(
-            _shapes(groups[0], choice, devices), key=lambda each: (-each.devices, -each.size)
+            _shapes(groups[0], choice, devices),
+            key=lambda each: (-each.world_size, -each.replica_size),
         )
         for group in found[:MAX_RESHAPED]:
             yield replace(choice, replicas=tuple(dealt([group], choice.microbatches)))
@@ -109,18 +111,11 @@ def _shapes(group: ReplicaChoice, choice: Choice, devices: int) -> Iterator[Repl
             divides = (dp_shard * group.cp) % choice.ep == 0
             if count < 1 or is_same or not divides:
                 continue
-            if pp > 1:
-                each, more = divmod(blocks, pp * choice.virtual)
-                stages = tuple(
-                    each + (index >= pp * choice.virtual - more)
-                    for index in range(pp * choice.virtual)
-                )
-            else:
-                stages = ()
+            stages = even_split(blocks, pp * choice.virtual) if pp > 1 else ()
             word = (max(group.recompute, key=RECOMPUTE_WORDS.index),)
             yield replace(
                 group,
-                count=count,
+                dp_replicate=count,
                 pp=pp,
                 dp_shard=dp_shard,
                 stages=stages,

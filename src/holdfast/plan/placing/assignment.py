@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.config.run import RunConfig
-from holdfast.layout import MeshShape, Replica, Stages
+from holdfast.layout import Layout, MeshShape, Replica, Stages
 from holdfast.plan.placing.domains import DomainChooser, placement_costs
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
 from holdfast.plan.placing.packing import PlacePool, WorkerSlot
 from holdfast.plan.placing.replica_counts import ReplicaCounts
-from holdfast.plan.placing.replica_shapes import AllowedShapes, ReplicaShape, StateOverlap
+from holdfast.plan.placing.replica_shapes import AllowedShapes, StateOverlap
 
 
 class PresentReplicas:
@@ -26,17 +26,15 @@ class PresentReplicas:
         self, shapes: AllowedShapes, nodes: Sequence[NodePlaces], present: PresentPlacement | None
     ):
         self._node_index = {node.name: i for i, node in enumerate(nodes)}
-        self.whole_replicas: list[tuple[Replica, ReplicaShape]] = []
-        self.smaller_replicas: list[tuple[Replica, ReplicaShape]] = []
+        self.whole_replicas: list[tuple[Replica, Layout]] = []
+        self.smaller_replicas: list[tuple[Replica, Layout]] = []
         self.broken_replicas: list[tuple[Replica, Sequence[int | None]]] = []
         self._names: tuple[str, ...] = ()
         if present is None:
             return
         self._names = present.topology.nodes
         alive = self._placeable_ranks(present, nodes)
-        kinds = {
-            (s.mesh_shape, s.stages if s.mesh_shape[0] > 1 else ()): s for s in shapes.configured
-        }
+        kinds = {shape.kind: shape for shape in shapes.configured}
         for r in present.topology.replicas:
             if not alive.issuperset(r.ranks):
                 self.broken_replicas.append(
@@ -45,9 +43,7 @@ class PresentReplicas:
             elif r.kind in kinds and shapes.fits_memory(kinds[r.kind]):
                 self.whole_replicas.append((r, kinds[r.kind]))
             elif shapes.is_allowed(r.mesh_shape):
-                shape = ReplicaShape(
-                    r.mesh_shape, r.stages, shapes.min_microbatches(r.degree("pp"))
-                )
+                shape = Layout.of_mesh(r.mesh_shape, r.stages, is_folded=r.is_folded)
                 self.smaller_replicas.append((r, shape))
             else:
                 self.broken_replicas.append((r, r.ranks))
@@ -77,7 +73,7 @@ class PlacedReplica:
     """A replica of the new topology. slots: in mesh order. sort_key: those that were there come
     first, by their numbers. is_unchanged: nothing of it has changed."""
 
-    shape: ReplicaShape
+    shape: Layout
     slots: list[WorkerSlot]
     sort_key: tuple[int, int]
     is_unchanged: bool = False
@@ -108,7 +104,7 @@ class ReplicaPlacer:
         free = [node.places for node in self.nodes]
         due = self._keep_unchanged(free)
         pool = PlacePool(free, [node.speed for node in self.nodes], self._unplaced_workers())
-        idle = sum(free) - sum(shape.size * n for shape, n in due.items())
+        idle = sum(free) - sum(shape.replica_size * n for shape, n in due.items())
         if self._domains.is_of_use:  # the domains decide which places stay idle, but for slow ones
             idle = min(idle, self._slow_places(free))
         pool.leave_idle(idle, max((s.tp for s in +due), default=1))
@@ -116,9 +112,9 @@ class ReplicaPlacer:
         domains = self._domains
         for replica in self.replicas:
             domains.place(seat.node for seat in replica.slots)
-        for shape in sorted((+due).elements(), key=lambda s: (-s.size, s.mesh_shape)):
-            among = domains.choose(shape.size, pool.free_places)
-            parts = pool.take_places(shape.size, shape.tp, among)
+        for shape in sorted((+due).elements(), key=lambda s: (-s.replica_size, s.mesh_shape)):
+            among = domains.choose(shape.replica_size, pool.free_places)
+            parts = pool.take_places(shape.replica_size, shape.tp, among)
             domains.place(node for node, _ in parts)
             seats = self._assign_slots(shape, domains.in_order(parts), pool)
             self.replicas.append(PlacedReplica(shape, seats, (1, len(self.replicas))))
@@ -140,7 +136,7 @@ class ReplicaPlacer:
         )
 
     # --- what stays -------------------------------------------------------------------------
-    def _keep_unchanged(self, free: list[int]) -> Counter[ReplicaShape]:
+    def _keep_unchanged(self, free: list[int]) -> Counter[Layout]:
         """Takes the replicas that stay as they are out of `free`; returns what is to be made."""
         due = self.counts.full_replicas + Counter(self.counts.new_shapes)
         kept = set(self.counts.kept_replicas)
@@ -168,23 +164,23 @@ class ReplicaPlacer:
                     held.setdefault(self.present.node_of(rank), []).append(rank)
         return held
 
-    def _common_bytes(self, was: int | None, shape: ReplicaShape, at: int) -> int:
+    def _common_bytes(self, was: int | None, shape: Layout, at: int) -> int:
         """Bytes that an old rank holds of what is needed at a place of `shape`."""
         if was is None:
             return 0
         return self._parts.common_bytes(*self._was[was], shape.mesh_shape, shape.stages, at)
 
     # --- what is mended ---------------------------------------------------------------------
-    def _repair_replicas(self, due: Counter[ReplicaShape], pool: PlacePool) -> None:
+    def _repair_replicas(self, due: Counter[Layout], pool: PlacePool) -> None:
         """Mend the due replicas that lost a worker, those with the fewest gaps first. All their
         remaining workers get places before any gap is filled. So no replica is dissolved to fill
         another."""
-        kinds = {(s.mesh_shape, s.stages if s.mesh_shape[0] > 1 else ()): s for s in due}
+        kinds = {shape.kind: shape for shape in due}
         order = sorted(
             (each for each in self.present.broken_replicas if each[0].kind in kinds),
             key=lambda each: (each[1].count(None) / len(each[1]), each[0].index),
         )
-        begun: list[tuple[Replica, ReplicaShape, dict[int, WorkerSlot]]] = []
+        begun: list[tuple[Replica, Layout, dict[int, WorkerSlot]]] = []
         for replica, ranks in order:
             shape = kinds[replica.kind]
             seats = self._left_in_place(ranks, pool) if due[shape] > 0 else {}
@@ -193,7 +189,7 @@ class ReplicaPlacer:
                 begun.append((replica, shape, seats))
         for replica, shape, seats in begun:
             self._fill_gaps(shape, seats, pool)
-            placed = [seats[at] for at in range(shape.size)]
+            placed = [seats[at] for at in range(shape.replica_size)]
             self.replicas.append(PlacedReplica(shape, placed, (0, replica.index)))
 
     def _left_in_place(self, ranks: Sequence[int | None], pool: PlacePool) -> dict[int, WorkerSlot]:
@@ -204,11 +200,9 @@ class ReplicaPlacer:
                 seats[at] = pool.use_worker(node, rank)
         return seats
 
-    def _fill_gaps(
-        self, shape: ReplicaShape, seats: dict[int, WorkerSlot], pool: PlacePool
-    ) -> None:
+    def _fill_gaps(self, shape: Layout, seats: dict[int, WorkerSlot], pool: PlacePool) -> None:
         own = Counter(seat.node for seat in seats.values())
-        gaps = [at for at in range(shape.size) if at not in seats]
+        gaps = [at for at in range(shape.replica_size) if at not in seats]
         for node, _ in own.most_common():
             gaps = self._fill(
                 shape, node, min(len(gaps), pool.free_places[node]), gaps, pool, seats
@@ -223,7 +217,7 @@ class ReplicaPlacer:
 
     def _fill(
         self,
-        shape: ReplicaShape,
+        shape: Layout,
         node: int,
         number: int,
         gaps: list[int],
@@ -237,7 +231,7 @@ class ReplicaPlacer:
         return [at for at in gaps if at not in seats]
 
     def _match_workers(
-        self, shape: ReplicaShape, node: int, number: int, places: Sequence[int], pool: PlacePool
+        self, shape: Layout, node: int, number: int, places: Sequence[int], pool: PlacePool
     ) -> dict[int, WorkerSlot]:
         """`number` of the places, each to whom of the node holds most of it; then newcomers."""
         pairs = [
@@ -258,10 +252,10 @@ class ReplicaPlacer:
         return out
 
     def _find_donors(
-        self, shape: ReplicaShape, gaps: Sequence[int], pool: PlacePool
+        self, shape: Layout, gaps: Sequence[int], pool: PlacePool
     ) -> tuple[int, int] | None:
         """The node with the most workers that hold just what is missing, and their number."""
-        kind = (shape.mesh_shape, shape.stages if shape.mesh_shape[0] > 1 else ())
+        kind = shape.kind
         wanted = set(gaps)
         found = Counter(
             {
@@ -283,7 +277,7 @@ class ReplicaPlacer:
 
     # --- what is new ------------------------------------------------------------------------
     def _assign_slots(
-        self, shape: ReplicaShape, parts: list[tuple[int, int]], pool: PlacePool
+        self, shape: Layout, parts: list[tuple[int, int]], pool: PlacePool
     ) -> list[WorkerSlot]:
         seats: dict[int, WorkerSlot] = {}
         first = 0
@@ -291,10 +285,10 @@ class ReplicaPlacer:
             places = range(first, first + number)
             seats.update(self._match_workers(shape, node, number, places, pool))
             first += number
-        return [seats[at] for at in range(shape.size)]
+        return [seats[at] for at in range(shape.replica_size)]
 
     def _order_parts(
-        self, shape: ReplicaShape, parts: list[tuple[int, int]], pool: PlacePool
+        self, shape: Layout, parts: list[tuple[int, int]], pool: PlacePool
     ) -> list[tuple[int, int]]:
         """Return equal parts in the order in which their workers hold the most. Return unlike parts
         unchanged, because there a change of order moves the boundaries too."""
@@ -322,7 +316,7 @@ class ReplicaPlacer:
         rest = iter([index for index in range(len(parts)) if index not in used])
         return [parts[order[s] if s in order else next(rest)] for s in range(len(parts))]
 
-    def _held_bytes(self, shape: ReplicaShape, node: int, places: range, pool: PlacePool) -> int:
+    def _held_bytes(self, shape: Layout, node: int, places: range, pool: PlacePool) -> int:
         return sum(
             max(self._common_bytes(rank, shape, at) for at in places)
             for rank in pool.workers_by_node.get(node, ())

@@ -24,7 +24,6 @@ from functools import cache
 from itertools import accumulate, permutations
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.layout import DegreesConfig
 from holdfast.core.sharding.pipeline_stages import (
     BlockCosts,
     StageCost,
@@ -33,7 +32,7 @@ from holdfast.core.sharding.pipeline_stages import (
     check_number_of_stages,
     times_again,
 )
-from holdfast.layout import AXES, MeshShape, Replica, Stages
+from holdfast.layout import MeshShape, Replica, Stages
 from holdfast.plan.memory.stage_memory import PipelineMemory
 
 Held = tuple[tuple[int, int], ...]
@@ -41,11 +40,6 @@ Held = tuple[tuple[int, int], ...]
 
 WorkerCost = Callable[[int, Held], float]
 """(worker, blocks of its stages) -> what it costs."""
-
-
-def mesh_shape_of(degrees: DegreesConfig) -> MeshShape:
-    """The mesh of a replica with these degrees."""
-    return tuple(getattr(degrees, axis) for axis in AXES)
 
 
 def planned_stages(config: RunConfig, mesh_shape: MeshShape) -> Stages:

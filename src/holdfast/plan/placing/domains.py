@@ -76,18 +76,18 @@ def placement_costs(config: RunConfig) -> PlacementCosts:
     blocks = run_block_costs(config)
     parameters = sum(blocks.parameters) + blocks.first[1] + blocks.last[1]
     tokens = train.batch_size * config.data.sequence_length
-    replica = layout.pp * layout.tp * layout.dp_shard * layout.cp
-    workers = max(layout.workers, replica)
-    replicas = workers // replica
+    pp, shards, cp, tp = layout.mesh_shape
+    workers = max(layout.workers, layout.ranks)
+    replicas = workers // layout.ranks
     flops = _ASSUMED_FLOPS.get(config.device, _ASSUMED_ACCELERATOR_FLOPS)
-    own = parameters / (layout.pp * layout.tp) * _BYTES_PER_GRADIENT
-    inner = 3 * own if layout.dp_shard > 1 or layout.cp > 1 else 0.0
-    if layout.pp > 1:
+    own = parameters / (pp * tp) * _BYTES_PER_GRADIENT
+    inner = 3 * own if shards > 1 or cp > 1 else 0.0
+    if pp > 1:
         inner += 2 * tokens / replicas * config.model.dim * _BYTES_PER_ACTIVATION
     return PlacementCosts(
         step_s=_FLOPS_PER_PARAMETER * parameters * tokens / workers / flops,
         inner_bytes=inner,
-        gradient_bytes=own / layout.dp_shard,
+        gradient_bytes=own / shards,
     )
 
 

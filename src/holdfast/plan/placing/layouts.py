@@ -14,7 +14,7 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
-from holdfast.plan.placing.balance import mesh_shape_of, planned_stages
+from holdfast.plan.placing.balance import planned_stages
 from holdfast.plan.step_microbatches import microbatches
 
 
@@ -25,22 +25,14 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
     microbatches. The error has the key as its place and the nearest values that work.
     """
     check_dealing_of_steps(config)
-    stages: dict[DegreesConfig, tuple[int, ...]] = {}
-    layouts: list[Layout] = []
-    for _, degrees in replicas_of(config.layout):
-        if degrees not in stages:
-            stages[degrees] = degrees.stages or planned_stages(config, mesh_shape_of(degrees))
-        layouts.append(
-            Layout(
-                pp=degrees.pp,
-                dp_shard=degrees.dp_shard,
-                cp=degrees.cp,
-                tp=degrees.tp,
-                stages=stages[degrees],
-                is_folded=degrees.pp > 1 and config.layout.is_folded,
-            )
-        )
-    return tuple(layouts)
+    layouts: dict[DegreesConfig, Layout] = {}
+    replicas = [degrees for _, degrees in replicas_of(config.layout)]
+    for degrees in replicas:
+        if degrees not in layouts:
+            mesh, is_folded = degrees.mesh_shape, degrees.pp > 1 and config.layout.is_folded
+            stages = degrees.stages or planned_stages(config, mesh)
+            layouts[degrees] = Layout.of_mesh(mesh, stages, is_folded=is_folded)
+    return tuple(layouts[degrees] for degrees in replicas)
 
 
 def replicas_of(layout: LayoutConfig) -> tuple[tuple[str, DegreesConfig], ...]:

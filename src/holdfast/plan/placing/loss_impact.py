@@ -63,7 +63,7 @@ def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) 
 
 def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
     """(parameter, bytes of the state that is cut like it): itself and what the optimizer keeps
-    in its shape. Under zero 1 every rank of dp_shard has the complete parameter, unless it computes
+    in its shape. Under zero 1 every shard has the complete parameter, unless it computes
     on a copy of two bytes."""
     everywhere = config.layout.zero_in_memory == 1 and config.train.precision not in MIXED
     for spec in known_parameters(config):

@@ -77,14 +77,14 @@ def _topology(
     built: Sequence[PlacedReplica], nodes: Sequence[NodePlaces], generation: int
 ) -> Topology:
     weights = _weights(
-        [each.shape.size for each in built],
+        [each.shape.replica_size for each in built],
         [min(nodes[seat.node].speed for seat in each.slots) for each in built],
     )
     replicas: list[Replica] = []
     first = 0
     for index, (each, weight) in enumerate(zip(built, weights, strict=True)):
         replicas.append(each.shape.replica(index, first, weight))
-        first += each.shape.size
+        first += each.shape.replica_size
     names = tuple(nodes[seat.node].name for each in built for seat in each.slots)
     return Topology(generation, tuple(replicas), names)
 
@@ -132,14 +132,14 @@ def _max_workers(config: RunConfig) -> int:
 
 
 def _no_replica_error(shapes: AllowedShapes, workers: int, number: int) -> LayoutError:
-    smallest = min(shapes.smaller_shapes, key=lambda s: s.size)
-    if smallest.size > workers:
+    smallest = min(shapes.smaller_shapes, key=lambda s: s.replica_size)
+    if smallest.replica_size > workers:
         bound = "" if shapes.memory is None else f" within {shapes.memory:,} bytes a worker"
         return LayoutError(
-            f"the smallest replica{bound} needs {smallest.size} workers, there are places for "
-            f"{workers}",
+            f"the smallest replica{bound} needs {smallest.replica_size} workers, there are places "
+            f"for {workers}",
             where="layout",
-            remedy=f"wait for {smallest.size - workers} more, or allow more memory",
+            remedy=f"wait for {smallest.replica_size - workers} more, or allow more memory",
         )
     return LayoutError(
         f"a step has {number} microbatches, and a pipeline under "

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.plan.placing.replica_shapes import AllowedShapes, ReplicaShape
+from holdfast.layout import Layout
+from holdfast.plan.placing.replica_shapes import AllowedShapes
 
 _MAX_REPLICAS_DROPPED = 8  # smaller numbers to try if workers would be idle
 
@@ -24,9 +25,9 @@ class ReplicaCounts:
     kept_replicas: indices, in the given list, of the smaller replicas that stay. new_shapes: shapes
     of smaller ones to be made."""
 
-    full_replicas: Counter[ReplicaShape]
+    full_replicas: Counter[Layout]
     kept_replicas: tuple[int, ...] = ()
-    new_shapes: tuple[ReplicaShape, ...] = ()
+    new_shapes: tuple[Layout, ...] = ()
     workers: int = 0
 
     @property
@@ -43,8 +44,8 @@ def choose_replicas(
     shapes: AllowedShapes,
     workers: int,
     microbatches: int,
-    present: Counter[ReplicaShape],
-    smaller: Sequence[ReplicaShape],
+    present: Counter[Layout],
+    smaller: Sequence[Layout],
 ) -> ReplicaCounts:
     """Return the best filling. present: complete replicas of the run file's kinds. smaller:
     existing smaller replicas that could stay."""
@@ -54,7 +55,7 @@ def choose_replicas(
         return _fill_rest(shapes, whole, workers, microbatches, smaller)
     (shape,) = shapes.configured
     most = (
-        min(workers // shape.size, microbatches // shape.min_microbatches)
+        min(workers // shape.replica_size, microbatches // shapes.min_microbatches(shape))
         if shapes.fits_memory(shape)
         else 0
     )
@@ -71,45 +72,45 @@ def choose_replicas(
 
 
 def _choose_unlike(
-    shapes: AllowedShapes, workers: int, microbatches: int, present: Counter[ReplicaShape]
-) -> Counter[ReplicaShape]:
+    shapes: AllowedShapes, workers: int, microbatches: int, present: Counter[Layout]
+) -> Counter[Layout]:
     """Choose each unlike replica once, while they fit; existing replicas come first."""
-    chosen: Counter[ReplicaShape] = Counter()
+    chosen: Counter[Layout] = Counter()
     have = present.copy()
-    first: list[ReplicaShape] = []
-    later: list[ReplicaShape] = []
+    first: list[Layout] = []
+    later: list[Layout] = []
     for shape in shapes.configured:
         (first if have[shape] > 0 else later).append(shape)
         have[shape] -= 1
     for shape in (*first, *later):
         if (
-            shape.size <= workers
-            and shape.min_microbatches <= microbatches
+            shape.replica_size <= workers
+            and shapes.min_microbatches(shape) <= microbatches
             and shapes.fits_memory(shape)
         ):
             chosen[shape] += 1
-            workers -= shape.size
-            microbatches -= shape.min_microbatches
+            workers -= shape.replica_size
+            microbatches -= shapes.min_microbatches(shape)
     return chosen
 
 
 def _fill_rest(
     shapes: AllowedShapes,
-    whole: Counter[ReplicaShape],
+    whole: Counter[Layout],
     workers: int,
     microbatches: int,
-    smaller: Sequence[ReplicaShape],
+    smaller: Sequence[Layout],
 ) -> ReplicaCounts:
-    used = sum(shape.size * n for shape, n in whole.items())
-    budget = microbatches - sum(shape.min_microbatches * n for shape, n in whole.items())
-    new = [shape for shape in shapes.smaller_shapes if shape.min_microbatches <= budget]
-    largest = max((shape.size for shape in (*new, *smaller)), default=0)
+    used = sum(shape.replica_size * n for shape, n in whole.items())
+    budget = microbatches - sum(shapes.min_microbatches(shape) * n for shape, n in whole.items())
+    new = [shape for shape in shapes.smaller_shapes if shapes.min_microbatches(shape) <= budget]
+    largest = max((shape.replica_size for shape in (*new, *smaller)), default=0)
     rest = min(workers - used, budget * largest)
     if rest <= 0 or not largest:
         return ReplicaCounts(whole, workers=used)
-    entry = _RestPacker(rest, smaller, new).best(budget)
+    entry = _RestPacker(shapes, rest, smaller, new).best(budget)
     kept, made = entry.chosen() if entry is not None else ((), ())
-    size = sum(smaller[i].size for i in kept) + sum(shape.size for shape in made)
+    size = sum(smaller[i].replica_size for i in kept) + sum(shape.replica_size for shape in made)
     return ReplicaCounts(whole, kept, made, used + size)
 
 
@@ -121,11 +122,11 @@ class _PackingOption(NamedTuple):
     number: int
     least: int
     before: _PackingOption | None = None
-    item: int | ReplicaShape | None = None
+    item: int | Layout | None = None
 
-    def chosen(self) -> tuple[tuple[int, ...], tuple[ReplicaShape, ...]]:
+    def chosen(self) -> tuple[tuple[int, ...], tuple[Layout, ...]]:
         kept: list[int] = []
-        made: list[ReplicaShape] = []
+        made: list[Layout] = []
         at: _PackingOption | None = self
         while at is not None and at.item is not None:
             if isinstance(at.item, int):
@@ -133,7 +134,8 @@ class _PackingOption(NamedTuple):
             else:
                 made.append(at.item)
             at = at.before
-        return tuple(sorted(kept)), tuple(sorted(made, key=lambda s: (-s.size, s.mesh_shape)))
+        made.sort(key=lambda shape: (-shape.replica_size, shape.mesh_shape))
+        return tuple(sorted(kept)), tuple(made)
 
 
 _Better = Callable[[_PackingOption], tuple[int, ...]]
@@ -142,8 +144,11 @@ _Better = Callable[[_PackingOption], tuple[int, ...]]
 class _RestPacker:
     """Every number of workers up to `size`, by dynamic programming over what may be added."""
 
-    def __init__(self, size: int, present: Sequence[ReplicaShape], new: Sequence[ReplicaShape]):
+    def __init__(
+        self, shapes: AllowedShapes, size: int, present: Sequence[Layout], new: Sequence[Layout]
+    ):
         self._size, self._there, self._new = size, present, new
+        self._min_microbatches = shapes.min_microbatches
 
     def best(self, budget: int) -> _PackingOption | None:
         """Return the choice that uses the most workers with at most `budget` microbatches a
@@ -157,21 +162,21 @@ class _RestPacker:
     def _table(self, better: _Better) -> list[_PackingOption | None]:
         best: list[_PackingOption | None] = [_PackingOption(0, 0, 0), *[None] * self._size]
 
-        def offer(size: int, shape: ReplicaShape, item: int | ReplicaShape) -> None:
-            before, now = best[size - shape.size], best[size]
+        def offer(size: int, each: int, least: int, item: int | Layout) -> None:
+            before, now = best[size - each], best[size]
             if before is None:
                 return
             kept = before.kept + isinstance(item, int)
-            entry = _PackingOption(
-                kept, before.number + 1, before.least + shape.min_microbatches, before, item
-            )
+            entry = _PackingOption(kept, before.number + 1, before.least + least, before, item)
             if now is None or better(entry) > better(now):
                 best[size] = entry
 
         for number, shape in enumerate(self._there):
-            for size in range(self._size, shape.size - 1, -1):
-                offer(size, shape, number)
+            each, least = shape.replica_size, self._min_microbatches(shape)
+            for size in range(self._size, each - 1, -1):
+                offer(size, each, least, number)
         for shape in self._new:
-            for size in range(shape.size, self._size + 1):
-                offer(size, shape, shape)
+            each, least = shape.replica_size, self._min_microbatches(shape)
+            for size in range(each, self._size + 1):
+                offer(size, each, least, shape)
         return best

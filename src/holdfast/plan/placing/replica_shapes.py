@@ -9,7 +9,6 @@ workers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
@@ -26,39 +25,14 @@ from holdfast.errors import LayoutError
 from holdfast.layout import (
     AXES,
     Coordinate,
+    Layout,
     MeshShape,
-    Replica,
     Stages,
     coordinates_of,
-    index_of,
 )
 from holdfast.plan.memory.memory_use import known_parameters, memory_of
 from holdfast.plan.memory.placed_memory import bytes_in_memory
-from holdfast.plan.placing.balance import mesh_shape_of, planned_stages
-
-
-@dataclass(frozen=True)
-class ReplicaShape:
-    """A replica before it has ranks. min_microbatches: microbatches that it needs in every step.
-    is_folded: as in `layout.Replica`."""
-
-    mesh_shape: MeshShape
-    stages: Stages
-    min_microbatches: int
-    is_folded: bool = False
-
-    @property
-    def size(self) -> int:
-        return prod(self.mesh_shape)
-
-    @property
-    def tp(self) -> int:
-        return self.mesh_shape[3]
-
-    def replica(self, index: int, first: int, weight: int = 1) -> Replica:
-        """On the ranks from `first` on."""
-        ranks = tuple(range(first, first + self.size))
-        return Replica(index, ranks, self.mesh_shape, self.stages, weight, self.is_folded)
+from holdfast.plan.placing.balance import planned_stages
 
 
 class AllowedShapes:
@@ -74,31 +48,26 @@ class AllowedShapes:
         self._table = known_parameters(config)
         self._needed_bytes_of: dict[MeshShape, int] = {}
         kinds: Sequence[DegreesConfig] = config.layout.replicas or (config.layout,)
-        self.configured = tuple(self._shape(mesh_shape_of(d), d.stages) for d in kinds)
+        self.configured = tuple(self._shape(d.mesh_shape, d.stages) for d in kinds)
         if memory is not None and not any(self.fits_memory(shape) for shape in self.configured):
             raise self._too_large_error(kinds)
 
-    def fits_memory(self, shape: ReplicaShape) -> bool:
+    def fits_memory(self, shape: Layout) -> bool:
         return self.memory is None or self.needed_bytes(shape) <= self.memory
 
-    def needed_bytes(self, shape: ReplicaShape) -> int:
+    def needed_bytes(self, shape: Layout) -> int:
         """Bytes of memory on the worker that holds the most: no part is larger than the first."""
         if shape.mesh_shape not in self._needed_bytes_of:
-            replica, pp = shape.replica(0, 0), shape.mesh_shape[0]
+            config, replica = self.config, shape.replica(0, 0)
+            places = (Coordinate(0, replica.rank_at(pp), pp, 0, 0, 0) for pp in range(shape.pp))
             self._needed_bytes_of[shape.mesh_shape] = max(
-                bytes_in_memory(
-                    self.config,
-                    memory_of(self.config, self._table, replica, self._at(replica, stage)),
-                )
-                for stage in range(pp)
+                bytes_in_memory(config, memory_of(config, self._table, replica, at))
+                for at in places
             )
         return self._needed_bytes_of[shape.mesh_shape]
 
-    def _at(self, replica: Replica, stage: int) -> Coordinate:
-        return Coordinate(0, index_of((stage, 0, 0, 0), replica.mesh_shape), stage, 0, 0, 0)
-
     @cached_property
-    def smaller_shapes(self) -> tuple[ReplicaShape, ...]:
+    def smaller_shapes(self) -> tuple[Layout, ...]:
         """At most two for a number of workers: the preferred one, and one that needs the fewest
         microbatches. Large ones first."""
         allowed: dict[MeshShape, None] = {}
@@ -109,7 +78,7 @@ class AllowedShapes:
         for mesh in sorted(allowed, key=lambda m: (-m[3], -m[2], -m[1], -m[0])):
             if self._mesh_fits(mesh):
                 by_size.setdefault(prod(mesh), []).append(mesh)
-        chosen: list[ReplicaShape] = []
+        chosen: list[Layout] = []
         for size in sorted(by_size, reverse=True):
             first, fewest = by_size[size][0], min(by_size[size], key=lambda m: m[0])
             chosen += [self._shape_of_mesh(mesh) for mesh in dict.fromkeys((first, fewest))]
@@ -124,41 +93,39 @@ class AllowedShapes:
         possible = mesh_shape in self._degree_rules
         return inside and possible and self._mesh_fits(mesh_shape)
 
-    def min_microbatches(self, pp: int) -> int:
-        return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(pp)
+    def min_microbatches(self, shape: Layout) -> int:
+        """Return the microbatches that a replica needs in every step."""
+        return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(shape.pp)
 
     # --- parts ------------------------------------------------------------------------------
     def _mesh_fits(self, mesh_shape: MeshShape) -> bool:
         """As `fits_memory`; without a bound, no stages are planned for it."""
         return self.memory is None or self.fits_memory(self._shape_of_mesh(mesh_shape))
 
-    def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:
+    def _shape_of_mesh(self, mesh_shape: MeshShape) -> Layout:
         """Return the run file's shape, or one with balanced stages if the file names none."""
         wanted = next((s for s in self.configured if s.mesh_shape == mesh_shape), None)
         return wanted or self._shape(mesh_shape, ())
 
-    def _shape(self, mesh_shape: MeshShape, stages: Stages) -> ReplicaShape:
-        pp = mesh_shape[0]
-        return ReplicaShape(
-            mesh_shape,
-            stages or self._stages(mesh_shape),
-            self.min_microbatches(pp),
-            pp > 1 and self.config.layout.is_folded,
-        )
+    def _shape(self, mesh_shape: MeshShape, stages: Stages) -> Layout:
+        is_folded = mesh_shape[0] > 1 and self.config.layout.is_folded
+        stages = stages or self._stages(mesh_shape)
+        return Layout.of_mesh(mesh_shape, stages, is_folded=is_folded)
 
     def _stages(self, mesh_shape: MeshShape) -> Stages:
         # time depends on the pipeline alone
-        key = mesh_shape if self.config.layout.balance == "memory" else mesh_shape[:1]
+        key: object = mesh_shape if self.config.layout.balance == "memory" else mesh_shape[0]
         if key not in self._balanced_stages:
             self._balanced_stages[key] = planned_stages(self.config, mesh_shape)
         return self._balanced_stages[key]
 
     @cached_property
-    def _balanced_stages(self) -> dict[MeshShape, Stages]:
+    def _balanced_stages(self) -> dict[object, Stages]:
         return {}
 
     def _smaller_meshes(self, mesh_shape: MeshShape) -> Iterable[MeshShape]:
-        for smaller in product(*(range(1, degree + 1) for degree in mesh_shape)):
+        pp, shards, cp, tp = (range(1, degree + 1) for degree in mesh_shape)
+        for smaller in product(pp, shards, cp, tp):
             if smaller in self._degree_rules:
                 yield smaller
 
@@ -245,7 +212,7 @@ class StateOverlap:
             self._known[key] = round(blocks * part)
         return self._known[key]
 
-    def total_bytes(self, shape: ReplicaShape, at: int) -> int:
+    def total_bytes(self, shape: Layout, at: int) -> int:
         """Bytes that mesh rank `at` holds."""
         mesh, stages = shape.mesh_shape, shape.stages
         return self.common_bytes(mesh, stages, at, mesh, stages, at)

@@ -24,9 +24,8 @@ from itertools import product
 from math import inf, prod
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.layout import LayoutConfig
 from holdfast.errors import LayoutError
-from holdfast.layout import MeshShape, Topology
+from holdfast.layout import AXES, MeshShape, Topology
 from holdfast.options.registry import unmodelled_option
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.run_workload import unmodelled_key
@@ -182,8 +181,7 @@ class SearchedPlanner:
     ) -> Iterator[RunConfig]:
         """The run file with each mesh, the present ones first. Then the same without the workers
         that fill no replica, and with one replica alone."""
-        own = config.layout
-        meshes: list[MeshShape] = [(own.pp, own.dp_shard, own.cp, own.tp)]
+        meshes: list[MeshShape] = [config.layout.mesh_shape]
         if present is not None:
             meshes = [replica.mesh_shape for replica in present.topology.replicas]
         first = list(dict.fromkeys(meshes))
@@ -241,11 +239,8 @@ class SearchedPlanner:
     def _possible(self, config: RunConfig, workers: int) -> Iterator[MeshShape]:
         limits, rules = _fixed(config, self._limits), DegreeRules(config)
         every = [n for n in range(1, workers + 1) if workers <= _ALL_MESHES or n & (n - 1) == 0]
-        degrees = [
-            [fixed] if fixed else every
-            for fixed in (limits.pp, limits.dp_shard, limits.cp, limits.tp)
-        ]
-        for mesh in product(*degrees):
+        pp, shards, cp, tp = ([fixed] if fixed else every for fixed in limits.mesh)
+        for mesh in product(pp, shards, cp, tp):
             if prod(mesh) <= workers and mesh in rules:
                 yield mesh
 
@@ -342,11 +337,10 @@ def _with_reason(plan: LayoutPlan) -> LayoutPlan:
 
 def _with_mesh(config: RunConfig, mesh: MeshShape, workers: int = 0) -> RunConfig:
     """The run file with these degrees. workers: 0 for those that it has."""
-    pp, dp_shard, cp, tp = mesh
-    own: LayoutConfig = config.layout
-    degrees = {"pp": pp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    stages = own.stages if pp == own.pp else ()
-    changes = {**degrees, "stages": stages, "workers": workers or own.workers}
+    own = config.layout
+    changes: dict[str, object] = dict(zip(AXES, mesh, strict=True))
+    changes["stages"] = own.stages if mesh[0] == own.pp else ()
+    changes["workers"] = workers or own.workers
     return config.model_copy(update={"layout": own.model_copy(update=changes)})
 
 

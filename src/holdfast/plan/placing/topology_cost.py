@@ -7,10 +7,13 @@ speed. A replica counts as one of the pool of its slowest node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.memory import DEVICE, MOVABLE
 from holdfast.layout import MeshShape, Replica, Stages, Topology
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
@@ -19,6 +22,7 @@ from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import DeviceType, device_named
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.planner import dealer_of
+from holdfast.plan.search.splits import even_split
 from holdfast.plan.step_microbatches import microbatches
 
 _Kind = tuple[MeshShape, Stages, str, int]  # mesh, stages, pool, microbatches of a step
@@ -81,54 +85,64 @@ class TopologyCost:
         config = self._config
         number = max(microbatches(config).items())[1]
         shares = dealer_of(topology, config.layout.schedule)(number, len(topology.replicas))
-        kinds = Counter(
-            (*replica.kind, self._pool_of(replica, topology), len(share))
-            for replica, share in zip(topology.replicas, shares, strict=True)
-            if share
-        )
-        has_stages = any(mesh[0] > 1 for mesh, *_ in kinds)
-        return Choice(
-            tuple(self._group(kind, count) for kind, count in kinds.items()),
-            config.train.microbatch_size or 1,
-            config.layout.schedule,
-            config.layout.stages_a_worker if has_stages else 1,
-            config.layout.zero,
-            config.layout.ep,
-            config.layout.sequence_parallel,
-        )
+        return placed_choice(config, topology, shares, partial(self._pool_of, topology))
 
     def equal_replicas(self, mesh: MeshShape, workers: int) -> Choice | None:
         """As many replicas of this mesh as the workers allow, with equal stages; None if a replica
         has none. For a first ranking of meshes."""
-        count, (pp, *_) = workers // mesh[0] // mesh[1] // mesh[2] // mesh[3], mesh
-        number = max(microbatches(self._config).items())[1]
-        stages = pp * self._config.layout.stages_a_worker if pp > 1 else 0
-        blocks = self._config.model.layers
-        if not count or number < count * pp or blocks < stages:
+        config, pp, count = self._config, mesh[0], workers // prod(mesh)
+        number, stages = max(microbatches(config).items())[1], pp * config.layout.stages_a_worker
+        if not count or number < count * pp or (pp > 1 and config.model.layers < stages):
             return None
-        each = tuple(blocks // stages + (i >= stages - blocks % stages) for i in range(stages))
+        split = even_split(config.model.layers, stages) if pp > 1 else ()
         pool = self.problem.cluster.pools[0].name
-        group = self._group((mesh, each, pool, -(-number // count)), count)
-        layout = self._config.layout
-        size, virtual = self._config.train.microbatch_size or 1, layout.stages_a_worker
-        return Choice(
-            (group,), size, layout.schedule, virtual if pp > 1 else 1, layout.zero, layout.ep
-        )
+        return _choice(config, {(mesh, split, pool, -(-number // count)): count})
 
     def of(self, choice: Choice) -> StepCost:
         return self._evaluator.cost(choice)
 
-    def _group(self, kind: _Kind, count: int) -> ReplicaChoice:
-        (pp, dp_shard, cp, tp), stages, pool, number = kind
-        words = self._config.train.recompute_words
-        if len(words) not in (1, pp):
-            words = ("full",) if "full" in words else ("selective",)
-        return ReplicaChoice(count, pp, dp_shard, cp, tp, stages, (pool,), number, words)
-
-    def _pool_of(self, replica: Replica, topology: Topology) -> str:
+    def _pool_of(self, topology: Topology, replica: Replica) -> str:
         names = {topology.nodes[rank] for rank in replica.ranks}
         slowest = min((self._nodes[name] for name in names), key=lambda n: (n.speed, n.places))
         return self._fleet.pool_name(slowest)
+
+
+def placed_choice(
+    config: RunConfig,
+    topology: Topology,
+    shares: Sequence[Sequence[int]],
+    pool_of: Callable[[Replica], str],
+) -> Choice:
+    """Return a topology as the cost model takes it. shares: the microbatches of each replica."""
+    return _choice(
+        config,
+        Counter(
+            (*replica.kind, pool_of(replica), len(share))
+            for replica, share in zip(topology.replicas, shares, strict=True)
+            if share
+        ),
+    )
+
+
+def _choice(config: RunConfig, counts: Mapping[_Kind, int]) -> Choice:
+    """Return the layout with so many replicas of each kind."""
+    groups = list[ReplicaChoice]()
+    for (mesh, stages, pool, share), count in counts.items():
+        words = tuple(config.train.recompute_of(stage, mesh[0]) for stage in range(mesh[0]))
+        words = words if len(set(words)) > 1 else words[:1]
+        groups.append(ReplicaChoice(count, *mesh, stages, (pool,), share, words))
+    layout, memory = config.layout, config.train.memory
+    is_cut = any(group.pp > 1 for group in groups)
+    return Choice(
+        tuple(groups),
+        config.train.microbatch_size or 1,
+        layout.schedule if is_cut else "1f1b",
+        layout.stages_a_worker if is_cut else 1,
+        layout.zero_in_memory,
+        layout.ep,
+        layout.sequence_parallel,
+        frozenset(key for key in (*MOVABLE, "activations") if getattr(memory, key) != DEVICE),
+    )
 
 
 def _slower_name(device: str, speed: float) -> str:

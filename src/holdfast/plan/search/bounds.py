@@ -169,7 +169,7 @@ class Bounds:
         workload, pool = self.evaluator.problem.workload, shape.site.pools[0]
         if len(shape.site.pools) > 1:
             return 0.0
-        key = (shape.tp, shape.cp, shape.dp_shard, shape.ep, variant.zero, pool)
+        key = (shape.mesh[1:], shape.ep, variant.zero, pool)
         each = self._tails.get(key)
         if each is None:
             group = ReplicaChoice(1, 1, *shape.mesh[1:], (), (pool,), 1)

@@ -69,15 +69,11 @@ class Candidates:
     def execute_runners_up(self) -> tuple[Found, ...]:
         """Return the best layouts that follow the best one. Execute waiting ones with degrees of
         their own, if there are too few."""
-        seen = {_degrees_of(each.choice) for each in self.executed}
+        seen = {each.choice.degrees for each in self.executed}
         while self._heap and len(seen) <= RUNNERS_UP:
             choice = heappop(self._heap)[2]
-            if _degrees_of(choice) not in seen:
-                seen.add(_degrees_of(choice))
+            if choice.degrees not in seen:
+                seen.add(choice.degrees)
                 self.execute(choice)
         others = [each for each in self.executed if each is not self.best]
         return tuple(sorted(others, key=lambda each: each.score)[:RUNNERS_UP])
-
-
-def _degrees_of(choice: Choice) -> object:
-    return choice.microbatch, tuple((g.count, g.mesh_shape, g.pools) for g in choice.replicas)

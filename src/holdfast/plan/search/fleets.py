@@ -18,9 +18,9 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches
-from holdfast.plan.cost.stage_memory import layer_parameters
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.memory.stage_bytes import layer_parameters
 from holdfast.plan.search.bounds import Bounds
 from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
 from holdfast.plan.search.limits import Limits
@@ -199,7 +199,7 @@ class Fleets:
         if variant.virtual not in allowed or shape.pp * variant.virtual > blocks:
             return False
         is_split = SCHEDULE_KINDS[variant.schedule].splits_backward or variant.virtual > 1
-        return not (is_split and shape.dp_shard > 1 and variant.zero > 1)
+        return not (is_split and shape.is_sharded and variant.zero > 1)
 
     def _between(self, pool: NodePool, pools: Sequence[NodePool]) -> Link:
         """The slowest link of a pool to another of the family."""

@@ -15,7 +15,7 @@ from holdfast.plan.search.space import Cut, Shape
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """Layouts with this pipeline and schedule, of any dp_shard."""
+    """Layouts with this pipeline and schedule, of any number of shards."""
 
     cut: Cut
     slots: tuple[int, ...]

@@ -9,11 +9,12 @@ from itertools import accumulate, islice, product
 from math import inf, prod
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import pp_of_stage, stages_at
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator
 from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_seconds
 from holdfast.plan.cost.pipeline_time import StageTimes
-from holdfast.plan.cost.stage_memory import late_at
+from holdfast.plan.memory.stage_bytes import late_at
 from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.room import Room
 from holdfast.plan.search.space import Shape
@@ -83,9 +84,9 @@ class Layouts:
     def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
         """ZeRO stages, by the rules of a run file."""
         ep = shapes[0].ep
-        is_cut = any(shape.dp_shard > 1 for shape in shapes)
+        is_cut = any(shape.is_sharded for shape in shapes)
         is_split = SCHEDULE_KINDS[schedule].splits_backward or virtual > 1
-        is_piped = is_split and any(shape.pp > 1 and shape.dp_shard > 1 for shape in shapes)
+        is_piped = is_split and any(shape.pp > 1 and shape.is_sharded for shape in shapes)
         stages = [zero for zero in self.limits.zero if ep == 1 or zero > 1]
         stages = [zero for zero in stages if zero == 1 or not is_piped]
         for zero in stages if is_cut else stages[:1]:
@@ -195,7 +196,7 @@ class Layouts:
     def _splits_for(self, variant: Variant, group: ReplicaChoice, shape: Shape) -> _Splits:
         zero = variant.zero if variant.zero == 3 or self._sums_each else 1
         key = (
-            variant.microbatch // shape.dp_shard,
+            shape.cut.local,
             shape.mesh,
             shape.ep,
             shape.site.pools,
@@ -310,15 +311,16 @@ def _blocks_of_ranks(group: ReplicaChoice, blocks: int, is_folded: bool) -> list
     stages, pp = group.stages, group.pp
     if pp == 1:
         return [blocks]
-    if is_folded:
-        return [stages[index] + stages[2 * pp - 1 - index] for index in range(pp)]
-    return [sum(stages[index::pp]) for index in range(pp)]
+    if len(stages) == pp:
+        return list(stages)
+    places = (stages_at(index, pp, len(stages), is_folded) for index in range(pp))
+    return [sum(stages[stage] for stage in own) for own in places]
 
 
 def _indices(variant: Variant, pp: int, number: int) -> list[int]:
     """The index on pp of each stage."""
-    folded = SCHEDULE_KINDS[variant.schedule].is_folded
-    return [2 * pp - 1 - n if folded and n >= pp else n % pp for n in range(number)]
+    is_folded = SCHEDULE_KINDS[variant.schedule].is_folded
+    return [pp_of_stage(stage, pp, is_folded) for stage in range(number)]
 
 
 def choice_of(variant: Variant, groups: tuple[ReplicaChoice, ...]) -> Choice:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice
@@ -18,6 +19,9 @@ stages yet. With it, the search drops degrees before it looks at their variants.
 SYNCHRONOUS = tuple(name for name, kind in SCHEDULE_KINDS.items() if not kind.is_asynchronous)
 """Schedules that give the curve of a run without a pipeline."""
 
+
+DEGREES = ("tp", "pp", "cp", "dp_shard", "ep")
+"""Limits that are degrees, in the order in which a remedy frees them."""
 
 SEARCHED = "searched"
 SEARCHED_FROM_CACHE = "searched from a cached plan"
@@ -53,6 +57,16 @@ class Limits:
     devices: int = 0
     effort: int = 0
     offloads: tuple[frozenset[str], ...] = (frozenset(),)
+
+    @property
+    def mesh(self) -> tuple[int, int, int, int]:
+        """The degrees in the order of `layout.AXES`."""
+        return self.pp, self.dp_shard, self.cp, self.tp
+
+    def with_degrees(self, degrees: Mapping[str, int]) -> Limits:
+        """The same with other degrees, by axis."""
+        changes: dict[str, Any] = dict(degrees)
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)

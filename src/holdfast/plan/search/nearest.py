@@ -8,15 +8,15 @@ from dataclasses import replace
 from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.hardware.this_machine import CPU
-from holdfast.plan.search.limits import Limits
+from holdfast.plan.hardware.devices import CPU
+from holdfast.plan.search.limits import DEGREES, Limits
 
 Fits = Callable[[Problem, Limits], Choice | None]
 """Returns any layout that fits."""
 
 _MOST_TIMES = 64
 """Times as many nodes as the cluster has, up to which more nodes are tried."""
-_DEGREES = ("tp", "pp", "cp", "dp_shard", "ep")
+_FREE = dict.fromkeys(DEGREES, 0)
 
 
 def nothing_fits_error(problem: Problem, limits: Limits, fits: Fits) -> LayoutError:
@@ -26,7 +26,7 @@ def nothing_fits_error(problem: Problem, limits: Limits, fits: Fits) -> LayoutEr
         if choice is not None:
             return LayoutError(what, where="layout", remedy=remedy(choice))
     kept = replace(limits, devices=0)
-    free = replace(kept, tp=0, pp=0, cp=0, dp_shard=0, ep=0, replicas=0)
+    free = replace(kept.with_degrees(_FREE), replicas=0)
     for tried in dict.fromkeys((kept, free)):
         if nodes := _more_nodes(problem, tried, fits):
             removed = [*_fixed(limits)] if tried == free else []
@@ -69,12 +69,16 @@ def _changes(
     if limits.zero and 3 not in limits.zero:
         changed = replace(limits, zero=(3,), schedules=_plain(limits))
         yield f"{no} layout.zero {limits.zero[-1]}", changed, lambda _: "use layout.zero=3"
-    for axis in (each for each in _DEGREES if getattr(limits, each)):
-        yield f"{no} layout.{axis} {getattr(limits, axis)}", _freed(limits, axis), _degree_of(axis)
-    fixed = [axis for axis in _DEGREES if getattr(limits, axis)]
+    for axis in (each for each in DEGREES if getattr(limits, each)):
+        yield (
+            f"{no} layout.{axis} {getattr(limits, axis)}",
+            limits.with_degrees({axis: 0}),
+            _degree_of(axis),
+        )
+    fixed = [axis for axis in DEGREES if getattr(limits, axis)]
     if len(fixed) > 1:
         given = " and ".join(f"layout.{axis} {getattr(limits, axis)}" for axis in fixed)
-        changed = replace(limits, tp=0, pp=0, cp=0, dp_shard=0, ep=0)
+        changed = limits.with_degrees(_FREE)
         yield f"{no} {given}", changed, lambda choice: _degrees_of(choice, fixed)
     if limits.microbatch > 1:
         yield (
@@ -85,7 +89,7 @@ def _changes(
 
 
 def _fixed(limits: Limits) -> list[str]:
-    return [f"layout.{axis}" for axis in _DEGREES if getattr(limits, axis)]
+    return [f"layout.{axis}" for axis in DEGREES if getattr(limits, axis)]
 
 
 def _plain(limits: Limits) -> tuple[str, ...]:
@@ -93,18 +97,12 @@ def _plain(limits: Limits) -> tuple[str, ...]:
     return tuple(name for name in limits.schedules if name in ("1f1b", "gpipe")) or ("1f1b",)
 
 
-def _freed(limits: Limits, axis: str) -> Limits:
-    values = {each: getattr(limits, each) for each in _DEGREES} | {axis: 0}
-    tp, pp, cp, dp_shard, ep = (values[each] for each in _DEGREES)
-    return replace(limits, tp=tp, pp=pp, cp=cp, dp_shard=dp_shard, ep=ep)
-
-
 def _degree_of(axis: str) -> Callable[[Choice], str]:
     return lambda choice: _degrees_of(choice, [axis])
 
 
 def _degrees_of(choice: Choice, axes: Sequence[str]) -> str:
-    degrees = {each: getattr(choice.replicas[0], each) for each in _DEGREES if each != "ep"}
+    degrees = {each: getattr(choice.replicas[0], each) for each in DEGREES if each != "ep"}
     degrees["ep"] = choice.ep
     return "use " + ", ".join(f"layout.{axis}={degrees[axis]}" for axis in axes)
 

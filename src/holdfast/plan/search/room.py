@@ -7,7 +7,7 @@ a few calls of the memory formulas give the most blocks of each rank, and all bl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
@@ -116,7 +116,7 @@ class Room:
         """Return what each rank needs at least. microbatches: of the replica that has most, or
         fewer. A step's gradients are summed in a tree, where more of them have partial sums."""
         few = min(microbatches, _SUMMED) if shape.pp > 1 else 1
-        key = (word, shape.dp_shard, shape.cp, shape.tp, shape.ep, zero, shape.pp > 1, few)
+        key = (word, shape.mesh[1:], shape.ep, zero, shape.pp > 1, few)
         found = self._bytes.get(key)
         if found is None:
             found = self._bytes[key] = self._measured(shape, zero, word, few)
@@ -130,8 +130,8 @@ class Room:
         pools = shape.site.pools[:1]
         group = ReplicaChoice(1, *mesh, (1,) * mesh[0], pools, microbatches, (word,))
         least = [inf, inf, inf]
-        choice = Choice((group,), shape.dp_shard, zero=zero, ep=shape.ep)
-        choice = replace(choice, host=self.limits.offloads[0])
+        shards, host = mesh[1], self.limits.offloads[0]
+        choice = Choice((group,), shards, zero=zero, ep=shape.ep, host=host)
         for kind in blocks:
             one, two = (
                 self.evaluator.bytes_of(choice, group, 0, ((kind, number),)) for number in (1, 2)

@@ -15,9 +15,9 @@ _ROUNDS = 40
 def dealt(group: ReplicaChoice, number: int, each: int, more: int) -> Iterator[ReplicaChoice]:
     """Replicas that share out microbatches: `more` of them have one more than `each`."""
     if more:
-        yield replace(group, count=more, microbatches=each + 1)
+        yield replace(group, dp_replicate=more, microbatches=each + 1)
     if number > more:
-        yield replace(group, count=number - more, microbatches=each)
+        yield replace(group, dp_replicate=number - more, microbatches=each)
 
 
 def with_best_shares(evaluator: Evaluator, choice: Choice, total: int) -> Choice | None:
@@ -55,7 +55,7 @@ class _Group:
 
     @property
     def count(self) -> int:
-        return self.group.count
+        return self.group.dp_replicate
 
     @property
     def least(self) -> int:

@@ -72,6 +72,10 @@ class Shape:
         return self.cut.ep
 
     @property
+    def is_sharded(self) -> bool:
+        return self.dp_shard > 1
+
+    @property
     def microbatch(self) -> int:
         return self.cut.local * self.dp_shard
 

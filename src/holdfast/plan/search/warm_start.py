@@ -46,10 +46,10 @@ def _adapted(evaluator: Evaluator, choice: Choice, limits: Limits) -> Iterator[C
     total, rest = divmod(problem.workload.batch, choice.microbatch)
     if rest or not _is_within(choice, limits) or not all(_has_place(problem, g) for g in kinds):
         return
-    kept = _within_pools(problem, kinds, [group.count for group in kinds])
+    kept = _within_pools(problem, kinds, [group.dp_replicate for group in kinds])
     most = _within_pools(problem, kinds, [total for _ in kinds])
     for counts in dict.fromkeys((kept, most) if len(kinds) == 1 else (kept,)):
-        groups = [replace(g, count=n) for g, n in zip(kinds, counts, strict=True) if n]
+        groups = [replace(g, dp_replicate=n) for g, n in zip(kinds, counts, strict=True) if n]
         found = _with_shares(evaluator, choice, groups, total)
         if (
             found is not None
@@ -63,14 +63,13 @@ def _kinds(choice: Choice) -> list[ReplicaChoice]:
     """Replicas that differ in more than their microbatches."""
     found = dict[ReplicaChoice, int]()
     for group in choice.replicas:
-        kind = replace(group, count=1, microbatches=1)
-        found[kind] = found.get(kind, 0) + group.count
-    return [replace(kind, count=count) for kind, count in found.items()]
+        kind = replace(group, dp_replicate=1, microbatches=1)
+        found[kind] = found.get(kind, 0) + group.dp_replicate
+    return [replace(kind, dp_replicate=count) for kind, count in found.items()]
 
 
 def _is_within(choice: Choice, limits: Limits) -> bool:
     """Return True if the limits allow what all replicas have in common, and their degrees."""
-    fixed = (limits.pp, limits.dp_shard, limits.cp, limits.tp)
     is_piped = any(group.pp > 1 for group in choice.replicas)
     return (
         limits.microbatch in (0, choice.microbatch)
@@ -87,7 +86,7 @@ def _is_within(choice: Choice, limits: Limits) -> bool:
         and all(
             given in (0, own)
             for group in choice.replicas
-            for given, own in zip(fixed, group.mesh_shape, strict=True)
+            for given, own in zip(limits.mesh, group.mesh_shape, strict=True)
         )
         and all(word in limits.recompute for g in choice.replicas for word in g.recompute)
     )
@@ -112,7 +111,7 @@ def _within_pools(
         needs = dict[str, int]()
         for index in range(group.pp):
             name = group.pool_at(index)
-            needs[name] = needs.get(name, 0) + group.size // group.pp
+            needs[name] = needs.get(name, 0) + group.replica_size // group.pp
         count = min(number, *(free[name] // need for name, need in needs.items()))
         for name, need in needs.items():
             free[name] -= count * need
@@ -129,7 +128,7 @@ def _with_shares(
     if len(groups) > 1:
         return with_best_shares(evaluator, replace(choice, replicas=tuple(groups)), total)
     one = groups[0]
-    number = min(one.count, total)
+    number = min(one.dp_replicate, total)
     each, more = divmod(total, number)
     if each < SCHEDULE_KINDS[choice.schedule].least_microbatches(one.pp):
         return None

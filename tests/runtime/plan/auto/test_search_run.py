@@ -97,7 +97,7 @@ def test_a_layout_as_the_planner_sees_it_goes_both_ways() -> None:
     loaded = run_of("layout.pp=3", "layout.tp=2", "layout.workers=12")
     choice = given_choice(loaded.config, "cpu")
     (group,) = choice.replicas
-    assert (group.count, group.mesh_shape, group.microbatches) == (2, (3, 1, 1, 2), 4)
+    assert (group.dp_replicate, group.mesh_shape, group.microbatches) == (2, (3, 1, 1, 2), 4)
     values = values_of(choice)
     assert (values["layout.pp"], values["layout.tp"], values["layout.workers"]) == (3, 2, 12)
     plan = plan_run(loaded, box(loaded))

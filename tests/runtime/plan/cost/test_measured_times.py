@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.runtime.plan_fidelity.measured_times import MeasuredTimes, load_profile
 
 from holdfast.errors import DataError
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.group_links import group_links
 from holdfast.plan.cost.layer_times import Part
-from holdfast.plan.cost.measured_times import MeasuredTimes, load_profile
 from holdfast.plan.cost.workload import Layer, PassTimes, Workload
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices

@@ -6,19 +6,25 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from benchmarks.runtime.plan_fidelity.mixers import with_biases
 from benchmarks.runtime.plan_fidelity.stage_memory import compare, drawn_runs
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal, plan_accumulation
 from holdfast.plan.cost.blocks import FeedForward, Heads, KeptByRuntime, block, embedding, head
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
-from holdfast.plan.cost.gradient_copies import GradientCopies, gradient_copies
 from holdfast.plan.cost.pipeline_time import in_flight
-from holdfast.plan.cost.stage_memory import kept_elements, late_at, rank_parameters
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
+from holdfast.plan.memory.stage_bytes import (
+    GradientCopies,
+    gradient_copies,
+    kept_elements,
+    late_at,
+    rank_parameters,
+)
 
 GIB = 2**30
 SEQUENCE, TP = 2048, 8
@@ -37,7 +43,7 @@ def gpt(layers: int, width: int, heads: int, *, is_fused: bool = False) -> Workl
     """A GPT with dropout, as Megatron trains it."""
     kind = Heads(heads, heads, width // heads, is_fused=is_fused)
     feed = FeedForward(4 * width, is_gated=False)
-    one = block(width, kind, feed, True, KeptByRuntime(masks=0.5))
+    one = with_biases(block(width, kind, feed, KeptByRuntime(masks=0.5)))
     ends = embedding(width, 51200, SEQUENCE), head(width, 51200)
     layers_of = (ends[0], *(one,) * layers, ends[1])
     return Workload("gpt", layers_of, SEQUENCE, 1536, vocabulary=51200, is_tied=True)

@@ -1,14 +1,16 @@
-"""Bytes on the ranks of one stage, by short formulas: fast enough for a search.
+"""Bytes on the ranks of one stage in closed form: the coarse resolution, for a search.
 
-`plan/memory/estimate.py` counts the same for a run file, tensor by tensor. The search uses these
-formulas to leave out what cannot fit, and asks that estimate about what it is about to choose.
+`estimate.py` is the fine one. It counts a run file tensor by tensor, which takes 1,000 times as
+long. Both take the bytes of logits and of reduced gradients from `pass_memory.py`. The peaks of 40
+drawn runs differ by 0.1 % at the median (`python -m
+benchmarks.runtime.plan_fidelity.stage_memory`).
 
 A rank holds state, and what microbatches in flight keep. On top of that comes the fullest of these
 moments, each with what the current pass keeps:
 
     head      the end of the forward pass: logits, their softmax and gradient
     block     a block's backward: what is run again, gradients inside the feed-forward
-    unit      dp_shard reduces the gradients of a block, with ZeRO 2 or 3
+    unit      shards reduce the gradients of a block, with ZeRO 2 or 3
     root      the same of what is outside of the blocks; nothing is kept then
     weights   the second half of a split backward: all gradients of a stage's weights
 """
@@ -17,15 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.sharding.reduction_tree import deal, piece_sizes
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.gradient_copies import GradientCopies, gradient_copies
 from holdfast.plan.cost.pipeline_time import late_passes
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
+from holdfast.plan.memory.pass_memory import FRAGMENTATION, logits_bytes, reduce_bytes
 
-FRAGMENTATION = 0.05
-"""Share of what is not state that an accelerator's allocator may lose between pieces."""
+_LOOKED_AT = 32
+"""Replicas whose shares are counted."""
 
 _SCORES = 2.5
 """Elements kept of each score by an attention without a fused kernel (Korthikanti et al., 2022).
@@ -70,7 +75,7 @@ Held = Sequence[tuple[Layer, int]]
 
 
 def rank_parameters(layers: Held, tp: int, ep: int, is_tied: bool = False) -> float:
-    """Parameters of a rank, before dp_shard cuts them. is_tied: a rank with both ends of the model
+    """Parameters of a rank, before shards cut them. is_tied: a rank with both ends of the model
     holds their table once."""
     found = sum(number * layer_parameters(layer, tp, ep) for layer, number in layers)
     kinds = {layer.kind for layer, _ in layers}
@@ -172,9 +177,9 @@ def stage_bytes(
         overhead = MemoryOverhead(0.0, overhead.context)
     state, own, copies = workload.state, shape.parameters, stage.copies()
     # a rank's part, where ranks share them
-    with_same = max(1, group.dp_shard * group.cp // choice.ep)
+    with_same = max(1, group.token_shares // choice.ep)
     cut = (own - shape.experts) / group.dp_shard + shape.experts / with_same
-    zero = choice.zero if group.dp_shard > 1 else 1
+    zero = choice.zero if group.is_sharded else 1
     weights = own * state.weights
     if zero == 3:
         weights = 0.0 if state.has_masters else cut * state.weights
@@ -201,7 +206,7 @@ def moved_to_host(state: StateBytes, choice: Choice, group: ReplicaChoice) -> fl
     parameters on the device: they are the shards."""
     if "optimizer" not in choice.host:
         return 0.0
-    has_shards = choice.zero >= 2 and group.dp_shard > 1 and state.has_masters
+    has_shards = choice.zero >= 2 and group.is_sharded and state.has_masters
     return state.optimizer * (2 / 3 if has_shards else 1)
 
 
@@ -239,7 +244,7 @@ def late_elements(layer: Layer, tp: int) -> float:
 
 @dataclass(frozen=True)
 class StageShape:
-    """What layers need on a rank, whatever dp_shard, the microbatch and the ZeRO stage are.
+    """What layers need on a rank, whatever the shards, the microbatch and the ZeRO stage are.
 
     parameters, experts: of all layers, and of their experts. unit, root: parameters of the largest
     kind of block, and of all that is outside of blocks. The rest are elements of a token. kept: of
@@ -305,7 +310,7 @@ class _Stage:
     def __post_init__(self) -> None:
         group, shape = self.group, self.shape
         samples = self.choice.microbatch * self.workload.sequence
-        self.tokens = samples / group.dp_shard / group.cp
+        self.tokens = samples / group.token_shares
         self.item = self.tokens * self.workload.item
         self.each = self.item * shape.kept + (0.0 if shape.has_head else self.item * shape.width)
 
@@ -321,14 +326,14 @@ class _Stage:
         """The moments at which most is in use."""
         shape, choice, group, item = self.shape, self.choice, self.group, self.item
         stream = item * shape.width
-        gathered = self.workload.state.weights if choice.zero == 3 and group.dp_shard > 1 else 0.0
+        gathered = self.workload.state.weights if choice.zero == 3 and group.is_sharded else 0.0
         root, unit = gathered * shape.root, gathered * shape.unit
         again = item * max(0.0, shape.block_all - shape.block_kept)
         yield 0.0, again, 0.0, stream + 2 * item * shape.inner + root + 2 * unit
         if shape.has_head:
             cut = group.tp if choice.sequence_parallel else 1
             yield 0.0, 0.0, self._logits(), 2 * stream * cut + root + unit
-        if choice.zero >= 2 and group.dp_shard > 1:
+        if choice.zero >= 2 and group.is_sharded:
             yield 0.0, -item * shape.block_kept, 0.0, root + unit + self._reducing(shape.unit)
             yield 1.0, 0.0, 0.0, root + self._reducing(shape.root)
 
@@ -340,24 +345,63 @@ class _Stage:
         return self.item * self.shape.width * (2 * before + (not self.shape.has_head))
 
     def _reducing(self, elements: float) -> float:
-        """Bytes while gradients are reduced: those, what is sent, and what comes."""
+        """Bytes while gradients are reduced."""
         state = self.workload.state
-        more = state.gradients * (1 + 1 / self.group.dp_shard) * elements
-        return state.gradients * elements + max(state.weights * elements, more)
+        return reduce_bytes(elements, state.weights, state.gradients, self.group.dp_shard)
 
     def _logits(self) -> float:
-        """Bytes of a chunk of logits, in what is computed with and twice in fp32, and of the
-        gradient of the head's rows."""
+        """Bytes of logits, with what is made of them."""
         workload, tp = self.workload, self.group.tp
+        rows = workload.vocabulary / tp
         if not workload.logits_at_once:
-            return self.tokens * workload.vocabulary / tp * (4 + workload.item)
+            return self.tokens * rows * (4 + workload.item)
         chunk = max(64, workload.logits_at_once // max(1, workload.vocabulary))
-        tokens = min(self.tokens, chunk)
-        is_mixed = workload.item < 4
-        each = workload.item + 4 + (4 if is_mixed else 0)
         width = self.shape.width * (tp if self.choice.sequence_parallel else 1)
-        rows = workload.vocabulary / tp * width
-        again = self.tokens > chunk
-        if again:
-            each += workload.item if is_mixed else 4
-        return tokens * workload.vocabulary / tp * each + rows * (4 if again else workload.item)
+        return logits_bytes(self.tokens, chunk, rows, rows * width, workload.item)
+
+
+@dataclass(frozen=True)
+class GradientCopies:
+    """In parts of all gradients that a rank sums. sums: the sum and partial ones. arrivals: pieces
+    of other ranks."""
+
+    sums: float = 1.0
+    arrivals: float = 0.0
+
+
+def gradient_copies(microbatches: int, replicas: int, ranks: int) -> GradientCopies:
+    """Count the copies of the fullest rank.
+
+    Args:
+        microbatches: of a step, all replicas together.
+        replicas: those that share them.
+        ranks: of one replica that sum the same gradients.
+    """
+    sums, mean, fewest = _pieces(microbatches, replicas)
+    members = replicas * ranks
+    arriving = members * mean - fewest
+    return GradientCopies(sums, arriving / members if members > 1 else 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(microbatches: int, replicas: int) -> tuple[float, float, int]:
+    """Copies that the fullest replica sums, and the mean and the least number of pieces."""
+    pieces = [piece_sizes(microbatches, *share) for share in _shares(microbatches, replicas)]
+    sums = max((len(own) + _deepest(max(own)) for own in pieces if own), default=1)
+    numbers = [len(own) for own in pieces]
+    return float(sums), sum(numbers) / len(numbers), min(numbers)
+
+
+def _shares(microbatches: int, replicas: int) -> Sequence[tuple[int, int]]:
+    """The first leaf of each replica's share and the one after it; of many replicas, those of some
+    that stand for all."""
+    if replicas <= _LOOKED_AT:
+        ends = [0, *accumulate(map(len, deal(microbatches, replicas)))]
+        return list(pairwise(ends))
+    some = (number * replicas // _LOOKED_AT for number in range(_LOOKED_AT))
+    return [(n * microbatches // replicas, (n + 1) * microbatches // replicas) for n in some]
+
+
+def _deepest(leaves: int) -> int:
+    """Partial sums of a piece at once, without its sum: the depth of a binary counter."""
+    return max(0, (leaves - 1).bit_length() - 1)
