@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.api.progress import LongWork
 from holdfast.cli.plan_request import PlanRequest
-from holdfast.cli.progress import LongWork
 from holdfast_lab.commands.kept_replays import KeptReplays
 from holdfast_lab.engine.ledger import Ledger, Sketch
 from holdfast_lab.engine.loop import Observer

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.api.early_end import crash_log_in
 from holdfast.cli import main as root
-from holdfast.cli.dispatch import app, crash_log_in
+from holdfast.cli.dispatch import app
 from holdfast.errors import CorruptError, DataError
 from tests.support.commands import here, start
 

@@ -14,7 +14,7 @@ from holdfast.config.loading.load import load_config
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.adapters import lora_parameters
-from holdfast.launch.run.lora_run import with_lora
+from holdfast.launch.run.lora_run import check_base
 from holdfast.launch.run.runs import open_run
 from holdfast.model.init import initial_tensor
 from holdfast.model.peft_folder import WEIGHTS, read_adapter, write_adapter
@@ -49,7 +49,7 @@ def begin(*words: str, change: Change = lambda lab: None) -> Callable[[Lab], Non
 
 def load(lab: Lab) -> None:
     """What a start does about adapters, up to the checksums."""
-    with_lora(load_config(None, lab.settings["overrides"]), None)
+    check_base(load_config(None, lab.settings["overrides"]), {})
 
 
 def use(*words: str, instead_of: str = "nothing") -> Mend:
@@ -74,8 +74,8 @@ def change_peft(**values: Any) -> Change:
 
 def trade_weights(lab: Lab) -> None:
     """The run has begun; its base has other weights since then."""
-    loaded = with_lora(load_config(None, [f"model.from={lab.folder}/hf", "lora.rank=4"]), None)
-    lab.settings["checksum"] = loaded.config.lora.base_checksum
+    values = check_base(load_config(None, [f"model.from={lab.folder}/hf", "lora.rank=4"]), {})
+    lab.settings["checksum"] = values["lora.base_checksum"][0]
     path = lab.folder / "hf/model.safetensors"
     before = path.read_bytes()
     save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
@@ -85,7 +85,7 @@ def trade_weights(lab: Lab) -> None:
 def load_begun(lab: Lab) -> None:
     loaded = load_config(None, [f"model.from={lab.folder}/hf", "lora.rank=4"])
     checksum = {"lora.base_checksum": lab.settings["checksum"]}
-    with_lora(loaded.with_planned(checksum, "the run's"), None)
+    check_base(loaded.with_planned(checksum, "the run's"), {})
 
 
 def spoil_index(lab: Lab) -> None:
@@ -207,7 +207,7 @@ CASES: list[Case] = [
         use("model.{0}={folder}/hf"),
     ),
     case(
-        R + "(with_lora)",
+        R + "(check_base)",
         begin(BASE, "lora.rank=4", "lora.base={0}/wide"),
         load,
         r"give the shape with (model.from), or name the base of that shape",

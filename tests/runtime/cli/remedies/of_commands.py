@@ -12,10 +12,10 @@ from re import Match
 import pytest
 from torch import nn
 
+from holdfast.api.start import SCREEN
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.cli import join
 from holdfast.cli.read_errors import explain_read_errors
-from holdfast.cli.train import with_vocabulary
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import TaskConfig
@@ -25,7 +25,10 @@ from holdfast.data.stream.dataset import Dataset
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.notices.ray import make_ray_source
-from holdfast.launch.node.node_place import PLACE_VARIABLE, with_place
+from holdfast.launch.node.node_place import PLACE_VARIABLE, by_place
+from holdfast.launch.start.data import with_vocabulary
+from holdfast.launch.start.facts import Facts
+from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.catalogue import CATALOGUE_FILE, COLUMNS, load_catalogue
 from holdfast.report.trackers.registry import check_options, load_tracker, require_tracker
 from holdfast.show.layout_distance import distance
@@ -116,7 +119,7 @@ def see_intact(lab: Lab, found: Match[str]) -> None:
 def vocabulary(lab: Lab) -> None:
     overrides = [f"model.vocab_size={lab.settings['size']}"]
     loaded = load_config(lab.folder / "run.yaml", overrides)
-    with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
+    with_vocabulary(loaded, Dataset.open(loaded.config.data.folder), SCREEN)
 
 
 def no_tokenizer(lab: Lab) -> None:
@@ -234,7 +237,10 @@ CASES: list[Case] = [
     case(
         "launch/node/node_place.py: … names no place",
         lambda lab: lab.settings.update(place="rck=7"),
-        lambda lab: with_place(load_config(None, []), {PLACE_VARIABLE: lab.settings["place"]}),
+        lambda lab: by_place(
+            load_config(None, []),
+            Facts(detect_hardware(), {PLACE_VARIABLE: lab.settings["place"]}),
+        ),
         r"write KIND=NAME with one of node, rack, power, pool, zone",
         fixed(place="rack=7"),
     ),
@@ -341,7 +347,7 @@ CASES: list[Case] = [
         see_intact,
     ),
     case(
-        "cli/train.py: model.vocab_size … is smaller than the dataset's vocabulary of …",
+        "launch/start/data.py: model.vocab_size … is smaller than the dataset's vocabulary of …",
         lambda lab: (begin_run(lab), lab.settings.update(size=10)),
         vocabulary,
         r"use (\d+), or 0 for the dataset's",

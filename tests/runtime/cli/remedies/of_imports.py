@@ -16,17 +16,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from holdfast.api.start import SCREEN
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.interop.dcp import DcpFolder
 from holdfast.checkpoint.interop.dcp_import import import_dcp
 from holdfast.checkpoint.interop.dcp_metadata import METADATA
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.cli import checkpoint_import, data, train
-from holdfast.config.loading.load import LoadedConfig, load_config, resolve_config
+from holdfast.cli import checkpoint_import, data
+from holdfast.config.loading.load import LoadedConfig, PlannedValues, load_config, resolve_config
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.core.format.flat_names import SCHEMES
 from holdfast.core.format.manifest import Commit
 from holdfast.data.stream.dataset import Dataset
+from holdfast.launch.start import data as start_data
+from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.cli.remedies.lab import Case, Lab, case, fixed
@@ -168,25 +171,24 @@ def name_own_tokenizer(lab: Lab, found: Match[str]) -> None:
 
 
 # --- a task's own data ----------------------------------------------------------------------
-def know_task(loaded: LoadedConfig) -> LoadedConfig:
+def know_task(loaded: LoadedConfig) -> PlannedValues:
     """What the child process finds out of a task with samples."""
-    return loaded.with_planned({f"task.{key}": value for key, value in NAMED.items()}, "asked")
+    return {f"task.{key}": (value, "asked") for key, value in NAMED.items()}
 
 
 def attempt_of_task(lab: Lab) -> None:
     """`holdfast train` is followed up to the data, where no text is missed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "with_task", know_task)
-        patch.setattr(train, "with_task", know_task)
-        patch.setattr(train, "with_named_parts", lambda loaded: loaded)
+        patch.setattr(data, "ask_task", know_task)
+        patch.setattr(start_data, "ask_task", know_task)
+        patch.setattr(start_data, "ask_named", lambda loaded: {})
         if lab.settings["line"][0] != "train":
             attempt(lab)
             return
         file, *overrides = lab.settings["line"][1:]
         loaded = load_config(Path(file), overrides)
-        train.prepare_run_data(
-            loaded, detect_hardware(), lab.folder / "new", fresh=False, several=False
-        )
+        facts = Facts(detect_hardware())
+        start_data.prepare_run_data(loaded, facts, lab.folder / "new", SCREEN, fresh=False)
 
 
 def type_line(lab: Lab, found: Match[str]) -> None:

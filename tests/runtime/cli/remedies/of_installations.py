@@ -22,7 +22,6 @@ from pyarrow import ipc, parquet
 
 from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.cli.train import plan_for_machine
 from holdfast.config.loading.load import load_config
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.core.devices import device_kind
@@ -30,6 +29,8 @@ from holdfast.core.transports import SlowTransport
 from holdfast.data.read.columnar_sources import _open_huggingface
 from holdfast.elastic.coordinator.generation_planner import _refuse_empty_branch
 from holdfast.elastic.worker.transport_watch import TransportWatch
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import plan_for_machine
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.machine.accelerators import Accelerator
 from holdfast.machine.hardware import HardwareInfo
@@ -179,7 +180,7 @@ def plan(lab: Lab) -> None:
     two = tuple(Accelerator(at, name, 80 << 30, kind) for at, name in enumerate(names))
     machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two, build)
     words = [f"{key}={value}" for key, value in settings.items()]
-    plan_for_machine(load_config(None, words), machine)
+    plan_for_machine(load_config(None, words), Facts(machine))
 
 
 def plan_places(lab: Lab) -> None:

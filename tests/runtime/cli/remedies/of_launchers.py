@@ -12,9 +12,11 @@ import pytest
 
 from holdfast.config.loading.load import load_config
 from holdfast.launch.ranks import roll_call
-from holdfast.launch.ranks.launched_config import with_launcher
+from holdfast.launch.ranks.launched_config import by_launcher
 from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
 from holdfast.launch.ranks.local_ranks import agent_socket, as_one_node
+from holdfast.launch.start.facts import Facts
+from holdfast.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.cli.remedies.lab import Case, Lab, case, fixed
 from tests.runtime.cli.remedies.of_others import values
@@ -124,7 +126,8 @@ def call_roll(lab: Lab) -> None:
 
 def plan(lab: Lab) -> None:
     path = lab.write("run.yaml", "name: tiny\n")
-    with_launcher(load_config(path, [lab.settings["said"]]), read_launcher(environ(lab, 0, 0)))
+    place = read_launcher(environ(lab, 0, 0))
+    by_launcher(load_config(path, [lab.settings["said"]]), Facts(detect_hardware(), launcher=place))
 
 
 CASES: list[Case] = [

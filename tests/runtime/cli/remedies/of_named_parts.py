@@ -22,7 +22,7 @@ from holdfast.config.loading.load import load_config
 from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig, refuse_file_of_task
 from holdfast.data.stream.dataset import Dataset
 from holdfast.launch.run import task_run
-from holdfast.launch.run.named_parts import with_named_parts
+from holdfast.launch.run.named_parts import ask_named
 from holdfast.tasks import choose
 from holdfast.tasks.task.loading import load_task, source_digest
 from tests.runtime.cli.remedies.lab import Case, Lab, Mend, case, fetch_again, fixed
@@ -53,12 +53,12 @@ def load(lab: Lab) -> None:
 def load_task_run(lab: Lab) -> None:
     """What a start does about a task, but for the child that imports it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task_run, "described", lambda loaded, folder: loaded)
-        task_run.with_task(load_config(None, lab.settings["overrides"]))
+        patch.setattr(task_run, "describe_in", lambda loaded, folder: {})
+        task_run.ask_task(load_config(None, lab.settings["overrides"]))
 
 
 def load_parts(lab: Lab) -> None:
-    with_named_parts(load_config(None, lab.settings["overrides"]))
+    ask_named(load_config(None, lab.settings["overrides"]))
 
 
 def remove(beginning: str, instead: str = "") -> Mend:
@@ -280,7 +280,7 @@ CASES: list[Case] = [
         write_activation,
     ),
     case(
-        "cli/checkpoint_import.py: the dataset in … was tokenised with another tokenizer: …",
+        "launch/start/data.py: the dataset in … was tokenised with another tokenizer: …",
         begin_two_tokenizers,
         begin_import,
         r"add data\.tokenizer\.path=(\S+) and name another data\.folder",

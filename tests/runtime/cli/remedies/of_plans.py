@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from re import Match
 
-from holdfast.cli.confirm import confirm_cost
+from holdfast.api.confirm import confirm_cost
 from holdfast.cli.plan import plan
 from holdfast.cli.plan_more import write_timeline
 from holdfast.cli.plan_request import read_plan_request
@@ -108,7 +108,7 @@ CASES: list[Case] = [
         say_instead,
     ),
     case(
-        "cli/confirm.py: (confirm_cost)",
+        "api/confirm.py: (confirm_cost)",
         begin(""),
         confirm,
         r"pass --yes, or (plan.ask_above_usd=\d+)",

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.train import plan_for_machine
 from holdfast.config.loading.identity import config_differences, refuse_other_run
 from holdfast.config.loading.load import load_config, resolve_config
-from holdfast.launch.run.microbatch_size import with_microbatch_size
+from holdfast.launch.run.microbatch_size import by_microbatch_size
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import plan_for_machine
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.placing.layouts import check_dealing_of_steps, layouts_of
 from tests.runtime.cli.remedies.lab import Case, Lab, case, fixed
@@ -68,7 +69,7 @@ def plan(lab: Lab) -> None:
         for target, value in lab.settings.get("patches", {}).items():
             patch.setattr(target, value)
         loaded = resolve_config(None, "command line", lab.settings["overrides"])
-        layouts_of(plan_for_machine(loaded, detect_hardware()).config)
+        layouts_of(plan_for_machine(loaded, Facts(detect_hardware())).config)
 
 
 def on_machine(*overrides: str, **patches: Any) -> Callable[[Lab], None]:
@@ -101,7 +102,7 @@ def size_microbatch(lab: Lab) -> None:
     """Choose the microbatch as a start does, of a model whose vocabulary is known."""
     words = ["train.microbatch_size=auto", *lab.settings["overrides"]]
     loaded = resolve_config(None, "command line", ["layout.workers=1", "device=cpu", *words])
-    with_microbatch_size(loaded, None)
+    by_microbatch_size(loaded, Facts(detect_hardware()))
 
 
 def deal(lab: Lab) -> None:
@@ -111,7 +112,7 @@ def deal(lab: Lab) -> None:
 A = "launch/run/microbatch_size.py: "
 KNOWN = ("model.vocab_size=512", "model.preset=tiny")
 ROOM = "train.memory.device_gb=1"
-L, P, T = ("config/loading/load.py: ", "config/loading/paths.py: ", "cli/train.py: ")
+L, P, T = ("config/loading/load.py: ", "config/loading/paths.py: ", "launch/start/machine.py: ")
 DEEP = "a: " + "[" * 200 + "]" * 200
 
 CASES: list[Case] = [
