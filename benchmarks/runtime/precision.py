@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 from tests.support.commands import within
 
-from holdfast.cli import train
 from holdfast.core.sharding.state_table import MODEL_PREFIX
 from holdfast.events import Evaluated, StepDone
 from holdfast.export.weights import choose_checkpoint
 from holdfast.launch.run.runs import open_run
+from holdfast.launch.start import machine
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
@@ -90,7 +90,7 @@ def curve_of(
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if rate is not None:
         changes = changes | {"train.optimizer.learning_rate": str(rate)}
-    train.refuse_float8 = lambda loaded, machine: None
+    machine.refuse_float8 = lambda loaded, hardware: None
     done = within(
         "train",
         RUN_FILE,

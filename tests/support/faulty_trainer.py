@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli import train
 from holdfast.cli.main import main as command
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.launch import local
+from holdfast.launch.start import machine
 from holdfast.wire.process_end import skip_last_collection
 from holdfast.wire.secret import Secret
 
@@ -84,7 +84,7 @@ def main() -> int:
     """The command itself, with another entry for its workers."""
     skip_last_collection()
     if json.loads(os.environ[DEEDS]).get("float8 anywhere"):
-        train.refuse_float8 = lambda loaded, machine: None
+        machine.refuse_float8 = lambda loaded, hardware: None
     local.train_locally.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"
     return command(["train", *sys.argv[1:]])
 

@@ -45,8 +45,8 @@ def train(
 
     Raises UserError, with one sentence, for what has to be corrected.
     """
+    from holdfast.api.start import start
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
-    from holdfast.cli.train import start_run
     from holdfast.config.loading.load import load_config
     from holdfast.launch.run.runs import run_folder_of
     from holdfast.tasks.task.importing import is_importing
@@ -63,7 +63,7 @@ def train(
     given = [*_task_overrides(task), *of_file, *_as_list(overrides)]
     if args is not None:
         given.append(f"task.args={_as_json(args)}")
-    code = start_run(path, given, fresh=fresh)
+    code = start(path, given, fresh=fresh).exit_code
     folder = run_folder_of(load_config(path, given).config)
     commits = list_commits(store_of_run(folder))
     return TrainingResult(folder, code, step_of(commits[0]) if commits else 0)

@@ -15,9 +15,9 @@ from typing import IO, Annotated, Any
 
 import typer
 
+from holdfast.api.early_end import early_signals_answered
+from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.progress import StageProgress
 from holdfast.config.sections.cluster import LOOPBACK_DEVICE
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import UserError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,28 +66,35 @@ def import_(
       holdfast checkpoint import run.yaml --from outputs/checkpoint/step-1000
       holdfast checkpoint import run.yaml --from Llama-3.2-1B model.from=Llama-3.2-1B
     """
-    from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset
+    from holdfast.api.start import SCREEN
     from holdfast.config.loading.load import load_config
     from holdfast.launch.local import resume_command
     from holdfast.launch.run.holder import HolderWatch
-    from holdfast.launch.run.microbatch_size import with_microbatch_size
-    from holdfast.launch.run.named_parts import with_named_parts
+    from holdfast.launch.run.microbatch_size import by_microbatch_size
+    from holdfast.launch.run.named_parts import ask_named
     from holdfast.launch.run.run_folder import refuse_in_use, refuse_other
+    from holdfast.launch.run.runs import read_resolved
+    from holdfast.launch.start.data import prepare_and_check_dataset, refuse_other_tokenizer
+    from holdfast.launch.start.facts import Facts
+    from holdfast.launch.start.machine import plan_for_machine
+    from holdfast.launch.start.resolve import resolve
     from holdfast.machine.hardware import detect_hardware
 
-    machine = detect_hardware()
-    loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
+    facts = Facts(detect_hardware())
+    loaded = plan_for_machine(load_config(run_file, overrides or []), facts)
     refuse_file_of_task(loaded.config.task, COMMAND)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
     folder = require_folder(loaded)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
-    dataset = prepare_and_check_dataset(loaded)
+    dataset = prepare_and_check_dataset(loaded, SCREEN)
     refuse_other_tokenizer(source, dataset)
-    loaded = with_named_parts(_with_folder_vocabulary(loaded, dataset, source, size))
-    loaded = with_microbatch_size(loaded, folder)
+    loaded = _with_folder_vocabulary(loaded, dataset, source, size)
+    loaded = loaded.with_values(ask_named(loaded))
+    facts = replace(facts, stored=read_resolved(folder))
+    loaded = resolve(loaded, facts, (by_microbatch_size,)).validated()
     refuse_other(folder, loaded, dataset.version)
-    row = _begin_run(loaded, machine, dataset, source, weights_only)
+    row = _begin_run(loaded, facts.hardware, dataset, source, weights_only)
     _report(row | {"folder": str(folder)}, resume_command(loaded), json)
 
 
@@ -128,11 +135,12 @@ def _with_folder_vocabulary(
 ) -> LoadedConfig:
     """The vocabulary of the folder where the run file leaves it open, if it has a row for each
     token of the dataset."""
-    from holdfast.cli.train import with_vocabulary
+    from holdfast.api.start import SCREEN
     from holdfast.data.prepare.dataset_match import needed_vocabulary
+    from holdfast.launch.start.data import with_vocabulary
 
     if not size or loaded.config.model.vocab_size not in (0, size):
-        return with_vocabulary(loaded, dataset)
+        return with_vocabulary(loaded, dataset, SCREEN)
     needed = needed_vocabulary(dataset)
     if needed > size:
         raise DataError(
@@ -140,8 +148,8 @@ def _with_folder_vocabulary(
             where=str(source),
             remedy="name the model's own tokenizer in data.tokenizer.path, and another data.folder",
         )
-    loaded = loaded.with_planned({"model.vocab_size": size}, f"that of {source}")
-    return with_vocabulary(loaded, dataset)
+    loaded = loaded.with_values({"model.vocab_size": (size, f"that of {source}")})
+    return with_vocabulary(loaded, dataset, SCREEN)
 
 
 def _begin_run(
@@ -233,18 +241,3 @@ def _from_dcp(
         more = " and more" if len(found.unused_names) > 3 else ""
         say(f"not used: {', '.join(found.unused_names[:3])}{more}")
     return found.commit
-
-
-def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
-    """Raises DataError when a model's folder has a tokenizer that is not the dataset's. Every token
-    would mean something else than the weights have learnt."""
-    from holdfast.data.read.vocabulary import describe_difference
-
-    theirs = source / "tokenizer.json"
-    if theirs.is_file() and (difference := describe_difference(theirs, dataset.tokenizer_path)):
-        raise DataError(
-            f"the dataset in {dataset.place} was tokenised with another tokenizer: {difference}",
-            where=str(theirs),
-            remedy=f"add {shlex.quote(f'data.tokenizer.path={theirs}')} and name another "
-            "data.folder",
-        )

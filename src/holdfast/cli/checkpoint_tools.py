@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.options import RunArgument, named_argument
-from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import CheckpointError
 from holdfast.launch.run.holder import HolderWatch

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.api.progress import StageProgress
 from holdfast.cli.data_audit import audit_parents, audit_run
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.cli.progress import StageProgress
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.runs import open_run
-from holdfast.launch.run.task_run import with_task
+from holdfast.launch.run.task_run import ask_task
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.show.output import print_json, print_table, say
 
@@ -179,7 +179,7 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
     """Raises ConfigError for the run file of a task, which has data of its own."""
     loaded = load_config(run_file, overrides or [])
     if loaded.config.task.name:
-        loaded = with_task(loaded)
+        loaded = loaded.with_values(ask_task(loaded)).validated()
     config = loaded.config
     if config.task.has_own_data:
         raise ConfigError(

@@ -6,8 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import wraps
 from importlib import import_module
@@ -16,27 +15,8 @@ from typing import Any
 
 import typer
 
-from holdfast.cli.early_signals import EndedBySignal
+from holdfast.api.early_end import CrashedInError, EndedBySignal
 from holdfast.errors import UserError
-
-
-class CrashedInError(Exception):
-    """Carries the run folder whose logs should hold the traceback of the error behind it."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        super().__init__(str(folder))
-
-
-@contextmanager
-def crash_log_in(folder: Path) -> Iterator[None]:
-    """An unexpected error inside is logged in `folder` (a run folder), not where we stand."""
-    try:
-        yield
-    except (UserError, BrokenPipeError, CrashedInError):
-        raise
-    except Exception as error:
-        raise CrashedInError(folder) from error
 
 
 class _App(typer.Typer):

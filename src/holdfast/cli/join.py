@@ -9,32 +9,31 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.api.early_end import crash_log_in, early_signals_answered
+from holdfast.api.start import SCREEN
+from holdfast.api.views import RunViews
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.dispatch import crash_log_in
-from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import JournalJson, run_path
-from holdfast.cli.train import (
-    finished_step,
-    prepare_and_check_dataset,
-    refuse_unfit_machine,
-    with_device,
-)
-from holdfast.cli.views import RunViews
 from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.identity import refuse_other_run
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.node.node_name import default_node_name
-from holdfast.launch.node.node_place import MACHINE_KEYS, with_place
+from holdfast.launch.node.node_place import MACHINE_KEYS, by_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.lora_run import with_joining_base
-from holdfast.launch.run.named_parts import described_parts
+from holdfast.launch.run.lora_run import joining_base
+from holdfast.launch.run.named_parts import describe_named_in
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
-from holdfast.launch.run.task_run import described
+from holdfast.launch.run.task_run import describe_in
+from holdfast.launch.start.begin import finished_step
+from holdfast.launch.start.data import prepare_and_check_dataset
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import by_device, refuse_unfit_machine
+from holdfast.launch.start.resolve import resolve
 from holdfast.show.output import say
 from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
 
@@ -80,7 +79,7 @@ def join(
     name = node or default_node_name(os.environ)
     machine = detect_hardware()
     loaded = _config_for_node(stored, folder, name, overrides or [])
-    loaded = with_place(with_device(loaded, machine))
+    loaded = resolve(loaded, Facts(machine, os.environ), (by_device, by_place)).validated()
     if _is_finished(folder, loaded):
         return 0
     refuse_unfit_machine(loaded, machine)
@@ -149,16 +148,19 @@ def _with_data(
     from holdfast.data.stream.dataset_location import open_dataset
     from holdfast.data.stream.verify import check_dataset
 
-    before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
+    before, modules = loaded, loaded.config.task.folder
+    loaded = loaded.with_values(describe_named_in(loaded, modules))
     if loaded.config.task.name:
-        loaded = described(loaded, loaded.config.task.folder)
+        loaded = loaded.with_values(describe_in(loaded, modules))
     if loaded is not before:
+        loaded = loaded.validated()
         refuse_other_run(stored["config"], loaded.config, str(folder))
-    loaded = with_joining_base(loaded)
+    loaded = loaded.with_values(joining_base(loaded)).validated()
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
     if bucket_of_run(folder):  # no disk is shared, so this node may have to prepare its own
-        return loaded, dataset_version_in(folder, prepare_and_check_dataset(loaded, wait=True))
+        prepared = prepare_and_check_dataset(loaded, SCREEN, wait=True)
+        return loaded, dataset_version_in(folder, prepared)
     data = loaded.config.data
     dataset = open_dataset(data.folder, data, ask=True)
     if dataset.cache is not None:

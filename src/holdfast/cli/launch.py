@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.api.early_end import early_signals_answered
+from holdfast.api.start import SCREEN
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.options import Fresh, Yes
-from holdfast.cli.train import begin_run, checked_layouts
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import read_resolved, run_folder_of
+from holdfast.launch.start.begin import Start, begin_run
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import checked_layouts
 from holdfast.plan.placing.layouts import max_workers
 from holdfast.show.output import print_json, say
 from holdfast.wire.store.run_location import bucket_of_run
@@ -80,8 +83,9 @@ def launch(
         if running is None:
             _check(owner, launch_request(loaded, folder))
         running_workers = _stored_workers(folder)
-        way = {"fresh": fresh, "several": True, "yes": yes}
-        begun = begin_run(loaded, detect_hardware(), folder, HolderWatch(folder, say), **way)
+        facts = Facts(detect_hardware(), several=True)
+        watch = HolderWatch(folder, say)
+        begun = begin_run(Start(loaded, facts, folder, watch, SCREEN, fresh, yes))
         if begun.last_step is not None:
             return 0
         if running is not None:

@@ -182,15 +182,12 @@ def _request_of_run_file(
     path: Path, overrides: list[str], name: str | None, count: int | None, which: int
 ) -> ScheduleRequest:
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
-    from holdfast.cli.train import checked_layouts, with_vocabulary
+    from holdfast.api.start import SCREEN
     from holdfast.config.loading.load import load_config
     from holdfast.config.sections.task import refuse_file_of_task
     from holdfast.core.sharding.reduction_tree import deal
-    from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
-    from holdfast.launch.run.auto_layout import with_auto_layout
-    from holdfast.launch.run.microbatch_size import with_microbatch_size
-    from holdfast.launch.run.runs import run_folder_of
-    from holdfast.machine.hardware import detect_hardware
+    from holdfast.launch.start.look import plan_to_look, with_prepared_vocabulary
+    from holdfast.launch.start.machine import checked_layouts
     from holdfast.plan.placing.balance import times_of_stages
     from holdfast.plan.step_microbatches import microbatches
 
@@ -198,15 +195,7 @@ def _request_of_run_file(
         overrides = [*overrides, f"layout.schedule={name}"]
     loaded = load_config(path, overrides)
     refuse_file_of_task(loaded.config.task, "holdfast layout schedule")
-    if dataset_exists(loaded.config.data.folder, loaded.config.data):
-        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
-        loaded = with_vocabulary(loaded, dataset)
-    folder = run_folder_of(loaded.config)
-    loaded, _ = with_auto_layout(loaded, detect_hardware(), folder)
-    if loaded.config.layout.workers == 0:
-        least = loaded.config.layout.least_workers
-        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
-    loaded = with_microbatch_size(loaded, folder)
+    loaded, _ = plan_to_look(with_prepared_vocabulary(loaded, SCREEN), SCREEN)
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

@@ -9,17 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.train import checked_layouts, with_vocabulary
+from holdfast.api.start import SCREEN
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError, unknown_name
-from holdfast.launch.run.auto_layout import with_auto_layout
-from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
-from holdfast.launch.run.runs import run_folder_of
+from holdfast.launch.run.microbatch_size import describe_microbatch
+from holdfast.launch.start.look import SMALLEST, plan_to_look, with_prepared_vocabulary
+from holdfast.launch.start.machine import checked_layouts
 from holdfast.layout import Topology, place_replicas
-from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.memory.activations import activations_of, device_kind, has_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.memory.memory_use import contents_by_rank
@@ -82,28 +81,21 @@ def _read_request(
 ) -> tuple[LoadedConfig, list[str]]:
     """The run file with what the command line says, the dataset's vocabulary if it is there, and
     what has to be said about it."""
-    from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
-
     if workers is not None:
         overrides.append(f"layout.workers={workers}")
     loaded, notes = load_config(run_file, overrides), list[str]()
     refuse_file_of_task(loaded.config.task, "holdfast layout")
-    if dataset_exists(loaded.config.data.folder, loaded.config.data):
-        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
-        loaded = with_vocabulary(loaded, dataset)
-    elif loaded.config.model.vocab_size == 0:
+    loaded = with_prepared_vocabulary(loaded, SCREEN)
+    if loaded.config.model.vocab_size == 0:
         notes.append(
             "the vocabulary is the dataset's, which is not prepared: embedding and head count as "
             "nothing here; add model.vocab_size=N to see them"
         )
-    folder = run_folder_of(loaded.config)
-    loaded, plan = with_auto_layout(loaded, detect_hardware(), folder)
-    notes += plan.about
-    if loaded.config.layout.workers == 0:
-        least = loaded.config.layout.least_workers
-        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
+    loaded, facts = plan_to_look(loaded, SCREEN)
+    notes += facts.layout.about
+    if loaded.origins["layout.workers"].place == SMALLEST:
+        least = loaded.config.layout.workers
         notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
-    loaded = with_microbatch_size(loaded, folder)
     return loaded, [*notes, *describe_microbatch(loaded)]
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.train import with_device, with_vocabulary
+from holdfast.api.start import SCREEN
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.look import with_prepared_vocabulary
+from holdfast.launch.start.machine import by_device
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.plan_cache import PlanCache, plan_cache_folder
@@ -44,7 +47,7 @@ def read_plan_request(
     loaded, notes = load_for_plan(run_file, overrides)
     elsewhere = cluster or loaded.config.plan.cluster
     if not elsewhere or elsewhere == "here":
-        loaded = with_device(loaded, hardware)
+        loaded = loaded.with_values(by_device(loaded, Facts(hardware))).validated()
         _refuse_absent_device(loaded, hardware)
     machines = machines_of(loaded.config, hardware, cluster)
     cache = PlanCache(plan_cache_folder())
@@ -64,8 +67,6 @@ def _refuse_absent_device(loaded: LoadedConfig, hardware: HardwareInfo) -> None:
 
 def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, list[str]]:
     """The run file with its dataset's vocabulary if that is known, and notes about it."""
-    from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
-
     loaded, notes = load_config(run_file, overrides), list[str]()
     if (key := why_not_searched(loaded.config)) != "":
         raise LayoutError(
@@ -73,10 +74,8 @@ def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, l
             where=str(run_file),
             remedy=f"remove {key.partition(' ')[0]}, or see the layout with: holdfast layout show",
         )
-    if dataset_exists(loaded.config.data.folder, loaded.config.data):
-        dataset = open_dataset(loaded.config.data.folder, loaded.config.data)
-        loaded = with_vocabulary(loaded, dataset)
-    elif loaded.config.model.vocab_size == 0:
+    loaded = with_prepared_vocabulary(loaded, SCREEN)
+    if loaded.config.model.vocab_size == 0:
         size = loaded.config.data.tokenizer.vocab_size
         loaded = loaded.with_planned({"model.vocab_size": size}, "data.tokenizer.vocab_size")
         notes.append(

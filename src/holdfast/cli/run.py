@@ -13,6 +13,7 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Fresh, JournalJson
 from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.errors import ConfigError
+from holdfast.show.output import print_line
 
 app = make_app("Start or resume a run whose loop is your own script.")
 
@@ -56,14 +57,17 @@ def run(
       holdfast run train.py --workers 2 -- --hidden 128
       holdfast run train.py --workers 4 --set checkpoint.every_steps=50 -- --hidden 128
     """
-    from holdfast.cli.train import start_run
+    from holdfast.api.start import start
 
     given = [*_script_overrides(script, arguments or []), *(settings or [])]
     if workers:
         given.append(f"layout.workers={workers}")
     if folder:
         given.append(f"folder={folder}")
-    return start_run(config, given, fresh=fresh, json=json)
+    ended = start(config, given, fresh=fresh, json=json)
+    if json and ended.last_step is not None:
+        print_line({"finished": True, "step": ended.last_step, "folder": str(ended.folder)})
+    return ended.exit_code
 
 
 def _script_overrides(script: Path, arguments: list[str]) -> list[str]:

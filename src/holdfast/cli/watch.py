@@ -32,8 +32,8 @@ def watch(
       holdfast watch runs/quickstart
       holdfast watch run.yaml --json
     """
+    from holdfast.api.views import record_line
     from holdfast.checkpoint.restore.catalog import origin_of_weights
-    from holdfast.cli.views import record_line
     from holdfast.launch.run.lora_run import describe_first_weights
     from holdfast.report.history.progress import RunProgress
     from holdfast.report.ledger.ordering import order_records

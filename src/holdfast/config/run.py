@@ -91,6 +91,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
+        if (sentence := self.find_broken_rule()) is not None:
+            raise ValueError(sentence)
+        return self
+
+    def find_broken_rule(self) -> str | None:
+        """Return the sentence of the first violated rule that crosses sections, "... : use ..."."""
         length = self.data.sequence_length
         refused = find_impossible_degrees(
             self.layout, self.model, self.train, length, self.module_cuts
@@ -100,34 +106,34 @@ class RunConfig(Section):
             self.layout, self.model, self.train, length, trained
         )
         if refused is not None:
-            raise ValueError(refused)
+            return refused
         if self.task.name and not self.train.microbatch_size:
-            raise ValueError(
+            return (
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
         if (refused := self._refuse_experts()) is not None:
-            raise ValueError(refused)
+            return refused
         if (unknown := explain_no_architecture(self.model)) is not None:
-            raise ValueError(unknown)
+            return unknown
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
-            raise ValueError(
+            return (
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "
                 "use cluster.recovery: live, or loss_jumps: ignore"
             )
         if self.train.memory.parameters != DEVICE and not self.layout.cuts_parameters:
-            raise ValueError(
+            return (
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
                 "layout.zero 2 or 3 with dp_shard above 1 makes them (not zero2_reduce step): "
                 "use train.memory.parameters: device"
             )
         if self.data.sequence_length > self.model.max_position:
-            raise ValueError(
+            return (
                 f"data.sequence_length {self.data.sequence_length} is longer than "
                 f"model.max_position {self.model.max_position}: "
                 f"use {self.model.max_position} or less"
             )
-        return self
+        return None
 
     def _refuse_experts(self) -> str | None:
         """One sentence if the run's experts do not go with its other keys."""

@@ -22,7 +22,6 @@ from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import SCRIPT_TASK
-from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
 from holdfast.elastic.node.launch_specs import plan_single_node
@@ -49,11 +48,11 @@ from holdfast.wire.term import open_term
 def train_locally(
     loaded: LoadedConfig,
     *,
+    dataset_version: str,
     observers: Sequence[Observer] = (),
     render_metrics: Callable[[], bytes] = lambda: b"",
     say: Say = print,
     say_last: Say | None = None,
-    dataset_version: str | None = None,
     entry: str = DEFAULT_ENTRY,
     fresh: bool = False,
     resume: str = "",
@@ -63,9 +62,9 @@ def train_locally(
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see each record of the journal as it is written. `render_metrics` answers
-    `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
-    folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
-    resumes the run. `watch`: of the folder's holder. Raises UserError and CannotGoOnError.
+    `/metrics`, `say` prints one line, `say_last` the result. `fresh`: begin, whatever a bucket or
+    peers hold. `resume`: the command that resumes the run. `watch`: of the folder's holder. Raises
+    UserError and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
     store = store_of_run(folder)
@@ -78,11 +77,10 @@ def train_locally(
     node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
-    version = dataset_version or open_dataset(config.data.folder, config.data).version
     secret = open_secret(folder, say=say)
     secret = with_tls(secret) if uses_tls(config) else secret
     hash_ = run_hash(folder, config)
-    start = _RunOrigin(config, store, secret, hash_, version, fresh, say)
+    start = _RunOrigin(config, store, secret, hash_, dataset_version, fresh, say)
     joining = RunContext(
         config,
         store,
@@ -90,7 +88,7 @@ def train_locally(
         folder,
         node,
         hash_,
-        version,
+        dataset_version,
         entry,
         resume or resume_command(loaded),
         generation_floor=start.restore_and_find_floor,

@@ -11,12 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.api.progress import say as say
 from holdfast.errors import UserError
-
-
-def say(text: str) -> None:
-    """Print one line about the progress; never mixed into what another program reads."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.train import plan_for_machine
 from holdfast.config.loading.load import read_text, resolve_config
 from holdfast.errors import ConfigError, UserError
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import plan_for_machine
 from holdfast.machine.hardware import detect_hardware
 from holdfast.show.output import explained_out_errors, say
 from holdfast.wire.child_command import module_command
@@ -163,7 +164,7 @@ def _check_layouts(
     text = read_text(settings.run_file) if text is None else text
     for shape, steps in dict.fromkeys((task.shape, task.steps) for task in work):
         asked = (f"train.steps={steps}", *settings.overrides, *shape.settings)
-        plan_for_machine(resolve_config(text, name, asked), machine)
+        plan_for_machine(resolve_config(text, name, asked), Facts(machine)).validated()
 
 
 def _plan_runs(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.progress import LongWork
 from holdfast.errors import DataError, UserError
 from holdfast.show.output import check_target, print_json, print_table, say
 

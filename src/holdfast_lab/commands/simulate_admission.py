@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from holdfast.cli.progress import LongWork
+from holdfast.api.progress import LongWork
 from holdfast.errors import ConfigError, DataError
 from holdfast.show.output import explained_out_errors, only_writer, print_json, say
 from holdfast_lab.engine.kept_replays import KeptReplays, key_of

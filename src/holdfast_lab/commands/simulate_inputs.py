@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.api.progress import LongWork
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
-from holdfast.cli.progress import LongWork
 from holdfast_lab.commands.trace import read_each
 from holdfast_lab.engine.asked_study import Asked
 from holdfast_lab.traces.events import EventStream

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.progress import LongWork
+from holdfast.api.progress import LongWork
 from holdfast.errors import ConfigError
 from holdfast.show.output import print_json, print_table, say
 from holdfast_lab.commands.trace import read_bytes

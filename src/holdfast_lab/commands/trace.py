@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.progress import LongWork
 from holdfast.errors import DataError
 from holdfast.show.output import check_target, print_json, say
 from holdfast_lab.commands.trace_show import print_stream, stream_as_json

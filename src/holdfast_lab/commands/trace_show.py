@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.cli.progress import LongWork
+from holdfast.api.progress import LongWork
 from holdfast.show.output import print_table
 from holdfast_lab.traces.events import EventStream, TraceHeader
 from holdfast_lab.traces.summary import Churn, Level, churn_of, levels_of, quantile

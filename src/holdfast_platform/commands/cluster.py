@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.api.early_end import early_signals_answered
+from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.early_signals import early_signals_answered
-from holdfast.cli.progress import StageProgress
 from holdfast.errors import UserError
 from holdfast.show.output import print_json, print_table, say
 from holdfast_platform.clusters.cluster import ClusterState

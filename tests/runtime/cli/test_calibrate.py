@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.api.progress import StageProgress
 from holdfast.cli import calibrate as command
-from holdfast.cli.progress import StageProgress
 from holdfast.errors import UserError
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.hardware.calibration import calibration_path, read_calibration

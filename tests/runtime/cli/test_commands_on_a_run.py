@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.report import follow_run
-from holdfast.cli.train import plan_for_machine
 from holdfast.config.loading.load import load_config
 from holdfast.errors import ConfigError
 from holdfast.export.weights import Sampling, choose_checkpoint, continuations
 from holdfast.launch.node.devices import describe_devices
 from holdfast.launch.run.runs import open_run
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import plan_for_machine
 from holdfast.machine.accelerators import Accelerator
 from holdfast.machine.hardware import HardwareInfo
 from tests.runtime.cli.conftest import Trained
@@ -153,7 +154,7 @@ def test_a_host_with_several_gpus_is_planned_a_worker_for_each(
     tmp_path: Path, settings: tuple[str, ...], workers: int
 ) -> None:
     asked = ["device=auto", "layout.workers=0", *settings]
-    found = plan_for_machine(load_config(write_run_file(tmp_path), asked), HOST)
+    found = plan_for_machine(load_config(write_run_file(tmp_path), asked), Facts(HOST))
     assert found.config.layout.workers == workers
     if workers > 1:
         (line,) = describe_devices(found)
@@ -164,15 +165,15 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused(tmp_path: Path) -> None:
     host = replace(HOST, torch_computes_on="CPU")
     loaded = load_config(write_run_file(tmp_path), ["device=auto", "layout.workers=1"])
     with pytest.raises(ConfigError, match="but torch was built for the CPU alone") as refused:
-        plan_for_machine(loaded, host)
+        plan_for_machine(loaded, Facts(host))
     assert refused.value.remedy == "install a torch that was built for it, or use device=cpu"
-    plan_for_machine(load_config(tmp_path / "run.yaml", ["device=cpu"]), host)
+    plan_for_machine(load_config(tmp_path / "run.yaml", ["device=cpu"]), Facts(host))
 
 
 def test_several_workers_get_a_device_each_and_the_person_a_warning(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     asked = load_config(run_file, ["device=cuda", "layout.workers=4"])
-    found = plan_for_machine(asked, HOST)
+    found = plan_for_machine(asked, Facts(HOST))
     assert (found.config.device, found.config.layout.workers) == ("cuda", 4)
     (line,) = describe_devices(found)
     assert line.startswith("4 workers on cuda: ")
@@ -180,12 +181,12 @@ def test_several_workers_get_a_device_each_and_the_person_a_warning(tmp_path: Pa
     with pytest.raises(
         ConfigError, match=r"layout\.workers is 5, but this machine has 4"
     ) as caught:
-        plan_for_machine(load_config(run_file, ["device=cuda", "layout.workers=5"]), HOST)
+        plan_for_machine(load_config(run_file, ["device=cuda", "layout.workers=5"]), Facts(HOST))
     assert "command line: layout.workers=5" in str(caught.value.where)
     of_a_node = ["device=cuda", "layout.workers=4", "cluster.node=a", "cluster.places=4"]
-    plan_for_machine(load_config(run_file, of_a_node), HOST)
+    plan_for_machine(load_config(run_file, of_a_node), Facts(HOST))
     with pytest.raises(ConfigError, match=r"cluster\.places is 6, but this machine has 4"):
-        plan_for_machine(load_config(run_file, [*of_a_node[:3], "cluster.places=6"]), HOST)
+        plan_for_machine(load_config(run_file, [*of_a_node[:3], "cluster.places=6"]), Facts(HOST))
 
 
 def test_audit_checkpoints_and_data_are_in_order(trained: Trained, capsys: Capture) -> None:

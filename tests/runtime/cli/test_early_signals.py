@@ -12,7 +12,7 @@ SETUP = """
 import os, signal, sys
 from holdfast.cli import dispatch, main
 from holdfast.cli.table import Command, all_commands
-from holdfast.cli.early_signals import early_signals_answered
+from holdfast.api.early_end import early_signals_answered
 module = type(sys)("holdfast.cli.sleepy")
 module.app = dispatch.app("Sleeps.")
 @module.app.command()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.journal_follower import HeldRecords, JournalFollower
-from holdfast.cli.views import RunViews
+from holdfast.api.journal_follower import HeldRecords, JournalFollower
+from holdfast.api.views import RunViews
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 from holdfast.events import Record, to_json

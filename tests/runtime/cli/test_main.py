@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.dispatch import app, crash_log_in
+from holdfast.api.early_end import crash_log_in
+from holdfast.cli.dispatch import app
 from holdfast.cli.table import Command, all_commands
 from holdfast.errors import CorruptError, DataError
 from tests.support.commands import here, start

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import progress
+from holdfast.api import progress
+from holdfast.api.progress import LongWork
 from holdfast.cli.main import main
-from holdfast.cli.progress import LongWork
 from holdfast_lab.commands import trace
 from tests.support.ranks import wait_until
 

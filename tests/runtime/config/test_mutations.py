@@ -11,12 +11,13 @@ import yaml
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from holdfast.cli.train import plan_for_machine
 from holdfast.config.loading.fields import all_keys, as_path, leaves
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.config.loading.no_effect import find_without_effect
 from holdfast.core.data.sample_order import BatchSchedule, Mixture
 from holdfast.errors import UserError
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import plan_for_machine
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
 
 BASE: dict[str, Any] = {
@@ -141,7 +142,7 @@ def mutated(rng: random.Random) -> tuple[str, str]:
 
 def prepared_start(text: str, machine: HardwareInfo) -> LoadedConfig:
     """All that `holdfast train` does with a run file before it reads the data."""
-    loaded = plan_for_machine(resolve_config(text, "run.yaml", (), "folder"), machine)
+    loaded = plan_for_machine(resolve_config(text, "run.yaml", (), "folder"), Facts(machine))
     train = loaded.config.train
     BatchSchedule(train.batch_size, [(s.from_step, s.batch_size) for s in train.batch_warmup])
     Mixture([source.weight for source in loaded.config.data.sources])

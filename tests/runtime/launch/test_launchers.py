@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.loading.load import load_config
+from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.ranks import roll_call
-from holdfast.launch.ranks.launched_config import with_launcher
+from holdfast.launch.ranks.launched_config import by_launcher
 from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
 from holdfast.launch.ranks.local_ranks import agent_socket, as_one_node
+from holdfast.launch.start.facts import Facts
+from holdfast.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 
 TORCHRUN = {
@@ -130,6 +132,10 @@ def test_variables_that_contradict_each_other_are_refused(
         read_launcher(environ)
     assert words in str(refused.value)
     assert refused.value.exit_code == 2
+
+
+def with_launcher(loaded: LoadedConfig, place: LauncherPlace | None) -> LoadedConfig:
+    return loaded.with_values(by_launcher(loaded, Facts(detect_hardware(), launcher=place)))
 
 
 def test_the_run_file_and_the_launcher_must_agree(tmp_path: Path) -> None:

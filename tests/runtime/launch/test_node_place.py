@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError
-from holdfast.launch.node.node_place import PLACE_VARIABLE, ZONE_VARIABLE, with_place
+from holdfast.launch.node.node_place import PLACE_VARIABLE, ZONE_VARIABLE, by_place
+from holdfast.launch.start.facts import Facts
+from holdfast.machine.hardware import detect_hardware
 
 
 def loaded(*overrides: str) -> LoadedConfig:
     return load_config(None, [f"folder={Path.cwd()}/none", *overrides])
+
+
+def with_place(before: LoadedConfig, environ: Mapping[str, str]) -> LoadedConfig:
+    return before.with_values(by_place(before, Facts(detect_hardware(), environ)))
 
 
 def rack_and_zone(found: LoadedConfig) -> tuple[str, str]:

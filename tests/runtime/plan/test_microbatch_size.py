@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.errors import UserError
-from holdfast.launch.run.microbatch_size import describe_microbatch, with_microbatch_size
+from holdfast.launch.run.microbatch_size import by_microbatch_size, describe_microbatch
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.resolve import resolve
+from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size, microbatch_choices
 
 KEY = "train.microbatch_size"
@@ -40,13 +43,15 @@ def test_the_largest_that_fits_is_taken() -> None:
     assert choose_microbatch_size(config, least - 1)[0] is None
 
 
-def test_the_choice_is_printed_and_a_resume_keeps_it(tmp_path: Path) -> None:
-    loaded = with_microbatch_size(run_of("layout.workers=1", "train.memory.device_gb=1"), tmp_path)
+def test_the_choice_is_printed_and_a_resume_keeps_it() -> None:
+    facts = Facts(detect_hardware())
+    of_one = run_of("layout.workers=1", "train.memory.device_gb=1")
+    loaded = resolve(of_one, facts, (by_microbatch_size,)).validated()
     assert loaded.config.train.microbatch_size == 16
     assert describe_microbatch(loaded)[0].startswith(f"{KEY} is 16: ")
-    (tmp_path / "resolved.json").write_text(json.dumps(loaded.to_json()))
+    facts = replace(facts, stored=json.loads(json.dumps(loaded.to_json())))
     with_less = run_of("layout.workers=4", "train.memory.device_gb=0.00001")
-    again = with_microbatch_size(with_less, tmp_path)
+    again = resolve(with_less, facts, (by_microbatch_size,))
     assert again.config.train.microbatch_size == 16
 
 

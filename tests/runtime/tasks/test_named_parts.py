@@ -11,7 +11,7 @@ from holdfast.config.loading.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import ConfigError
-from holdfast.launch.run.named_parts import with_named_parts
+from holdfast.launch.run.named_parts import ask_named
 from holdfast.tasks.child import describe_named
 from holdfast.tasks.named.named import load_user_parts
 from tests.support.optimizers import MODULE, optimizer_config, planned
@@ -143,13 +143,13 @@ def test_another_source_is_refused_where_it_is_loaded() -> None:
 def test_a_start_names_the_line() -> None:
     text = f"train:\n  optimizer: {{name: '{MODULE}:Undeclared'}}\ntask: {{folder: {ROOT}}}\n"
     with pytest.raises(ConfigError, match=r"run\.yaml:2: .*:Undeclared has state 'norm'"):
-        with_named_parts(resolve_config(text, "run.yaml"))
+        ask_named(resolve_config(text, "run.yaml"))
 
 
 def test_what_is_worked_out_cannot_be_written() -> None:
     text = "train: {optimizer: {name: torch.optim.RMSprop, slots: [a]}}\n"
     with pytest.raises(ConfigError, match=r"run\.yaml:1: train\.optimizer\.slots is worked out"):
-        with_named_parts(resolve_config(text, "run.yaml"))
+        ask_named(resolve_config(text, "run.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,6 @@ def test_what_is_worked_out_cannot_be_written() -> None:
 def test_a_pattern_of_nothing(optimizer: str, words: str) -> None:
     text = f"train:\n  optimizer: {{{optimizer}}}\n"
     with pytest.raises(ConfigError) as refused:
-        with_named_parts(resolve_config(text, "run.yaml"))
+        ask_named(resolve_config(text, "run.yaml"))
     assert str(refused.value).startswith("run.yaml:2: ")
     assert words in str(refused.value)

@@ -11,7 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.run_table import row_of_text, row_text, run_parameters, run_state_table
 from holdfast.errors import ConfigError, RunFolderError
-from holdfast.launch.run.task_run import with_task
+from holdfast.launch.run.task_run import ask_task
 
 
 def _config(**task: object) -> RunConfig:
@@ -50,7 +50,7 @@ def test_another_source_is_said_in_words() -> None:
 def test_what_is_worked_out_cannot_be_written() -> None:
     loaded = resolve_config("task: {name: my_task:Net, samples: 3}\n", "run.yaml")
     with pytest.raises(ConfigError, match=r"run\.yaml:1: task\.samples is worked out"):
-        with_task(loaded)
+        ask_task(loaded)
 
 
 def test_keys_of_the_decoder_are_said_to_have_no_effect() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticUndefined
 
 from holdfast.config.loading.fields import ITEM, all_keys, as_path, field_at, section_of, siblings
 from holdfast.errors import ConfigError, nearest_of
@@ -106,27 +106,37 @@ _BOUNDS = {
 }
 
 
-def explain_errors(error: ValidationError, place: Place, name: str) -> ConfigError:
+def explain_errors(
+    error: ValidationError, place: Place, name: str, key: tuple[str | int, ...] = ()
+) -> ConfigError:
     """Return one error for all refusals.
 
     `place(path)` says where a key was given, None if nowhere. `name` stands for the run file if
-    a refusal has no place.
+    a refusal has no place. `key`: the path of what was validated; (): the complete run file.
     """
     sentences: list[str] = []
     everything = error.errors()
-    paths = {tuple(details["loc"]) for details in everything}
+    paths = {(*key, *details["loc"]) for details in everything}
     for details in everything:
-        path, word = _alternative(tuple(details["loc"]))
+        path, word = _alternative((*key, *details["loc"]))
         if _follows(details["type"], path, paths) or (word and details["type"] == "literal_error"):
             continue
-        key, what, remedy = _sentence(details, path)
+        subject, what, remedy = _sentence(details, path)
         what += f" or {word}" if word else ""
         rule = what if details["type"] == "value_error" else ""
         where = _where(path, rule, place) or name
-        text = f"{where}: {key}{what}" + (f"; {remedy}" if remedy else "")
+        text = f"{where}: {subject}{what}" + (f"; {remedy}" if remedy else "")
         if text not in sentences:
             sentences.append(text)
     return ConfigError("\n".join(sentences))
+
+
+def explain_rule(sentence: str, place: Place, name: str) -> ConfigError:
+    """Return the error for a broken rule of several sections, "... : use ..."."""
+    details = InitErrorDetails(
+        type="value_error", loc=(), input=None, ctx={"error": ValueError(sentence)}
+    )
+    return explain_errors(ValidationError.from_exception_data("", [details]), place, name)
 
 
 def _alternative(path: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], str]:

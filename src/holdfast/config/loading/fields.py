@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from holdfast.config.run import RunConfig
@@ -68,6 +68,33 @@ def field_at(path: Sequence[str | int], root: type[BaseModel] = RunConfig) -> Fi
         if is_name and section is None:
             return info
     return info
+
+
+@lru_cache(4096)
+def adapter_of(key: str) -> TypeAdapter[Any]:
+    """Return what checks and converts a value of one key by itself."""
+    info = field_at(key.split("."))
+    assert info is not None, key
+    kind: Any = info.annotation
+    if info.metadata:
+        kind = Annotated[kind, *info.metadata]
+    return TypeAdapter(kind)
+
+
+def with_value(holder: Any, path: Sequence[str | int], value: Any) -> Any:
+    """Return a section, a list or a dict with another value at the end of a path. Nothing is
+    checked."""
+    first, *rest = path
+    if isinstance(holder, BaseModel):
+        name = str(first)
+        inner = with_value(getattr(holder, name), rest, value) if rest else value
+        return holder.model_copy(update={name: inner})
+    if isinstance(holder, dict):
+        return {**holder, first: with_value(holder[first], rest, value) if rest else value}
+    items = list(holder)
+    index = int(first)
+    items[index] = with_value(items[index], rest, value) if rest else value
+    return tuple(items)
 
 
 def siblings(path: Sequence[str | int], root: type[BaseModel] = RunConfig) -> list[str]:

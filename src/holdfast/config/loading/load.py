@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +26,21 @@ from holdfast.config.loading import lora_from, model_from, yaml_tree
 from holdfast.config.loading.explain import (
     MAX_NUMBER,
     explain_errors,
+    explain_rule,
     find_example,
     format_value,
     suggest_key,
 )
-from holdfast.config.loading.fields import allows, as_path, field_at, is_list, leaves, section_of
+from holdfast.config.loading.fields import (
+    adapter_of,
+    allows,
+    as_path,
+    field_at,
+    is_list,
+    leaves,
+    section_of,
+    with_value,
+)
 from holdfast.config.loading.paths import locate_paths, with_places
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.presets import PRESETS
@@ -39,6 +49,10 @@ from holdfast.errors import ConfigError
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
+PlannedValue = tuple[Any, str]
+"""A value, and the reason why a key has it."""
+PlannedValues = Mapping[str, PlannedValue]
+"""By dotted key."""
 _ALIAS = re.compile(r"^[*&].*|(?<=[\[{,:\s])[*&][^\],}\s]*", re.DOTALL)
 """A text that YAML would read as an anchor or alias: a value, or an item of a list."""
 
@@ -77,19 +91,44 @@ class LoadedConfig:
             return f"command line: {origin.place}"
         return origin.place if origin.kind == "file" else self.name
 
-    def with_planned(self, values: Mapping[str, Any], reason: str) -> LoadedConfig:
-        """The same with planned values filled in, e.g. {"layout.workers": 2}. Raises ConfigError
-        when a rule of the run file forbids one."""
-        data = self.config.model_dump(mode="json")
-        for key, value in values.items():
-            *parents, last = as_path(key)
-            holder: Any = data
-            for part in parents:
-                holder = holder[part]
-            holder[last] = value
-        origins = dict(self.origins) | {key: Origin("planned", reason) for key in values}
-        config = with_places(_validate(data, origins, self.name), self.places)
+    def with_values(self, values: PlannedValues) -> LoadedConfig:
+        """Return the same with planned values, each with the reason why. Only their types and
+        bounds are checked: rules wait for `validated`. Raises ConfigError."""
+        if not values:
+            return self
+        origins = {**self.origins, **{k: Origin("planned", why) for k, (_, why) in values.items()}}
+        config = self.config
+        for key, (value, _) in values.items():
+            path = as_path(key)
+            try:
+                config = with_value(config, path, adapter_of(key).validate_python(value))
+            except ValidationError as error:
+                raise explain_errors(error, _place_in(origins), self.name, path) from None
         return replace(self, config=config, origins=origins)
+
+    def validated(self) -> LoadedConfig:
+        """Return the same, validated completely. Raises ConfigError when a rule of the run file
+        forbids a value."""
+        data = self.config.model_dump(mode="json")
+        config = with_places(_validate(data, self.origins, self.name), self.places)
+        return replace(self, config=config)
+
+    def refuse_broken_rules(self) -> None:
+        """Raises ConfigError if planned values do not go together. It checks the rules of the
+        sections `train` and `layout`, and those between sections."""
+        for name in ("train", "layout"):
+            section = getattr(self.config, name)
+            try:
+                type(section).model_validate(section.model_dump())
+            except ValidationError as error:
+                raise explain_errors(error, _place_in(self.origins), self.name, (name,)) from None
+        if (sentence := self.config.find_broken_rule()) is not None:
+            raise explain_rule(sentence, _place_in(self.origins), self.name)
+
+    def with_planned(self, values: Mapping[str, Any], reason: str) -> LoadedConfig:
+        """Return the same with planned values, e.g. {"layout.workers": 2}, validated. Raises
+        ConfigError when a rule of the run file forbids one."""
+        return self.with_values({key: (value, reason) for key, value in values.items()}).validated()
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of `resolved.json`."""
@@ -189,7 +228,7 @@ def resolve_config(
     if origins["data.folder"].kind != "default" or not is_bucket(config.run_place):
         return loaded
     place = dataset_of_run(config.run_place)
-    return loaded.with_planned({"data.folder": place}, "the run's bucket") if place else loaded
+    return loaded.with_values({"data.folder": (place, "the run's bucket")}) if place else loaded
 
 
 def _expand_short_forms(data: dict[str, Any], given: dict[str, Origin]) -> None:
@@ -281,10 +320,7 @@ def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where:
 
 
 def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> RunConfig:
-    def place(path: KeyPath) -> str | None:
-        """Return where a key was given; a section counts as given by its own line only."""
-        return _place(given.get(".".join(map(str, path))))
-
+    place = _place_in(given)
     data = {key: value for key, value in data.items() if not _empty_section(key, value)}
     booleans = list(_booleans_for_numbers(data))
     try:
@@ -305,6 +341,11 @@ def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> R
     if large:
         raise ConfigError("\n".join(large))
     return config
+
+
+def _place_in(given: Mapping[str, Origin]) -> Callable[[KeyPath], str | None]:
+    """Return what says where a key was given. A section counts as given by its own line only."""
+    return lambda path: _place(given.get(".".join(map(str, path))))
 
 
 def _place(origin: Origin | None) -> str | None:

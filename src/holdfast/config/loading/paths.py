@@ -10,9 +10,10 @@ a run's identity. `place` of their sections says where they lie. All other paths
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from holdfast.config.loading.fields import as_path, with_value
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
 from holdfast.errors import ConfigError
@@ -174,11 +175,5 @@ def _located(config: RunConfig, key: str, value: str, base: str) -> str:
 
 def _replaced(config: RunConfig, found: Mapping[str, str]) -> RunConfig:
     for key, path in found.items():
-        config = _with_value(config, key.split("."), path)
+        config = with_value(config, as_path(key), path)
     return config
-
-
-def _with_value(section: Any, keys: Sequence[str], value: str) -> Any:
-    first, *rest = keys
-    held = _with_value(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: held})

@@ -11,11 +11,11 @@ The places of new replicas (`plan/placing/domains.py`) and of copies of snapshot
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.errors import ConfigError
+from holdfast.launch.start.facts import Facts
 from holdfast.policy.placement import FAILURE_DOMAINS
 
 PLACE_VARIABLE = "HOLDFAST_PLACE"
@@ -25,20 +25,20 @@ MACHINE_KEYS = tuple(f"checkpoint.machine.{kind}" for kind in FAILURE_DOMAINS)
 """Keys of one node: another node that joins does not inherit them."""
 
 
-def with_place(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> LoadedConfig:
-    """Fill in the domains that the run file leaves open. Raises ConfigError for a HOLDFAST_PLACE
+def by_place(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return the domains that the run file leaves open. Raises ConfigError for a HOLDFAST_PLACE
     that names none."""
+    environ = facts.environ
     told = {kind: name for kind, name in _from_slurm(environ).items() if name}
     if zone := environ.get(ZONE_VARIABLE):
         told["zone"] = zone
     told |= _parse_place(environ.get(PLACE_VARIABLE, ""))
     machine = loaded.config.checkpoint.machine
-    values = {
-        f"checkpoint.machine.{kind}": name
+    return {
+        f"checkpoint.machine.{kind}": (name, "the environment's")
         for kind, name in told.items()
         if not getattr(machine, kind)
     }
-    return loaded.with_planned(values, "the environment's") if values else loaded
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:

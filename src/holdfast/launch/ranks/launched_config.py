@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.errors import ConfigError
-from holdfast.launch.ranks.launchers import LauncherPlace
+from holdfast.launch.start.facts import Facts
 
 
-def with_launcher(loaded: LoadedConfig, place: LauncherPlace | None) -> LoadedConfig:
-    """Fill in what the launcher decides: workers, and name and places of this node.
+def by_launcher(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return what the launcher decides: workers, and name and places of this node.
 
     Raises ConfigError if the run file says something else."""
+    place = facts.launcher
     if place is None:
-        return loaded
+        return {}
     planned: dict[str, str | int] = {"layout.workers": place.world}
     if place.local_world < place.world:
         planned |= {"cluster.places": place.local_world, "cluster.node": place.node}
@@ -29,4 +30,4 @@ def with_launcher(loaded: LoadedConfig, place: LauncherPlace | None) -> LoadedCo
                 where=loaded.where(key),
                 remedy=f"leave it out, or use {value}",
             )
-    return loaded.with_planned(planned, f"what {place.launcher} says")
+    return {key: (value, f"what {place.launcher} says") for key, value in planned.items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValue, PlannedValues
 from holdfast.config.run import RunConfig
 from holdfast.events import Event
-from holdfast.launch.run.microbatch_size import KEY, known_microbatch_size
+from holdfast.launch.run.microbatch_size import KEY, stored_microbatch_size
+from holdfast.launch.start.facts import AutoLayout, Facts
 from holdfast.layout import AXES, Topology
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.auto.choices import given_choice
@@ -19,6 +18,7 @@ from holdfast.plan.auto.plan_cache import PlanCache, plan_cache_folder
 from holdfast.plan.auto.prediction import Predictor, has_prediction
 from holdfast.plan.auto.search_run import (
     RunPlan,
+    free_values,
     is_given,
     plan_run,
     why_not_searched,
@@ -38,49 +38,45 @@ from holdfast.report.formatting import (
 )
 
 
-@dataclass(frozen=True)
-class AutoLayout:
-    """What a plan says at the start of a run. about: lines; none if the run file gives the layout.
-    usd: price of the run's steps; 0 if it is unknown."""
-
-    about: tuple[str, ...] = ()
-    usd: float = 0.0
-
-
-def with_auto_layout(
-    loaded: LoadedConfig,
-    hardware: HardwareInfo,
-    run_folder: Path | None = None,
-    *,
-    several: bool = False,
-) -> tuple[LoadedConfig, AutoLayout]:
-    """Choose the layout of a run that leaves it open. several: the run has several nodes.
+def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
+    """Choose the layout of a run that leaves it open.
 
     The vocabulary and the device must be known. The same input gives the same layout. A microbatch
-    that the run in `run_folder` has is kept. Raises UserError if no layout fits."""
+    that the stored run has is kept. Raises UserError if no layout fits."""
     if loaded.config.layout.mode != "auto":
-        return loaded, _price_of_given(loaded.config, hardware)
+        return _price_of_given(loaded.config, facts.hardware)
+    values: dict[str, PlannedValue] = {}
     if not is_given(loaded, "layout.fixed"):
         fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
-        loaded = loaded.with_planned({"layout.fixed": fixed}, "what the run file gives")
-    if reason := _why_no_plan(loaded, several):
+        values["layout.fixed"] = (fixed, "what the run file gives")
+    if reason := _why_no_plan(loaded, facts.several):
         workers = format_plural(loaded.config.layout.workers, "worker")
-        return loaded, AutoLayout((f"layout.mode auto: {reason}; it has {workers}",))
-    if not loaded.config.train.microbatch_size and (size := known_microbatch_size(run_folder)):
-        loaded = loaded.with_planned({KEY: size}, "that of the run")
-    number = loaded.config.layout.workers if several else 0
-    cache = PlanCache(plan_cache_folder(), starts_warm=not several)  # all nodes choose the same
-    machines = machines_of(loaded.config, hardware)
+        line = f"layout.mode auto: {reason}; it has {workers}"
+        return AutoLayout((line,), values=values)
+    if not loaded.config.train.microbatch_size and (size := stored_microbatch_size(facts)):
+        values[KEY] = (size, "that of the run")
+    loaded = loaded.with_values(values)
+    number = loaded.config.layout.workers if facts.several else 0
+    # All nodes choose the same.
+    cache = PlanCache(plan_cache_folder(), starts_warm=not facts.several)
+    machines = machines_of(loaded.config, facts.hardware)
     plan = plan_run(loaded, machines, workers=number, cache=cache)
     tried = format_plural(plan.result.tried, "layout")
     reason = f"{plan.machines.name}: the best of {tried}, {plan.result.source}"
-    loaded, found = with_plan(loaded, plan, reason)
+    planned, found = with_plan(loaded, plan, reason)
+    values |= {key: (value, reason) for key, value in free_values(loaded, found.choice).items()}
+    loaded = planned
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
     about = [*cache.notes, *_describe(loaded.config, plan, found, figures)]
     if late := end_in_words(loaded, plan.problem, found):
         about.append(late)
-    return loaded, AutoLayout(tuple(about), usd)
+    return AutoLayout(tuple(about), usd, values)
+
+
+def by_layout(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return the layout that `choose_layout` has chosen."""
+    return facts.layout.values
 
 
 def _why_no_plan(loaded: LoadedConfig, several: bool) -> str:

@@ -27,7 +27,7 @@ from holdfast.data.stream.dataset_location import resolve_place
 from holdfast.errors import ConfigError
 from holdfast.launch.run.named_parts import PLANNED
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, read_environment
-from holdfast.launch.run.task_run import PLANNED_KEYS, described
+from holdfast.launch.run.task_run import PLANNED_KEYS, describe_in
 
 PATH_KEYS = (
     "data.folder",
@@ -72,7 +72,9 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     text = f"# A branch of {parent.config.name}: holdfast branch {where} --at {step}\n"
     text += _yaml(_without_defaults(dumped))
     loaded = resolve_config(text, str(target / "run.yaml"), base=str(target))
-    return described(loaded, loaded.config.task.folder) if loaded.config.task.name else loaded
+    if not loaded.config.task.name:
+        return loaded
+    return loaded.with_values(describe_in(loaded, loaded.config.task.folder)).validated()
 
 
 def _stored_values(parent: Run) -> dict[str, Any]:

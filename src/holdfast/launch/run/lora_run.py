@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.huggingface.folder import read_folder_model
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.model_from import TRANSFORMERS_TASK, describe_differences
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.lora import LoraConfig
@@ -21,18 +22,17 @@ from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.read.weight_files import refuse_other_weights, weights_checksum
 from holdfast.errors import ConfigError
-from holdfast.launch.run.runs import read_resolved
 
 
-def with_lora(loaded: LoadedConfig, run_folder: Path | None) -> LoadedConfig:
-    """Check the section `lora`, and fill in the folders' places and checksums.
+def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+    """Check the section `lora`, and return the folders' places and checksums.
 
-    run_folder: of the run that continues, whose base must have stayed; None for a new one. Raises
-    UserError."""
+    stored: values of the run that continues, whose base must have stayed; none for a new one.
+    Raises UserError."""
     config = loaded.config
     lora = config.lora
     if not lora.rank:
-        return loaded
+        return {}
     if not lora.base:
         raise ConfigError(
             f"lora.rank is {lora.rank}, and no folder gives the weights of the base",
@@ -48,18 +48,17 @@ def with_lora(loaded: LoadedConfig, run_folder: Path | None) -> LoadedConfig:
             where=loaded.where("lora.base"),
             remedy="give the shape with model.from, or name the base of that shape",
         )
-    values = _checked(loaded, "base", _stored(run_folder))
-    if lora.adapter:
-        values |= _checked(loaded, "adapter", _stored(run_folder))
-    return loaded.with_planned(values, "the folder's")
+    before = LoraConfig.model_validate(stored["lora"]) if stored.get("lora") else None
+    values = _checked(loaded, "base", before)
+    return values | _checked(loaded, "adapter", before) if lora.adapter else values
 
 
-def with_joining_base(loaded: LoadedConfig) -> LoadedConfig:
-    """The base of a node that joins, compared before the node takes part: a worker that finds
-    another one ends the run. Raises UserError."""
+def joining_base(loaded: LoadedConfig) -> PlannedValues:
+    """Return the base of a node that joins. It is compared before the node takes part: a worker
+    that finds another one ends the run. Raises UserError."""
     if not loaded.config.lora.rank or loaded.config.task.name:
-        return loaded
-    return loaded.with_planned(_checked(loaded, "base", None), "the folder's")
+        return {}
+    return _checked(loaded, "base", None)
 
 
 def describe_lora(config: RunConfig) -> list[str]:
@@ -95,18 +94,14 @@ def describe_first_weights(config: RunConfig) -> str:
     return "initial weights"
 
 
-def _checked(loaded: LoadedConfig, part: str, stored: LoraConfig | None) -> dict[str, Any]:
+def _checked(
+    loaded: LoadedConfig, part: str, stored: LoraConfig | None
+) -> dict[str, tuple[str, str]]:
     """The place and the checksum of the base's folder, or the adapter's."""
     lora, key = loaded.config.lora, f"{part}_checksum"
     folder = Path(os.path.abspath(getattr(lora, part)))
     expected = getattr(lora, key) or (getattr(stored, key) if stored is not None else "")
     if expected:
         refuse_other_weights(folder, expected, "lora.from" if part == "adapter" else "lora.base")
-    return {f"lora.{part}": str(folder), f"lora.{key}": expected or weights_checksum(folder)}
-
-
-def _stored(run_folder: Path | None) -> LoraConfig | None:
-    """The section of the run in a folder; None if there is none."""
-    found = read_resolved(run_folder) if run_folder is not None else None
-    section = (found or {}).get("config", {}).get("lora")
-    return LoraConfig.model_validate(section) if section else None
+    values = {f"lora.{part}": str(folder), f"lora.{key}": expected or weights_checksum(folder)}
+    return {name: (value, "the folder's") for name, value in values.items()}

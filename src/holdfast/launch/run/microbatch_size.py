@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.errors import ConfigError
-from holdfast.launch.run.runs import read_resolved
-from holdfast.machine.hardware import detect_hardware
+from holdfast.launch.start.facts import Facts
 from holdfast.options.registry import keys_without_formula
 from holdfast.plan.memory.activations import has_estimate
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size
@@ -16,17 +13,17 @@ from holdfast.report.formatting import format_bytes, format_plural
 KEY = "train.microbatch_size"
 
 
-def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -> LoadedConfig:
-    """Fill in a microbatch that the run file leaves open: that of the run in `run_folder`, or the
+def by_microbatch_size(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return a microbatch if the run file leaves it open: that of the run that continues, or the
     largest that fits. Samples of a step are dealt in microbatches, so a run keeps its size.
 
     The vocabulary must be known. Raises ConfigError if nothing says how much memory there is, if no
     formula says how much is needed, or if none fits."""
     config = loaded.config
     if config.train.microbatch_size:
-        return loaded
-    if known := known_microbatch_size(run_folder):
-        return loaded.with_planned({KEY: known}, "that of the run")
+        return {}
+    if size := stored_microbatch_size(facts):
+        return {KEY: (size, "that of the run")}
     if not has_estimate(config):
         raise ConfigError(
             f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
@@ -40,7 +37,7 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
             where=loaded.where(KEY),
             remedy="name it with model.vocab_size=32000, or prepare: holdfast data prepare",
         )
-    limit = _limit(loaded)
+    limit = _limit(loaded, facts)
     found, least = choose_microbatch_size(config, limit)
     if found is None:
         raise ConfigError(
@@ -50,7 +47,7 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
             remedy=f"use train.memory.device_gb={-(-least.peak // 10**5) / 10**4:g} or more",
         )
     reason = f"{format_bytes(found.peak)} of {format_bytes(limit)} on a rank, by the estimate"
-    return loaded.with_planned({KEY: found.size}, reason)
+    return {KEY: (found.size, reason)}
 
 
 def describe_microbatch(loaded: LoadedConfig) -> list[str]:
@@ -61,18 +58,17 @@ def describe_microbatch(loaded: LoadedConfig) -> list[str]:
     return [f"{KEY} is {loaded.config.train.microbatch_size}: {origin.place}"]
 
 
-def known_microbatch_size(run_folder: Path | None) -> int:
-    """Of a run that was begun there; 0 if there is none."""
-    stored = read_resolved(run_folder) if run_folder is not None else None
-    size = (stored or {}).get("config", {}).get("train", {}).get("microbatch_size")
+def stored_microbatch_size(facts: Facts) -> int:
+    """Return that of the run that continues; 0 if there is none."""
+    size = facts.stored_config.get("train", {}).get("microbatch_size")
     return size if isinstance(size, int) else 0
 
 
-def _limit(loaded: LoadedConfig) -> int:
+def _limit(loaded: LoadedConfig, facts: Facts) -> int:
     """Bytes that a rank may use. Raises ConfigError if nothing says it."""
     limit = loaded.config.train.memory.limit
     if not limit and loaded.config.device not in ("cpu", "auto"):
-        limit = min((each.memory_bytes for each in detect_hardware().accelerators), default=0)
+        limit = min((each.memory_bytes for each in facts.hardware.accelerators), default=0)
     if not limit:
         raise ConfigError(
             f"{KEY} auto needs a limit, and the device {loaded.config.device} has none that is "

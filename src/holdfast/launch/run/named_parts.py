@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.sections.optimizer import BUILT_IN, PLANNED_KEYS, OptimizerConfig
 from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.core.sharding.run_table import run_parameters
@@ -17,9 +17,9 @@ from holdfast.tasks.task.ask import OPTIMIZER_KEY, describe_named
 PLANNED = (*(f"train.optimizer.{key}" for key in PLANNED_KEYS), "train.schedule.source")
 
 
-def with_named_parts(loaded: LoadedConfig) -> LoadedConfig:
-    """Fill in what a child process finds out about the classes and functions of the run file, and
-    check its patterns of names. Raises UserError."""
+def ask_named(loaded: LoadedConfig) -> PlannedValues:
+    """Return what a child process finds out about the classes and functions of the run file. Check
+    its patterns of names first. Raises UserError."""
     for key in PLANNED:
         _, section, name = key.split(".")
         value = getattr(getattr(loaded.config.train, section), name)
@@ -30,22 +30,24 @@ def with_named_parts(loaded: LoadedConfig) -> LoadedConfig:
                 remedy="remove it",
             )
     refuse_patterns_of_nothing(loaded)
-    return described_parts(loaded, loaded.config.task.folder or loaded.base or ".")
+    return describe_named_in(loaded, loaded.config.task.folder or loaded.base or ".")
 
 
-def described_parts(loaded: LoadedConfig, folder: str) -> LoadedConfig:
-    """The same, whatever is there, for modules in `folder`."""
+def describe_named_in(loaded: LoadedConfig, folder: str) -> PlannedValues:
+    """Return the same for modules in `folder`, whatever the run file gives."""
     train = loaded.config.train
     is_named = train.optimizer.is_class or train.schedule.is_function
     if not is_named or loaded.config.task.name == SCRIPT_TASK:  # which keeps its own
-        return loaded
-    loaded = loaded.with_planned({"task.folder": os.path.abspath(folder)}, "the run file's folder")
+        return {}
+    place = {"task.folder": (os.path.abspath(folder), "the run file's folder")}
+    loaded = loaded.with_values(place)
     try:
-        found = describe_named(loaded.config)
+        answer = describe_named(loaded.config)
     except TaskError as error:
         where = loaded.where(error.where or OPTIMIZER_KEY)
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
-    return loaded.with_planned(found, "those of what the run file names")
+    why = "those of what the run file names"
+    return place | {key: (value, why) for key, value in answer.items()}
 
 
 def refuse_patterns_of_nothing(loaded: LoadedConfig) -> None:

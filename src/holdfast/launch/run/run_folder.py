@@ -32,7 +32,7 @@ from holdfast.config.loading.identity import (
     is_place,
     refuse_other_run,
 )
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.run import RunConfig
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import resolve_place
@@ -52,6 +52,7 @@ from holdfast.launch.run.runs import (
     read_resolved,
     read_secrets,
 )
+from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
@@ -168,15 +169,13 @@ def dataset_version_in(folder: Path, dataset: Dataset) -> str:
     return known if dataset.is_version(known) else dataset.version
 
 
-def with_stored_places(folder: Path, loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with the run's own spelling of the paths of its data, which is a part of
-    the run's identity. `refuse_other` has compared what lies there."""
-    stored = read_resolved(folder)
-    if stored is None:
-        return loaded
-    found = config_differences(stored["config"], loaded.config)
-    values = {d.key: d.there for d in found if is_place(d.key)}
-    return loaded.with_planned(values, "the run folder's") if values else loaded
+def by_stored_places(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return the stored run's spelling of the paths of its data, which is a part of the run's
+    identity. `refuse_other` has compared what lies there."""
+    if facts.stored is None:
+        return {}
+    differences = config_differences(facts.stored_config, loaded.config)
+    return {d.key: (d.there, "the run folder's") for d in differences if is_place(d.key)}
 
 
 def refuse_old_base(loaded: LoadedConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.task.ask import BASE_CHECKSUM, describe_task
@@ -16,8 +16,8 @@ _OF_THE_DECODER = ("model.", "data.")
 _CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers
 
 
-def with_task(loaded: LoadedConfig) -> LoadedConfig:
-    """Fill in what a child process finds out about the task: its parameters, its data and the
+def ask_task(loaded: LoadedConfig) -> PlannedValues:
+    """Return what a child process finds out about the task: its parameters, its data and the
     digest of its source. Raises TaskError, and ConfigError for a run file that gives them."""
     for key in PLANNED_KEYS:
         origin = loaded.origins[f"task.{key}"]
@@ -34,10 +34,10 @@ def with_task(loaded: LoadedConfig) -> LoadedConfig:
                 where=loaded.where(f"lora.{key}"),
                 remedy="return the values from initial(), and remove lora.from and lora.base",
             )
-    found = described(loaded, loaded.config.task.folder or loaded.base or ".")
+    values = describe_in(loaded, loaded.config.task.folder or loaded.base or ".")
     if loaded.config.task.name == SCRIPT_TASK:
         _refuse_keys_of_the_script(loaded)
-    return found
+    return values
 
 
 def _refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
@@ -59,17 +59,18 @@ def _refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
             )
 
 
-def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
-    """The same, whatever is there, for the task in `folder`. Raises TaskError."""
+def describe_in(loaded: LoadedConfig, folder: str) -> PlannedValues:
+    """Return the same for the task in `folder`, whatever the run file gives. Raises TaskError."""
     is_script = loaded.config.task.name == SCRIPT_TASK
-    loaded = loaded.with_planned({"task.folder": os.path.abspath(folder)}, "the run file's folder")
+    place = {"task.folder": (os.path.abspath(folder), "the run file's folder")}
+    loaded = loaded.with_values(place)
     try:
         found = describe_task(loaded.config)
     except TaskError as error:
         key = error.where or "task"
         is_argument = key.startswith("task.args")
-        place = loaded.where(key if is_argument else "task.name")
-        where = f"{place}: {key}" if is_argument else place
+        where = loaded.where(key if is_argument else "task.name")
+        where += f": {key}" if is_argument else ""
         if is_script:  # a line of the script, or what it may not ask for
             where = str(loaded.config.task.args["script"]) if key == "task" else key
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
@@ -79,4 +80,5 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
             values[key] = value
     if BASE_CHECKSUM in found:
         values[f"lora.{BASE_CHECKSUM}"] = found[BASE_CHECKSUM]
-    return loaded.with_planned(values, f"given by {loaded.config.task.label}")
+    why = f"given by {loaded.config.task.label}"
+    return place | {key: (value, why) for key, value in values.items()}

@@ -172,8 +172,10 @@ def with_plan(loaded: LoadedConfig, plan: RunPlan, reason: str) -> tuple[LoadedC
     """The configuration with the best layout that all rules of a run allow, and that layout."""
     refused: list[UserError] = []
     for found in (plan.best, *plan.result.runners_up):
+        values = free_values(loaded, found.choice)
+        planned = loaded.with_values({key: (value, reason) for key, value in values.items()})
         try:
-            planned = loaded.with_planned(free_values(loaded, found.choice), reason)
+            planned.refuse_broken_rules()
             layouts_of(planned.config)
             return planned, found
         except (ConfigError, LayoutError) as error:

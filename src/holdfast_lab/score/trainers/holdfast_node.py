@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holdfast.cli.train import start_run
+from holdfast.api.start import start
 from holdfast_lab.score.trainers.gate import wait_at_gate
 
 
 def main() -> int:
-    return start_run(Path(sys.argv[1]), sys.argv[2:], before_joining=_wait)
+    return start(Path(sys.argv[1]), sys.argv[2:], before_joining=_wait).exit_code
 
 
 def _wait() -> None:

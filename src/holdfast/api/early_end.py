@@ -1,4 +1,4 @@
-"""Signals that come before there is an agent to answer them: one sentence, and no traceback.
+"""How a start ends without its agent: by an early signal, or by an error in our code.
 
 `holdfast train` prepares a dataset and imports for seconds before its agent catches signals. Until
 then nothing has been trained, and the command just ends. A mere warning (SIGUSR1) ends nothing.
@@ -10,7 +10,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from holdfast.errors import UserError
 from holdfast.wire import lifeline
 
 
@@ -53,3 +55,22 @@ def _go_on(number: int, frame: object) -> None:
 
 def _end(number: int, frame: object) -> None:
     raise EndedBySignal(number)
+
+
+class CrashedInError(Exception):
+    """Carries the run folder whose logs should hold the traceback of the error behind it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        super().__init__(str(folder))
+
+
+@contextmanager
+def crash_log_in(folder: Path) -> Iterator[None]:
+    """An unexpected error inside is logged in `folder` (a run folder), not where we stand."""
+    try:
+        yield
+    except (UserError, BrokenPipeError, CrashedInError):
+        raise
+    except Exception as error:
+        raise CrashedInError(folder) from error

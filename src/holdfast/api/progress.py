@@ -12,6 +12,11 @@ LINE_INTERVAL_S = 5.0  # between two lines where there is no terminal
 MOMENT_S = 2.0  # work that is done sooner needs no word
 
 
+def say(text: str) -> None:
+    """Print one line about the progress; never mixed into what another program reads."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class StageProgress:
     """Shows how far a stage is. `say` prints a line of its own, above the moving one."""
 

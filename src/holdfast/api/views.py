@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.api.journal_follower import JournalFollower
+from holdfast.api.progress import say
 from holdfast.checkpoint.restore.catalog import origin_of_weights
-from holdfast.cli.journal_follower import JournalFollower
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
@@ -21,7 +22,6 @@ from holdfast.machine.hardware import HardwareInfo
 from holdfast.report.live.device_metrics import DeviceMetrics
 from holdfast.report.live.live import LiveView
 from holdfast.report.live.metrics import RunMetrics
-from holdfast.show.output import say
 from holdfast.wire import journal
 from holdfast.wire.store.run_location import store_of_run
 

@@ -1,0 +1,181 @@
+"""Begins a run in its folder, or resumes it: checks, data, and the run's description."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.no_effect import find_without_effect
+from holdfast.core.data.lineage import split_effective
+from holdfast.events import RunFinished
+from holdfast.launch.node.devices import (
+    describe_devices,
+)
+from holdfast.launch.run.bucket_run import (
+    begin_again_word,
+    place_word,
+    probe_run_store,
+    require_secret,
+)
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.lora_run import describe_lora
+from holdfast.launch.run.microbatch_size import describe_microbatch
+from holdfast.launch.run.resume_checks import (
+    ensure_end_is_intact,
+    refuse_branch_without_state,
+    refuse_unfit_state,
+)
+from holdfast.launch.run.run_folder import (
+    by_stored_places,
+    is_begun_by_other,
+    refuse_alone,
+    refuse_in_use,
+    refuse_old_base,
+    refuse_other,
+    run_id,
+    set_aside,
+    write_description,
+)
+from holdfast.launch.run.runs import read_resolved
+from holdfast.launch.run.unlike_node import refuse_unlike_node
+from holdfast.launch.start.data import RunData, prepare_run_data
+from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.resolve import resolve
+from holdfast.launch.start.screen import Screen
+from holdfast.options.registry import option_keys
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_location import store_of_run, where_of_run
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run in its folder."""
+
+    loaded: LoadedConfig  # planned for this machine
+    facts: Facts
+    folder: Path
+    watch: HolderWatch  # of the trainer that may have the folder
+    screen: Screen
+    fresh: bool = False  # begin again, whatever lies there
+    yes: bool = False  # whatever it costs
+
+
+@dataclass(frozen=True)
+class BegunRun:
+    """A run whose dataset is prepared and whose description lies in its folder."""
+
+    loaded: LoadedConfig
+    dataset_version: str
+    last_step: int | None = None  # of a run that is finished. Then nothing was written
+
+
+Check = Callable[[Start], None]
+BEFORE_ALL: tuple[Check, ...] = (
+    lambda start: probe_run_store(start.folder),
+    lambda start: refuse_old_base(start.loaded),
+    lambda start: refuse_branch_without_state(start.folder, start.loaded, start.fresh),
+)
+"""Refusals before anything is read or written in the run folder."""
+
+
+def begin_run(start: Start) -> BegunRun:
+    """Prepare the data of a run and write its description, or check those that are there.
+
+    If the run has several nodes, one of them may be at work already. Raises UserError."""
+    folder, fresh, say = start.folder, start.fresh, start.screen.say
+    several = start.facts.several
+    for check in BEFORE_ALL:
+        check(start)
+    before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
+    _refuse_other_trainer(start, is_begun=before is not None)
+    facts = replace(start.facts, stored=None if fresh else read_resolved(folder))
+    loaded, facts, data = prepare_run_data(start.loaded, facts, folder, start.screen, fresh=fresh)
+    version = data.version
+    beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
+    if fresh and not beside and (old := set_aside(folder, before, start.watch)) is not None:
+        say(f"the old run folder is now {old}")
+    refuse_other(folder, loaded, version)
+    facts = replace(facts, stored=read_resolved(folder))
+    loaded = resolve(loaded, facts, (by_stored_places,)).validated()
+    if several:
+        refuse_alone(folder, start.watch)  # the dataset may have taken its time
+    if (last := finished_step(folder, loaded.config.train.steps)) is not None:
+        ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
+        say(
+            f"this run is finished: all {last} steps are done; see it with: holdfast report "
+            f"{place_word(folder)}, or {begin_again_word(folder)}"
+        )
+        return BegunRun(loaded, version, last)
+    refuse_unfit_state(folder, loaded.config)
+    if several:
+        refuse_unlike_node(folder, loaded, start.watch)
+    _describe_run(replace(start, loaded=loaded, facts=facts), data)
+    return BegunRun(loaded, version)
+
+
+def _refuse_other_trainer(start: Start, is_begun: bool) -> None:
+    """Raises RunFolderError if this node can neither join the trainer that has the folder nor take
+    its place."""
+    if start.facts.several:
+        if is_begun:
+            require_secret(start.folder)
+        refuse_alone(start.folder, start.watch)
+    if start.fresh or not start.facts.several:
+        refuse_in_use(start.folder, start.watch)
+
+
+def _describe_run(start: Start, data: RunData) -> None:
+    """Write the description of the run, and say what a reader has to know of it."""
+    loaded, facts, folder, say = start.loaded, start.facts, start.folder, start.screen.say
+    begins = facts.stored is None
+    for line in facts.layout.about:
+        say(line)
+    if begins and not start.yes:
+        start.screen.confirm_cost(loaded, facts.layout.usd)
+    lines = describe_start(loaded, data.use, begins=begins)
+    if begins:
+        lines = [f"a new run in {where_of_run(folder.resolve())}", *lines]
+    begun = write_description(folder, loaded, facts.hardware, data.location, data.version)
+    if not begun and facts.several:
+        require_secret(folder)  # another node may have begun the run just now
+    for line in lines:
+        say(line)
+
+
+def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = False) -> list[str]:
+    """Return lines about what of the run file can never take effect, and the run's `use` of its
+    data. begins: the run starts for the first time."""
+    lora = describe_lora(loaded.config)
+    origin = list(_describe_model_origin(loaded)) if begins and not lora else []
+    size, devices = describe_microbatch(loaded), describe_devices(loaded)
+    bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
+    return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices, *bits]
+
+
+def _describe_model_origin(loaded: LoadedConfig) -> Iterator[str]:
+    """A line for a run that takes its model's shape, and so far no weights, from a folder."""
+    origin = loaded.origins["model.dim"]
+    if origin.kind != "model folder":
+        return
+    overrides = [text for text in loaded.overrides if not text.startswith("folder=")]
+    command = [
+        *("holdfast", "checkpoint", "import", loaded.name, "--from", origin.place),
+        *overrides,
+        f"folder={loaded.config.run_folder}-imported",
+    ]
+    yield (
+        "model.from gives the shape alone: this run begins from initial weights. Those of "
+        f"{origin.place} come into a run of their own by: {shlex.join(command)}"
+    )
+
+
+def finished_step(folder: Path, steps: int) -> int | None:
+    """The last step, when the journal says that the run is finished and counts up to there."""
+    if not folder.is_dir():
+        return None
+    effective, _ = split_effective(read_journal(store_of_run(folder)))
+    done = [r.event.step for r in effective if isinstance(r.event, RunFinished)]
+    return max((step for step in done if step >= steps), default=None)
