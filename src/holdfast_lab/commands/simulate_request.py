@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -12,8 +12,12 @@ from pathlib import Path
 
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.errors import ConfigError
+from holdfast.launch.run.runs import open_run
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.plan.objective.recovery_costs import RUNG_S, RecoveryCosts
+from holdfast.policy.membership.state import node_timeout_s
+from holdfast.report.history.history import read_history
+from holdfast.report.rung_prices import rung_prices
 from holdfast.show.output import only_writer
 from holdfast_lab.commands.kept_replays import key_of
 from holdfast_lab.commands.simulate_replays import StudyReplays
@@ -57,6 +61,7 @@ class Asked:
     sweeps: tuple[str, ...] = ()
     seeds: int = 1
     is_until_done: bool = False
+    journal: Path | None = None  # a run whose recoveries price the rungs; None: RUNG_S
     out: Path | None = None
 
 
@@ -84,6 +89,7 @@ def study_of(asked: Asked) -> StudyResult:
     """Simulate what is asked. Raises UserError."""
     fixed, of_generator = _fixed_settings(asked)
     _refuse_no_trace(asked)
+    prices = _prices(asked.journal)
     histories = _Histories(asked, of_generator)
     files = [sha256(read_bytes(path)).hexdigest() for path in asked.traces]
     variants = list(_variants(asked, fixed))
@@ -97,9 +103,9 @@ def study_of(asked: Asked) -> StudyResult:
                 given = [*asked.overrides, *variant.overrides]
                 plans[variant.overrides] = read_plan_request(asked.run_file, given, asked.cluster)
             request = plans[variant.overrides]
-            cost = _cost_of(request, variant.settings)
+            cost = _cost_of(request, variant.settings, prices)
             words = " ".join(part for part in (name, variant.words) if part)
-            case = Case(words, makers[name] or _ours(request, variant.settings), cost)
+            case = Case(words, makers[name] or _ours(request, variant.settings, prices), cost)
             tokens = _tokens_of(request) if asked.is_until_done else inf
             key = key_of(
                 name,
@@ -111,7 +117,7 @@ def study_of(asked: Asked) -> StudyResult:
                 cost.costs,
                 tokens,
                 (asked.made, asked.days, sorted(of_generator.items()), asked.seeds),
-                (asked.zones, asked.gpu, files),
+                (asked.zones, asked.gpu, files, sorted(prices.items())),
             )
             outcomes.append(
                 replays.outcome(case, histories.of(cost, variant.settings), tokens, request, key)
@@ -193,8 +199,15 @@ def _maker(name: str) -> PolicyMaker | None:
     return policy_named(name)
 
 
-def _ours(request: PlanRequest, settings: Settings) -> PolicyMaker:
-    rules = settings.rules(rules_of(request))
+def _prices(journal: Path | None) -> Mapping[int, float]:
+    """Return the price of each rung: the kept ones, and those of a run in their place."""
+    if journal is None:
+        return RUNG_S
+    return {**RUNG_S, **rung_prices(read_history(open_run(journal).store))}
+
+
+def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
+    rules = replace(settings.rules(rules_of(request)), rung_s=prices)
     if rules.min_interval_s > rules.max_interval_s:
         raise ConfigError(
             f"min_interval_s is {rules.min_interval_s:g}, and max_interval_s is "
@@ -214,9 +227,10 @@ def rules_of(request: PlanRequest) -> HoldfastRules:
     )
 
 
-def _cost_of(request: PlanRequest, settings: Settings) -> PlannedCost:
+def _cost_of(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
     beat = request.loaded.config.cluster.beat_seconds
-    model = GoodputModel(request.problem, replace(RecoveryCosts(), detection_s=3 * beat))
+    costs = RecoveryCosts(prices, detection_s=node_timeout_s(beat))
+    model = GoodputModel(request.problem, costs)
     best = request.plan.best
     made = planned_cost(model, best.choice, best.cost)
     return replace(made, costs=settings.costs(made.costs))
