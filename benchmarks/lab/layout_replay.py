@@ -13,13 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from holdfast.layout import Replica, Topology
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import StepCost
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.objective.absent_nodes import losses_per_second
 from holdfast.plan.objective.goodput import RETURNS, GoodputModel
-from holdfast.plan.objective.losses import CONTINUES, FROM_MEMORY, FROM_STORE
 from holdfast.plan.objective.occupancy import devices_by_pool
+from holdfast.plan.objective.recoveries import ring
+from holdfast.policy.recovery.ladder import (
+    CONTINUES,
+    FROM_MEMORY,
+    FROM_STORE,
+    find_source,
+    loss_of_nodes,
+)
 from holdfast.policy.saving.tiers import DISK, PEERS
 from holdfast_lab.engine.clock import Process, run_process
 
@@ -128,7 +136,7 @@ class _Run(Process[None]):
         self.absent |= lost
         if not any(lost & nodes for nodes in self.replicas):
             return
-        need = self._need(lost)
+        need = self._loss_class(lost)
         self.by_need[need] += 1
         for tier in _TIERS.get(need, ()):
             if tier in self.since:
@@ -138,13 +146,18 @@ class _Run(Process[None]):
         self._place()
         self._pause(need)
 
-    def _need(self, lost: set[Node]) -> int:
-        if any(not lost & nodes for nodes in self.replicas):
-            return CONTINUES
-        used = sorted(set().union(*self.replicas))
-        holders = {node: used[(index + 1) % len(used)] for index, node in enumerate(used)}
-        safe = all(holders[node] not in lost for node in lost if node in holders)
-        return FROM_MEMORY if safe and len(used) > 1 else FROM_STORE
+    def _loss_class(self, lost: set[Node]) -> int:
+        names = {node: f"{node[0]}/{node[1]}" for node in set().union(*self.replicas)}
+        replicas: list[Replica] = []
+        nodes: list[str] = []
+        for each in self.replicas:
+            ranks = tuple(range(len(nodes), len(nodes) + len(each)))
+            replicas.append(Replica(len(replicas), ranks, (1, len(each), 1, 1)))
+            nodes += [names[node] for node in sorted(each)]
+        topology = Topology(0, tuple(replicas), tuple(nodes))
+        copies = ring([names[node] for node in sorted(names)])
+        gone = {names[node] for node in lost if node in names}
+        return find_source(loss_of_nodes(topology, gone, {PEERS: copies, DISK: None}))[1]
 
     def _return(self, pool: NodePool) -> None:
         away = sorted(node for node in self.absent if node[0] == pool.name)

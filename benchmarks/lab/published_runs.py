@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtime.interrupting import run_main
+from holdfast.policy.saving.tiers import DISK
 from holdfast_lab.engine.interfaces import (
-    DISK,
     NOTHING,
     SAVE,
     STAY,

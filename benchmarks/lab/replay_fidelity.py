@@ -139,12 +139,7 @@ def simulated_tokens(
         for n, seconds in sorted(constants.step_s.items())
     ]
     free = Costs(detection_s=0.0, start_s=0.0, communicator_s=0.0, save_pause_s=0.0)
-    rungs = {
-        0: constants.loss_s,
-        4: constants.loss_s,
-        5: constants.grow_s,
-        6: constants.loss_s,
-    }
+    rungs = dict.fromkeys(range(7), constants.loss_s) | {5: constants.grow_s}
     rules = HoldfastRules(rung_s=rungs)
 
     def policy(cost: CostModel) -> Policy:

@@ -80,6 +80,10 @@ Out = Annotated[
     Path | None,
     typer.Option(help="a new folder: a run for `holdfast report`, and each finished replay"),
 ]
+JournalOf = Annotated[
+    Path | None,
+    typer.Option("--journal", help="a run whose own recoveries price the rungs of the ladder"),
+]
 Svg = Annotated[Path | None, typer.Option(help="a file to write: the comparison as a chart")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -120,6 +124,7 @@ def run_file(
     sweep: Sweeps = None,
     seeds: Seeds = 1,
     until_done: UntilDone = False,
+    journal: JournalOf = None,
     out: Out = None,
     svg: Svg = None,
     json: Json = False,
@@ -158,6 +163,7 @@ def run_file(
         sweeps=tuple(sweep or ()),
         seeds=seeds,
         is_until_done=until_done,
+        journal=journal,
         out=out,
     )
     with only_writer(out), explained_out_errors(out or Path()):

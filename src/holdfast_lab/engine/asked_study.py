@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import ConfigError
+from holdfast.launch.run.runs import open_run
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.plan.objective.recovery_costs import RUNG_S, RecoveryCosts
+from holdfast.policy.membership.state import node_timeout_s
+from holdfast.report.history.history import read_history
+from holdfast.report.rung_prices import rung_prices
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of
@@ -53,6 +57,7 @@ class Asked:
     sweeps: tuple[str, ...] = ()
     seeds: int = 1
     is_until_done: bool = False
+    journal: Path | None = None  # a run whose recoveries price the rungs; None: RUNG_S
     out: Path | None = None
 
 
@@ -97,6 +102,7 @@ def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
     recorded = surroundings.read() if asked.traces else ()
     files = [stream.header.sha256 for stream in recorded]
     histories = _Histories(asked, of_generator, recorded)
+    prices = _prices(asked.journal)
     variants = list(_variants(asked, fixed))
     plans: dict[tuple[str, ...], PlannedRun] = {}
     outcomes, notes = list[Outcome](), list[str]()
@@ -107,11 +113,11 @@ def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
             if variant.overrides not in plans:
                 plans[variant.overrides] = surroundings.plan(variant.overrides)
             request = plans[variant.overrides]
-            cost = _cost_of(request, variant.settings)
+            cost = _cost_of(request, variant.settings, prices)
             words = " ".join(part for part in (name, variant.words) if part)
-            case = Case(
-                words, _ours(request, variant.settings) if name == OURS else makers[name], cost
-            )
+            ours = name == OURS
+            maker = _ours(request, variant.settings, prices) if ours else makers[name]
+            case = Case(words, maker, cost)
             tokens = _tokens_of(request) if asked.is_until_done else inf
             key = key_of(
                 name,
@@ -123,7 +129,7 @@ def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
                 cost.costs,
                 tokens,
                 (asked.made, asked.days, sorted(of_generator.items()), asked.seeds),
-                (asked.zones, asked.gpu, files),
+                (asked.zones, asked.gpu, files, sorted(prices.items())),
             )
             outcomes.append(
                 replays.outcome(case, histories.of(cost, variant.settings), tokens, request, key)
@@ -198,8 +204,15 @@ def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
 
 
 # --- what runs ----------------------------------------------------------------------------------
-def _ours(request: PlannedRun, settings: Settings) -> PolicyMaker:
-    rules = settings.rules(rules_of(request))
+def _prices(journal: Path | None) -> Mapping[int, float]:
+    """Return the price of each rung: the kept ones, and those of a run in their place."""
+    if journal is None:
+        return RUNG_S
+    return {**RUNG_S, **rung_prices(read_history(open_run(journal).store))}
+
+
+def _ours(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
+    rules = replace(settings.rules(rules_of(request)), rung_s=prices)
     if rules.min_interval_s > rules.max_interval_s:
         raise ConfigError(
             f"min_interval_s is {rules.min_interval_s:g}, and max_interval_s is "
@@ -219,9 +232,10 @@ def rules_of(request: PlannedRun) -> HoldfastRules:
     )
 
 
-def _cost_of(request: PlannedRun, settings: Settings) -> PlannedCost:
+def _cost_of(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
     beat = request.loaded.config.cluster.beat_seconds
-    model = GoodputModel(request.problem, replace(RecoveryCosts(), detection_s=3 * beat))
+    costs = RecoveryCosts(prices, detection_s=node_timeout_s(beat))
+    model = GoodputModel(request.problem, costs)
     best = request.plan.best
     made = planned_cost(model, best.choice, best.cost)
     return replace(made, costs=settings.costs(made.costs))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from holdfast.policy.recovery.rank_assignment import fill_places
 from holdfast_lab.engine.interfaces import Change, Node
 from holdfast_lab.traces.events import TraceEvent
 
@@ -111,12 +112,9 @@ def seats(used: Sequence[str], nodes: Mapping[str, Node], number: int) -> list[s
     late = [name for name in free if nodes[name].leaves_s < inf]
     if late:
         free = [name for name in free if nodes[name].leaves_s == inf] + late
-    if len(used) <= number and len(kept) < len(used):
-        holes = [place for place, name in enumerate(used) if name not in nodes]
-        for place, name in zip(holes, free, strict=False):
-            kept.insert(place, name)
-        del free[: len(holes)]
-    return kept + free[: number - len(kept)]
+    if len(kept) == len(used):
+        return kept + free[: number - len(kept)]
+    return fill_places(used, taken, free, number)
 
 
 def instants(events: Iterable[TraceEvent]) -> Iterator[tuple[float, list[TraceEvent]]]:

@@ -1,24 +1,33 @@
 """Holdfast's own policy in a simulation: the runtime's policy objects decide.
 
-`holdfast_saves.py` says how often it saves. The recovery ladder (docs/internals/elastic.md) says
-what a loss costs. Rung 0: a complete replica is left. Rung 4: the memory of other nodes has the
-state. Rung 6: only the run store has it. The copies of a node's part lie in the memory of the next
-node in the order of ranks. Pure.
+`holdfast_saves.py` says how often it saves. `policy/recovery/ladder.py` says what a loss costs.
+`policy/placement.py` says which nodes have copies in their memory. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from holdfast.plan.objective.recovery_costs import RUNG_S
+from holdfast.policy.placement import Machine, place_copies
+from holdfast.policy.recovery.ladder import (
+    FROM_STORE,
+    LOSS_CLASSES,
+    Holders,
+    Recovery,
+    Successor,
+    find_source,
+    loss_of_nodes,
+    recover,
+)
 from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S
+from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
+from holdfast_lab.engine.fleet import seats
 from holdfast_lab.engine.holdfast_saves import HoldfastSaves
 from holdfast_lab.engine.interfaces import (
-    DISK,
     NOTHING,
-    PEERS,
     SAVE,
     STAY,
     STEP,
@@ -33,10 +42,12 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-
-CONTINUES, FROM_MEMORY, FROM_STORE = "continues", "from_memory", "from_store"
-_LEVELS = {CONTINUES: 0, FROM_MEMORY: 1, FROM_STORE: 2}
-"""Classes of `policy/saving/failure_classes.py`."""
+from holdfast_lab.engine.placed_point import (
+    growth_rung,
+    sizes_of,
+    topology_by_place,
+    topology_on,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,10 @@ class HoldfastRules:
     rung_s: Mapping[int, float] = field(default_factory=lambda: RUNG_S)
 
 
+_STORE: Mapping[int, Holders | None] = {DISK: None}
+_PRICES = {rung: rung for rung in RUNG_S} | {5: 3}
+"""By rung of a loss: the rung whose price it has. A loss to which a larger layout answers waits for
+new processes, as on rung 3."""
 FALSE_NOTICE_S = 60.0
 """A node that is still there so long after its notice stays."""
 
@@ -131,32 +146,65 @@ class HoldfastPolicy:
 
     def _after_loss(self, view: View, change: Change) -> Decision:
         assert view.point is not None
-        each = view.point.nodes_per_replica
-        hit = {place // each for place in change.lost}
-        need = self._need(view, change.lost, len(hit))
+        point, lost = self.cost.point(len(view.nodes)), change.lost
+        found = self._recovery(view, point, lost, self.rules.peers)
         if view.pause_left == 0:
-            self.cadence.add_failure(view, _LEVELS[need])
-        if need == FROM_MEMORY and self.cadence.interval(PEERS) == inf:
-            need = FROM_STORE
-        point = self.cost.point(len(view.nodes))
-        costs = self.cost.costs
+            self.cadence.add_failure(view, found.loss_class)
+        if found.tier == PEERS and self.cadence.interval(PEERS) == inf:
+            found = self._recovery(view, point, lost, has_copies=False)
+        reason = LOSS_CLASSES[found.loss_class]
         if point is None:
-            return Decision(Transition(None, (), SAVE, (DISK,), reason=need, rung=6))
-        seconds = costs.detection_s + costs.communicator_s
-        loses, rung, read = STEP, 0, dict[int, float]()
+            return Decision(Transition(None, (), SAVE, (DISK,), reason=reason, rung=6))
+        costs, rules = self.cost.costs, self.rules
+        seconds = costs.detection_s + costs.communicator_s + rules.rung_s[_PRICES[found.rung]]
         tiers: tuple[int, ...] = (DISK,)
-        if need == CONTINUES:
-            seconds = seconds + self.rules.rung_s[0] + self._moving(view, point, hit)
-        elif need == FROM_MEMORY:
-            loses, tiers, rung = SAVE, (PEERS, DISK), 4
-            seconds += restores_s(costs, self.rules, point)[PEERS]
-            read = {PEERS: costs.state_bytes}
+        read = {MEMORY if found.tier is None else found.tier: found.nbytes} if found.nbytes else {}
+        if found.rung == 0:
+            hit = {place // view.point.nodes_per_replica for place in lost}
+            seconds += self._moving(view, point, hit)
+        elif found.loss_class == FROM_STORE:
+            seconds += costs.store_s(point.nodes, point.replicas)
         else:
-            loses, rung = SAVE, 6
-            seconds += restores_s(costs, self.rules, point)[DISK]
-            read = {DISK: costs.state_bytes * point.replicas}
+            tiers = (PEERS, DISK)
+            seconds += costs.peer_s(point.nodes_per_replica)
+        loses = STEP if found.tier is None else SAVE
         pauses = (("recovery", seconds),)
-        return Decision(Transition(point, pauses, loses, tiers, None, read, need, rung))
+        return Decision(Transition(point, pauses, loses, tiers, None, read, reason, found.rung))
+
+    def _recovery(
+        self, view: View, point: OperatingPoint | None, lost: Sequence[int], has_copies: bool
+    ) -> Recovery:
+        """Return what the recovery ladder says. point: the layout that follows."""
+        assert view.point is not None
+        before, goes_on = topology_by_place(view.point), self.rules.replicas_go_on
+        loss = loss_of_nodes(before, [str(place) for place in lost], _STORE)
+        alone = recover(loss, None)
+        if goes_on and alone.rung == 0:
+            return alone
+        before = topology_on(view.point, view.used)
+        gone = {view.used[place] for place in lost}
+        tiers = _STORE
+        if has_copies:
+            here: Holders = {name: (name,) for name in view.used}
+            tiers = {MEMORY: here, PEERS: self._holders(view.used, gone), **_STORE}
+        loss = loss_of_nodes(before, gone, tiers)
+        if not goes_on:  # no process keeps its state
+            loss = replace(loss, lost_ranks=frozenset(range(before.world_size)))
+        if point is None:
+            tier, loss_class = find_source(loss)
+            return Recovery(6, tier, 0.0, loss_class)
+        after = topology_on(point, seats(view.used, view.nodes, point.nodes))
+        sizes = sizes_of(point, self.cost.costs.state_bytes)
+        return recover(loss, Successor(after), sizes)
+
+    def _holders(self, used: Sequence[str], lost: Collection[str]) -> Holders:
+        """Return the nodes whose memory has copies."""
+        if self.rules.staged:
+            return dict.fromkeys(lost, ("staging node",))
+        if len(lost) == 1:  # wherever the copy is, it is on another node
+            return {name: [other for other in used if other != name] for name in lost}
+        machines = [Machine(name) for name in used]
+        return place_copies(dict.fromkeys(used, 1), machines).holders
 
     def _moving(self, view: View, point: OperatingPoint, hit: Collection[int] = ()) -> float:
         """Seconds until nodes have a new part of the state. They take one if a replica is added, or
@@ -166,19 +214,6 @@ class HoldfastPolicy:
             return self.cost.costs.peer_s(each)
         complete = now.replicas - sum([number < now.replicas for number in hit])
         return self.cost.costs.peer_s(each) if point.replicas > complete else 0.0
-
-    def _need(self, view: View, lost: tuple[int, ...], hit: int) -> str:
-        """What can have the state of the lost nodes: a replica, another node, or the store. hit:
-        number of replicas that lost a node."""
-        point, used = view.point, view.used
-        assert point is not None
-        if self.rules.replicas_go_on and point.replicas > 1 and hit < point.replicas:
-            return CONTINUES
-        number, gone = len(used), set(lost)
-        safe = self.rules.staged or (
-            number > 1 and all((place + 1) % number not in gone for place in lost)
-        )
-        return FROM_MEMORY if safe and self.rules.peers else FROM_STORE
 
     def _before_departure(self, view: View) -> Transition | None:
         """Leave nodes with a notice at a step boundary, with the state they hold: nothing is
@@ -198,9 +233,18 @@ class HoldfastPolicy:
         keep = [name for name in view.used if name in set(staying)]
         used = (keep + [name for name in staying if name not in set(keep)])[: point.nodes]
         pause = self.rules.rung_s[5] + costs.communicator_s + moving
+        rung = self._planned_rung(view, point, used)
         return Transition(
-            point, (("recovery", pause),), NOTHING, used=tuple(used), reason="notice", rung=5
+            point, (("recovery", pause),), NOTHING, used=tuple(used), reason="notice", rung=rung
         )
+
+    def _planned_rung(self, view: View, point: OperatingPoint, used: Sequence[str]) -> int:
+        """Return the rung of a move that loses nothing."""
+        if view.point is None:
+            return 5
+        loss = loss_of_nodes(topology_on(view.point, view.used), (), _STORE)
+        came = set(used) - set(view.used)
+        return recover(loss, Successor(topology_on(point, used), newcomers=len(came))).rung
 
     def _maybe_grow(self, view: View) -> Decision:
         """Take more nodes, if that is faster, at a step boundary. Nothing is lost."""
@@ -221,7 +265,8 @@ class HoldfastPolicy:
         moving = self._moving(view, point)
         costs = self.cost.costs
         pause = self.rules.rung_s[5] + costs.communicator_s + moving
-        return Decision(Transition(point, (("recovery", pause),), NOTHING, reason="grow", rung=5))
+        rung, pauses = growth_rung(view.point, point), (("recovery", pause),)
+        return Decision(Transition(point, pauses, NOTHING, reason="grow", rung=rung))
 
     def _is_better(self, point: OperatingPoint, now: OperatingPoint) -> bool:
         return point.tokens_per_s > now.tokens_per_s * (1 + self.rules.grow_gain) + 1e-9

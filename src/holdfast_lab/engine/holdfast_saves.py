@@ -14,11 +14,16 @@ from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost
 from holdfast.policy.saving.tier_choice import TierChoices
 from holdfast.policy.saving.tier_durations import TierDurations
-from holdfast.policy.saving.tiers import SaveCosts, TierSettings, tier_choices, tier_costs
-from holdfast_lab.engine.interfaces import (
+from holdfast.policy.saving.tiers import (
     DISK,
     MEMORY,
     PEERS,
+    SaveCosts,
+    TierSettings,
+    tier_choices,
+    tier_costs,
+)
+from holdfast_lab.engine.interfaces import (
     Costs,
     OperatingPoint,
     SavePlan,

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-MEMORY, PEERS, DISK, BUCKET = range(4)
-"""Tiers, as `policy/saving/tiers.py` numbers them."""
+from holdfast.layout import Topology
+from holdfast.policy.membership.state import MembershipRules
+from holdfast.policy.recovery.state_parts import StateSizes
+from holdfast.policy.saving.tiers import DISK
 
 LABELS = (
     "productive",
@@ -41,7 +43,8 @@ class OperatingPoint:
 
     layout: a name for people. nodes: that it uses. replicas: complete copies of the model, on
     `nodes // replicas` nodes each. tokens_per_s: without failures and saves. step_s: 0 if steps do
-    not matter. watts: of all its nodes while they train. nodes_per_replica: follows.
+    not matter. watts: of all its nodes while they train. nodes_per_replica: follows. topology: on
+    nodes "0", "1", ...; None: a node is a rank. sizes: of the state by layer; None: one layer.
     """
 
     layout: str
@@ -51,6 +54,8 @@ class OperatingPoint:
     replicas: int = 1
     watts: float = 0.0
     nodes_per_replica: int = field(init=False, repr=False, compare=False)
+    topology: Topology | None = field(default=None, repr=False, compare=False)
+    sizes: StateSizes | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         each = max(1, self.nodes // self.replicas) if self.replicas > 1 else self.nodes or 1
@@ -72,7 +77,7 @@ class Costs:
     """
 
     state_bytes: float = 0.0
-    detection_s: float = 6.0
+    detection_s: float = MembershipRules.node_timeout_s
     start_s: float = 30.0
     regroup_s: float = 0.6
     communicator_s: float = 2.0

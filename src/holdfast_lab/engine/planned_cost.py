@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from holdfast.config.loading.load import LoadedConfig
@@ -19,6 +20,7 @@ from holdfast.plan.hardware.devices import device_named
 from holdfast.plan.objective.energy import JOULES_PER_KWH, kwh_per_step
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.occupancy import nodes_used, with_replicas
+from holdfast.plan.objective.recoveries import state_sizes, topology_of
 from holdfast_lab.engine.interfaces import Costs, OperatingPoint
 
 _CPU_START_S, _START_S = 6.0, 30.0
@@ -88,7 +90,15 @@ class PlannedCost:
         watts = kwh_per_step(problem, layout, found) * JOULES_PER_KWH / step_s
         nodes = sum(nodes_used(problem.cluster, layout).values())
         replicas = sum(group.dp_replicate for group in layout.replicas)
-        return OperatingPoint(layout_words(layout), nodes, rate, step_s, replicas, watts)
+        places = iter(map(str, range(nodes)))
+        by_pool = {
+            name: list(islice(places, number))
+            for name, number in nodes_used(problem.cluster, layout).items()
+        }
+        topology = topology_of(problem.cluster, layout, by_pool)
+        sizes = state_sizes(problem.workload)
+        words = layout_words(layout)
+        return OperatingPoint(words, nodes, rate, step_s, replicas, watts, topology, sizes)
 
     def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
         """Fewer of the plan's replicas. A plan knows no other shape of them."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
 from holdfast_lab.engine.interfaces import (
-    DISK,
-    MEMORY,
     NOTHING,
-    PEERS,
     SAVE,
     STAY,
     STEP,

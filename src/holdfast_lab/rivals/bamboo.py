@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from holdfast.policy.saving.tiers import DISK
 from holdfast_lab.engine.interfaces import (
-    DISK,
     NOTHING,
     SAVE,
     STAY,

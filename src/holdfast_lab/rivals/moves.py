@@ -9,7 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
-from holdfast_lab.engine.interfaces import DISK, Costs, SavePlan, TierSave, View
+from holdfast.policy.saving.tiers import DISK
+from holdfast_lab.engine.interfaces import (
+    Costs,
+    SavePlan,
+    TierSave,
+    View,
+)
 
 RECOVERY, STARTUP = "recovery", "startup"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.policy.saving.tiers import DISK
 from holdfast_lab.engine.interfaces import (
-    DISK,
     NOTHING,
     SAVE,
     STAY,

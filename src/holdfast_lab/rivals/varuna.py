@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from holdfast.policy.saving.tiers import DISK
 from holdfast_lab.engine.interfaces import (
-    DISK,
     NOTHING,
     SAVE,
     STEP,

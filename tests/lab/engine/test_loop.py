@@ -8,9 +8,9 @@ from math import expm1, inf, sqrt
 
 import pytest
 
+from holdfast.policy.saving.tiers import DISK
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import (
-    DISK,
     NOTHING,
     SAVE,
     STAY,

@@ -25,7 +25,6 @@ from holdfast.elastic.agent.tracker_supervisor import TrackerSupervisor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.elastic.coordinator.run_controller import (
-    MISSED_HEARTBEATS_UNTIL_LOST,
     RunController,
 )
 from holdfast.elastic.event_log import Say
@@ -35,6 +34,7 @@ from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.run_context import RunContext
 from holdfast.plan.placing.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
+from holdfast.policy.membership.state import node_timeout_s
 
 
 class AgentParts:
@@ -157,7 +157,7 @@ class AgentParts:
 
     def _make_role_loop(self, address: str) -> RoleLoop:
         it, cluster = self.context, self.context.config.cluster
-        silence = MISSED_HEARTBEATS_UNTIL_LOST * cluster.beat_seconds
+        silence = node_timeout_s(cluster.beat_seconds)
         return RoleLoop(
             it.node,
             address,

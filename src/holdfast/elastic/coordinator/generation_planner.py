@@ -37,6 +37,7 @@ from holdfast.layout import Topology
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
 from holdfast.plan.placing.planner import reweight
 from holdfast.policy.membership.transitions import CoordinatorState, NodeRecord
+from holdfast.policy.recovery.ladder import Recovery
 from holdfast.policy.recovery.survivors import HeldState
 
 
@@ -82,6 +83,9 @@ class GenerationPlanner:
         self._reported_losses: set[tuple[int, str]] = set()
         self.is_session_start = True
         """True if a session of the run begins with the generation that was planned last."""
+        self.recovery: Recovery | None = None
+        """How the newest generation recovers; None: no generation ran before it."""
+        self._present_nodes: frozenset[str] = frozenset()  # when it was planned
         self.reached_step = 0
         """The newest step that a generation has begun from."""
         self.rejected_checkpoints: dict[str, str] = {}
@@ -161,6 +165,7 @@ class GenerationPlanner:
         nodes = [node for name in sorted(node_names) if (node := state.node(name)) is not None]
         self.is_session_start = self._previous_topology is None or not _is_run_continuing(state)
         self._planner.peers = _present_peers(state, node_reports)
+        self._present_nodes = frozenset(node.name for node in state.nodes)
         keys, held = _collect_held_states(node_reports, {node.name for node in state.nodes})
         self.reached_step = max([self.reached_step, *(one.applied for one in held.values())])
         self.bad_steps.observe(self._previous_topology, held, keys)
@@ -260,9 +265,17 @@ class GenerationPlanner:
             )
             step, self._restored_key = newest.step, newest.key
             _refuse_empty_branch(newest, self._context.config.branch_of)
-        rung = _recovery_rung(self._previous_topology, topology, after, newest)
+        self.recovery = None
+        if self._previous_topology is not None:
+            self.recovery = self._recovery_planner.recover(
+                self._previous_topology,
+                topology,
+                after,
+                self._present_nodes,
+                None if newest is None else newest.durable,
+            )
         self.reached_step = max(self.reached_step, step)
-        self._emit_start_events(topology, record, newest, step, rung)
+        self._emit_start_events(topology, record, newest, step)
         self._recovery_planner.remember_topology(topology)
         self._previous_topology = topology
         peers = None if self._context.is_single_node else tuple(machines)
@@ -274,7 +287,6 @@ class GenerationPlanner:
         record: GenerationRecord,
         restore_point: RestorePoint | None,
         step: int,
-        rung: int,
     ) -> None:
         if (found := _restore_point_event(restore_point, step)) is not None:
             self._context.emit(found)
@@ -288,7 +300,7 @@ class GenerationPlanner:
                 topology.to_json(),
                 reason,
                 None if restore_point is None else restore_point.key,
-                -1 if first else rung,
+                -1 if first or self.recovery is None else self.recovery.rung,
                 None if record.came_from is None else list(record.came_from),
                 self.cause,
                 step=step,
@@ -409,43 +421,6 @@ def _ready_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
         for n in nodes
     ]
     return [NodePlaces(name, places) for name, places in found if places]
-
-
-def _recovery_rung(
-    previous: Topology | None,
-    topology: Topology,
-    recovery_plan: RecoveryPlan,
-    restore_point: RestorePoint | None,
-) -> int:
-    """Return the rung of the recovery ladder; -1 if no generation ran before."""
-    if previous is None:
-        return -1
-    if restore_point is not None and restore_point.durable:
-        return 6  # neither a process nor memory held the newest state
-    if topology.world_size > previous.world_size:
-        return 5
-    if topology.world_size == previous.world_size:
-        if recovery_plan.staying_workers == topology.world_size:
-            return 1
-        return 2 if set(topology.nodes) <= set(previous.nodes) else 3
-    if recovery_plan.previous_topology is None or recovery_plan.came_from is None:
-        return 4
-    return (
-        0
-        if _has_only_previous_replicas(
-            recovery_plan.previous_topology, topology, recovery_plan.came_from
-        )
-        else 4
-    )
-
-
-def _has_only_previous_replicas(
-    previous: Topology, topology: Topology, came_from: Sequence[int | None]
-) -> bool:
-    """Return True if each replica existed before, with all its ranks in their places."""
-    old = {(each.kind, tuple(each.ranks)) for each in previous.replicas}
-    new = ((r.kind, tuple(came_from[rank] for rank in r.ranks)) for r in topology.replicas)
-    return all(replica in old for replica in new)
 
 
 def _collect_held_states(

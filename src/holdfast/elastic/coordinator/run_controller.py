@@ -54,6 +54,7 @@ from holdfast.plan.placing.interface import Planner
 from holdfast.policy.detection.stragglers import Pace, PaceChange
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.restart_budget import RestartHistory, why_give_up
+from holdfast.policy.membership.state import node_timeout_s
 from holdfast.policy.membership.transitions import (
     CoordinatorState,
     MembershipRules,
@@ -65,7 +66,6 @@ from holdfast.wire.journal import JournalTail as JournalFollower
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 from holdfast.wire.term import Term, newest_generation
 
-MISSED_HEARTBEATS_UNTIL_LOST = 3
 UNREACHABLE_PAIR_RETRY_HEARTBEATS = 30
 """Heartbeats until two nodes that did not reach each other are tried together again."""
 LAST_LEDGER_REPAIR_TIMEOUT_S = 30.0
@@ -456,7 +456,7 @@ def _membership_rules(
 ) -> MembershipRules:
     return MembershipRules(
         select_nodes,
-        MISSED_HEARTBEATS_UNTIL_LOST * cluster.beat_seconds,
+        node_timeout_s(cluster.beat_seconds),
         cluster.gather_seconds,
         cluster.settle_seconds,
         retry_pair_after_s=UNREACHABLE_PAIR_RETRY_HEARTBEATS * cluster.beat_seconds,

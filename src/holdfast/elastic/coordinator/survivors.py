@@ -10,20 +10,30 @@ join as newcomers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.layout import Topology
+from holdfast.policy.recovery.ladder import (
+    Holders,
+    Loss,
+    Recovery,
+    Successor,
+    intact_replicas,
+    recover,
+)
 from holdfast.policy.recovery.rank_assignment import RankAssignment, assign_ranks
+from holdfast.policy.recovery.state_parts import StateSizes
 from holdfast.policy.recovery.survivors import (
     HeldState,
     ResumePoint,
     first_missing_tensor,
     resume_point,
 )
+from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
 
 _MAX_TOPOLOGIES = 16  # topologies of older generations: no process holds a state for longer
 
@@ -59,6 +69,7 @@ class RecoveryPlanner:
 
     def __init__(self, config: RunConfig) -> None:
         self._table = run_state_table(config)
+        self._sizes = StateSizes.of_table(self._table)
         self._topologies: dict[int, Topology] = {}
 
     def remember_topology(self, topology: Topology) -> None:
@@ -113,14 +124,47 @@ class RecoveryPlanner:
         stood = self._find_complete_state(held_states)
         if isinstance(stood, str):
             return None
-        before, there = stood.topology, stood.resume_point.ranks
-        replicas = [r for r in before.replicas if there.issuperset(r.ranks)]
-        if not 0 < len(replicas) < len(before.replicas):
+        before = stood.topology
+        lost = frozenset(range(before.world_size)) - stood.resume_point.ranks
+        replicas = intact_replicas(before, lost)
+        if not replicas:
             return None
         places = Counter(
             node_by_process[stood.processes[rank]] for r in replicas for rank in r.ranks
         )
-        return IntactReplicas(before, frozenset(range(before.world_size)) - there, places)
+        return IntactReplicas(before, lost, places)
+
+    def recover(
+        self,
+        previous: Topology,
+        new: Topology,
+        plan: RecoveryPlan,
+        present_nodes: Collection[str],
+        restores_durable: bool | None,
+    ) -> Recovery:
+        """Return the rung of the recovery ladder, the source of the state and the bytes to move.
+
+        Args:
+            previous: the topology of the generation that is over.
+            new: the topology that follows.
+            plan: how the processes are placed in it.
+            present_nodes: nodes whose memory is there.
+            restores_durable: the state that was chosen to restore lies in the run store, or in the
+                memory of nodes; None: nothing is restored.
+        """
+        before = plan.previous_topology or previous
+        kept = frozenset(rank for rank in plan.came_from or () if rank is not None)
+        nodes = set(before.nodes)
+        tiers: dict[int, Holders | None] = {DISK: None}
+        if not restores_durable:  # the movers have found it complete
+            here = tuple(present_nodes)
+            tiers = {MEMORY: {node: (node,) for node in nodes}, PEERS: dict.fromkeys(nodes, here)}
+        ranks = frozenset(range(before.world_size))
+        loss = Loss(before, ranks - kept, frozenset(nodes - set(present_nodes)), tiers, self._table)
+        newcomers = new.world_size - plan.staying_workers
+        came_from = plan.came_from or (None,) * new.world_size
+        after = Successor(new, came_from, newcomers, previous.world_size)
+        return recover(loss, after, self._sizes)
 
     def has_complete_state(self, held_states: Mapping[int, HeldState]) -> bool:
         """Return True if these processes hold the complete state of some generation."""

@@ -24,14 +24,7 @@ from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.hardware.devices import DeviceType, device_named
 from holdfast.plan.objective.absent_nodes import absent_chances, absent_share, losses_per_second
-from holdfast.plan.objective.losses import (
-    CONTINUES,
-    FROM_MEMORY,
-    FROM_STORE,
-    Loss,
-    domain_losses,
-    node_losses,
-)
+from holdfast.plan.objective.losses import Loss, domain_losses, node_losses
 from holdfast.plan.objective.occupancy import (
     RECOMPUTE_WORDS,
     nodes_used,
@@ -41,6 +34,7 @@ from holdfast.plan.objective.occupancy import (
     with_replicas,
 )
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.policy.recovery.ladder import CONTINUES, FROM_MEMORY, FROM_STORE, LOSS_CLASSES
 from holdfast.policy.saving.interval import (
     IntervalBounds,
     IntervalDecision,
@@ -91,9 +85,6 @@ class _State:
     nodes: Mapping[str, int]
     layout: Choice | None
     tokens_per_s: float
-
-
-_NEEDS = {CONTINUES: "continues", FROM_MEMORY: "from_memory", FROM_STORE: "from_store"}
 
 
 @dataclass
@@ -221,9 +212,9 @@ class GoodputModel:
         self, choice: Choice, states: list[_State]
     ) -> tuple[dict[str, float], dict[int, float], float]:
         """(seconds of pause for each second by need, needs a second, hits a second)."""
-        pauses = dict.fromkeys((*_NEEDS.values(), "returns"), 0.0)
-        needs, hits = dict.fromkeys(_NEEDS, 0.0), 0.0
-        takes = {need: self.pause_s(choice, need) for need in (*_NEEDS, RETURNS)}
+        pauses = dict.fromkeys((*LOSS_CLASSES.values(), "returns"), 0.0)
+        needs, hits = dict.fromkeys(LOSS_CLASSES, 0.0), 0.0
+        takes = {need: self.pause_s(choice, need) for need in (*LOSS_CLASSES, RETURNS)}
         for state in states:
             if state.layout is None:
                 continue
@@ -233,7 +224,7 @@ class GoodputModel:
             for loss in found:
                 for need, chance in enumerate(loss.needs):
                     rate = state.chance * loss.rate * chance
-                    pauses[_NEEDS[need]] += rate * self._again(broken, takes[need])
+                    pauses[LOSS_CLASSES[need]] += rate * self._again(broken, takes[need])
                     needs[need] += rate
             pauses["returns"] += state.chance * self._returns(state) * takes[RETURNS]
         return pauses, needs, hits

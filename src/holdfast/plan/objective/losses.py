@@ -1,23 +1,20 @@
 """Losses of nodes that a layout meets: how often, how many at once, and what recovery they need.
 
-A need is 0 if another complete replica continues at once. It is 1 if the state comes from the
-memory of the remaining nodes, and 2 if it comes from the run store. Needs are classes of
-`policy/saving/failure_classes.py`, counted from a layout instead of a run's history.
+A need is a class of loss of the recovery ladder (`policy/recovery/ladder.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, exp, lgamma
+from math import ceil
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.objective.absent_nodes import batch_chances, losses_per_second
 from holdfast.plan.objective.occupancy import devices_by_pool
 from holdfast.plan.placing.domains import FAILURES_PER_DAY
-
-CONTINUES, FROM_MEMORY, FROM_STORE = 0, 1, 2
+from holdfast.policy.recovery.loss_chances import chance_of_none, class_chances
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,10 @@ def node_losses(
     rate = present * losses_per_second(pool) / max(1.0, pool.burst)
     if not used or not rate:
         return
+    replicas = _replicas_in(pool, choice, counts)
     for size, chance in batch_chances(pool.burst, present):
-        hit = 1 - _misses(present, used, size)
-        needs = _needs(pool, choice, counts, used, size)
+        hit = 1 - chance_of_none(present, used, size)
+        needs = class_chances(replicas, used, size)
         yield Loss(pool.name, size, rate * chance, (hit * needs[0], hit * needs[1], hit * needs[2]))
 
 
@@ -99,40 +97,18 @@ def _used(pool: NodePool, choice: Choice, counts: tuple[int, ...]) -> int:
     return ceil(devices / pool.devices)
 
 
-def _needs(
-    pool: NodePool, choice: Choice, counts: tuple[int, ...], used: int, size: int
-) -> tuple[float, float, float]:
-    """Chances of each need if `size` of the `used` nodes of a pool are lost at random."""
-    broken = 1.0  # chance that no replica stays complete
+def _replicas_in(
+    pool: NodePool, choice: Choice, counts: tuple[int, ...]
+) -> list[tuple[int, int]] | None:
+    """Return the replicas in a pool, for `class_chances`. Those that share a node are lost
+    together. None: a replica has no device in the pool."""
+    found: list[tuple[int, int]] = []
     for group, count in zip(choice.replicas, counts, strict=True):
         if not count:
             continue
         devices = devices_by_pool(group).get(pool.name, 0)
         if not devices:
-            broken = 0.0
-            break
-        # replicas that share a node are lost together
-        blocks = max(1, count if devices >= pool.devices else ceil(count * devices / pool.devices))
-        nodes = max(1, ceil(devices / pool.devices))
-        hit = 1 - _misses(used, min(nodes, used), size)
-        broken *= 0.0 if size < blocks else hit**blocks
-    memory = _peers_survive(used, size)
-    return 1 - broken, broken * memory, broken * (1 - memory)
-
-
-def _peers_survive(used: int, size: int) -> float:
-    """Chance that each lost node's copy lies on a node that is left: one copy, on another node."""
-    if size >= used:
-        return 0.0
-    return (1 - (size - 1) / (used - 1)) ** size if used > 1 else 0.0
-
-
-def _misses(nodes: int, marked: int, drawn: int) -> float:
-    """Chance that none of the marked nodes is drawn."""
-    if drawn > nodes - marked:
-        return 0.0
-    return exp(_log_ways(nodes - marked, drawn) - _log_ways(nodes, drawn))
-
-
-def _log_ways(n: int, k: int) -> float:
-    return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
+            return None
+        groups = count if devices >= pool.devices else ceil(count * devices / pool.devices)
+        found.append((max(1, groups), max(1, ceil(devices / pool.devices))))
+    return found

@@ -19,9 +19,9 @@ from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.losses import CONTINUES, FROM_MEMORY, FROM_STORE, domains_of
-from holdfast.plan.objective.moves import moved_bytes
-from holdfast.plan.objective.occupancy import devices_by_pool, nodes_used, replicas_left
+from holdfast.plan.objective.losses import domains_of
+from holdfast.plan.objective.occupancy import nodes_used
+from holdfast.plan.objective.recoveries import recovery_of
 
 FORMAT = 1
 """Version of the JSON form."""
@@ -35,9 +35,8 @@ class NextPlan:
 
     loss: "node", "rack", "power", "zone", "half of the spot pool". lost, left: nodes by pool.
     layout: the one to move to; None: nothing fits, so the run waits. rung: of the recovery ladder.
-    0: a complete replica continues at once; 4: from memory; 6: from the run store. moved_bytes:
-    received by all devices. pause_s: until training continues. tokens_per_s: afterwards; share: of
-    those before.
+    moved_bytes: received by all devices. pause_s: until training continues. tokens_per_s:
+    afterwards; share: of those before.
     """
 
     loss: str
@@ -132,14 +131,15 @@ def _plan(
     if rest is not None:
         layout, rate = _better(model, choice, left, rest, (layout, rate))
     before = problem.workload.step_tokens / cost.step_s
-    need = _need(problem.cluster, choice, lost)
-    moved = 0.0
-    if layout is not None:
-        moved = moved_bytes(problem.workload, problem.cluster, choice, layout, lost)
-    rung = {CONTINUES: 0, FROM_MEMORY: 4, FROM_STORE: 6}[need]
-    return NextPlan(
-        loss, lost, left, layout, rung, moved, model.pause_s(choice, need), rate, rate / before
-    )
+    nodes = {name: _names(problem.cluster.pool(name)) for name in used}
+    gone = {node for name, number in lost.items() for node in nodes[name][:number]}
+    found, moved = recovery_of(problem, choice, layout, nodes, gone)
+    pause = model.pause_s(choice, found.loss_class)
+    return NextPlan(loss, lost, left, layout, found.rung, moved, pause, rate, rate / before)
+
+
+def _names(pool: NodePool) -> list[str]:
+    return [f"{pool.name}/{number}" for number in range(pool.nodes)]
 
 
 def _better(
@@ -170,19 +170,6 @@ def _better(
 
 def _smaller(pool: NodePool, nodes: int) -> NodePool:
     return replace(pool, nodes=nodes)
-
-
-def _need(cluster: Cluster, choice: Choice, lost: Mapping[str, int]) -> int:
-    """If nodes next to each other are lost: whether a replica stays complete, or memory has all."""
-    used = nodes_used(cluster, choice)
-    if all(number >= used.get(name, 0) for name, number in lost.items()):
-        survive = any(not set(lost) & set(devices_by_pool(group)) for group in choice.replicas)
-        return CONTINUES if survive else FROM_STORE
-    # nodes in order: replicas that do not reach into the first ones are complete
-    left = {name: used[name] - lost.get(name, 0) for name in used}
-    if any(replicas_left(cluster, choice, left)):
-        return CONTINUES
-    return FROM_MEMORY if sum(lost.values()) == 1 else FROM_STORE
 
 
 def _choice(value: dict[str, Any] | None) -> Choice | None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-RUNG_S: Mapping[int, float] = {0: 0.055, 3: 0.672, 4: 0.557, 5: 0.010, 6: 5.84}
+from holdfast.policy.membership.state import MembershipRules
+
+RUNG_S: Mapping[int, float] = {
+    0: 0.055,
+    1: 0.145,
+    2: 0.447,
+    3: 0.672,
+    4: 0.557,
+    5: 0.010,
+    6: 5.84,
+}
 """Seconds beyond a step until training continues, by rung of the recovery ladder: the worst of
 `python -m benchmarks.runtime.recovery` (four workers, 0.7 M parameters, CPU;
 docs/log/measurements.md). Bytes and devices' communicators are added."""
@@ -26,7 +36,7 @@ class RecoveryCosts:
     """
 
     rung_s: Mapping[int, float] = field(default_factory=lambda: RUNG_S)
-    detection_s: float = 6.0
+    detection_s: float = MembershipRules.node_timeout_s
     communicator_s: float = 2.0
     save_pause_s: float = 0.002
     sent_share: float = 0.1

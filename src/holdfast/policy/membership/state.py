@@ -129,6 +129,15 @@ class UnreachablePair:
     wait: float
 
 
+MISSED_HEARTBEATS_UNTIL_LOST = 3
+"""Heartbeats of a node that do not come, after which it is lost."""
+
+
+def node_timeout_s(heartbeat_s: float) -> float:
+    """Return the silence after which a node is lost, in seconds."""
+    return MISSED_HEARTBEATS_UNTIL_LOST * heartbeat_s
+
+
 SelectNodes = Callable[[Sequence[NodeRecord]], Sequence[str]]
 """The planner's answer: which of some nodes a generation would use; () where it cannot be."""
 

@@ -12,7 +12,7 @@ The remaining ranks are for newcomers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.layout import Topology
@@ -34,14 +34,14 @@ def assign_ranks(
     process has the state."""
     plan = _RankAssigner(old, new, dict(process_of), set(state_holders) & process_of.keys())
     plan.assign_whole_replicas()
-    plan.assign_where(
-        lambda was, rank: was == rank and plan.has_same_boxes(was, rank), plan.unassigned_holders
-    )
-    plan.assign_where(plan.has_same_boxes, plan.unassigned_holders)
-    plan.assign_where(lambda was, rank: was == rank, plan.unassigned_holders)
-    plan.assign_where(lambda was, rank: True, plan.unassigned_holders)
-    plan.assign_where(lambda was, rank: was == rank, plan.unassigned)
-    plan.assign_where(lambda was, rank: True, plan.unassigned)
+    for has_state in (True, False):
+        if has_state:
+            plan.assign_where(
+                lambda was, rank: was == rank and plan.has_same_boxes(was, rank), has_state=True
+            )
+            plan.assign_where(plan.has_same_boxes, has_state=True)
+        plan.assign_where(lambda was, rank: was == rank, has_state=has_state)
+        plan.assign_where(lambda was, rank: True, has_state=has_state)
     taken = [plan.old_rank_of.get(rank) for rank in range(new.world_size)]
     return RankAssignment(
         tuple(None if was is None else process_of[was] for was in taken),
@@ -54,25 +54,21 @@ class _RankAssigner:
         self, old: Topology, new: Topology, living: dict[int, int], has_state: set[int]
     ) -> None:
         self.old, self.new, self.has_state = old, new, has_state
-        self.unassigned = sorted(living)  # old ranks without a seat
+        self.unassigned: dict[str, list[int]] = {}  # by node: old ranks without a seat, rising
+        for rank in sorted(living):
+            self.unassigned.setdefault(old.nodes[rank], []).append(rank)
         self.old_rank_of: dict[int, int] = {}  # new rank -> old rank
-
-    @property
-    def unassigned_holders(self) -> list[int]:
-        return [was for was in self.unassigned if was in self.has_state]
+        self._old_boxes, self._new_boxes = _boxes_by_rank(old), _boxes_by_rank(new)
 
     def has_same_boxes(self, old_rank: int, rank: int) -> bool:
-        before, after = self.old.replica_of(old_rank), self.new.replica_of(rank)
-        return before.kind == after.kind and (
-            before.ranks.index(old_rank) == after.ranks.index(rank)
-        )
+        return self._old_boxes[old_rank] == self._new_boxes[rank]
 
     def _is_on_same_node(self, old_rank: int, rank: int) -> bool:
         return self.old.nodes[old_rank] == self.new.nodes[rank]
 
     def _assign(self, old_rank: int, rank: int) -> None:
         self.old_rank_of[rank] = old_rank
-        self.unassigned.remove(old_rank)
+        self.unassigned[self.old.nodes[old_rank]].remove(old_rank)
 
     def assign_whole_replicas(self) -> None:
         """Give each new replica a complete old one: its own number first."""
@@ -96,14 +92,46 @@ class _RankAssigner:
                     for was, rank in zip(found.ranks, target.ranks, strict=True):
                         self._assign(was, rank)
 
-    def assign_where(self, fits: Callable[[int, int], bool], candidates: Collection[int]) -> None:
+    def assign_where(self, fits: Callable[[int, int], bool], *, has_state: bool) -> None:
+        """Give each free rank the first process of its node that fits. has_state: only processes
+        with a state."""
         for rank in self._free_ranks():
-            able = [was for was in candidates if was in self.unassigned]
+            able = self.unassigned.get(self.new.nodes[rank], ())
             found = next(
-                (w for w in able if self._is_on_same_node(w, rank) and fits(w, rank)), None
+                (w for w in able if fits(w, rank) and (w in self.has_state or not has_state)), None
             )
             if found is not None:
                 self._assign(found, rank)
 
     def _free_ranks(self) -> Iterator[int]:
         return iter([rank for rank in range(self.new.world_size) if rank not in self.old_rank_of])
+
+
+def _boxes_by_rank(topology: Topology) -> dict[int, tuple[object, int]]:
+    """Return (kind of replica, place in it) by rank: ranks alike in both hold the same boxes."""
+    return {
+        rank: (replica.kind, place)
+        for replica in topology.replicas
+        for place, rank in enumerate(replica.ranks)
+    }
+
+
+def fill_places(
+    used: Sequence[str], left: Container[str], free: Sequence[str], number: int
+) -> list[str]:
+    """Return `number` nodes in the order of ranks, or all if there are fewer.
+
+    A node keeps its place if possible. A free node takes the place of a lost one.
+
+    Args:
+        used: nodes in the order of ranks.
+        left: those that are not lost.
+        free: nodes without a rank, in the order in which they are taken.
+        number: of nodes that get ranks.
+    """
+    if len(used) > number:
+        kept = [name for name in used if name in left][:number]
+        return kept + list(free[: number - len(kept)])
+    takers = iter(free)
+    places = [name if name in left else next(takers, None) for name in used]
+    return [name for name in places if name is not None] + list(takers)[: number - len(used)]

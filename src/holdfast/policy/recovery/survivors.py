@@ -148,7 +148,13 @@ def first_missing_tensor(
     present = set(ranks)
     if any(present.issuperset(replica.ranks) for replica in topology.replicas):
         return None  # nearly always so, and cheap
-    boxes = [local_boxes(topology, table, rank) for rank in sorted(present)]
+    unlike = {  # ranks at one place of like replicas hold the same boxes
+        (replica.kind, place): rank
+        for replica in topology.replicas
+        for place, rank in enumerate(replica.ranks)
+        if rank in present
+    }
+    boxes = [local_boxes(topology, table, rank) for rank in sorted(unlike.values())]
     for row, spec in enumerate(table):
         parts = {held[row] for held in boxes if held[row].size}
         if not _covers(whole_box(spec.name, spec.shape), parts):

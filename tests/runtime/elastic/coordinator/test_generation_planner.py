@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from holdfast.elastic.coordinator.generation_planner import _recovery_rung
+from holdfast.elastic.coordinator.survivors import RecoveryPlan
 from holdfast.layout import Layout, place_layout
+from holdfast.policy.recovery.rank_assignment import RankAssignment
+from holdfast.policy.recovery.survivors import ResumePoint
+from tests.runtime.elastic.coordinator.test_survivors import _survivors
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,7 @@ def test_only_a_replica_that_is_whole_goes_on(
     """One that is put together from two broken ones is another layout of what is left."""
     before = place_layout(Layout(dp_replicate=2, tp=2), 1, tuple("abcd"))
     now = place_layout(Layout(tp=2), 2, tuple("ab"))
-    after: Any = SimpleNamespace(previous_topology=before, came_from=came_from)
-    assert _recovery_rung(before, now, after, None) == rung
+    point = None if came_from is None else ResumePoint(1, frozenset())
+    after = RecoveryPlan(RankAssignment((1, 2), came_from or (None, None)), point, "", before)
+    durable = False if came_from in (None, (0, None)) else None
+    assert _survivors(before).recover(before, now, after, "abcd", durable).rung == rung

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.moves import moved_bytes
 from holdfast.plan.objective.next_plans import NextPlans, next_plans
+from holdfast.plan.objective.recoveries import recovery_of
 from holdfast.plan.search.search import Limits, search
 from tests.runtime.plan.objective.problems import layout, pool, problem
 
@@ -46,11 +46,15 @@ def test_one_replica_over_all_nodes_takes_its_state_from_memory() -> None:
     assert node.moved_bytes > 0
 
 
+def moved_bytes(old: Choice, new: Choice, lost: int) -> float:
+    names = [f"spot/{number}" for number in range(8)]
+    return recovery_of(problem(), old, new, {"spot": names}, names[:lost])[1]
+
+
 def test_fewer_of_the_same_replicas_move_nothing_that_they_hold() -> None:
-    given = problem()
     old, new = layout(4, 4, 16), layout(2, 4, 32)
-    assert moved_bytes(given.workload, given.cluster, old, new, {"spot": 4}) == 0
-    assert moved_bytes(given.workload, given.cluster, old, old, {}) == 0
+    assert moved_bytes(old, new, 4) == 0
+    assert moved_bytes(old, old, 0) == 0
 
 
 @pytest.mark.parametrize(("new", "copies"), [(layout(2, 1, 32), 2), (layout(1, 1, 64), 1)])
@@ -58,7 +62,7 @@ def test_what_devices_lack_is_moved(new: Choice, copies: int) -> None:
     """Each device has one of 16 stages, and shall have the complete model."""
     given = problem()
     state = given.workload.parameters * given.workload.state.optimizer
-    moved = moved_bytes(given.workload, given.cluster, layout(1, 16, 64), new, {"spot": 1})
+    moved = moved_bytes(layout(1, 16, 64), new, 1)
     assert 0.85 * copies * state < moved < copies * state
 
 
