@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
-from holdfast.checkpoint.mover.client import RestorePoint
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.cli.train import plan_for_machine
 from holdfast.config.loading.load import load_config
