@@ -11,7 +11,8 @@ import torch
 
 from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.capture.copy_plan import view_of
-from holdfast.checkpoint.mover.client import MoverClient, RestorePoint
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.source import PeerBlobs
 from holdfast.checkpoint.restore.reader import Checkpoint
@@ -157,10 +158,7 @@ class Nodes:
         """Read the complete state as a worker on a node does; return which sources were read."""
         holdings = self.movers[on].client(generation).holdings(key)
         mapped = MappedSource(holdings.slots)
-        peers = [
-            PeerBlobs(p["name"], p["address"], p["keys"], SECRET, generation, p["run"])
-            for p in holdings.peers
-        ]
+        peers = [PeerBlobs(p, SECRET, generation) for p in holdings.peers]
         sources: list[BlobSource] = [mapped, *peers, StoreSource(FolderStore(self.folder))]
         found = Checkpoint(FallbackReader(sources), holdings.commit)
         assert_holds(found, step, TABLE)

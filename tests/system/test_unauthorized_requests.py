@@ -28,7 +28,8 @@ import pytest
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.protocol import encode_request
 from holdfast.checkpoint.peers import client as peer_wire
-from holdfast.checkpoint.peers.client import RANGE_PATH, PeerClient
+from holdfast.checkpoint.peers.client import OFFER_PATH, RANGE_PATH, PeerClient
+from holdfast.checkpoint.peers.messages import Inventory
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import RequestsRefused, StepDone
 from holdfast.wire.http.auth import ListenerIdentity
@@ -241,7 +242,7 @@ def peers_at(
         assert client.inventory() == inventory
         client.newest_generation()
         with pytest.raises(HoldfastError):
-            client.send_offer({"part": "{}", "mark": MARK})
+            client.post(OFFER_PATH, {"part": "{}", "mark": MARK})
         client.close()
     named = [value for value in vars(peer_wire).values() if isinstance(value, str)]
     paths = [f"{path}?run={identity}" for path in named if path.startswith("/")]
@@ -477,7 +478,7 @@ def test_a_recording_is_useless_after_a_restart(run: AttackedRun) -> None:
     for request in tap.requests:
         assert statuses(answer_to(run.stage.address, request, tls=run.secret)) == [421]
     assert client.newest_generation() == 0  # the new process took nothing from the recording
-    assert client.inventory() == {"snapshots": [], "plans": {}}
+    assert client.inventory() == Inventory((), {})
     assert client.newest_generation() == 1
     client.close()
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httptools
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
@@ -33,6 +34,7 @@ from holdfast.checkpoint.mover import protocol
 from holdfast.checkpoint.save.writer import seal_part
 from holdfast.config.loading.load import load_config
 from holdfast.core.format.manifest import PartManifest, PlacedBox, place_boxes
+from holdfast.core.json_parsing import parse_json
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, state_table
 from holdfast.layout import Layout, Topology, place_layout
@@ -47,7 +49,8 @@ from holdfast.wire.http.auth import (
     sha256_hex,
     sign_answer,
 )
-from holdfast.wire.http.sync_connection import ClientResponse, SocketReader, parse_request
+from holdfast.wire.http.head_fields import HeadFields
+from holdfast.wire.http.sync_connection import ClientResponse, SocketReader
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(bytes(range(32)))
@@ -92,7 +95,7 @@ def answering(link: socket.socket, do: Callable[[str, dict[str, Any]], dict[str,
     while (received := lines.read_line()) is not None:
         asked = protocol.parse_request(received[0])
         verifier.check(protocol.METHOD, asked.verb, asked.raw, asked.proof)
-        answer = do(asked.verb, asked.body)
+        answer = do(asked.verb, parse_json(asked.raw))
         protocol.send_line(
             link, protocol.encode_answer(SECRET, asked.proof.nonce, protocol.OK, answer)
         )
@@ -150,10 +153,11 @@ class Mover:
     def _keeps(self) -> None:
         incoming, slot = SocketReader(self._inwards), self._slot
         while head := incoming.read_head():
-            asked = parse_request(head)
+            asked = HeadFields()
+            httptools.HttpRequestParser(asked).feed_data(head)
             proof = Proof.from_headers(asked.headers)
             length, said = int(asked.headers["content-length"]), asked.headers[BODY_HEADER]
-            self._listener.check("POST", asked.target, body_statement(length, said), proof)
+            self._listener.check("POST", asked.target.decode(), body_statement(length, said), proof)
             body = incoming.read(length)
             assert sha256_hex(body) == said
             part = PartManifest.from_bytes(json.loads(body)["part"].encode(), "a part")

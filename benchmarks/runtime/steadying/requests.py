@@ -62,7 +62,7 @@ def main() -> None:
     budget = TokenBucket(0, time.monotonic, lambda seconds: False)
     server = PeerServer(listener, SECRET, shelf, SnapshotReceiver(shelf, SECRET, 0), budget, None)
     server.start()
-    print(server.server_address[1], flush=True)
+    print(server.address.rpartition(":")[2], flush=True)
     sys.stdin.read()
     server.close()
 

@@ -23,11 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
 
 from holdfast.checkpoint.bucket import fencing
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.bucket.copy_lease import LeaseHeldError
+from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.save import retention
 from holdfast.core.format.manifest import parse_commit_key
@@ -70,10 +70,12 @@ class UploadProgress:
         if sent > self._sent:
             self._sent, self._moved_at = sent, self._clock()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return as JSON: bytes, seconds since the last one moved, and the last failure."""
-        still = self._clock() - self._moved_at
-        return {"sent": self._sent, "total": self._total, "still": still, "reason": self.reason}
+    def pending(self, key: str, is_over: bool) -> PendingUpload:
+        """Return how far the upload of a key is; nothing of it has moved while another one is on
+        its way."""
+        sent, total = (self._sent, self._total) if key == self.key else (0, 0)
+        stalled_for_s = self._clock() - self._moved_at
+        return PendingUpload(key, sent, total, stalled_for_s, self.reason, is_over)
 
 
 class Uploader:
@@ -122,9 +124,9 @@ class Uploader:
         with self._change:
             return () if self._current_key is None else (self._current_key,)
 
-    def wait_for_newest(self, wait_s: float) -> dict[str, Any] | None:
+    def wait_for_newest(self, wait_s: float) -> PendingUpload | None:
         """Return the pending upload of the newest checkpoint; None once it has arrived. Waits up to
-        `wait_s` seconds for that. "over": it will not get there by waiting on."""
+        `wait_s` seconds for that."""
         newest = self._newest_valid()
         with self._change:
             if newest is None or self._change.wait_for(
@@ -136,10 +138,7 @@ class Uploader:
                 self._waiting_key = newest
                 self._change.notify_all()
                 idle = False
-            told = self._progress.to_json() | {"key": newest, "over": idle}
-            if self._progress.key != newest:  # an older one is on its way, this one waits
-                told |= {"sent": 0, "total": 0}
-            return told
+            return self._progress.pending(newest, idle)
 
     def close(self, wait_s: float = CLOSE_UPLOAD_TIMEOUT_S) -> None:
         """Let end what is on its way, for a while; a bucket that fails is not waited for."""

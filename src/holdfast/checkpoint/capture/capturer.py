@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -43,6 +42,7 @@ from holdfast.checkpoint.format.blob import blob_header, blob_size
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
 from holdfast.core.format.manifest import place_boxes
+from holdfast.core.json_parsing import Json
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.errors import FencedError, HoldfastError
@@ -224,7 +224,7 @@ class Capturer:
     def announce(
         self,
         step: int,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         destinations: SaveDestinations = DURABLE,
     ) -> SkippedCapture | None:
         """Have the mover save what was captured, or keep it in memory; None when it has taken it

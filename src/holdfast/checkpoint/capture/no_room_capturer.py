@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from holdfast.checkpoint.capture.chunked_copy import CopyListener, SkippedCapture
+from holdfast.core.json_parsing import Json
 from holdfast.errors import HoldfastError
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 
@@ -59,7 +60,7 @@ class NoRoomCapturer:
     def announce(
         self,
         step: int,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         destinations: SaveDestinations = DURABLE,
     ) -> SkippedCapture:
         return SkippedCapture(step, self._reason)

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.checkpoint.capture.chunked_copy import (
     ChunkedCopy,
@@ -33,6 +33,7 @@ from holdfast.checkpoint.capture.chunked_copy import (
     CopyListener,
     SkippedCapture,
 )
+from holdfast.core.json_parsing import Json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 
@@ -70,7 +71,7 @@ class CapturerProtocol(Protocol):
     def announce(
         self,
         step: int,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         destinations: SaveDestinations = DURABLE,
     ) -> SkippedCapture | None: ...
     def drop_capture(self, step: int) -> None: ...
@@ -84,7 +85,7 @@ class _Announcement:
 
     capturer: CapturerProtocol
     step: int
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Json]
     destinations: SaveDestinations
 
     def hand_over(self) -> SkippedCapture | None:
@@ -179,7 +180,7 @@ class ReconnectingCapturer:
 
     # --- handing over ---------------------------------------------------------------------------
     def announce(
-        self, step: int, meta: Mapping[str, Any], destinations: SaveDestinations = DURABLE
+        self, step: int, meta: Mapping[str, Json], destinations: SaveDestinations = DURABLE
     ) -> SkippedCapture | None:
         """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
         self._link.announce(_Announcement(self._link.current, step, meta, destinations))

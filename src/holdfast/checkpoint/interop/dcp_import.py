@@ -29,6 +29,7 @@ from holdfast.core.format.flat_names import (
     recognise_scheme,
 )
 from holdfast.core.format.manifest import Commit
+from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import (
     LOSS_SCALE_ROW,
     MODEL_PREFIX,
@@ -102,7 +103,10 @@ def import_dcp(
     for spec in rows_here[len(table) :]:  # zeros: the scale that a run begins with
         chunks[spec.name] = iter([bytes(spec.nbytes)])
     sources = [TensorSource(s.name, s.dtype, s.shape, chunks[s.name]) for s in rows_here]
-    meta = {"position": position_of_step(step + 1) if step else 0, "imported_from": folder.name}
+    meta: JsonObject = {
+        "position": position_of_step(step + 1) if step else 0,
+        "imported_from": folder.name,
+    }
     commit = write_single(
         store, 0, step, sources, meta, config_hash=config_hash, dataset_version=dataset_version
     )

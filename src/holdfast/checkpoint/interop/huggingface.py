@@ -19,6 +19,7 @@ from holdfast.config.loading.model_from import as_overrides, describe_difference
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.core.format.manifest import Commit
+from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import MODEL_PREFIX, TensorSpec, state_table
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
@@ -65,7 +66,7 @@ def import_huggingface(
         TensorSource(spec.name, spec.dtype, spec.shape, _tensor_chunks(spec, tensors))
         for spec in state_table(model, precision, optimizer)
     )
-    meta = {"position": 0, "imported_from": folder.name}
+    meta: JsonObject = {"position": 0, "imported_from": folder.name}
     return write_single(
         store, 0, 0, sources, meta, config_hash=config_hash, dataset_version=dataset_version
     )

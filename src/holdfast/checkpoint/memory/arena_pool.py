@@ -13,13 +13,13 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.checkpoint.format.blob import blob_header, blob_size
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.memory.arena import Arena, slot_capacity
 from holdfast.checkpoint.memory.snapshot_store import MemoryFile, SnapshotStore
 from holdfast.core.format.manifest import PlacedBox, place_boxes
+from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import CheckpointError, HoldfastError
 
@@ -75,7 +75,7 @@ class ArenaPool:
         self.ranks, self._restored_ranks = {}, set()
         self._allocation_lock = threading.Lock()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """The state of every arena, by rank; who calls this holds `change`."""
         return {
             str(rank): {

@@ -24,11 +24,11 @@ import select
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader
 from holdfast.checkpoint.memory.generation_ranks import GenerationRanks
@@ -376,24 +376,6 @@ class SnapshotStore:
             memory.arena.release(slot)
         if freed:
             self._on_slots_freed()
-
-
-def header_to_json(header: SlotHeader) -> list[Any]:
-    run, layout = header.run.hex(), header.layout.hex()
-    return [run, header.generation, header.step, header.sequence, header.length, layout]
-
-
-def header_from_json(value: Sequence[Any]) -> SlotHeader:
-    """Raises ValueError and TypeError for what is no header."""
-    run, generation, step, sequence, length, layout = value
-    return SlotHeader(
-        bytes.fromhex(run),
-        int(generation),
-        int(step),
-        int(sequence),
-        int(length),
-        bytes.fromhex(layout),
-    )
 
 
 def _slot_id(snapshot: Snapshot) -> _SlotId:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.checkpoint.format.blob import blob_size
 from holdfast.checkpoint.format.save_context import SaveContext
@@ -22,6 +22,7 @@ from holdfast.checkpoint.save.save_manager import SaveManager
 from holdfast.checkpoint.save.save_tracker import MAX_SAVES_KEPT, SaveId, SaveTracker
 from holdfast.checkpoint.save.writer import seal_part
 from holdfast.core.format.manifest import parse_commit_key
+from holdfast.core.json_parsing import Json, JsonObject
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.events import SnapshotComplete, SnapshotDropped
 from holdfast.policy.saving.destinations import SaveDestinations
@@ -49,7 +50,7 @@ class _Capture:
     rank: int
     slot: int
     expected_header: SlotHeader
-    meta: dict[str, Any]
+    meta: JsonObject
     destinations: SaveDestinations
     pending_blob: PendingBlob | None  # its blob; None: it stays in memory
 
@@ -101,7 +102,7 @@ class CaptureIntake:
         step: int,
         slot: int,
         sequence: int,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         destinations: SaveDestinations,
     ) -> None:
         """As `MoverService.accept_capture`."""

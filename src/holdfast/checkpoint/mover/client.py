@@ -13,14 +13,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.memory.arena import SlotHeader
-from holdfast.checkpoint.memory.snapshot_store import header_from_json
+from holdfast.checkpoint.mover import messages
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.mover.protocol import LineReader, encode_request, parse_answer, send_line
 from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.source import BlobHolder
 from holdfast.core.format.manifest import Commit
+from holdfast.core.json_parsing import Json, JsonMessage
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, event_from_json
@@ -46,32 +50,6 @@ class MoverGoneError(HoldfastError):
 
 
 @dataclass(frozen=True)
-class RestorePoint:
-    """The state that a restart begins from. `key` is None when no checkpoint has ever been
-    committed."""
-
-    key: str | None
-    step: int
-    generation: int
-    meta: Mapping[str, Any]
-    rejected: tuple[tuple[str, str], ...]  # (key, reason), newest first
-    durable: bool = True  # False: it lies in memory alone
-    seconds: float = 0.0  # to find and open it
-    placement: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of copies, in force
-
-    def to_json(self) -> dict[str, Any]:
-        """For the agents of other nodes."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> RestorePoint:
-        """Raises KeyError, TypeError, ValueError for what is none."""
-        placed = {owner: tuple(held) for owner, held in value.get("placement", {}).items()}
-        rejected = tuple((str(key), str(reason)) for key, reason in value.get("rejected", ()))
-        return RestorePoint(**{**value, "placement": placed, "rejected": rejected})
-
-
-@dataclass(frozen=True)
 class Holdings:
     """A commit object and those of its blobs that the mover has in memory. slots: key -> the
     descriptor of the memory file, the slot, and the slot's header. The caller closes the
@@ -79,7 +57,10 @@ class Holdings:
 
     commit: Commit
     slots: Mapping[str, tuple[int, int, SlotHeader]]
-    peers: tuple[Mapping[str, Any], ...] = ()  # name, address, keys of blobs that lie there
+    peers: tuple[BlobHolder, ...] = ()  # where the other blobs lie
+
+
+_Reply = TypeVar("_Reply", bound=JsonMessage)
 
 
 class MoverConnections:
@@ -96,11 +77,13 @@ class MoverConnections:
         weakref.finalize(self, _close_all, self._idle_connections)
 
     def exchange(
-        self, verb: str, body: dict[str, Any], timeout: float
-    ) -> tuple[dict[str, Any], list[int]]:
+        self, request: messages.Request, reply: type[_Reply], timeout: float
+    ) -> tuple[_Reply, list[int]]:
         """Send one request; return the answer and the descriptors that came with it. If an open
         connection turns out to be cut (long idle, or another mover), use a new one."""
-        line, nonce = encode_request(self._secret, verb, body, self._generation, self._clock())
+        line, nonce = encode_request(
+            self._secret, request.verb, request.to_json(), self._generation, self._clock()
+        )
         received: tuple[bytes, list[int]] | None = None
         with suppress(IndexError):
             open_one = self._idle_connections.pop()
@@ -110,7 +93,7 @@ class MoverConnections:
             received = self._exchange_over(None, line, timeout)
         if received is None:
             raise MoverGoneError("the mover ended before it answered")
-        return parse_answer(self._secret, nonce, received[0]), received[1]
+        return reply.from_json(parse_answer(self._secret, nonce, received[0])), received[1]
 
     def _exchange_over(
         self, connection: socket.socket | None, line: bytes, timeout: float
@@ -182,19 +165,19 @@ class MoverClient:
         chosen state, if another mover chose it. is_from_store: the chosen state is a checkpoint in
         the run store. If the call is repeated for one generation, the newest list counts.
         """
-        body: dict[str, Any] = {
-            "topology": topology.to_json(),
-            "table": [spec.to_json() for spec in table],
-            "start": start_step,
-            "stored": is_from_store,
-        }
-        if machines is not None:
-            body["machines"] = [peer.to_json() for peer in machines]
-            body["sources"] = [peer.to_json() for peer in sources]
-            body["placement"] = {owner: list(held) for owner, held in (placement or {}).items()}
-        if restore_point is not None and not restore_point.durable:
-            body["key"] = restore_point.key
-        self._call("expect", body)
+        is_alone = machines is None
+        placed = {owner: list(peers) for owner, peers in (placement or {}).items()}
+        request = messages.ExpectRequest(
+            topology,
+            table,
+            start_step,
+            is_from_store,
+            None if machines is None else tuple(machines),
+            None if is_alone else tuple(sources),
+            None if is_alone else placed,
+            None if restore_point is None or restore_point.durable else restore_point.key,
+        )
+        self._say(request, MOVER_ANSWER_TIMEOUT_S)
 
     def drain(self, wait_s: float = 30.0, until_durable: bool = True) -> bool:
         """Wait up to `wait_s` seconds for all saves under way; return True if they ended. Without
@@ -204,8 +187,8 @@ class MoverClient:
         Call this before the next generation is opened, which fences the saves. Otherwise saves that
         workers of a lost generation handed over in time would be lost.
         """
-        body = {"wait": wait_s, "durable": until_durable}
-        return bool(self._call("drain", body, wait_s + MOVER_ANSWER_TIMEOUT_S)["drained"])
+        request = messages.DrainRequest(wait_s, until_durable)
+        return self._ask(request, messages.DrainReply, wait_s + MOVER_ANSWER_TIMEOUT_S).drained
 
     def find_restore_point(
         self,
@@ -225,20 +208,10 @@ class MoverClient:
 
         Raises CheckpointError when there are candidates but none can be trusted.
         """
-        asked: dict[str, Any] = {"drain": drain_s, "tried": dict(corrupt_keys or {})}
-        if machines is not None:
-            asked["machines"] = [peer.to_json() for peer in machines]
-        body = self._call("newest", asked, timeout_s)
-        return RestorePoint(
-            body["key"],
-            body["step"],
-            body["generation"],
-            body["meta"],
-            tuple((key, reason) for key, reason in body["rejected"]),
-            bool(body.get("durable", True)),
-            float(body["seconds"]),
-            {owner: tuple(held) for owner, held in body.get("placement", {}).items()},
+        request = messages.RestorePointRequest(
+            drain_s, dict(corrupt_keys or {}), None if machines is None else tuple(machines)
         )
+        return self._ask(request, RestorePoint, timeout_s)
 
     def events(self, since: int, wait_s: float = 0.0) -> tuple[list[Event], int]:
         """Return the events since mark `since` (0 at first), and the next mark.
@@ -246,22 +219,20 @@ class MoverClient:
         Waits up to `wait_s` seconds for something to happen. Events: CheckpointCommitted,
         CheckpointFailed, CheckpointRejected, CheckpointRemoved.
         """
-        body = self._call(
-            "events", {"since": since, "wait": wait_s}, wait_s + MOVER_ANSWER_TIMEOUT_S
-        )
-        events = [event_from_json(kind, value) for kind, value in body["events"]]
-        return events, int(body["next"])
+        request = messages.EventsRequest(since, wait_s)
+        reply = self._ask(request, messages.EventsReply, wait_s + MOVER_ANSWER_TIMEOUT_S)
+        return [event_from_json(kind, value) for kind, value in reply.events], reply.next
 
-    def upload_progress(self, wait_s: float) -> dict[str, Any] | None:
+    def upload_progress(self, wait_s: float) -> PendingUpload | None:
         """Return the pending upload of the newest checkpoint; None once it has arrived, or without
-        a bucket. Its entries: key, bytes "sent" of "total", "still" (seconds without progress),
-        "reason" of the last failure, "over". Waits up to `wait_s` seconds."""
-        left = self._call("upload", {"wait": wait_s}, wait_s + MOVER_ANSWER_TIMEOUT_S)["left"]
-        return None if left is None else dict(left)
+        a bucket. Waits up to `wait_s` seconds."""
+        request = messages.UploadRequest(wait_s)
+        return self._ask(request, messages.UploadReply, wait_s + MOVER_ANSWER_TIMEOUT_S).left
 
     def status(self) -> dict[str, Any]:
         """Counts and the state of every arena, for people and metrics."""
-        return self._call("status", {})
+        status = self._ask(messages.StatusRequest(), messages.StatusReply, MOVER_ANSWER_TIMEOUT_S)
+        return status.to_json()
 
     # --- the workers' calls -----------------------------------------------------------------
     def get_arena(
@@ -275,11 +246,11 @@ class MoverClient:
         """The descriptor of an arena made for this rank; the caller closes it.
         has_released_old_memory: this process writes no more into those that it had of the rank in
         older generations. numa_node: from which new memory should come; None: from any."""
-        body: dict[str, Any] = {"rank": rank, "blob_bytes": blob_bytes, "slots": slots}
-        body |= {"let_go": has_released_old_memory, "numa_node": numa_node}
-        if self._arena_wait_s:
-            body["patience"] = self._arena_wait_s
-        _, fds = self._connections.exchange("arena", body, 4 * MOVER_ANSWER_TIMEOUT_S)
+        request = messages.ArenaRequest(
+            rank, blob_bytes, slots, has_released_old_memory, numa_node, self._arena_wait_s or None
+        )
+        timeout = 4 * MOVER_ANSWER_TIMEOUT_S
+        _, fds = self._connections.exchange(request, messages.Nothing, timeout)
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")
         return fds[0]
@@ -287,35 +258,28 @@ class MoverClient:
     def find_damage(self, key: str) -> str | None:
         """Return why a durable checkpoint cannot be restored, or None, for one that no worker will
         read. The mover reads every byte of it."""
-        problem = self._call("damage", {"key": key}, FULL_READ_TIMEOUT_S)["problem"]
-        return None if problem is None else str(problem)
+        request = messages.DamageRequest(key)
+        return self._ask(request, messages.DamageReply, FULL_READ_TIMEOUT_S).problem
 
     def holdings(self, key: str) -> Holdings:
         """The parts of a checkpoint that this node's mover has in memory. Raises MissingKeyError as
         text (HoldfastError) and CorruptError for a commit object that is missing or damaged."""
-        body, fds = self._connections.exchange("holdings", {"key": key}, 4 * MOVER_ANSWER_TIMEOUT_S)
+        request, timeout = messages.HoldingsRequest(key), 4 * MOVER_ANSWER_TIMEOUT_S
+        reply, fds = self._connections.exchange(request, messages.HoldingsReply, timeout)
         try:
-            slots = {
-                str(held["key"]): (
-                    fds[held["file"]],
-                    int(held["slot"]),
-                    header_from_json(held["header"]),
-                )
-                for held in body["held"]
-            }
-            commit = Commit.from_bytes(body["commit"].encode(), key)
-            return Holdings(commit, slots, tuple(body.get("peers", ())))
+            slots = {blob.key: (fds[blob.file], blob.slot, blob.header) for blob in reply.held}
+            commit = Commit.from_bytes(reply.commit.encode(), key)
+            return Holdings(commit, slots, reply.peers)
         except Exception:
             for fd in fds:
                 os.close(fd)
             raise
 
-    def holders(self, keys: Sequence[str]) -> list[dict[str, Any]]:
+    def holders(self, keys: Sequence[str]) -> tuple[BlobHolder, ...]:
         """Which peers have which of these blobs in memory: what makes a `PeerBlobs` of each. May
         take as long as asking all of them."""
-        return list(
-            self._call("holders", {"keys": list(keys)}, 4 * MOVER_ANSWER_TIMEOUT_S)["peers"]
-        )
+        request = messages.HoldersRequest(list(keys))
+        return self._ask(request, messages.HoldersReply, 4 * MOVER_ANSWER_TIMEOUT_S).peers
 
     def announce_capture(
         self,
@@ -323,38 +287,38 @@ class MoverClient:
         step: int,
         slot: int,
         sequence: int,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         destinations: SaveDestinations = DURABLE,
     ) -> None:
         """Slot `slot` holds the state after `step`: keep it in memory, and save it if its
         destinations say so. Returns before that is done."""
-        body = {
-            "rank": rank,
-            "step": step,
-            "slot": slot,
-            "sequence": sequence,
-            "meta": dict(meta),
-            "durable": destinations.is_durable,
-            "copied": destinations.to_peers,
-            "uploaded": destinations.to_bucket,
-        }
-        self._call("captured", body, TRAINING_ANSWER_TIMEOUT_S)
+        request = messages.CaptureRequest(
+            rank,
+            step,
+            slot,
+            sequence,
+            dict(meta),
+            destinations.is_durable,
+            destinations.to_peers,
+            destinations.to_bucket,
+        )
+        self._say(request)
 
     def announce_skip(self, rank: int, step: int, reason: str) -> None:
         """Report that this rank has no snapshot of `step`; other ranks may have one."""
-        self._call(
-            "skipped", {"rank": rank, "step": step, "reason": reason}, TRAINING_ANSWER_TIMEOUT_S
-        )
+        self._say(messages.SkipRequest(rank, step, reason))
 
     def report_orphaned_saves(self, rank: int, steps: Sequence[int]) -> None:
         """This rank had handed these durable saves over to a mover that has ended since."""
-        self._call("unheard", {"rank": rank, "steps": list(steps)}, TRAINING_ANSWER_TIMEOUT_S)
+        self._say(messages.OrphanedSavesRequest(rank, list(steps)))
 
     def wait_for_free_slot(self, rank: int, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for a slot of the rank's arena; return True if one became
         free."""
-        body = {"rank": rank, "wait": timeout_s}
-        return bool(self._call("wait_free", body, timeout_s + TRAINING_ANSWER_TIMEOUT_S)["free"])
+        request = messages.FreeSlotRequest(rank, timeout_s)
+        return self._ask(
+            request, messages.FreeSlotReply, timeout_s + TRAINING_ANSWER_TIMEOUT_S
+        ).free
 
     def wait_until_committed(
         self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
@@ -376,16 +340,16 @@ class MoverClient:
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Wait up to `wait_s` seconds for the save of `step`. Return True if it has ended, and why
         it is not committed, or None if it is."""
-        body = self._call(
-            "settle", {"step": step, "wait": wait_s}, wait_s + TRAINING_ANSWER_TIMEOUT_S
-        )
-        return bool(body["ended"]), None if body["reason"] is None else str(body["reason"])
+        request = messages.SaveEndRequest(step, wait_s)
+        reply = self._ask(request, messages.SaveEndReply, wait_s + TRAINING_ANSWER_TIMEOUT_S)
+        return reply.ended, reply.reason
 
     # --- the exchange -----------------------------------------------------------------------
-    def _call(
-        self, verb: str, body: dict[str, Any], timeout: float = MOVER_ANSWER_TIMEOUT_S
-    ) -> dict[str, Any]:
-        return self._connections.exchange(verb, body, timeout)[0]
+    def _ask(self, request: messages.Request, reply: type[_Reply], timeout: float) -> _Reply:
+        return self._connections.exchange(request, reply, timeout)[0]
+
+    def _say(self, request: messages.Request, timeout: float = TRAINING_ANSWER_TIMEOUT_S) -> None:
+        self._connections.exchange(request, messages.Nothing, timeout)
 
 
 def _close_all(connections: list[socket.socket]) -> None:

@@ -19,13 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.bucket.recover_folder import open_bucket
 from holdfast.checkpoint.bucket.uploader import Uploader
-from holdfast.checkpoint.mover import protocol
-from holdfast.checkpoint.mover.peer_wiring import PeerWiring
+from holdfast.checkpoint.mover import messages, protocol
 from holdfast.checkpoint.mover.protocol import (
     LineReader,
     MoverRequest,
@@ -36,9 +36,8 @@ from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.mover.socket_place import MoverSocket
 from holdfast.checkpoint.peers.config import PeerSettings
 from holdfast.checkpoint.save.retention import RetentionRules
-from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.core.json_parsing import JsonMessage
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.layout import Topology
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.auth import AuthError, Verifier
 from holdfast.wire.http.refusals import MOVER, Refusals
@@ -46,6 +45,9 @@ from holdfast.wire.process_end import skip_last_collection
 from holdfast.wire.process_title import set_process_title
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.mover.peer_wiring import PeerWiring
 
 logger = logging.getLogger("holdfast.checkpoint.mover.main")  # it runs as __main__
 
@@ -90,7 +92,7 @@ class MoverServer:
         secret: Secret,
         path: str,
         peer_wiring: PeerWiring | None = None,
-        upload_progress: Callable[[float], dict[str, Any] | None] = lambda wait: None,
+        upload_progress: Callable[[float], PendingUpload | None] = lambda wait: None,
     ) -> None:
         """`upload_progress` says what keeps the newest checkpoint from being in the bucket."""
         self._service, self._upload_progress = service, upload_progress
@@ -159,7 +161,7 @@ class MoverServer:
         self._verifier.check(protocol.METHOD, request.verb, request.raw, request.proof)
         fds: list[int] = []
         try:
-            status, body = protocol.OK, self._dispatch(request, fds, pid)
+            status, body = protocol.OK, self._dispatch(request, fds, pid).to_json()
         except FencedError as error:
             self._refusals.count(MOVER, "older generation")
             status, body = protocol.FENCED, protocol.error_to_json(error)
@@ -171,86 +173,82 @@ class MoverServer:
             status, body = protocol.FAILED, {"error": "HoldfastError", "message": text}
         return encode_answer(self._secret, request.proof.nonce, status, body), fds
 
-    def _dispatch(self, request: MoverRequest, fds: list[int], pid: int) -> dict[str, Any]:
-        """One verb: its body's keys are the arguments of the service's method."""
-        service, body, generation = self._service, request.body, request.proof.generation
-        match request.verb:
-            case "expect":
-                self._expect(generation, body)
-            case "arena":
-                fds.append(service.get_arena(generation, **body, process=pid))
-            case "captured":
-                service.accept_capture(generation, **body)
-            case "skipped":
-                service.accept_skip(generation, **body)
-            case "unheard":
-                service.report_orphaned_saves(generation, **body)
-            case "wait_free":
-                return {"free": service.wait_for_free_slot(generation, **body)}
-            case "settle":
-                ended, reason = service.save_tracker.wait_until_ended(
-                    (generation, body["step"]), body["wait"]
+    def _dispatch(self, request: MoverRequest, fds: list[int], pid: int) -> JsonMessage:
+        """Return the answer; descriptors that go with it are appended to `fds`."""
+        service, wiring, generation = self._service, self._peer_wiring, request.proof.generation
+        match request.message():
+            case messages.ExpectRequest() as expected:
+                self._expect(generation, expected)
+            case messages.ArenaRequest() as arena:
+                fds.append(
+                    service.get_arena(
+                        generation,
+                        arena.rank,
+                        arena.blob_bytes,
+                        arena.slots,
+                        pid,
+                        arena.let_go,
+                        arena.patience or 0.0,
+                        arena.numa_node,
+                    )
                 )
-                return {"ended": ended, "reason": reason}
-            case "drain":
-                return {"drained": service.drain(**body)}
-            case "newest":
-                machines = body.pop("machines", None)
-                if machines is not None and self._peer_wiring is not None:
-                    self._peer_wiring.search_machines(machines)
-                placed = {} if self._peer_wiring is None else self._peer_wiring.placement
-                return service.find_restore_point(generation, **body) | {"placement": placed}
-            case "holdings":
-                answer, found = service.holdings(generation, **body)
-                fds += found
-                return answer
-            case "holders":
-                return {"peers": service.holders(generation, **body)}
-            case "damage":
-                return {"problem": service.find_damage(generation, **body)}
-            case "events":
-                events, mark = service.save_tracker.events_since(body["since"], body["wait"])
-                return {"events": events, "next": mark}
-            case "upload":
-                return {
-                    "left": self._upload_progress(float(body["wait"]))
-                    if service.is_leader
-                    else None
-                }
-            case "status":
-                peers = (
-                    {}
-                    if self._peer_wiring is None
-                    else {"peers": self._peer_wiring.peer_tier.status()}
-                )
-                return service.status() | peers
-            case verb:
-                raise HoldfastError(f"the mover has no verb {verb!r}")
-        return {}
+            case messages.CaptureRequest() as capture:
+                service.accept_capture(generation, **vars(capture))
+            case messages.SkipRequest(rank, step, reason):
+                service.accept_skip(generation, rank, step, reason)
+            case messages.OrphanedSavesRequest(rank, steps):
+                service.report_orphaned_saves(generation, rank, steps)
+            case messages.FreeSlotRequest(rank, wait):
+                return messages.FreeSlotReply(service.wait_for_free_slot(generation, rank, wait))
+            case messages.SaveEndRequest(step, wait):
+                end = service.save_tracker.wait_until_ended((generation, step), wait)
+                return messages.SaveEndReply(*end)
+            case messages.DrainRequest(wait, durable):
+                return messages.DrainReply(service.drain(wait, durable))
+            case messages.RestorePointRequest(drain, tried, machines):
+                if machines is not None and wiring is not None:
+                    wiring.search_machines(machines)
+                placement = {} if wiring is None else wiring.placement
+                point = service.find_restore_point(generation, drain, tried)
+                return replace(point, placement=placement)
+            case messages.HoldingsRequest(key):
+                reply, blob_fds = service.holdings(generation, key)
+                fds += blob_fds
+                return reply
+            case messages.HoldersRequest(keys):
+                return messages.HoldersReply(service.holders(generation, keys))
+            case messages.DamageRequest(key):
+                return messages.DamageReply(service.find_damage(generation, key))
+            case messages.EventsRequest(since, wait):
+                return messages.EventsReply(*service.save_tracker.events_since(since, wait))
+            case messages.UploadRequest(wait):
+                is_leader = service.is_leader
+                return messages.UploadReply(self._upload_progress(wait) if is_leader else None)
+            case messages.StatusRequest():
+                return service.status(None if wiring is None else wiring.peer_tier.status())
+        return messages.Nothing()
 
-    def _expect(self, generation: int, body: dict[str, Any]) -> None:
+    def _expect(self, generation: int, request: messages.ExpectRequest) -> None:
         """Begin a generation: the peers are named before the service asks them, and told of their
         plan once it serves the generation."""
-        table = tuple(TensorSpec.from_json(row) for row in body["table"])
-        topology = Topology.from_json(body["topology"])
+        topology, table, wiring = request.topology, request.table, self._peer_wiring
         process_log.enter(generation)
         logger.info("the generation has %d ranks", topology.world_size)
-        about = None
-        if self._peer_wiring is not None:
-            about = self._peer_wiring.parse_cohort(topology, body)
-            self._peer_wiring.search_cohort(about)
-        key = body.get("key")
+        cohort = None
+        if wiring is not None:
+            cohort = wiring.cohort_of(request)
+            wiring.search_cohort(cohort)
         self._service.expect(
             generation,
             topology,
             table,
-            body["start"],
-            about,
-            key,
-            bool(body.get("stored", True)),
+            request.start,
+            cohort,
+            request.key,
+            request.stored,
         )
-        if self._peer_wiring is not None:
-            self._peer_wiring.expect(topology, table, about)
+        if wiring is not None:
+            wiring.peer_tier.begin_generation(topology, table, cohort)
 
 
 def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
@@ -263,6 +261,9 @@ def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
 def _make_peer_wiring(spec: MoverSpec, service: MoverService) -> PeerWiring | None:
     if spec.peers is None:
         return None
+    # A mover that serves no peers starts without asyncio.
+    from holdfast.checkpoint.mover.peer_wiring import PeerWiring
+
     settings = PeerSettings.from_json(spec.peers)
     secret = Secret.from_hex(spec.secret)
     return PeerWiring(settings, spec.settings, service, open_store(spec.store), secret)

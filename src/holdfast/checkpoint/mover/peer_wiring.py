@@ -8,18 +8,16 @@ names serves one node alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
+from holdfast.checkpoint.mover.messages import ExpectRequest
 from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.config import Cohort, Peer, PeerSettings
 from holdfast.checkpoint.peers.peer_tier import PeerTier
 from holdfast.checkpoint.peers.source import PeerMemories
-from holdfast.checkpoint.save.save_follower import SAVE_PATH
-from holdfast.core.sharding.state_table import StateTable
+from holdfast.checkpoint.save.save_follower import SAVE_PATH, SaveReport
 from holdfast.events import PeerFailed
-from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_generation
@@ -59,36 +57,36 @@ class PeerWiring:
             run,
         )
         service.commit_protocol.set_leader_access(secret, run, service.steps_being_written)
-        self.peer_tier.server.post_handlers[SAVE_PATH] = service.commit_protocol.on_follower_report
+        on_report = service.commit_protocol.on_follower_report
+        self.peer_tier.server.post_handlers[SAVE_PATH] = lambda generation, body: on_report(
+            generation, SaveReport.from_json(body)
+        ).to_json()
         service.snapshot_listeners.append(self.peer_tier.on_snapshot_stored)
         service.memories.append(self._peer_memories)
         service.locate_on_peers = self._peer_memories.locate_blobs
 
-    def parse_cohort(self, topology: Topology, request: Mapping[str, Any]) -> Cohort | None:
-        """Return the members of a generation, as `expect` names them; None if it names no machine.
-        Raises ValueError, KeyError, TypeError for malformed values."""
-        if request.get("machines") is None:
+    def cohort_of(self, request: ExpectRequest) -> Cohort | None:
+        """Return the members of a generation; None if the request names no machine. Raises
+        ValueError if the first rank's machine is not among them."""
+        if request.machines is None:
             return None
         return Cohort.build(
             self._settings.machine.name,
-            topology.nodes,
-            map(Peer.from_json, request["machines"]),
-            map(Peer.from_json, request.get("sources") or ()),
-            request.get("placement"),
+            request.topology.nodes,
+            request.machines,
+            request.sources or (),
+            request.placement,
         )
 
-    def search_machines(self, machines: Sequence[Mapping[str, Any]]) -> None:
+    def search_machines(self, machines: Iterable[Peer]) -> None:
         """Search only the memory of these machines and of those that the run file names."""
-        found = [Peer.from_json(row) for row in machines]
-        self._peer_memories.set_peers([p for p in found if p.name != self._settings.machine.name])
+        own_name = self._settings.machine.name
+        self._peer_memories.set_peers([peer for peer in machines if peer.name != own_name])
 
     def search_cohort(self, cohort: Cohort | None) -> None:
         """Look for what a generation begins from where it may lie."""
         if cohort is not None:
             self._peer_memories.set_peers([*cohort.peers, *cohort.sources])
-
-    def expect(self, topology: Topology, table: StateTable, cohort: Cohort | None) -> None:
-        self.peer_tier.begin_generation(topology, table, cohort)
 
     @property
     def placement(self) -> dict[str, tuple[str, ...]]:

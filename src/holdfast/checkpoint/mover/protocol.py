@@ -16,9 +16,9 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.checkpoint.mover import messages
+from holdfast.core.json_parsing import JsonObject, ParsedJson, parse_json
 from holdfast.errors import (
     CheckpointError,
     CorruptError,
@@ -54,12 +54,15 @@ class MoverRequest:
     raw: bytes
     proof: Proof
 
-    @property
-    def body(self) -> dict[str, Any]:
+    def message(self) -> messages.Request:
+        """Raises HoldfastError for an unknown verb, and KeyError, TypeError, ValueError for a
+        malformed body."""
         value = parse_json(self.raw)
         if not isinstance(value, dict):
             raise ValueError("the body is not an object")
-        return value
+        if (kind := messages.REQUESTS.get(self.verb)) is None:
+            raise HoldfastError(f"the mover has no verb {self.verb!r}")
+        return kind.from_json(value)
 
 
 class LineReader:
@@ -91,7 +94,7 @@ class LineReader:
 
 
 def encode_request(
-    secret: Secret, verb: str, body: dict[str, Any], generation: int, now: float
+    secret: Secret, verb: str, body: JsonObject, generation: int, now: float
 ) -> tuple[bytes, str]:
     """A signed request, and its nonce."""
     raw = json.dumps(body, separators=(",", ":"))
@@ -115,14 +118,14 @@ def parse_request(line: bytes) -> MoverRequest:
         raise AuthError("not a request", "no proof") from error
 
 
-def encode_answer(secret: Secret, nonce: str, status: int, body: dict[str, Any]) -> bytes:
+def encode_answer(secret: Secret, nonce: str, status: int, body: JsonObject) -> bytes:
     raw = json.dumps(body, separators=(",", ":"))
     mac = sign_answer(secret, nonce, status, raw.encode())
     line = json.dumps({"status": status, "body": raw, "proof": mac}, separators=(",", ":"))
     return line.encode() + b"\n"
 
 
-def parse_answer(secret: Secret, nonce: str, line: bytes) -> dict[str, Any]:
+def parse_answer(secret: Secret, nonce: str, line: bytes) -> JsonObject:
     """The answer's body. Raises what the other side raised, and AuthError for a forged answer."""
     try:
         value = parse_json(line)
@@ -146,7 +149,7 @@ _USER_ERROR_TYPES: dict[str, type[UserError]] = {
 }
 
 
-def error_to_json(error: HoldfastError) -> dict[str, Any]:
+def error_to_json(error: HoldfastError) -> JsonObject:
     """An error as the body of an answer."""
     if isinstance(error, UserError):
         names = (kind.__name__ for kind in type(error).__mro__)
@@ -159,7 +162,7 @@ def error_to_json(error: HoldfastError) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def error_from_json(body: dict[str, Any]) -> HoldfastError:
+def error_from_json(body: ParsedJson) -> HoldfastError:
     message = str(body.get("message"))
     name = str(body.get("error"))
     if name in _USER_ERROR_TYPES:

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from holdfast.checkpoint.memory.snapshot_store import SnapshotStore, header_to_json
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
+from holdfast.checkpoint.mover.messages import MappedBlob, RestorePoint
 from holdfast.checkpoint.restore import catalog, verify
 from holdfast.checkpoint.restore.fallback_store import LazyStore
 from holdfast.checkpoint.restore.restore_point import (
@@ -89,7 +89,7 @@ class RestoreSearch:
             return choice.commit.step
         return None
 
-    def find(self, generation: int, tried: Mapping[str, str]) -> dict[str, Any]:
+    def find(self, generation: int, tried: Mapping[str, str]) -> RestorePoint:
         """As `MoverService.find_restore_point`, once what was under way has ended."""
         rejected: list[tuple[str, str]] = []
         rejected_keys = self._save_manager.cleaner.rejected_keys
@@ -121,17 +121,19 @@ class RestoreSearch:
         )
         self._restore_point = choice = chooser.find_newest(tried)
         self._restore_point_generation = generation
-        answer: dict[str, Any] = {"key": None, "step": 0, "generation": 0, "meta": {}}
-        if choice is not None:
-            commit = choice.commit
-            answer = {
-                "key": commit.key,
-                "step": commit.step,
-                "generation": commit.generation,
-                "meta": dict(commit.meta),
-                "durable": choice.is_durable,
-            }
-        return answer | {"rejected": rejected, "seconds": self._clock() - begun}
+        seconds = self._clock() - begun
+        if choice is None:
+            return RestorePoint(None, 0, 0, {}, tuple(rejected), seconds=seconds)
+        commit = choice.commit
+        return RestorePoint(
+            commit.key,
+            commit.step,
+            commit.generation,
+            commit.meta,
+            tuple(rejected),
+            choice.is_durable,
+            seconds,
+        )
 
     def find_damage(self, key: str) -> str | None:
         """Return why the checkpoint cannot be restored, or None; every byte of it is read."""
@@ -153,14 +155,14 @@ class RestoreSearch:
             return self._resolved_commit
 
 
-def collect_held_blobs(
+def collect_mapped_blobs(
     snapshot_store: SnapshotStore, commit: Commit
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the blobs of a commit object that are in memory here, as JSON, and the descriptors of
-    their memory files. The caller closes these."""
+) -> tuple[tuple[MappedBlob, ...], list[int]]:
+    """Return the blobs of a commit object that are in memory here, and the descriptors of their
+    memory files. The caller closes these."""
     files: dict[int, int] = {}  # id of the memory file -> its place among the descriptors
     fds: list[int] = []
-    held: list[dict[str, Any]] = []
+    blobs: list[MappedBlob] = []
     for writer in commit.writers:
         with suppress(MissingKeyError):
             found = snapshot_store.get(commit.generation, commit.step, writer.rank)
@@ -169,12 +171,6 @@ def collect_held_blobs(
                     files[id(found.memory)] = len(fds)
                     fds.append(os.dup(found.memory.fd))
                 if id(found.memory) in files:
-                    held.append(
-                        {
-                            "key": writer.blob.key,
-                            "file": files[id(found.memory)],
-                            "slot": found.slot,
-                            "header": header_to_json(found.header),
-                        }
-                    )
-    return held, fds
+                    file = files[id(found.memory)]
+                    blobs.append(MappedBlob(writer.blob.key, file, found.slot, found.header))
+    return tuple(blobs), fds

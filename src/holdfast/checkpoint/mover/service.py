@@ -23,14 +23,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.checkpoint.format.save_context import SaveContext, choose_extent_bytes
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.mover.capture_intake import CaptureIntake
-from holdfast.checkpoint.mover.restore_search import RestoreSearch, collect_held_blobs
+from holdfast.checkpoint.mover.messages import HoldingsReply, RestorePoint, StatusReply
+from holdfast.checkpoint.mover.restore_search import RestoreSearch, collect_mapped_blobs
 from holdfast.checkpoint.mover.served_generation import ServedGeneration
 from holdfast.checkpoint.peers.config import Cohort
+from holdfast.checkpoint.peers.source import BlobHolder
 from holdfast.checkpoint.restore.fallback_store import LazyStore
 from holdfast.checkpoint.restore.sources import MemorySource, SnapshotStoreSource
 from holdfast.checkpoint.restore.start_records import record_start
@@ -38,6 +39,7 @@ from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.commit_protocol import CommitProtocol
 from holdfast.checkpoint.save.save_manager import SaveManager
 from holdfast.checkpoint.save.save_tracker import SaveTracker
+from holdfast.core.json_parsing import Json, JsonObject
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.layout import Topology
 from holdfast.policy.saving.destinations import SaveDestinations
@@ -71,8 +73,8 @@ class MoverService:
         self.snapshot_store = SnapshotStore(self._served.notify)
         self.memories: list[MemorySource] = [SnapshotStoreSource(self.snapshot_store)]
         """Memories that a restart searches for snapshots; peers are appended."""
-        self.locate_on_peers: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
-        """Return which blobs peers have in memory, as JSON (`PeerMemories.locate_blobs`)."""
+        self.locate_on_peers: Callable[[Collection[str]], tuple[BlobHolder, ...]] = lambda keys: ()
+        """Return which blobs peers have in memory (`PeerMemories.locate_blobs`)."""
         self._store = store
         self._settings = settings
         self._change = self._served.change
@@ -191,7 +193,7 @@ class MoverService:
         step: int,
         slot: int,
         sequence: int,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         durable: bool = True,
         copied: bool | None = None,
         uploaded: bool = True,
@@ -247,7 +249,7 @@ class MoverService:
 
     def find_restore_point(
         self, generation: int, drain: float, tried: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    ) -> RestorePoint:
         """Choose what `generation`, which has been opened, begins from; list what was passed over.
 
         First waits up to `drain` seconds for what is under way. tried: keys that readers found
@@ -265,32 +267,28 @@ class MoverService:
         self._served.require(generation)
         return self._restore_search.find_damage(key)
 
-    def holdings(self, generation: int, key: str) -> tuple[dict[str, Any], list[int]]:
+    def holdings(self, generation: int, key: str) -> tuple[HoldingsReply, list[int]]:
         """Return the commit object `key`, its blobs in this mover's memory, and the descriptors of
         their memory files. The caller closes these. Raises as the store does."""
         self._served.require(generation)
         commit = self._restore_search.resolve_commit(key)
-        held, fds = collect_held_blobs(self.snapshot_store, commit)
-        missing = {writer.blob.key for writer in commit.writers} - {h["key"] for h in held}
-        peers = self.locate_on_peers(missing) if missing else []
-        return {"commit": commit.to_bytes().decode(), "held": held, "peers": peers}, fds
+        blobs, fds = collect_mapped_blobs(self.snapshot_store, commit)
+        missing = {writer.blob.key for writer in commit.writers} - {blob.key for blob in blobs}
+        peers = self.locate_on_peers(missing) if missing else ()
+        return HoldingsReply(commit.to_bytes().decode(), blobs, peers), fds
 
-    def holders(self, generation: int, keys: Sequence[str]) -> list[dict[str, Any]]:
+    def holders(self, generation: int, keys: Sequence[str]) -> tuple[BlobHolder, ...]:
         """Return the peers whose memory has these blobs, as `peers` of `holdings` does. It includes
         blobs held here, for a caller that found those corrupt."""
         self._served.require(generation)
         return self.locate_on_peers(frozenset(keys))
 
-    def status(self) -> dict[str, Any]:
+    def status(self, peers: JsonObject | None = None) -> StatusReply:
         with self._change:
             arenas = self._arena_pool.status()
             generation = self._served.context.generation if self._served.context else 0
-        return {
-            "generation": generation,
-            "arenas": arenas,
-            "saves": self.save_tracker.counts(),
-            "memory": self.snapshot_store.complete_steps(),
-        }
+        memory = list(self.snapshot_store.complete_steps())
+        return StatusReply(generation, arenas, self.save_tracker.counts(), memory, peers)
 
     def close(self) -> None:
         """Finish what is being saved and stop."""

@@ -23,10 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.checkpoint.peers.messages import Inventory, NewestReply, Offer, OfferReply
+from holdfast.core.json_parsing import JsonObject, parse_json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.http.auth import (
     MISDIRECTED_STATUS,
@@ -96,25 +97,27 @@ class PeerClient:
             IDLE_REUSE_LIMIT_S,
         )
 
-    def inventory(self) -> dict[str, Any]:
+    def inventory(self) -> Inventory:
         """Return the contents of the other snapshot store. Raises PeerError, AuthError,
-        FencedError."""
-        return self._request_json(
+        FencedError, and KeyError, TypeError, ValueError for an answer that makes no sense."""
+        value = self._request_json(
             "GET", self._with_query(INVENTORY_PATH), b"", max_bytes=MAX_INVENTORY_BYTES
         )
+        return Inventory.from_json(value)
 
     def newest_generation(self) -> int:
         """The newest generation of the run that ever asked there, 0 for none; whatever this
-        client's own is. Raises as `inventory` does, and KeyError, TypeError, ValueError."""
-        return int(self._request_json("GET", self._with_query(NEWEST), b"")["generation"])
+        client's own is. Raises as `inventory` does."""
+        value = self._request_json("GET", self._with_query(NEWEST), b"")
+        return int(NewestReply.from_json(value).generation)
 
-    def send_offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
-        silence of this one request. Raises as `inventory` does."""
-        return self.post(OFFER_PATH, body, timeout)
+    def send_offer(self, offer: Offer) -> OfferReply:
+        """Tell of a snapshot. Raises as `inventory` does."""
+        return OfferReply.from_json(self.post(OFFER_PATH, offer.to_json()))
 
-    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """Any question with a body, by its path; as `send_offer`."""
+    def post(self, path: str, body: JsonObject, timeout: float | None = None) -> JsonObject:
+        """Any question with a body, by its path. `timeout` bounds the silence of this one request.
+        Raises as `inventory` does."""
         content = json.dumps(body, separators=(",", ":")).encode()
         return self._request_json("POST", self._with_query(path), content, timeout)
 
@@ -168,7 +171,7 @@ class PeerClient:
         body: bytes,
         timeout: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         found: list[bytes] = []
 
         def take(answer: ClientResponse, nonce: str, proof: str) -> None:

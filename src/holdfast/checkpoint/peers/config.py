@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from holdfast.checkpoint.peers.client import split_address
+from holdfast.core.json_parsing import JsonObject, ParsedJson
 from holdfast.policy.placement import Machine
 
 
@@ -21,11 +21,11 @@ class Peer:
     def name(self) -> str:
         return self.machine.name
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self.machine) | {"address": self.address}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Peer:
+    def from_json(value: ParsedJson) -> Peer:
         """Raises KeyError, TypeError and ValueError for what is no machine."""
         row = dict(value)
         address = str(row.pop("address"))
@@ -90,11 +90,11 @@ class PeerSettings:
     bytes_per_second: float = 0.0  # 0: no bound
     room: int = 0  # bytes of memory for other machines' copies
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> PeerSettings:
+    def from_json(value: ParsedJson) -> PeerSettings:
         peers = tuple(Peer(Machine(**p["machine"]), p["address"]) for p in value["peers"])
         return PeerSettings(**{**value, "machine": Machine(**value["machine"]), "peers": peers})
 

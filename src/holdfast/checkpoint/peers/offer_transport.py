@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.messages import GenerationPlan, Offer
 from holdfast.checkpoint.peers.receiver import OFFER_HELD, OFFER_NEEDS_PLAN
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.secret import Secret
@@ -162,31 +162,29 @@ class OfferTransport:
     ) -> int:
         """Until the holder has one rank's part; bytes of it that did not travel. Raises
         HoldfastError."""
-        body: dict[str, Any] = {
-            "part": snapshot.sealed_manifest.decode(),
-            "run": self._run_id,
-            "source": self._own_address,
-            "ranks": [s.part.rank for s in offered.snapshots],
-        }
-        if offered.generation not in destination.generations_with_plan:
-            body["plan"] = self._plan_to_json(offered.generation)
+        needs_plan = offered.generation not in destination.generations_with_plan
+        offer = Offer(
+            snapshot.sealed_manifest.decode(),
+            self._run_id,
+            self._own_address,
+            tuple(s.part.rank for s in offered.snapshots),
+            self._plan_of(offered.generation) if needs_plan else None,
+        )
         while True:
-            answer = client.send_offer(body)
-            state = answer["state"]
+            answer = client.send_offer(offer)
             destination.generations_with_plan.add(offered.generation)
-            if state == OFFER_HELD:
-                return int(answer.get("reused", 0))
-            if state == OFFER_NEEDS_PLAN:  # it has restarted since it got the plan
-                body["plan"] = self._plan_to_json(offered.generation)
+            if answer.state == OFFER_HELD:
+                return answer.reused or 0
+            if answer.state == OFFER_NEEDS_PLAN:  # it has restarted since it got the plan
+                offer = replace(offer, plan=self._plan_of(offered.generation))
             if self.is_closed or destination.is_removed or self._clock() > deadline:
                 raise PeerError(f"{client.address} has not taken step {offered.step} in time")
 
-    def _plan_to_json(self, generation: int) -> dict[str, Any]:
+    def _plan_of(self, generation: int) -> GenerationPlan:
         try:
-            topology, table = self._snapshot_store.topology_and_table(generation)
+            return GenerationPlan(*self._snapshot_store.topology_and_table(generation))
         except KeyError:
             raise FencedError(f"generation {generation} is over") from None
-        return {"topology": topology.to_json(), "table": [spec.to_json() for spec in table]}
 
     def _pause(self, destination: Destination, seconds: float) -> bool:
         """Wait; return False if copying there has ended meanwhile."""

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort, PeerSettings
@@ -14,6 +13,7 @@ from holdfast.checkpoint.peers.rate_limiter import TokenBucket
 from holdfast.checkpoint.peers.receiver import SnapshotReceiver
 from holdfast.checkpoint.peers.sender import SnapshotSender
 from holdfast.checkpoint.peers.server import PeerServer
+from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.events import Event
 from holdfast.layout import Topology
@@ -84,7 +84,7 @@ class PeerTier:
         part = snapshot.part
         self.sender.on_snapshot_stored(part.generation, part.step, part.rank, ignore_step_rule)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         return {
             "address": self.address,
             "generation": self.server.newest_generation,

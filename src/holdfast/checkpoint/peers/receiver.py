@@ -22,18 +22,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass
-from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.memory.snapshot_store import MemoryFile, SnapshotStore
 from holdfast.checkpoint.peers.client import USE_COPY
 from holdfast.checkpoint.peers.connections import SenderConnection, SenderConnections
+from holdfast.checkpoint.peers.messages import GenerationPlan, Offer, OfferReply
 from holdfast.checkpoint.peers.received_snapshots import ReceivedSnapshots, SnapshotName
 from holdfast.core.format.manifest import Extent, PartManifest, blob_key
-from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.core.json_parsing import JsonObject
 from holdfast.errors import CorruptError, FencedError
-from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -62,9 +61,9 @@ class _Offer:
         return self.part.generation, self.part.step, self.part.rank
 
     @staticmethod
-    def from_json(generation: int, value: dict[str, Any]) -> _Offer:
-        """Raises CorruptError, FencedError, KeyError, TypeError, ValueError."""
-        stored = str(value["part"]).encode()
+    def check(generation: int, offer: Offer) -> _Offer:
+        """Raises CorruptError, FencedError, ValueError."""
+        stored = offer.part.encode()
         part = PartManifest.from_bytes(stored, "an offer's part manifest")
         if part.generation != generation:
             raise FencedError(f"generation {generation} offers a part of {part.generation}")
@@ -72,10 +71,10 @@ class _Offer:
             raise CorruptError(f"{part.blob.key} is not the blob of rank {part.rank}")
         if not 0 < part.blob.data_start <= part.blob.size:
             raise CorruptError(f"{part.blob.key} has {part.blob.size} bytes")
-        ranks = frozenset(int(rank) for rank in value["ranks"])
+        ranks = frozenset(offer.ranks)
         if part.rank not in ranks:
             raise ValueError(f"rank {part.rank} is not among the ranks that are announced")
-        return _Offer(part, stored, str(value["run"]), str(value["source"]), ranks)
+        return _Offer(part, stored, offer.run, offer.source, ranks)
 
 
 class SnapshotReceiver:
@@ -102,15 +101,12 @@ class SnapshotReceiver:
         self.reused_bytes = 0  # bytes that lay here already
         self.refused_offers = 0  # offers that ended without being held
 
-    def answer_offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer an offer: `state` is "held", "pulling" (ask again), or "plan" (say who writes).
-
-        Raises what made the pull fail, and for a body that makes no sense ValueError, KeyError,
-        TypeError, CorruptError.
-        """
-        offered = _Offer.from_json(generation, body)
-        if not self._ensure_plan_known(generation, body.get("plan")):
-            return {"state": OFFER_NEEDS_PLAN}
+    def answer_offer(self, generation: int, offer: Offer) -> OfferReply:
+        """Pull what is offered. Raises what made the pull fail, and for an offer that makes no
+        sense ValueError, CorruptError, FencedError."""
+        offered = _Offer.check(generation, offer)
+        if not self._ensure_plan_known(generation, offer.plan):
+            return OfferReply(OFFER_NEEDS_PLAN)
         with self._lock:
             self._received.announce(generation, offered.announced_ranks)
             if offered.name in self._received.kept_slots and self._received.is_stored(offered.name):
@@ -120,16 +116,16 @@ class SnapshotReceiver:
             future.result(OFFER_ANSWER_TIMEOUT_S)
         except Exception as error:
             if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
-                return {"state": OFFER_PULLING}  # or the pull of another step
+                return OfferReply(OFFER_PULLING)  # or the pull of another step
             raise
         return (
             self._held_answer(offered.name)
             if self._received.is_stored(offered.name)
-            else {"state": OFFER_PULLING}
+            else OfferReply(OFFER_PULLING)
         )
 
-    def _held_answer(self, name: SnapshotName) -> dict[str, Any]:
-        return {"state": OFFER_HELD, "reused": self._received.reused_bytes.get(name, 0)}
+    def _held_answer(self, name: SnapshotName) -> OfferReply:
+        return OfferReply(OFFER_HELD, self._received.reused_bytes.get(name, 0))
 
     @property
     def is_idle(self) -> bool:
@@ -139,12 +135,12 @@ class SnapshotReceiver:
                 future.done() for _, future in self._pulls.values()
             )
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         with self._lock:
             return {
                 "room": self._received.max_bytes,
                 "used": self._received.used_bytes(),
-                "snapshots": sorted(map(list, self._received.kept_slots)),
+                "snapshots": [list(name) for name in sorted(self._received.kept_slots)],
                 "pulled": self.pulled_bytes,
                 "reused": self.reused_bytes,
                 "refused": self.refused_offers,
@@ -158,18 +154,16 @@ class SnapshotReceiver:
         self._senders.close()
 
     # --- one offer --------------------------------------------------------------------------
-    def _ensure_plan_known(self, generation: int, plan: Any) -> bool:
+    def _ensure_plan_known(self, generation: int, plan: GenerationPlan | None) -> bool:
         """Return True if the writers of a generation are known, if necessary from the offer."""
         try:
             self._snapshot_store.topology_and_table(generation)
         except KeyError:
             if plan is None:
                 return False
-            topology = Topology.from_json(plan["topology"])
-            if topology.generation != generation:
+            if plan.topology.generation != generation:
                 raise ValueError("the plan is of another generation") from None
-            table = tuple(TensorSpec.from_json(row) for row in plan["table"])
-            self._snapshot_store.open_generation(generation, topology, table)
+            self._snapshot_store.open_generation(generation, plan.topology, plan.table)
         return True
 
     def _current_or_new_pull(self, offered: _Offer) -> tuple[SnapshotName, Future[None]]:

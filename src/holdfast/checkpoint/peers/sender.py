@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.offer_transport import Destination, OfferedStep, OfferTransport
+from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
 from holdfast.layout import Topology
@@ -138,7 +138,7 @@ class SnapshotSender:
                 self._enqueue(offered)
         self._close_finished_pins()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         with self._change:
             return {
                 name: {

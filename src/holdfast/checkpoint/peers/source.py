@@ -11,14 +11,15 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 from holdfast.checkpoint.memory.snapshot_store import InventoryEntry
 from holdfast.checkpoint.peers.client import USE_RESTORE, PeerClient
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.restore.sources import Scatter
 from holdfast.core.format.manifest import PartManifest
-from holdfast.core.sharding.state_table import StateTable, TensorSpec
+from holdfast.core.json_parsing import JsonMessage
+from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
@@ -33,54 +34,33 @@ MAX_CONCURRENT_INVENTORIES = 64
 """Peers that are asked for their inventory at a time."""
 
 
-class PeerSource:
-    """Snapshots on one peer's shelf. Safe to use from any thread."""
+@dataclass(frozen=True)
+class BlobHolder(JsonMessage):
+    """A peer that has some blobs in its memory."""
+
+    name: str
+    address: str  # "host:port"
+    keys: list[str]
+    run: str = ""  # what is computed (`run_identity`)
+
+
+class PeerBlobs:
+    """Some blobs on one peer's shelf, for a reader that knows which: no inventory needed. Safe to
+    use from any thread."""
 
     reads = PEER_READS
 
-    def __init__(
-        self, name: str, address: str, secret: Secret, generation: int, run_id: str = ""
-    ) -> None:
-        """Ask for the inventory.
-
-        Raises PeerError, AuthError, FencedError, and CorruptError for a manifest that is broken.
-        """
-        self.name = name
-        self.address = address
-        asking = PeerClient(
-            address, secret, generation, run_id, silence_timeout_s=INVENTORY_TIMEOUT_S
-        )
-        try:
-            value = asking.inventory()
-        finally:
-            asking.close()
+    def __init__(self, holder: BlobHolder, secret: Secret, generation: int) -> None:
+        """Raises ValueError for what is no address."""
+        self.name, self.address = holder.name, holder.address
+        self._keys = frozenset(holder.keys)
         self._client = PeerClient(
-            address, secret, generation, run_id, silence_timeout_s=PEER_SILENCE_TIMEOUT_S
+            holder.address,
+            secret,
+            generation,
+            holder.run,
+            silence_timeout_s=PEER_SILENCE_TIMEOUT_S,
         )
-        self._entries: list[InventoryEntry] = []
-        self._keys: set[str] = set()
-        for text in value["snapshots"]:
-            stored = str(text).encode()
-            part = PartManifest.from_bytes(stored, f"a part manifest of {name}")
-            self._keys.add(part.blob.key)
-            self._entries.append(
-                InventoryEntry(part.generation, part.step, part.rank, part.blob.size, stored)
-            )
-        self._plans: dict[int, tuple[Topology, StateTable]] = {
-            int(number): (
-                Topology.from_json(plan["topology"]),
-                tuple(TensorSpec.from_json(row) for row in plan["table"]),
-            )
-            for number, plan in value["plans"].items()
-        }
-
-    def inventory(self) -> list[InventoryEntry]:
-        """Newest step first, as of when this source was opened."""
-        return list(self._entries)
-
-    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
-        """Raises KeyError for a generation that the peer does not know."""
-        return self._plans[generation]
 
     def has(self, key: str) -> bool:
         return key in self._keys
@@ -101,6 +81,45 @@ class PeerSource:
 
     def close(self) -> None:
         self._client.close()
+
+
+class PeerSource(PeerBlobs):
+    """Snapshots on one peer's shelf. Safe to use from any thread."""
+
+    def __init__(
+        self, name: str, address: str, secret: Secret, generation: int, run_id: str = ""
+    ) -> None:
+        """Ask for the inventory.
+
+        Raises PeerError, AuthError, FencedError, and CorruptError for a manifest that is broken.
+        """
+        asking = PeerClient(
+            address, secret, generation, run_id, silence_timeout_s=INVENTORY_TIMEOUT_S
+        )
+        try:
+            inventory = asking.inventory()
+        finally:
+            asking.close()
+        self._entries: list[InventoryEntry] = []
+        keys = []
+        for text in inventory.snapshots:
+            stored = text.encode()
+            part = PartManifest.from_bytes(stored, f"a part manifest of {name}")
+            keys.append(part.blob.key)
+            self._entries.append(
+                InventoryEntry(part.generation, part.step, part.rank, part.blob.size, stored)
+            )
+        self._plans = inventory.plans
+        super().__init__(BlobHolder(name, address, keys, run_id), secret, generation)
+
+    def inventory(self) -> list[InventoryEntry]:
+        """Newest step first, as of when this source was opened."""
+        return list(self._entries)
+
+    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that the peer does not know."""
+        plan = self._plans[generation]
+        return plan.topology, plan.table
 
 
 def open_peers(
@@ -126,45 +145,6 @@ def open_peers(
         if isinstance(answer, str)
     ]
     return found, silent
-
-
-class PeerBlobs:
-    """Some blobs on one peer's shelf, for a reader that knows which: no inventory needed. Safe to
-    use from any thread."""
-
-    reads = PEER_READS
-
-    def __init__(
-        self,
-        name: str,
-        address: str,
-        keys: Collection[str],
-        secret: Secret,
-        generation: int,
-        run_id: str = "",
-    ) -> None:
-        """Raises ValueError for what is no address."""
-        self.name = name
-        self._keys = frozenset(keys)
-        self._client = PeerClient(
-            address, secret, generation, run_id, silence_timeout_s=PEER_SILENCE_TIMEOUT_S
-        )
-
-    def has(self, key: str) -> bool:
-        return key in self._keys
-
-    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
-        """Raises MissingKeyError, PeerError, AuthError, FencedError."""
-        view = buffer[:length]
-        self._client.read_into(key, start, view, USE_RESTORE)
-        return view
-
-    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
-        """Raises as `data` does."""
-        self._client.scatter(key, start, outs, USE_RESTORE)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class PeerMemories:
@@ -234,16 +214,14 @@ class PeerMemories:
                     error = raised
         raise error
 
-    def locate_blobs(self, keys: Collection[str]) -> list[dict[str, Any]]:
-        """Return which peers have which of these blobs, as JSON: enough to make a PeerBlobs of
-        each. Peers that were not asked before are asked."""
+    def locate_blobs(self, keys: Collection[str]) -> tuple[BlobHolder, ...]:
+        """Return which peers have which of these blobs: enough to make a PeerBlobs of each. Peers
+        that were not asked before are asked."""
         with self._inventory_lock:
             if not self._peers_asked >= frozenset(self._peers):
                 self._reopen_sources()
-        found = []
-        for source in self._sources:
-            here = sorted(key for key in keys if source.has(key))
-            if here:
-                about = {"name": source.name, "address": source.address, "run": self._run_id}
-                found.append({**about, "keys": here})
-        return found
+        holders = (
+            BlobHolder(source.name, source.address, sorted(filter(source.has, keys)), self._run_id)
+            for source in self._sources
+        )
+        return tuple(holder for holder in holders if holder.keys)

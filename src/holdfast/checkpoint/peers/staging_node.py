@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.config import PeerSettings
 from holdfast.checkpoint.peers.peer_tier import PeerTier
+from holdfast.core.json_parsing import JsonObject
 from holdfast.events import RequestsRefused
 from holdfast.wire.http.refusals import Refusals
 from holdfast.wire.secret import Secret
@@ -45,7 +45,7 @@ class StagingNode:
     def address(self) -> str:
         return self._peer_tier.address
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         return self._peer_tier.status()
 
     def close(self) -> None:

@@ -19,8 +19,7 @@ store. A replaced mover that leads knows nothing: it learns from the same reques
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.peers.config import Cohort
@@ -28,6 +27,8 @@ from holdfast.checkpoint.save.save_follower import (
     CommitCallbacks,
     GenerationSaves,
     SaveFollower,
+    SaveReply,
+    SaveReport,
 )
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
 from holdfast.wire.secret import Secret
@@ -150,35 +151,31 @@ class CommitProtocol:
         return stored >= saves.nodes
 
     # --- the leader's answers -------------------------------------------------------------------
-    def on_follower_report(self, generation: int, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a follower's report of parts stored and lost, and its requests. Raises KeyError,
-        TypeError, ValueError for malformed values."""
-        node, busy = str(body["node"]), frozenset(int(step) for step in body["busy"])
-        asked = [(int(g), int(step)) for g, step in body["asked"]]
-        failed = {(int(g), int(step)): str(reason) for g, step, reason in body["failed"]}
+    def on_follower_report(self, generation: int, report: SaveReport) -> SaveReply:
+        """Take a follower's report of parts stored and lost, and its requests. Raises ValueError
+        for a node that has no rank."""
+        node, asked = report.node, report.asked
         whole: list[SaveId] = []
         with self._change:
             known = self._follower.generation_saves
             if known is None or known.context.generation != generation or known.cohort.leader_peer:
-                return {"ended": [], "heard": False}
+                return SaveReply([], heard=False)
             if node not in known.nodes:
                 raise ValueError(f"{node} has no rank in generation {generation}")
-            known.busy_steps[node] = busy
+            known.busy_steps[node] = frozenset(report.busy)
             for save in asked:
                 if save[0] == generation and self._record_node_stored(known, node, save[1]):
                     whole.append(save)
         for save in asked:
             self._save_tracker.begin_save(save)
-        for save, reason in failed.items():
+        for save, reason in report.failed.items():
             self._callbacks.part_failed(save, f"{node}: {reason}")
         for save in whole:
             self._callbacks.all_parts_stored(save)
         wait = LEADER_HOLD_S if len(known.cohort.peers) <= FEW else 0.0
         ends = self._save_tracker.wait_for_ends(asked, wait)
-        return {
-            "ended": [[*save, key, reason] for save, (key, reason) in ends.items()],
-            "heard": True,
-        }
+        ended = [(*save, key, reason) for save, (key, reason) in ends.items()]
+        return SaveReply(ended, heard=True)
 
     def forget(self, save: SaveId) -> None:
         """A save has ended."""

@@ -14,6 +14,7 @@ from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import Cohort
 from holdfast.checkpoint.save.save_tracker import SaveId
 from holdfast.core.format.manifest import commit_key
+from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
@@ -37,6 +38,38 @@ class CommitCallbacks(Protocol):
 
     def on_save_ended(self, save: SaveId, key: str | None, reason: str) -> None:
         """The leader's result of a save: the commit object's key, or why there is none."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A follower's parts of saves, and its request for how they ended."""
+
+    node: str
+    asked: list[SaveId]  # saves whose parts it has stored, and whose end it waits for
+    busy: list[int]  # steps that it is writing
+    failed: dict[SaveId, str]  # saves that it will not store, and why
+
+    def to_json(self) -> JsonObject:
+        failed = [[*save, reason] for save, reason in self.failed.items()]
+        return {**vars(self), "failed": failed}
+
+    @staticmethod
+    def from_json(value: ParsedJson) -> SaveReport:
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
+        return SaveReport(
+            str(value["node"]),
+            [(int(generation), int(step)) for generation, step in value["asked"]],
+            [int(step) for step in value["busy"]],
+            {(int(g), int(step)): str(reason) for g, step, reason in value["failed"]},
+        )
+
+
+@dataclass(frozen=True)
+class SaveReply(JsonMessage):
+    """How saves ended."""
+
+    ended: list[tuple[int, int, str | None, str]]  # generation, step, key of the commit, reason
+    heard: bool  # False: the mover does not lead the generation
 
 
 @dataclass
@@ -155,23 +188,16 @@ class SaveFollower:
         with self.change:
             partly = [step for step, ranks in saves.ranks_stored.items() if ranks < saves.own_ranks]
         busy = sorted({*self._steps_being_written(saves.context.generation), *partly})
-        answer = client.post(
-            SAVE_PATH,
-            {
-                "node": saves.cohort.own_node,
-                "asked": sorted(awaited_saves),
-                "busy": busy,
-                "failed": [[*save, reason] for save, reason in unreported_failures.items()],
-            },
-        )
-        if not answer["heard"]:
+        report = SaveReport(saves.cohort.own_node, sorted(awaited_saves), busy, unreported_failures)
+        answer = SaveReply.from_json(client.post(SAVE_PATH, report.to_json()))
+        if not answer.heard:
             return False
         with self.change:
             for save in unreported_failures:
                 saves.unreported_failures.pop(save, None)
-        for generation, step, key, reason in answer["ended"]:
+        for generation, step, key, reason in answer.ended:
             self._end_save(saves, (int(generation), int(step)), key, str(reason))
-        return bool(unreported_failures or answer["ended"])
+        return bool(unreported_failures or answer.ended)
 
     def _end_save(self, saves: GenerationSaves, save: SaveId, key: str | None, reason: str) -> None:
         with self.change:

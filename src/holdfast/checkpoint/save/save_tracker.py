@@ -10,8 +10,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
 
+from holdfast.core.json_parsing import JsonObject
 from holdfast.events import CheckpointCommitted, CheckpointFailed, Event, SnapshotComplete
 
 logger = logging.getLogger(__name__)
@@ -174,14 +174,14 @@ class SaveTracker:
             self._change.wait_for(found, wait_s)
             return found()
 
-    def events_since(self, mark: int, wait_s: float) -> tuple[list[list[Any]], int]:
-        """Events after `mark` as [kind, fields], and the next mark; waits for the first."""
+    def events_since(self, mark: int, wait_s: float) -> tuple[list[tuple[str, JsonObject]], int]:
+        """Events after `mark` as (kind, fields), and the next mark; waits for the first."""
         with self._change:
             wakes = self._wakes
             self._change.wait_for(lambda: self._next > mark or self._wakes > wakes, wait_s)
             if wait_s > 0 and self._next > mark:
                 self._change.wait_for(lambda: self._wakes > wakes, EVENT_BATCH_WAIT_S)
-            found = [[e.kind, e.body] for number, e in self._events if number >= mark]
+            found = [(e.kind, e.body) for number, e in self._events if number >= mark]
             return found, self._next
 
     def wake_event_waiters(self) -> None:
@@ -191,7 +191,7 @@ class SaveTracker:
             self._wakes += 1
             self._change.notify_all()
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> JsonObject:
         with self._change:
             open_steps = (
                 set(self._started_at) - set(self._committed_keys) - set(self._failure_reasons)

@@ -7,13 +7,14 @@ same fence as a checkpoint of a run: one writer, rank 0, which holds everything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.checkpoint.format.blob import Bytes, blob_header
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.writer import check_fence, try_commit, write_part
 from holdfast.core.format.manifest import Commit, PlacedBox, commit_key, place_boxes
+from holdfast.core.json_parsing import Json
 from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
@@ -36,7 +37,7 @@ def write_single(
     generation: int,
     step: int,
     tensors: Iterable[TensorSource],
-    meta: Mapping[str, Any],
+    meta: Mapping[str, Json],
     *,
     config_hash: str = "",
     dataset_version: str = "",

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -30,6 +30,7 @@ from holdfast.core.format.manifest import (
     part_prefix,
     writer_name,
 )
+from holdfast.core.json_parsing import Json
 from holdfast.errors import CorruptError, FencedError
 from holdfast.wire.store.run_store import (
     NEARBY_READS,
@@ -62,7 +63,7 @@ def seal_part(
     data: memoryview,
     data_start: int,
     tensors: tuple[PlacedBox, ...],
-    meta: Mapping[str, Any],
+    meta: Mapping[str, Json],
 ) -> PartManifest:
     """The part manifest of a blob that lies in memory."""
     size = context.extent_bytes
@@ -138,7 +139,7 @@ def write_part(
     content: Iterable[Bytes],
     data_start: int,
     tensors: tuple[PlacedBox, ...],
-    meta: Mapping[str, Any],
+    meta: Mapping[str, Json],
 ) -> PartManifest:
     """Write one writer's blob, hashed as it streams by, then its manifest.
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.protocol.pending_upload import PendingUpload
 from holdfast.errors import HoldfastError
 
 UPLOAD_MESSAGE_INTERVAL_S = 5.0

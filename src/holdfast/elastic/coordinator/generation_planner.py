@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.checkpoint.mover.client import RestorePoint
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
 from holdfast.elastic.coordinator.bad_steps import BadStepTracker

@@ -20,8 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, RestorePoint
+from holdfast.checkpoint.bucket.pending_upload import PendingUpload
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
 from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, make_socket_folder
 from holdfast.checkpoint.peers.client import split_address
@@ -31,7 +33,6 @@ from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.node.children import Child, start_mover
 from holdfast.elastic.node.output_relay import OutputRelay
 from holdfast.elastic.node.peer_config import make_peer_settings
-from holdfast.elastic.protocol.pending_upload import PendingUpload
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -251,8 +252,7 @@ class MoverSupervisor:
         if not self._settings.bucket:
             return None
         client = MoverClient(self.socket_path, self._secret, generation)
-        left = await asyncio.to_thread(client.upload_progress, max_wait_s)
-        return None if left is None else PendingUpload.from_json(left)
+        return await asyncio.to_thread(client.upload_progress, max_wait_s)
 
     async def drain_events(self, generation: int) -> None:
         """Process every event so far."""

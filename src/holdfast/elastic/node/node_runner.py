@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from holdfast.checkpoint.mover.client import RestorePoint
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.generation_launcher import GenerationLauncher
 from holdfast.elastic.node.hang_monitor import HangHooks

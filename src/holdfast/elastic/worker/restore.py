@@ -178,8 +178,8 @@ def _open_checkpoint(
     mapped = MappedSource(holdings.slots)
     keys = [writer.blob.key for writer in holdings.commit.writers]
     peers = [
-        PeerBlobs(row["name"], row["address"], row["keys"], secret, spec.generation, row["run"])
-        for row in (mover.holders(keys) if ask_all_peers else holdings.peers)
+        PeerBlobs(holder, secret, spec.generation)
+        for holder in (mover.holders(keys) if ask_all_peers else holdings.peers)
     ]
     sources: list[BlobSource] = [mapped, *peers, StoreSource(store)]
     if bucket := str(spec.config["checkpoint"]["bucket"]):

@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import http
+import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import httptools
 
 from holdfast.wire.http.connection_limits import ConnectionLimiter
+from holdfast.wire.http.file_sender import FileSender
 from holdfast.wire.http.head_fields import HeadFields
 from holdfast.wire.http.refusals import RefusalReason
+from holdfast.wire.http.sync_connection import end_both_ways
 
 MAX_HEAD_BYTES = 16 << 10
 """A request's head at most; ours have less than one KiB."""
@@ -44,9 +49,21 @@ class RequestHead(NamedTuple):
     repeated: frozenset[str]
 
 
+SendFile = Callable[[int, int, int], None]
+"""Sends bytes of a file: its descriptor, where they begin, how many. Raises OSError."""
+
+
+class FileBody(NamedTuple):
+    """A body that leaves from files."""
+
+    length: int
+    send: Callable[[SendFile], bool]  # sends all of it; False: the bytes were not the right ones
+    threads: Executor  # where `send` is called
+
+
 class HttpResponse(NamedTuple):
     status: int
-    body: bytes = b""
+    body: bytes | FileBody = b""
     headers: bytes = b""
     """Complete lines."""
     close: bool = False
@@ -85,6 +102,7 @@ class HttpConnection(asyncio.Protocol):
         self._queue: deque[tuple[HttpResponse | BodyHandler, bytes, bool]] = deque()
         self.task: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
+        self._file_socket: socket.socket | None = None  # what a FileBody is being sent on
         self._is_closing = False  # nothing more is taken in
         self._closes_after_queue = False  # closed after what is due
         self._in_head, self._unparsed = True, 0
@@ -99,6 +117,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.set_write_buffer_limits(0)  # so what is drained has left
         self._connections.add(self)
         self._proof_timer = self._loop.call_later(
             self._limiter.proof_timeout_s, self._on_proof_timeout
@@ -133,6 +152,8 @@ class HttpConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The other end has no more to say, and may still listen."""
+        if self._in_head and self._unparsed:
+            self.count_refusal("not ours")
         self._is_closing = self._closes_after_queue = True
         return self.task is not None
 
@@ -211,11 +232,16 @@ class HttpConnection(asyncio.Protocol):
             while self._queue:
                 what, body, keep = self._queue.popleft()
                 answer = what if isinstance(what, HttpResponse) else await what(body)
-                self._write(answer, keep and not answer.close)
+                keep = keep and not answer.close
+                self._write(answer, keep)
                 if self._drained is not None:
                     await self._drained
+                if isinstance(answer.body, FileBody):
+                    await self._send_files(answer.body, keep)
             if self._closes_after_queue:
                 self._transport.close()
+        except OSError:  # of a body from files: the other end has closed
+            self._transport.abort()
         except BaseException:
             self._transport.abort()
             raise
@@ -228,14 +254,39 @@ class HttpConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         close = b"" if keep else b"connection: close\r\n"
+        body = b"" if isinstance(answer.body, FileBody) else answer.body
+        length = answer.body.length if isinstance(answer.body, FileBody) else len(body)
         self._transport.write(
             b"HTTP/1.1 %b\r\n%b%bcontent-length: %d\r\n\r\n%b"
-            % (_STATUS_LINES[answer.status], answer.headers, close, len(answer.body), answer.body)
+            % (_STATUS_LINES[answer.status], answer.headers, close, length, body)
         )
-        if not keep:
-            self._is_closing = True
-            self._queue.clear()
-            self._transport.close()
+        if not keep and not isinstance(answer.body, FileBody):
+            self._finish()
+
+    def _finish(self) -> None:
+        self._is_closing = True
+        self._queue.clear()
+        self._transport.close()
+
+    async def _send_files(self, body: FileBody, keep: bool) -> None:
+        """Send a body past the transport, on a thread: it has written the head and reads nothing
+        meanwhile. Raises OSError."""
+        if self._transport.is_closing():
+            return
+        self._transport.pause_reading()
+        sock = self._file_socket = self._transport.get_extra_info("socket").dup()
+        sender = FileSender(sock, self._transport.get_extra_info("encrypt"))
+
+        def send() -> bool:
+            with sock:  # closed here, so that no other connection gets its number meanwhile
+                return body.send(sender.send)
+
+        is_right = await self._loop.run_in_executor(body.threads, send)
+        self._file_socket = None
+        if not is_right:
+            self._transport.abort()
+        elif not keep:
+            self._finish()
 
     def count_refusal(self, reason: RefusalReason) -> None:
         self._limiter.refusals.count(self._limiter.listener, reason)
@@ -266,6 +317,9 @@ class HttpConnection(asyncio.Protocol):
     def cut(self) -> None:
         self._leave_limiter()
         self._is_closing = True
+        if self._file_socket is not None:
+            with suppress(OSError):
+                end_both_ways(self._file_socket)
         self._transport.abort()
 
     def abort_and_cancel(self) -> None:

@@ -12,9 +12,9 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonObject, parse_json
 from holdfast.errors import FencedError
 from holdfast.wire.http.auth import (
     BODY_HEADER,
@@ -52,7 +52,73 @@ CLOSE_TIMEOUT_S = 1.0
 """What is being answered when a listener is closed has so long."""
 
 
-class SignedApplication:
+class RequestGuard:
+    """Checks the proofs of requests to one listener, and signs its answers."""
+
+    def __init__(self, secret: Secret, verifier: Verifier, limiter: ConnectionLimiter) -> None:
+        self._secret, self._verifier = secret, verifier
+        self.limiter = limiter
+        self.tls = listener_context(secret)
+
+    def count(self, reason: RefusalReason) -> None:
+        """Count a request that is refused."""
+        self.limiter.refusals.count(self.limiter.listener, reason)
+
+    def refuse(self, status: int, reason: RefusalReason) -> HttpResponse:
+        """Refuse a request, unsigned, and close its connection."""
+        self.count(reason)
+        return HttpResponse(status, close=True)
+
+    def sign(
+        self, proof: Proof, status: int, value: JsonObject, close: bool = False
+    ) -> HttpResponse:
+        """Return a signed answer."""
+        content = json.dumps(value, separators=(",", ":")).encode()
+        headers = self.signed_headers(proof, status, content, "application/json")
+        return HttpResponse(status, content, headers, close)
+
+    def signed_headers(self, proof: Proof, status: int, content: bytes, kind: str) -> bytes:
+        digest = sign_answer(self._secret, proof.nonce, status, content)
+        return f"holdfast-hmac: {digest}\r\ncontent-type: {kind}\r\n".encode()
+
+    def prove(self, head: RequestHead, target: str) -> tuple[Proof, BodyClaim] | HttpResponse:
+        """Check the proof in a head; return it, and what the head says of the body. Without a valid
+        one, return the answer. Raises ValueError for a body of unknown length."""
+        claim = BodyClaim.of(head)
+        try:
+            proof = Proof.from_headers(head.headers, head.repeated)
+            covered = body_statement(*claim)
+            self._verifier.check(head.method.decode(), target, covered, proof)
+        except MisdirectedError as error:
+            if error.fault != "first contact":
+                self.count(error.fault)
+            return self.sign(proof, MISDIRECTED_STATUS, self._verifier.misdirected_answer())
+        except AuthError as error:
+            return self.refuse(401, error.fault)
+        return proof, claim
+
+
+class BodyClaim(NamedTuple):
+    """What a head says of the body."""
+
+    length: int
+    digest: str  # SHA-256, in hexadecimal digits; "" without a body
+
+    @staticmethod
+    def of(head: RequestHead) -> BodyClaim:
+        """Raises ValueError for a body whose length is not said beforehand, or not in one way."""
+        length = head.headers.get("content-length", "0")
+        is_plain = length.isdecimal() and len(length) < 16 and "content-length" not in head.repeated
+        if not is_plain or "transfer-encoding" in head.headers:
+            raise ValueError("the request does not say how long it is")
+        return BodyClaim(int(length), head.headers.get(BODY_HEADER, ""))
+
+    def matches(self, body: bytes) -> bool:
+        """Return True if the body is what the head says."""
+        return len(body) == self.length and (not body or sha256_hex(body) == self.digest)
+
+
+class SignedApplication(RequestGuard):
     """The application that serves `handlers` to holders of the secret.
 
     `newest()` names the current generation; requests of older ones are answered 409. The paths in
@@ -70,66 +136,40 @@ class SignedApplication:
         max_body_bytes: int = MAX_BODY_BYTES,
         refusals: Refusals | None = None,
     ) -> None:
+        super().__init__(secret, verifier, ConnectionLimiter(CONTROL, refusals))
         self.paths = tuple(handlers)
         """Everything that can be asked here."""
         self.generationless_paths = generationless_paths
-        self._secret = secret
-        self._verifier = verifier
         self._newest_generation = newest_generation
         self._max_body_bytes = max_body_bytes
-        self._refusals = refusals or Refusals()
         self._handlers = {path.encode(): (path, handler) for path, handler in handlers.items()}
-        self.limiter = ConnectionLimiter(CONTROL, self._refusals)
-        self.tls = listener_context(secret)
 
     def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:
         found = self._handlers.get(head.target)
         if found is None:  # or another way to write one of ours
-            return self._refuse_unsigned(404, "no such path")
+            return self.refuse(404, "no such path")
         if head.method != b"POST":
-            return self._refuse_unsigned(405, "no such path")
+            return self.refuse(405, "no such path")
         path, handler = found
         try:
-            length, digest = _body_claim(head)
-            proof = Proof.from_headers(head.headers, head.repeated)
-            self._verifier.check("POST", path, body_statement(length, digest), proof)
-        except MisdirectedError as error:
-            if error.fault != "first contact":
-                self._refusals.count(CONTROL, error.fault)
-            return self._sign_response(
-                proof, MISDIRECTED_STATUS, self._verifier.misdirected_answer()
-            )
-        except AuthError as error:
-            return self._refuse_unsigned(401, error.fault)
+            proven = self.prove(head, path)
         except ValueError:
-            return self._refuse_unsigned(411, "malformed")
-        if length > self._max_body_bytes:
-            self._refusals.count(CONTROL, "too long")
-            words = (
-                f"the request is too long: {length} bytes, and {self._max_body_bytes} are allowed"
-            )
-            return self._sign_response(proof, 413, {"error": words}, close=True)
+            return self.refuse(411, "malformed")
+        if isinstance(proven, HttpResponse):
+            return proven
+        proof, claim = proven
+        if claim.length > self._max_body_bytes:
+            self.count("too long")
+            limit = f"{claim.length} bytes, and {self._max_body_bytes} are allowed"
+            return self.sign(proof, 413, {"error": f"the request is too long: {limit}"}, close=True)
 
         async def read(body: bytes) -> HttpResponse:
-            if len(body) != length or (body and sha256_hex(body) != digest):
-                return self._refuse_unsigned(401, "wrong proof")
+            if not claim.matches(body):
+                return self.refuse(401, "wrong proof")
             status, value = await self._answer(path, handler, proof.generation, body)
-            return self._sign_response(proof, status, value)
+            return self.sign(proof, status, value)
 
         return read
-
-    def _refuse_unsigned(self, status: int, reason: RefusalReason) -> HttpResponse:
-        """Refused, unsigned, and not spoken with any longer."""
-        self._refusals.count(CONTROL, reason)
-        return HttpResponse(status, close=True)
-
-    def _sign_response(
-        self, proof: Proof, status: int, value: dict[str, Any], close: bool = False
-    ) -> HttpResponse:
-        content = json.dumps(value, separators=(",", ":")).encode()
-        digest = sign_answer(self._secret, proof.nonce, status, content)
-        lines = f"holdfast-hmac: {digest}\r\ncontent-type: application/json\r\n"
-        return HttpResponse(status, content, lines.encode(), close)
 
     async def _answer(
         self, path: str, handler: Handler, generation: int, body: bytes
@@ -137,35 +177,25 @@ class SignedApplication:
         newest = self._newest_generation()
         outside = generation == NO_GENERATION and path in self.generationless_paths
         if generation < max(newest, NO_GENERATION + 1) and not outside:
-            self._refusals.count(CONTROL, "older generation")
+            self.count("older generation")
             return 409, {"error": f"generation {generation} is over: {newest} rules"}
         if generation > newest and not outside:
-            self._refusals.count(CONTROL, "unknown generation")
+            self.count("unknown generation")
             return 400, {"error": f"generation {generation} has not been opened: {newest} rules"}
         try:
             value = parse_json(body)
             if not isinstance(value, dict):
-                self._refusals.count(CONTROL, "malformed")
+                self.count("malformed")
                 return 400, {"error": "the body is not a JSON object"}
             return 200, await handler(generation, value)
         except FencedError as error:
             return 409, {"error": str(error)}
         except (ValueError, KeyError, TypeError) as error:
-            self._refusals.count(CONTROL, "malformed")
+            self.count("malformed")
             name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             return 400, {"error": f"{name}{error}"}
         except Exception as error:  # our own bug: the worker that asked says it aloud
             return 500, {"error": f"{type(error).__name__}: {error}"}
-
-
-def _body_claim(head: RequestHead) -> tuple[int, str]:
-    """What the head says of the body: how many bytes, and their SHA-256.
-
-    Raises ValueError for a body whose length is not said beforehand.
-    """
-    if "transfer-encoding" in head.headers:
-        raise ValueError("the request does not say how long it is")
-    return int(head.headers.get("content-length", "0")), head.headers.get(BODY_HEADER, "")
 
 
 class HttpListener:
@@ -195,6 +225,12 @@ class HttpListener:
                 connection.abort_and_cancel()
 
     def close(self) -> None:
+        self._closing.set()
+
+    def abort(self) -> None:
+        """Cut every connection, and end `serve`."""
+        for connection in tuple(self._connections):
+            connection.abort_and_cancel()
         self._closing.set()
 
     def _make_connection(self) -> asyncio.Protocol:

@@ -1,6 +1,6 @@
 """Sockets to listen on, as the run file names them.
 
-Apart from `server`, because a mover listens too, with threads: it starts without asyncio.
+Apart from `server`, because processes name their addresses without asyncio.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import httptools
 
@@ -35,17 +35,6 @@ HEAD_END = b"\r\n\r\n"
 
 class HttpFormatError(ConnectionError):
     """The other end does not speak HTTP, or not to the end."""
-
-
-class ParsedRequest(NamedTuple):
-    """`headers` by their names in small letters; of one that comes several times the first, and its
-    name is in `repeated`. keeps_alive: whether the connection is there for another one."""
-
-    method: str
-    target: str
-    headers: dict[str, str]
-    repeated: frozenset[str]
-    keeps_alive: bool
 
 
 class SocketReader:
@@ -110,9 +99,11 @@ class ClientResponse:
         said = _HeadParser()
         parser = httptools.HttpResponseParser(said)
         try:
-            _feed("answer", parser, said, head)
-        except ValueError as error:
-            raise HttpFormatError(str(error)) from error
+            parser.feed_data(head)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            raise HttpFormatError(f"no answer in HTTP: {error}") from error
+        if not said.complete:
+            raise HttpFormatError("no answer in HTTP: the head is not complete")
         length = said.headers.get("content-length", "")
         plain = length.isdecimal() and len(length) < 16  # a row of zeros can be as long as a head
         if not plain or "transfer-encoding" in said.headers:
@@ -208,20 +199,6 @@ def end_both_ways(sock: socket.socket) -> None:
     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def parse_request(head: bytes) -> ParsedRequest:
-    """Raises ValueError for what is no request of HTTP."""
-    said = _HeadParser()
-    parser = httptools.HttpRequestParser(said)
-    _feed("request", parser, said, head)
-    return ParsedRequest(
-        parser.get_method().decode("latin-1"),
-        said.target.decode("latin-1"),
-        said.headers,
-        frozenset(said.repeated),
-        _keeps_alive(parser.get_http_version(), said.headers),
-    )
-
-
 def _encrypt(sock: socket.socket, tls: ssl.SSLContext, address: str) -> socket.socket:
     """Shake hands. Raises AuthError for another certificate, HttpFormatError if the other end
     speaks no TLS, ConnectionResetError if it closes, TimeoutError, OSError."""
@@ -241,21 +218,6 @@ def _encrypt(sock: socket.socket, tls: ssl.SSLContext, address: str) -> socket.s
     except OSError:
         sock.close()
         raise
-
-
-def _feed(
-    what: str,
-    parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
-    said: _HeadParser,
-    head: bytes,
-) -> None:
-    """Raises ValueError for bytes that the parser does not take, or not as a complete head."""
-    try:
-        parser.feed_data(head)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-        raise ValueError(f"no {what} in HTTP: {error}") from error
-    if not said.complete:
-        raise ValueError(f"no {what} in HTTP: the head is not complete")
 
 
 def _keeps_alive(version: str, headers: Mapping[str, str]) -> bool:

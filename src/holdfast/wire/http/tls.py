@@ -29,8 +29,6 @@ UPGRADE_ANSWER = (
     b"HTTP/1.1 %d Upgrade Required\r\nupgrade: TLS/1.3\r\nconnection: upgrade, close\r\n"
     b"content-length: 0\r\n\r\n" % UPGRADE_STATUS
 )
-MAX_PLAIN_BYTES = 16 << 10
-"""Bytes that are read of a client without TLS, so that the answer reaches it."""
 _KEY_PURPOSE = b"holdfast: key of the run's TLS certificate, 1"
 # An Ed25519 private key as PKCS #8 (RFC 8410), before its 32 bytes.
 _PKCS8_PREFIX = bytes.fromhex("302e020100300506032b657004220420")
@@ -79,26 +77,6 @@ def make_client_context(secret: Secret) -> ssl.SSLContext:
 def is_tls(first: bytes) -> bool:
     """Return True if the first bytes of a connection begin a TLS handshake."""
     return first[:1] == bytes([HANDSHAKE_RECORD])
-
-
-def shake_hands(connection: ssl.SSLSocket) -> RefusalReason | None:
-    """Accept TLS on a connection that came to a listener; return why it is refused, if it is.
-
-    Raises OSError for a connection that ends."""
-    import ssl
-
-    first = socket.socket.recv(connection, 1, socket.MSG_PEEK)
-    if not first:
-        raise ConnectionResetError("closed before the first byte")
-    if not is_tls(first):
-        socket.socket.recv(connection, MAX_PLAIN_BYTES)
-        socket.socket.sendall(connection, UPGRADE_ANSWER)
-        return "not TLS"
-    try:
-        connection.do_handshake()
-    except ssl.SSLError as error:
-        return refusal_reason(error)
-    return None
 
 
 def refusal_reason(error: ssl.SSLError) -> RefusalReason:

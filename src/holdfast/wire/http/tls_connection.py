@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from typing import Any
 
 from holdfast.wire.http.connection import HttpConnection
 from holdfast.wire.http.refusals import RefusalReason
@@ -65,14 +66,21 @@ class TlsConnection(asyncio.Protocol):
             self._refuse(refusal_reason(error))
 
     # --- of TLS -----------------------------------------------------------------------------
-    def encrypt(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Send bytes. A connection whose TLS has broken is cut."""
         try:
-            self._tls.write(data)
+            encrypted = self.encrypt(data)
         except ssl.SSLError:
             self._transport.abort()
             return
-        self._flush()
+        if not self._transport.is_closing():
+            self._transport.write(encrypted)
+
+    def encrypt(self, data: bytes | memoryview) -> bytes:
+        """Return what is to be sent in place of some bytes. While a thread calls this, the
+        connection reads nothing. Raises SSLError."""
+        self._tls.write(data)
+        return self._to_send.read()
 
     def _advance(self) -> None:
         """Decrypt what has come. Raises SSLWantReadError when more must come, SSLError."""
@@ -106,7 +114,13 @@ class _EncryptingTransport(asyncio.Transport):
         self._tls, self._transport = tls, transport
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._tls.encrypt(bytes(data))
+        self._tls.send(bytes(data))
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._tls.encrypt if name == "encrypt" else self._transport.get_extra_info(name)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._transport.set_write_buffer_limits(high, low)
 
     def close(self) -> None:
         self._transport.close()

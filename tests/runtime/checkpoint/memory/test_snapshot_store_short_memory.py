@@ -58,7 +58,7 @@ def remember(service: MoverService, arena: Arena, topo: Topology, rank: int, ste
 def begin(service: MoverService, folder: Path, topo: Topology) -> int:
     """Open a generation, ask for its restore point, begin it; the step."""
     create_generation(FolderStore(folder), topo.generation, {})
-    step = int(service.find_restore_point(topo.generation, 20)["step"])
+    step = service.find_restore_point(topo.generation, 20).step
     service.expect(topo.generation, topo, TABLE, step)
     return step
 

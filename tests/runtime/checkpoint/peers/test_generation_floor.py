@@ -71,7 +71,7 @@ def test_a_new_folder_begins_above_what_its_peers_know(store: FolderStore, node:
         "from what there is"
     ]
     zombie = PeerClient(node.address, SECRET, 5)
-    assert zombie.inventory()["snapshots"]
+    assert zombie.inventory().snapshots
     choice, _ = chosen(store, node, newest + 1)
     assert choice is not None
     assert (choice.commit.step, choice.commit.generation, choice.is_durable) == (7, 5, False)

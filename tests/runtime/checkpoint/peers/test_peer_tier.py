@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.checkpoint.peers.client import USE_COPY, PeerClient, PeerError
+from holdfast.checkpoint.peers.client import OFFER_PATH, USE_COPY, PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.peers.source import PeerSource, open_peers
 from holdfast.checkpoint.restore.reader import Checkpoint
@@ -312,7 +312,7 @@ def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     }
     client = PeerClient(keeper.address, SECRET, 1)
     with pytest.raises(PeerError, match="sent other bytes than it announced"):
-        client.send_offer(body)
+        client.post(OFFER_PATH, body)
     assert keeper.has() == []
     # A reader that reads it from the owner itself sees the error as well.
     found = restored(source, 1, 1)

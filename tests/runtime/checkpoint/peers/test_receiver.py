@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import PeerSettings
+from holdfast.checkpoint.peers.messages import Offer
 from holdfast.checkpoint.peers.receiver import OFFER_HELD, SnapshotReceiver, _adjacent_extents
 from holdfast.core.format.manifest import Extent, PartManifest
 from holdfast.errors import CorruptError, HoldfastError
@@ -82,7 +83,7 @@ class Play:
             "plan": plan,
         }
         try:
-            state = self.keeper.answer_offer(generation, body)["state"]
+            state = self.keeper.answer_offer(generation, Offer.from_json(body)).state
         except HoldfastError:
             return
         assert state == OFFER_HELD
@@ -183,9 +184,9 @@ def test_a_manifest_that_lists_other_tensors_than_its_blob_is_refused_at_any_ste
             }
             if wrong:
                 with pytest.raises(CorruptError, match="does not list what its part does"):
-                    play.keeper.answer_offer(1, body)
+                    play.keeper.answer_offer(1, Offer.from_json(body))
             else:
-                assert play.keeper.answer_offer(1, body)["state"] == OFFER_HELD
+                assert play.keeper.answer_offer(1, Offer.from_json(body)).state == OFFER_HELD
         assert {line.step for line in play.shelf.inventory()} == {2, 4}
     finally:
         play.close()

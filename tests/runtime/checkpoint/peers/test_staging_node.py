@@ -111,9 +111,7 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     assert newest.key is not None
     found = asking.holdings(newest.key)
     assert not found.slots
-    sources = [
-        PeerBlobs(p["name"], p["address"], p["keys"], SECRET, 2, p["run"]) for p in found.peers
-    ]
+    sources = [PeerBlobs(p, SECRET, 2) for p in found.peers]
     assert_holds(Checkpoint(FallbackReader(sources), found.commit), 3, workers.table)
 
     # What memory alone held becomes durable behind that, from where it lies.

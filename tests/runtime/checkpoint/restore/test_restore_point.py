@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.mover.client import MoverClient, RestorePoint
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.start_records import newest_started_generation, record_start
 from holdfast.core.format.manifest import commit_key

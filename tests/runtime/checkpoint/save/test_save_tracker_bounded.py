@@ -120,7 +120,7 @@ def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: P
 
 
 def _status(service: MoverService) -> dict[str, Any]:
-    return dict(service.status()["saves"])
+    return dict(service.status().saves)
 
 
 def test_a_reason_that_names_the_rank_names_it_once(tmp_path: Path) -> None:

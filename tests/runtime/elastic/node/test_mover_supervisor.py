@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.mover import client as mover_client
-from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, RestorePoint
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.node import mover_supervisor
@@ -103,7 +104,6 @@ def test_a_mover_that_stands_still_when_a_generation_begins_is_ended(
     monkeypatch.setattr(mover_supervisor, "MOVER_EVENT_POLL_WAIT_S", 0.1)
     monkeypatch.setattr(mover_supervisor, "MOVER_POLL_RETRY_S", 0.1)
     monkeypatch.setattr(mover_client, "MOVER_ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(MoverClient._call, "__defaults__", (0.3,))
     asyncio.run(_ended(tmp_path))
 
 

@@ -120,8 +120,8 @@ def test_a_stranger_reads_and_writes_nothing_and_is_counted(who: str) -> None:
         patch.setattr(peers, "SECRET", OURS)
         with peers.listening() as (server, address):
             assert knock(address, make()) == b""
-            wait_until(server.refusals.totals, DEADLINE, "the count")
-            assert server.refusals.totals() == {"peers": {reason: 1}}
+            wait_until(server.limiter.refusals.totals, DEADLINE, "the count")
+            assert server.limiter.refusals.totals() == {"peers": {reason: 1}}
             assert ask_peer(address, OURS) == 0
     limiter = ConnectionLimiter(CONTROL, Refusals())
     with agent(OURS, limiter=limiter) as address:
@@ -158,7 +158,7 @@ def test_unfinished_handshakes_are_cut_in_time_and_hinder_nobody() -> None:
         for one in stuck:
             with suppress(ConnectionResetError):
                 assert one.recv(1) == b""
-        assert server.refusals.totals()["peers"]["slow"] == 20
+        assert server.limiter.refusals.totals()["peers"]["slow"] == 20
         assert limiter.refusals.totals() == {"control": {"slow": 20}}
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonObject, ParsedJson
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class PendingUpload:
         }
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> PendingUpload:
+    def from_json(value: ParsedJson) -> PendingUpload:
         """Parse the answer. Raises KeyError, TypeError and ValueError if it is malformed."""
         return PendingUpload(
             str(value["key"]),

@@ -1,0 +1,68 @@
+"""Requests between movers of different nodes, and their answers. `client` says how they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson, Parsers, tuple_of
+from holdfast.core.sharding.state_table import StateTable, TensorSpec
+from holdfast.layout import Topology
+
+
+@dataclass(frozen=True)
+class GenerationPlan(JsonMessage):
+    """The writers of a generation, and the tensors that they write."""
+
+    parsers: ClassVar[Parsers] = {
+        "topology": Topology.from_json,
+        "table": tuple_of(TensorSpec.from_json),
+    }
+    topology: Topology
+    table: StateTable
+
+
+@dataclass(frozen=True)
+class Inventory(JsonMessage):
+    """What a mover has in memory."""
+
+    snapshots: tuple[str, ...]  # sealed part manifests, newest step first
+    plans: Mapping[int, GenerationPlan]  # by generation
+
+    def to_json(self) -> JsonObject:
+        plans = {str(generation): plan.to_json() for generation, plan in self.plans.items()}
+        return {"snapshots": list(self.snapshots), "plans": plans}
+
+    @classmethod
+    def from_json(cls, value: ParsedJson) -> Self:
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
+        plans = {int(g): GenerationPlan.from_json(plan) for g, plan in value["plans"].items()}
+        return cls(tuple(map(str, value["snapshots"])), plans)
+
+
+@dataclass(frozen=True)
+class NewestReply(JsonMessage):
+    generation: int  # the newest one that has asked there; 0: none
+
+
+@dataclass(frozen=True)
+class Offer(JsonMessage):
+    """A snapshot that the receiver may pull."""
+
+    absent_if_none = frozenset({"plan"})
+    parsers: ClassVar[Parsers] = {"ranks": tuple_of(int), "plan": GenerationPlan.from_json}
+    part: str  # its sealed part manifest
+    run: str  # what is computed (`client.run_identity`)
+    source: str  # "host:port" of who offers
+    ranks: tuple[int, ...]  # that the offerer sends here, in this generation
+    plan: GenerationPlan | None = None  # None: the receiver should know it
+
+
+@dataclass(frozen=True)
+class OfferReply(JsonMessage):
+    """What became of an offer."""
+
+    absent_if_none = frozenset({"reused"})
+    state: str  # "held", "pulling" (ask again), or "plan" (say who writes)
+    reused: int | None = None  # bytes that the receiver had already; only if held
