@@ -15,7 +15,7 @@ from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.errors import HoldfastError, TaskError
 from holdfast.launch.run import task_run
-from holdfast.launch.run.task_run import described
+from holdfast.launch.run.task_run import describe_in
 from holdfast.tasks.child import describe
 from holdfast.tasks.script import Script
 
@@ -69,12 +69,17 @@ def test_a_mistake_in_a_script_names_its_file(
     def answer(config: Any) -> dict[str, Any]:
         if error is not None:
             raise error
-        found = dict.fromkeys(task_run.PLANNED_KEYS, 0) | {"parameters": []}
+        found = dict.fromkeys(task_run.PLANNED_KEYS, 0) | {"parameters": [], "sharding": []}
         return found | {"source": "a", "data": "1", "train": {"train.batch_size": 5}}
 
     monkeypatch.setattr(task_run, "describe_task", answer)
+    loaded = of_script(tmp_path, "train.microbatch_size=2")
+
+    def begin() -> None:
+        loaded.with_values(describe_in(loaded, str(tmp_path))).refuse_broken_rules()
+
     with pytest.raises(HoldfastError, match=said):
-        described(of_script(tmp_path, "train.microbatch_size=2"), str(tmp_path))
+        begin()
 
 
 def test_reading_a_scripts_batches_leaves_the_readers_process_as_it_was(

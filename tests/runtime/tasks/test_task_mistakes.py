@@ -23,7 +23,7 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
-from holdfast.launch.run.task_run import described
+from holdfast.launch.run.task_run import describe_in
 from holdfast.parallel.axes.process_groups import connect
 from holdfast.tasks import child
 from holdfast.tasks.task.ask import Question
@@ -392,7 +392,7 @@ def test_unknown_and_missing_arguments(args: dict[str, int], where: str, words: 
 def test_a_wrong_argument_is_named_with_its_place_in_the_run_file() -> None:
     text = "task:\n  name: tests.support.sample_tasks:Gru\n  args:\n    width: 3\n"
     with pytest.raises(TaskError, match=r"run\.yaml:4: task\.args\.width: class Gru takes no"):
-        described(resolve_config(text, "run.yaml"), str(ROOT))
+        describe_in(resolve_config(text, "run.yaml"), str(ROOT))
 
 
 def test_axes_that_need_a_sharding_table_are_refused() -> None:

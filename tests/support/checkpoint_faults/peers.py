@@ -14,14 +14,13 @@ import os
 import random
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint.peers import server
 from holdfast.checkpoint.peers.client import PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.server import PeerServer
 from holdfast.checkpoint.peers.source import PeerMemories
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.restore_point import RestorePointFinder
@@ -31,6 +30,9 @@ from holdfast.core.format.manifest import Commit
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.policy.placement import Machine
+from holdfast.wire.http.auth import Proof
+from holdfast.wire.http.connection import HttpResponse
+from holdfast.wire.http.file_sender import FileSender
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import create_generation
@@ -157,16 +159,16 @@ def _die(at: int, where: str) -> Hook:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def hook() -> None:
-        send, read = server._send_file, PeerClient.read_into
+        send, read = FileSender.send, PeerClient.read_into
 
-        def dying_send(connection: socket.socket, fd: int, offset: int, count: int) -> None:
+        def dying_send(self: FileSender, fd: int, offset: int, count: int) -> None:
             nonlocal left
             left -= 1
             end("before")
             if left == 0 and where == "middle":
-                send(connection, fd, offset, count // 2)
+                send(self, fd, offset, count // 2)
             end("middle")
-            send(connection, fd, offset, count)
+            send(self, fd, offset, count)
             end("after")
 
         def dying_read(
@@ -181,7 +183,7 @@ def _die(at: int, where: str) -> Hook:
             end("middle")
             end("after")
 
-        server._send_file = dying_send
+        FileSender.send = dying_send  # type: ignore[method-assign]
         PeerClient.read_into = dying_read  # type: ignore[method-assign]
 
     return hook
@@ -307,35 +309,40 @@ def _unsteady(seed: int, share: float, kinds: tuple[str, ...]) -> Hook:
     """Some of the pieces that this process sends are dropped, cut, wrong, or late."""
 
     def hook() -> None:
-        send, rng = server._send_file, random.Random(seed)
+        send, rng = FileSender.send, random.Random(seed)
 
-        def unsteady(connection: socket.socket, fd: int, offset: int, count: int) -> None:
+        def unsteady(self: FileSender, fd: int, offset: int, count: int) -> None:
             kind = rng.choice(kinds) if rng.random() < share else ""  # an error comes before
             match kind:
                 case "dropped":
                     raise ConnectionError("dropped")
                 case "cut":
-                    send(connection, fd, offset, count // 2)
+                    send(self, fd, offset, count // 2)
                     raise ConnectionError("cut")
                 case "wrong":
                     data = bytearray(os.pread(fd, count, offset))
                     data[rng.randrange(count)] ^= 1 << rng.randrange(8)
-                    connection.sendall(data)
+                    wrong = os.memfd_create("wrong")
+                    os.write(wrong, data)
+                    send(self, wrong, 0, count)
+                    os.close(wrong)
                 case "late":
                     time.sleep(0.02)
-                    send(connection, fd, offset, count)
+                    send(self, fd, offset, count)
                 case _:
-                    send(connection, fd, offset, count)
+                    send(self, fd, offset, count)
 
-        answer = server._PeerHandler._send_range
+        answer = PeerServer._range
 
-        def failing(self: server._PeerHandler, nonce: str, asked: dict[str, str]) -> None:
+        def failing(
+            self: PeerServer, proof: Proof, target: str, query: dict[str, str]
+        ) -> HttpResponse:
             if "error" in kinds and rng.random() < share:
                 raise MissingKeyError("this end says that it has nothing")
-            answer(self, nonce, asked)
+            return answer(self, proof, target, query)
 
-        server._send_file = unsteady
-        server._PeerHandler._send_range = failing  # type: ignore[method-assign]
+        FileSender.send = unsteady  # type: ignore[method-assign]
+        PeerServer._range = failing  # type: ignore[method-assign]
 
     return hook
 

@@ -88,7 +88,7 @@ class RealCampaign:
     def _variant(self) -> str:
         """Tells runs of a user's own trainer, or of a second interpreter, from earlier ones."""
         parts = []
-        if not type(self.trainer).__module__.startswith("holdfast."):
+        if not type(self.trainer).__module__.startswith(("holdfast.", "holdfast_lab.")):
             parts.append(Path(inspect.getfile(type(self.trainer).open)).read_bytes())
         if self.options.python != sys.executable:
             parts.append(self.options.python.encode())

@@ -9,8 +9,8 @@ from holdfast_lab.chaos.layouts import parse_layout
 from holdfast_lab.chaos.sample_run import write_run_file
 from holdfast_lab.commands import predict
 from holdfast_lab.commands.score import scenarios_of
-from holdfast_lab.commands.simulate_journal import JournalObserver
 from holdfast_lab.commands.trace_make import parameters_of
+from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.settings import parse_setting
 from holdfast_lab.score.harness.trainer import trainer_named
 from holdfast_lab.traces.generators import make_trace
@@ -54,6 +54,12 @@ def run_file(lab: Lab) -> None:
     lab.write("run.yaml", RUN)
 
 
+def begin_journal(lab: Lab) -> None:
+    folder = Path(lab.path(lab.settings["out"]))
+    folder.mkdir(exist_ok=True)
+    JournalObserver.begin(folder, {})
+
+
 CASES: list[Case] = [
     Case(
         "holdfast_lab/chaos/layouts.py",
@@ -91,9 +97,9 @@ CASES: list[Case] = [
         setting("level", int),
     ),
     Case(
-        "holdfast_lab/commands/simulate_journal.py",
+        "holdfast_lab/engine/run_journal.py",
         lambda lab: (run_file(lab), lab.write("full/file", ""), lab.settings.update(out="full")),
-        lambda lab: JournalObserver.begin(Path(lab.path(lab.settings["out"])), {}),
+        begin_journal,
         "give --out a folder that does not exist; a study continues only with .*",
         fixed(out="made"),
     ),

@@ -23,13 +23,15 @@ from holdfast.doctor.run import folder_of
 from holdfast.elastic.agent.agent import check_node_name
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.run_result import refuse_join
-from holdfast.launch.node.node_place import PLACE_VARIABLE, with_place
+from holdfast.launch.node.node_place import PLACE_VARIABLE, by_place
 from holdfast.launch.owners.kubernetes.owner import KubernetesOwner
 from holdfast.launch.owners.ray.owner import _address
 from holdfast.launch.owners.ssh import node_host
 from holdfast.launch.owners.ssh.node_host import HostRequest
 from holdfast.launch.run.runs import open_run
 from holdfast.launch.run.unlike_node import refuse_unlike_node
+from holdfast.launch.start.facts import Facts
+from holdfast.machine.hardware import detect_hardware
 from holdfast.report.trackers.registry import check_options, load_tracker
 from holdfast.show.layout_distance import distance
 from holdfast.wire.http.sockets import bind_listener
@@ -394,7 +396,9 @@ CASES: list[Case] = [
     Case(
         "launch/node/node_place.py",
         values(place="rck=7"),
-        lambda lab: with_place(load_config(None, []), {PLACE_VARIABLE: lab.settings["place"]}),
+        lambda lab: by_place(
+            load_config(None, []), Facts(detect_hardware(), {PLACE_VARIABLE: lab.settings["place"]})
+        ),
         r"write KIND=NAME with one of node, rack, power, pool, zone",
         fixed(place="rack=7"),
     ),

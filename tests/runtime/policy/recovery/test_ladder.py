@@ -80,17 +80,19 @@ class Case:
     def layout_on(self, nodes: int) -> Choice | None:
         """The same replicas, fewer of them, or one of a smaller shape."""
         group = self.choice.replicas[0]
-        while group.size > nodes * self.devices:
+        while group.replica_size > nodes * self.devices:
             if group.pp > 1:
                 half = group.pp // 2
                 stages = (BLOCKS // half,) * half if half > 1 else ()
                 group = replace(group, pp=half, stages=stages)
-            elif group.size > 1:
+            elif group.replica_size > 1:
                 group = replace(group, dp_shard=1, tp=group.tp if group.dp_shard > 1 else 1)
             else:
                 return None
-        count = min(self.choice.replicas[0].count, nodes * self.devices // group.size)
-        return replace(self.choice, replicas=(replace(group, count=count),))
+        count = min(
+            self.choice.replicas[0].dp_replicate, nodes * self.devices // group.replica_size
+        )
+        return replace(self.choice, replicas=(replace(group, dp_replicate=count),))
 
     def seated(self, layout: Choice) -> list[str]:
         number = -(-layout.devices // self.devices)
@@ -102,10 +104,12 @@ def drawn_case(draw: random.Random) -> Case:
     while True:
         pp, shard, tp = draw.choice((1, 2)), draw.choice((1, 2, 4)), draw.choice((1, 2))
         stages = (BLOCKS // pp,) * pp if pp > 1 else ()
-        group = ReplicaChoice(draw.randint(1, 3), pp, shard, 1, tp, stages, ("pool",), 4)
+        group = ReplicaChoice(
+            draw.randint(1, 3), pp, shard, 1, tp, stages, pools=("pool",), microbatches=4
+        )
         devices = draw.choice((1, 2, 4))
-        nodes = -(-group.devices // devices)
-        if nodes > 1 and group.size <= 8:
+        nodes = -(-group.world_size // devices)
+        if nodes > 1 and group.replica_size <= 8:
             break
     names = [f"n{number}" for number in range(nodes + draw.choice((0, 0, 1, 2, 3)))]
     draw.shuffle(names)
@@ -264,7 +268,7 @@ def test_coordinator_planner_and_simulator_decide_the_same_of_2000_losses() -> N
 
 @pytest.mark.parametrize(("count", "nodes"), [(1, 4), (2, 1), (2, 3), (3, 2)])
 def test_the_chances_of_one_lost_node_are_those_of_the_ladder(count: int, nodes: int) -> None:
-    group = ReplicaChoice(count, 1, nodes, 1, 1, (), ("pool",), 4)
+    group = ReplicaChoice(count, 1, nodes, pools=("pool",), microbatches=4)
     used = tuple(f"n{number}" for number in range(count * nodes))
     found = []
     for name in used:
