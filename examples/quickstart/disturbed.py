@@ -31,13 +31,20 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
+from holdfast.launch.node.fleet import Fleet
 from holdfast.report.formatting import format_clock, format_duration
 from holdfast.report.ledger.ordering import order_records
 from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
-from holdfast_lab.chaos.agents import Fleet
-from holdfast_lab.chaos.network import Network, why_unavailable
+
+try:
+    from holdfast_lab.chaos.network import Network, why_unavailable
+except ModuleNotFoundError:
+
+    def why_unavailable() -> str | None:
+        return "holdfast_lab, which cuts networks, is not installed"
+
 
 NODES = ("one", "two", "three", "four")
 SETTINGS = (

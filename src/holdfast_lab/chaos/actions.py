@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.launch.node.fleet import Fleet
 from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.term import newest_term
-from holdfast_lab.chaos.agents import Fleet
 from holdfast_lab.chaos.network import Network
 
 # bytes from one turned bit to the next: so that some lie in every snapshot

@@ -31,10 +31,10 @@ import holdfast_lab
 from holdfast.config.loading.load import load_config
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.errors import HoldfastError, RunFolderError, UserError
+from holdfast.launch.node.fleet import Fleet, die_with_parent
 from holdfast.wire.store.location import parse_location
 from holdfast.wire.store.run_location import make_local_folder
 from holdfast_lab.chaos.actions import ChaosEnvironment
-from holdfast_lab.chaos.agents import Fleet, die_with_parent
 from holdfast_lab.chaos.catalog import FAULTS
 from holdfast_lab.chaos.compare import compare_runs
 from holdfast_lab.chaos.experiment import Experiment

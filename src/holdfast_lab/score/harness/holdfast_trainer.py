@@ -11,10 +11,10 @@ from pathlib import Path
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone
+from holdfast.launch.node.fleet import forked_workers
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import JournalTail
 from holdfast.wire.store.run_store import FolderStore
-from holdfast_lab.chaos.agents import forked_workers
 from holdfast_lab.score.harness.node_processes import NodeProcesses
 from holdfast_lab.score.harness.torchrun_trainer import flip_bytes
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from holdfast_lab.chaos.agents import die_with_parent
+from holdfast.launch.node.fleet import die_with_parent
 from holdfast_lab.score.harness.node_network import NodeNetwork
 from holdfast_lab.score.record import Commit
 

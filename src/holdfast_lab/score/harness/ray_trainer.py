@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import psutil
 
+from holdfast.launch.node.fleet import die_with_parent
 from holdfast.wire.child_command import module_command
-from holdfast_lab.chaos.agents import die_with_parent
 from holdfast_lab.score.harness.node_processes import LineReader
 from holdfast_lab.score.harness.torchrun_trainer import flip_bytes, why_no_module
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace

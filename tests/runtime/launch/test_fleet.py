@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast_lab.chaos.agents import Fleet
+from holdfast.launch.node.fleet import Fleet
 from tests.support.ranks import wait_until
 
 TEMPLATE = "import os, time\nos.fork() and os.fork()\ntime.sleep(600)"
