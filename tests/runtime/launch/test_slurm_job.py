@@ -64,8 +64,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 def test_each_node_has_a_step_of_its_own_and_the_run_ends_with_them(slurm: FakeSlurm) -> None:
     with keeper_of(slurm) as process:
         slurm.wait_started("n1", "n2", "n3")
-        step = slurm.wait_call("srun", "--nodelist=n2")
-        assert "--jobid=7 --nodes=1 --ntasks=1" in step
+        step = slurm.wait_call("srun", "--output=/logs/n2.log")
+        assert "--jobid=7 --nodes=1 --ntasks=1 --nodelist=n2" in step
         assert step.endswith("--output=/logs/n2.log holdfast join --node n2")
         for node in ("n1", "n2", "n3"):
             slurm.end_step(node, 0)
