@@ -9,8 +9,8 @@ from holdfast_lab.chaos.layouts import parse_layout
 from holdfast_lab.chaos.sample_run import write_run_file
 from holdfast_lab.commands import predict
 from holdfast_lab.commands.score import scenarios_of
-from holdfast_lab.commands.simulate_journal import JournalObserver
 from holdfast_lab.commands.trace_make import parameters_of
+from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.settings import parse_setting
 from holdfast_lab.score.harness.trainer import trainer_named
 from holdfast_lab.traces.generators import make_trace
