@@ -1,13 +1,17 @@
 """The search for a layout: against every layout, by the clock, and against other ways to search.
 
 python -m benchmarks.runtime.plan_search exact [N]
-    N small problems (500), from a seed (exact 9 491)
-python -m benchmarks.runtime.plan_search times    seconds of one core, and of a loop of plain Python
-python -m benchmarks.runtime.plan_search cache    the same from the plan cache, and from like plans
+    N small problems (500), from a seed (exact 9 491).
+python -m benchmarks.runtime.plan_search times
+    seconds of one core, and of a loop of plain Python.
+python -m benchmarks.runtime.plan_search cache
+    the same from the plan cache, and from like plans.
 python -m benchmarks.runtime.plan_search baselines
-    20 large problems at equal time (pip install deap)
-python -m benchmarks.runtime.plan_search wide     175 B on 1,024 devices; tp inside and across nodes
-python -m benchmarks.runtime.plan_search replan   a node goes: with the next plans and without
+    20 large problems at equal time (pip install deap).
+python -m benchmarks.runtime.plan_search wide
+    175 B on 1,024 devices; tp inside and across nodes.
+python -m benchmarks.runtime.plan_search replan
+    a node goes: with the next plans and without.
 """
 
 from __future__ import annotations

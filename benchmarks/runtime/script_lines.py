@@ -2,9 +2,9 @@
 
     python -m benchmarks.runtime.script_lines
 
-The scripts are in `benchmarks/own_loop`. They train the same model from the same samples, with
-the same optimizer, schedule and clipping, on several workers, and resume after a kill. `plain.py`
-is the script for one process that loses all.
+The scripts are in `benchmarks/runtime/own_loop`. They train the same model from the same samples,
+with the same optimizer, schedule and clipping, on several workers, and resume after a kill.
+`plain.py` is the script for one process that loses all.
 
     lines    of the script, without empty lines and comments
     written  lines that `plain.py` does not have

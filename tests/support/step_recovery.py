@@ -135,7 +135,7 @@ class Survivor:
         assert step == self.step + 1
         self.step = step
         self.curve[step] = [verdict.mean_loss, verdict.mean_norm]
-        self.engine.history.unreported_step = 0  # as `train.runner` does once it has told of it
+        self.engine.history.unreported_step = 0  # as the runner does once it has told of it
 
     def lose(self, last: int) -> None:
         """Train until a peer is lost, as it must be before `last` is over."""

@@ -14,6 +14,7 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Fresh, Yes
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import RunFolderError
+from holdfast.launch.owners.choose import OWNERS, open_owner
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import read_resolved, run_folder_of
@@ -38,9 +39,7 @@ KEYS_OF_NODES = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer
 def launch(
     run_file: Annotated[Path, typer.Argument(help="the run file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    on: Annotated[
-        str, typer.Option(help="local, ssh, slurm, ray or kubernetes; left out: launch.on")
-    ] = "",
+    on: Annotated[str, typer.Option(help=f"{', '.join(OWNERS)}; left out: launch.on")] = "",
     nodes: Annotated[
         int | None, typer.Option(help="nodes of the run; left out: launch.nodes")
     ] = None,
@@ -66,7 +65,6 @@ def launch(
       holdfast logs run.yaml
       holdfast down run.yaml
     """
-    from holdfast.launch.owners.choose import open_owner
     from holdfast.machine.hardware import detect_hardware
 
     given = list(overrides or [])
@@ -119,8 +117,6 @@ def _say_what_follows(folder: Path) -> None:
 
 def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
     """Start the nodes, or bring a job that is at work to the number of nodes asked for."""
-    from holdfast.launch.owners.choose import open_owner
-
     owner = open_owner(request.config.launch.on)
     if running is None:
         job = owner.submit(request)
@@ -206,7 +202,6 @@ def _make_secret(folder: Path) -> None:
 
 def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
-    from holdfast.launch.owners.choose import open_owner
     from holdfast.launch.owners.owner import JOB_FILE, OwnedJob, OwnerAwayError
 
     if not (folder / JOB_FILE).exists():

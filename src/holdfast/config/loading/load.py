@@ -82,7 +82,7 @@ class LoadedConfig:
     name: str = "run file"  # its path, for messages
     overrides: tuple[str, ...] = ()
     base: str = ""  # the folder that the run file's relative paths start at; "": the current one
-    places: Mapping[str, str] = field(default_factory=dict)  # see `config.paths`
+    places: Mapping[str, str] = field(default_factory=dict)  # see `config.loading.paths`
 
     def where(self, key: str) -> str:
         """The place of a key for a message: a line, an override, or the run file."""

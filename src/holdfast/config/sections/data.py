@@ -36,7 +36,7 @@ class SourceConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """The place of `path` (`config.paths`); the path itself if no run file was loaded."""
+        """The place of `path` (`config.loading.paths`); the path itself without a run file."""
         return self._place or self.path
 
     def at(self, place: str | None) -> SourceConfig:
@@ -73,7 +73,7 @@ class TokenizerConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """The place of `path` (`config.paths`); the path itself if no run file was loaded."""
+        """The place of `path` (`config.loading.paths`); the path itself without a run file."""
         return self._place or self.path
 
     def at(self, place: str | None) -> TokenizerConfig:

@@ -2,8 +2,8 @@
 
 The names of the state are `optimizer.SLOT.PARAMETER`. A slot of the parameter's own shape is cut as
 the parameter is. Scales of 8-bit state are cut with the rows and blocks that they belong to. Each
-other slot is complete on each rank that has the parameter. `config.degrees` refuses layouts in
-which a rank would have a part of it, or of a block.
+other slot is complete on each rank that has the parameter. `config/sections/degrees.py` refuses
+layouts in which a rank would have a part of it, or of a block.
 """
 
 from __future__ import annotations

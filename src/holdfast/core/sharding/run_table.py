@@ -1,7 +1,7 @@
 """What a run trains, as data: its parameters, and how the axes cut each.
 
 The built-in decoder's rows follow from `model`. Those of a task stand in the configuration, where
-the launcher has put them (`tasks/describe.py` reads them off the module). Everything else asks
+the launcher has put them (`tasks/child.py` reads them off the module). Everything else asks
 here, so that agent, mover and planner know no model.
 
 A run of adapters (`lora`) trains their rows alone: the base's are none of the state.

@@ -36,7 +36,7 @@ _MOVER_RETURN_TIMEOUT_S = 30.0  # that a mover which is gone is given to come ba
 _MOVER_RETRY_DELAY_S = 0.1
 _ANNOUNCEMENT_POLL_S = 0.005, 0.2  # seconds between two looks: at first, and at most
 
-# seconds for the last save, as in `train.runner`
+# seconds for the last save, as in `training/engine/runner.py`
 _LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
     60.0,
     600.0,

@@ -7,7 +7,7 @@ from importlib import import_module
 from holdfast.errors import ConfigError, use_one_of
 from holdfast.launch.owners.owner import MachineOwner
 
-_OWNERS = {
+OWNERS = {
     "local": ("local", "LocalOwner"),
     "ssh": ("ssh.owner", "SshOwner"),
     "slurm": ("slurm.owner", "SlurmOwner"),
@@ -19,12 +19,12 @@ _OWNERS = {
 
 def open_owner(word: str) -> MachineOwner:
     """Raises ConfigError for a word that names no owner."""
-    if word not in _OWNERS:
+    if word not in OWNERS:
         raise ConfigError(
             f"{word!r} owns no machines that are known",
             where="--on",
-            remedy=use_one_of(_OWNERS),
+            remedy=use_one_of(OWNERS),
         )
-    module, name = _OWNERS[word]
+    module, name = OWNERS[word]
     found: MachineOwner = getattr(import_module(f"holdfast.launch.owners.{module}"), name)()
     return found

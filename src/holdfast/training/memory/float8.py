@@ -26,8 +26,8 @@ def apply_float8(blocks: Sequence[nn.Module], *, is_emulated: bool) -> None:
 
     is_emulated: for a device without such kernels, which `holdfast train` refuses. Tests use it.
         The factors are rounded in the same way, and then multiplied in float32.
-    `config.float8` has refused layers that the kernels cannot take. Raises ConfigError without
-    torchao.
+    `config/sections/float8.py` has refused layers that the kernels cannot take. Raises ConfigError
+    without torchao.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

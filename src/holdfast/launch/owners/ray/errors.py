@@ -9,7 +9,7 @@ ADDRESS_KEY = "launch.ray.address"
 
 
 def explain(kind: str, detail: str, address: str) -> ConfigError:
-    """Return the error for a kind of refusal of `ray_job.py`."""
+    """Return the error for a kind of refusal of `job.py`."""
     return (
         _of_connection(kind, detail, address)
         or _of_job(kind, detail, address)

@@ -47,7 +47,7 @@ class RayOrder:
 
 @dataclass(frozen=True)
 class RayAnswer:
-    """error: a kind of `ray_errors.py`, with its detail; empty: done. status: of a known job."""
+    """error: a kind of `errors.py`, with its detail; empty: done. status: of a known job."""
 
     error: str = ""
     detail: str = ""
@@ -56,7 +56,7 @@ class RayAnswer:
 
 
 class RayRefusalError(Exception):
-    """Ray does not do what was asked. kind: one of `ray_errors.py`."""
+    """Ray does not do what was asked. kind: one of `errors.py`."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         self.kind, self.detail = kind, detail

@@ -2,7 +2,7 @@
 
 A node of the run is an actor that runs the agent. Actors are placed by placement groups. A group
 holds the nodes of one replica, so that they start together. Ray itself places a group again, and
-starts its actor again, after it has lost a machine. The supervisor (`ray_supervisor.py`) does the
+starts its actor again, after it has lost a machine. The supervisor (`supervisor.py`) does the
 rest: it makes groups, replaces those whose machine drains, and gives them back at the end.
 """
 
