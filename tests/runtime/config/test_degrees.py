@@ -35,123 +35,91 @@ def sentence(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "place", "offer"),
     [
-        (["layout.tp=5"], "layout.tp 5 does not divide model.heads 12; use 4 or 12"),
-        (
-            ["layout.tp=8"],
-            "layout.tp 8 does not divide model.heads 12; use 4 or 12, or layout.tp_by.attention 4",
-        ),
-        (
-            ["layout.tp=4", "layout.tp_by.attention=3"],
-            "layout.tp_by.attention 3 does not divide layout.tp 4; use 2 or 4",
-        ),
-        (
-            ["layout.tp=8", "layout.tp_by.attention=8"],
-            "layout.tp_by.attention 8 does not divide model.heads 12; use 4",
-        ),
+        (["layout.tp=5"], "layout.tp 5", "use 4 or 12"),
+        (["layout.tp=8"], "layout.tp 8", "use 4 or 12, or layout.tp_by.attention 4"),
+        (["layout.tp=4", "layout.tp_by.attention=3"], "layout.tp_by.attention 3", "use 2 or 4"),
+        (["layout.tp=8", "layout.tp_by.attention=8"], "layout.tp_by.attention 8", "use 4"),
         (
             ["layout.tp=12", "model.kv_heads=3", "layout.tp_by.attention=2"],
-            "layout.tp_by.attention 2 neither divides model.kv_heads 3 nor is a multiple of it; "
+            "layout.tp_by.attention 2",
             "use 1 or 3",
         ),
-        (
-            ["layout.tp=4", "model.ffn_dim=26", "layout.tp_by.ffn=4"],
-            "layout.tp_by.ffn 4 does not divide model.ffn_dim 26; use 2",
-        ),
+        (["layout.tp=4", "model.ffn_dim=26", "layout.tp_by.ffn=4"], "layout.tp_by.ffn 4", "use 2"),
         (
             ["layout.tp=2", "layout.tp_by.mlp=2"],
-            "unknown key layout.tp_by.mlp; layout.tp_by has attention, ffn",
+            "unknown key layout.tp_by.mlp",
+            "layout.tp_by has attention, ffn",
         ),
-        (
-            [*EXPERTS, "layout.tp=2", "layout.tp_by.ffn=1"],
-            "layout.tp_by.ffn 1 is for feed-forwards without experts, and there is model.experts; "
-            "use 0",
-        ),
-        (
-            ["lora.rank=4", "layout.tp_by.attention=1"],
-            "layout.tp_by.attention 1 cuts the built-in decoder, and lora is trained; use 0",
-        ),
+        ([*EXPERTS, "layout.tp=2", "layout.tp_by.ffn=1"], "layout.tp_by.ffn 1", "use 0"),
+        (["lora.rank=4", "layout.tp_by.attention=1"], "layout.tp_by.attention 1", "use 0"),
         (
             ["layout.tp=2", "layout.tp_by.attention=1", "train.precision=fp8"],
-            "train.precision fp8 has not been tried with layout.tp_by.attention 1; use "
-            "layout.tp_by.attention 0, or train.precision bf16",
+            "train.precision fp8",
+            "use layout.tp_by.attention 0, or train.precision bf16",
         ),
-        (
-            ["layout.ep=2"],
-            "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
-        ),
+        (["layout.ep=2"], "layout.ep 2", "use layout.ep 1"),
         (
             [*EXPERTS, "layout.dp_shard=3", "layout.expert_replicas=auto"],
-            "layout.expert_replicas auto needs experts on several workers, and layout.ep is 1; use "
-            "layout.expert_replicas off",
+            "layout.expert_replicas auto",
+            "use layout.expert_replicas off",
         ),
-        (
-            [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
-            "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
-        ),
+        ([*EXPERTS, "layout.dp_shard=3", "layout.ep=2"], "layout.ep 2", "use layout.ep 1 or 3"),
         (
             [*EXPERTS, "layout.dp_shard=3", "layout.cp=2", "layout.ep=4"],
-            "layout.ep 4 does not divide layout.dp_shard 3 x cp 2; use layout.ep 3 or 6",
+            "layout.ep 4",
+            "use layout.ep 3 or 6",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.cp=2", "layout.ep=4"],
-            "layout.ep 4 does not divide model.experts.count 6; use layout.ep 2",
+            "layout.ep 4",
+            "use layout.ep 2",
         ),
         (
             [*EXPERTS, "layout.cp=2", "train.optimizer.name=adafactor", "layout.ep=2"],
-            "layout.ep 2 cuts experts, and train.optimizer.name adafactor needs complete "
-            "parameters; use layout.ep 1",
+            "layout.ep 2",
+            "use layout.ep 1",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
-            "layout.ep 2 does not work with layout.zero 1; use layout.zero 2",
+            "layout.ep 2",
+            "use layout.zero 2",
         ),
         (
-            [
-                *EXPERTS,
-                "layout.dp_shard=2",
-                *ONCE,
-                "layout.ep=2",
-            ],
-            "layout.ep 2 does not work with layout.zero2_reduce step, which holds all experts; "
+            [*EXPERTS, "layout.dp_shard=2", *ONCE, "layout.ep=2"],
+            "layout.ep 2",
             "use layout.zero2_reduce microbatch",
         ),
         (
             [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
-            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
-            "not run again; use train.recompute full",
+            "layout.ep 2",
+            "use train.recompute full",
         ),
         (
             [
                 *(*EXPERTS, "train.recompute=[none,selective]", "layout.pp=2"),
                 *("layout.dp_shard=2", "layout.ep=2"),
             ],
-            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
-            "not run again; use train.recompute [none, full]",
+            "layout.ep 2",
+            "use train.recompute [none, full]",
         ),
         (
             ["layout.schedule=interleaved", "layout.virtual_stages=4", "layout.pp=3"],
-            "layout.pp 3 under layout.schedule interleaved has 12 stages, but model.layers is 6; "
+            "layout.pp 3",
             "use layout.virtual_stages 2",
         ),
-        (
-            ["layout.schedule=ZBV"],
-            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev, "
-            "pipedream, pipedream-2bw, pipemare; did you mean zbv?",
-        ),
-        (
-            ["layout.pp=2", "layout.stages=[6,0]"],
-            "layout.stages.1 is 0, but must be at least 1; use 1",
-        ),
+        (["layout.schedule=ZBV"], "layout.schedule is 'ZBV'", "did you mean zbv?"),
+        (["layout.pp=2", "layout.stages=[6,0]"], "layout.stages.1 is 0", "use 1"),
         (
             [*EXPERTS, "layout.cp=2", "model.experts.capacity=1.5"],
-            "model.experts.capacity 1.5 drops the last tokens, and layout.cp changes their order; "
+            "model.experts.capacity 1.5",
             "use model.experts.capacity 0",
         ),
         (
             [*EXPERTS, "model.dim=64", "model.heads=4", "model.ffn_dim=64", "train.precision=fp8"],
-            "train.precision fp8 has not been tried with model.experts; use train.precision bf16",
+            "train.precision fp8",
+            "use train.precision bf16",
         ),
         (
             [
@@ -159,208 +127,185 @@ def sentence(*overrides: str) -> str:
                 *("layout.dp_shard=2", "layout.tp=2", "layout.tp_by.attention=1"),
                 *("layout.zero=3", "layout.quantized=weights"),
             ],
-            "layout.quantized weights has not been tried with layout.tp_by; "
+            "layout.quantized weights",
             "use layout.quantized: none",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
-            "layout.quantized weights has not been tried with layout.ep 2; "
+            "layout.quantized weights",
             "use layout.quantized: none",
         ),
         (
             ["layout.dp_shard=2", *ONCE, "layout.quantized=gradients"],
-            "layout.quantized gradients is for what shards send; only layout.zero 2 or 3 "
-            "with dp_shard above 1 has any (not zero2_reduce step); "
+            "layout.quantized gradients",
             "use layout.quantized: none",
         ),
         (
             ["layout.dp_shard=2", *ONCE, "train.memory.parameters=host"],
-            "train.memory.parameters host moves shards, and only layout.zero 2 or 3 with dp_shard "
-            "above 1 makes them (not zero2_reduce step); use train.memory.parameters: device",
+            "train.memory.parameters host",
+            "use train.memory.parameters: device",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=12"],
-            "layout.tp 12 does not divide model.experts.width 20; use 4",
+            "layout.tp 12",
+            "use 4",
         ),
-        (
-            ["layout.tp=24"],
-            "layout.tp 24 does not divide model.heads 12; use 12, or layout.tp_by.attention 12",
-        ),
-        (
-            ["model.ffn_dim=22", "layout.tp=4"],
-            "layout.tp 4 does not divide model.ffn_dim 22; use 2, or layout.tp_by.ffn 2",
-        ),
-        (
-            ["layout.tp=6"],
-            "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or "
-            "12, or layout.tp_by.attention 2",
-        ),
-        (
-            ["layout.cp=5"],
-            "layout.cp 5 does not cut data.sequence_length 256 into 10 equal chunks; use 4 or 8",
-        ),
+        (["layout.tp=24"], "layout.tp 24", "use 12, or layout.tp_by.attention 12"),
+        (["model.ffn_dim=22", "layout.tp=4"], "layout.tp 4", "use 2, or layout.tp_by.ffn 2"),
+        (["layout.tp=6"], "layout.tp 6", "use 4 or 12, or layout.tp_by.attention 2"),
+        (["layout.cp=5"], "layout.cp 5", "use 4 or 8"),
         (
             ["layout.cp_method=ulysses", "layout.cp=8"],
-            "layout.cp 8 with layout.cp_method ulysses has 8 workers that swap heads, which do not "
-            "divide the 4 key/value heads of a worker; use 4, or layout.cp_method ring",
+            "layout.cp 8",
+            "use 4, or layout.cp_method ring",
         ),
         (
             ["layout.cp_method=ulysses-ring", "layout.cp_ring=4", "layout.cp=2"],
-            "layout.cp 2 is no multiple of layout.cp_ring 4; use 1 or 4",
+            "layout.cp 2",
+            "use 1 or 4",
         ),
-        (["layout.pp=7"], "layout.pp 7 is more than model.layers 6; use 6 or less"),
+        (["layout.pp=7"], "layout.pp 7", "use 6 or less"),
         (
             ["layout.pp=3", "layout.stages=[3, 3]"],
-            "layout.stages [3, 3] has 2 of layout.pp 3 stages; "
+            "layout.stages [3, 3]",
             "use [2, 2, 2], or [] to have them balanced by cost",
         ),
         (
             ["layout.pp=4", "layout.stages=[1, 1, 1, 1]"],
-            "layout.stages [1, 1, 1, 1] holds 4 blocks, but model.layers is 6; "
+            "layout.stages [1, 1, 1, 1]",
             "use [2, 2, 1, 1], or [] to have them balanced by cost",
         ),
-        (["layout.pp=2", "layout.stages=[6, 0]"], "layout.stages.1 is 0, but must be at least 1"),
-        (["layout.pp=0"], "layout.pp is 0, but must be at least 1; use 1"),
+        (["layout.pp=0"], "layout.pp is 0", "use 1"),
         (
             ["layout.dp_shard=4"],
-            "layout.dp_shard 4 does not divide train.microbatch_size 6; "
+            "layout.dp_shard 4",
             "use train.microbatch_size 8, or layout.dp_shard 3 or 6",
         ),
-        (
-            ["layout.dp_shard=5"],
-            "layout.dp_shard 5 does not divide train.microbatch_size 6; use layout.dp_shard 3 or 6",
-        ),
+        (["layout.dp_shard=5"], "layout.dp_shard 5", "use layout.dp_shard 3 or 6"),
         (
             ["train.batch_warmup=[{from_step: 1, batch_size: 12}]", "layout.dp_shard=4"],
-            "layout.dp_shard 4 does not divide train.microbatch_size 6; "
+            "layout.dp_shard 4",
             "use train.microbatch_size 12, or layout.dp_shard 3 or 6",
         ),
         (
             ["layout.replicas.0.dp_shard=3", "layout.replicas.1.dp_shard=4"],
-            "layout.replicas.1.dp_shard 4 does not divide train.microbatch_size 6; "
+            "layout.replicas.1.dp_shard 4",
             "use train.microbatch_size 12, or layout.replicas.1.dp_shard 3 or 6",
         ),
-        (
-            ["layout.pp=2", "layout.tp=2", "layout.workers=6"],
-            "layout.workers 6 is not a multiple of layout.pp 2 x layout.tp 2 = 4; use 4 or 8",
-        ),
+        (["layout.pp=2", "layout.tp=2", "layout.workers=6"], "layout.workers 6", "use 4 or 8"),
         (
             ["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.workers=6"],
-            "layout.workers 6 is not the 5 workers of layout.replicas together; use 5, or 0",
+            "layout.workers 6",
+            "use 5, or 0",
         ),
         (
             ["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.tp=2"],
-            "layout.tp is given beside layout.replicas, which have degrees of their own; "
+            "layout.tp is",
             "use one of the two",
         ),
         (
             ["layout.replicas.0.pp=2", "layout.replicas.1.tp=5"],
-            "layout.replicas.1.tp 5 does not divide model.heads 12; use 4 or 12",
+            "layout.replicas.1.tp 5",
+            "use 4 or 12",
         ),
-        (["layout.zero=4"], "layout.zero is 4, not one of 1, 2, 3; use 1"),
-        (
-            ["layout.schedule=1f1"],
-            "layout.schedule is '1f1', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev, "
-            "pipedream, pipedream-2bw, pipemare; did you mean 1f1b?",
-        ),
+        (["layout.zero=4"], "layout.zero is 4", "use 1"),
+        (["layout.schedule=1f1"], "layout.schedule is '1f1'", "did you mean 1f1b?"),
         (
             ["layout.schedule=zbv", "layout.pp=4"],
-            "layout.pp 4 under layout.schedule zbv has 8 stages, but model.layers is 6; "
+            "layout.pp 4",
             "use layout.pp 3, or layout.schedule 1f1b",
         ),
         (
             ["layout.schedule=interleaved", "layout.pp=2", "layout.stages=[3, 3]"],
-            "layout.stages [3, 3] has 2 of layout.pp 2 x 2 stages; use [2, 2, 1, 1], "
-            "or [] to have them balanced by cost",
+            "layout.stages [3, 3]",
+            "use [2, 2, 1, 1], or [] to have them balanced by cost",
         ),
         (
             ["layout.pp=2", "layout.balance_costs=[1, 1, 1]"],
-            "layout.balance_costs has 3 times, but an embedding, 6 blocks (model.layers) and a "
-            "head are 8; use 8 times, or layout.balance_costs []",
+            "layout.balance_costs has",
+            "use 8 times, or layout.balance_costs []",
         ),
         (
             ["layout.pp=2", "layout.balance=memory", "layout.balance_costs=[1, 1, 1]"],
-            "layout.balance_costs has times, which have no effect on layout.balance memory; "
+            "layout.balance_costs has",
             "use layout.balance time, or layout.balance_costs []",
         ),
         (
             ["layout.schedule=zb-h1", "layout.virtual_stages=2"],
-            "layout.virtual_stages 2 has no effect on layout.schedule zb-h1; "
+            "layout.virtual_stages 2",
             "use layout.schedule interleaved, or virtual_stages 0",
         ),
         (
             ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=zb-h1"],
-            "layout.schedule zb-h1 does not work with layout.zero 3 and layout.dp_shard 2; "
+            "layout.schedule zb-h1",
             "use layout.zero 1, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "layout.dp_shard=2", "layout.zero=2", "layout.schedule=zbv"],
-            "layout.schedule zbv does not work with layout.zero 2 and layout.dp_shard 2; "
+            "layout.schedule zbv",
             "use layout.zero2_reduce step, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "train.compile=true", "layout.schedule=zbv"],
-            "layout.schedule zbv does not work with train.compile; "
+            "layout.schedule zbv",
             "use train.compile false, or layout.schedule interleaved",
         ),
         (
             ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=pipedream-2bw"],
-            "layout.schedule pipedream-2bw does not work with layout.zero 3 and layout.dp_shard 2; "
+            "layout.schedule pipedream-2bw",
             "use layout.zero 1, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=pipemare"],
-            "layout.schedule pipemare does not work with layout.zero 3 and layout.dp_shard 2; "
+            "layout.schedule pipemare",
             "use layout.dp_shard 1, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "layout.dp_shard=2", "layout.zero=1", "layout.schedule=pipemare"],
-            "layout.schedule pipemare does not work with layout.dp_shard 2, as a worker knows the "
-            "movement of its own rows alone; use layout.dp_shard 1, or layout.schedule "
-            "pipedream-2bw",
+            "layout.schedule pipemare",
+            "use layout.dp_shard 1, or layout.schedule pipedream-2bw",
         ),
         (
             ["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.schedule=pipemare"],
-            "layout.schedule pipemare does not work with layout.replicas, as each kind of replica "
-            "would be late by another number of steps; use layout.replicas [], or layout.schedule "
-            "1f1b",
+            "layout.schedule pipemare",
+            "use layout.replicas [], or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "train.compile=true", "layout.schedule=pipedream"],
-            "layout.schedule pipedream does not work with train.compile; "
+            "layout.schedule pipedream",
             "use train.compile false, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "model.tied_embeddings=true", "layout.schedule=pipemare"],
-            "layout.schedule pipemare does not work with model.tied_embeddings, as the first and "
-            "the last stage would move them by other rates; use model.tied_embeddings false, or "
-            "layout.schedule pipedream-2bw",
+            "layout.schedule pipemare",
+            "use model.tied_embeddings false, or layout.schedule pipedream-2bw",
         ),
         (
             ["layout.pp=2", "train.recompute=full", "layout.schedule=pipemare"],
-            "layout.schedule pipemare does not work with train.recompute, which would run blocks "
-            "again with other weights; use train.recompute none, or layout.schedule pipedream-2bw",
+            "layout.schedule pipemare",
+            "use train.recompute none, or layout.schedule pipedream-2bw",
         ),
         (
             ["layout.pp=2", "train.precision=fp16", "layout.schedule=pipemare"],
-            "layout.schedule pipemare does not work with train.precision fp16; "
+            "layout.schedule pipemare",
             "use train.precision bf16, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "train.memory.gradients=host", "layout.schedule=pipedream"],
-            "layout.schedule pipedream does not work with train.memory; "
+            "layout.schedule pipedream",
             "remove train.memory, or use layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "layout.schedule=pipedream", "layout.virtual_stages=2"],
-            "layout.virtual_stages 2 has no effect on layout.schedule pipedream; "
+            "layout.virtual_stages 2",
             "use layout.schedule interleaved, or virtual_stages 0",
         ),
     ],
 )
-def test_an_impossible_degree_is_one_sentence(overrides: list[str], words: str) -> None:
+def test_an_impossible_degree_is_refused(overrides: list[str], place: str, offer: str) -> None:
     said = sentence(*overrides)
-    assert said == words or said.startswith(words + ";")
+    assert re.match(rf"{re.escape(place)}(?!\w)", said)
+    assert f"; {offer};" in f"{said};"
 
 
 def test_the_line_of_the_run_file_is_named() -> None:

@@ -37,20 +37,19 @@ def refused(tmp_path: Path, source: dict[str, Any], **more: Any) -> str:
     return sentence
 
 
-def test_binary_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x89PNG ok so far \0\0", "offset 15"),
+        ("café".encode("latin-1"), "byte 0xe9 at offset 3 is not UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_text(content: bytes, words: str, tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=2, words=20)
-    (folder / "picture.png").write_bytes(b"\x89PNG ok so far \0\0")
+    (folder / "odd.txt").write_bytes(content)
     sentence = refused(tmp_path, text_source(folder))
-    assert "picture.png" in sentence
-    assert "offset 15" in sentence
-
-
-def test_file_that_is_not_utf8(tmp_path: Path) -> None:
-    folder = text_folder(tmp_path / "in", files=2, words=20)
-    (folder / "old.txt").write_bytes("café".encode("latin-1"))
-    sentence = refused(tmp_path, text_source(folder))
-    assert "old.txt" in sentence
-    assert "byte 0xe9 at offset 3 is not UTF-8" in sentence
+    assert "odd.txt" in sentence
+    assert words in sentence
 
 
 def test_an_error_in_another_process_reads_the_same(tmp_path: Path) -> None:
