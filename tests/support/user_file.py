@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
+from holdfast_platform.pods.controller import Controller
 
 
 class Points:
@@ -122,6 +123,6 @@ def own_loop(points: holdfast.Samples) -> None:
 
 
 def gangs(secret: Path) -> str:
-    with holdfast.Controller(secret_file=secret) as controller:
+    with Controller(secret_file=secret) as controller:
         first = controller.submit(["true"], on={"big": 2})
         return controller.submit(["echo", first], on={"small": 1}, after=[first]).text

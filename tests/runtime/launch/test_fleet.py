@@ -1,4 +1,4 @@
-"""Who is found among the processes of a node, so that a fault hits whom it names."""
+"""Which processes of a node are found, so that a fault hits the one that it names."""
 
 from __future__ import annotations
 
