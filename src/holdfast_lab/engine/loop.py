@@ -239,9 +239,10 @@ class Simulation(Process[Sequence[TraceEvent]]):
         self._change(transition, is_loss)
 
     def _carry_out(self, planned: Transition) -> None:
-        """The step has ended; a node that was to join may be lost by now."""
+        """The step has ended; nodes that were to join may be lost by now."""
         self._planned, self._planned_at = None, inf
-        if all(name in self.nodes for name in planned.used or ()):
+        has_nodes = planned.point is None or planned.point.nodes <= len(self.nodes)
+        if has_nodes and all(name in self.nodes for name in planned.used or ()):
             self._change(planned, False)
         else:
             self._decide(Change(review=True))

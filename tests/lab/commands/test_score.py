@@ -17,7 +17,7 @@ def test_a_policy_gets_a_vector_a_score_and_a_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "score"
-    given = ["score", "--level", "0", "--scenario", "F0,F1,F8,F11,F12", "--out", str(out)]
+    given = ["score", "--level", "0", "--scenario", "F0,F1,F6,F8,F11,F12", "--out", str(out)]
     assert main(given) == 0
     told = capsys.readouterr().out
     assert "Resilience Score " in told
