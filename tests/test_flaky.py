@@ -52,10 +52,13 @@ def test_what_fails_once_is_named_last_and_what_fails_twice_is_red(
         ("worker", "\ndef test_crash():\n    mark.touch(); os._exit(0)\n"),
         ("collection", None),
         ("interruption", "\ndef test_stop():\n    raise KeyboardInterrupt\n"),
-        ("many", "\nimport pytest\n@pytest.mark.parametrize('i', range(30))\n"
-         "def test_many(i): assert (mark.with_name(f'm{i}').exists(), mark.touch())[0]\n"),
+        (
+            "many",
+            "\nimport pytest\n@pytest.mark.parametrize('i', range(30))\n"
+            "def test_many(i): assert (mark.with_name(f'm{i}').exists(), mark.touch())[0]\n",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_is_not_complete_is_not_repeated(
     tmp_path: Path, name: str, text: str | None
 ) -> None:

@@ -254,7 +254,7 @@ def test_who_is_done_without_ends_though_its_disk_hangs(
         if again:
             os.kill(other.process.pid, signal.SIGINT)
         assert other.end(15) == code, other.said
-        wait_until(lambda: gone(family), what="nobody is left")
+        wait_until(lambda: gone(family), what="no process is left")
         assert one.process.poll() is None
 
 

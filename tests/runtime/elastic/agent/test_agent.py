@@ -104,7 +104,7 @@ def test_lost_worker_mover_and_template_are_replaced(tmp_path: Path) -> None:
         everyone = trainer.family()
         os.kill(trainer.process.pid, signal.SIGTERM)
         assert trainer.end() == 0, trainer.said
-        wait_until(lambda: gone(everyone), what="nobody is left")
+        wait_until(lambda: gone(everyone), what="no process is left")
 
     reasons = [e.reason for e in trainer.events(GenerationStarted)]
     assert reasons == ["start", "worker_lost", "worker_lost"]
@@ -160,7 +160,7 @@ def test_old_generations_are_refused_and_secrets_do_not_leak(tmp_path: Path) -> 
         # Ctrl-C reaches everybody in the terminal's foreground, and is the agent's alone.
         os.killpg(trainer.process.pid, signal.SIGINT)
         assert trainer.end(20) == 0, trainer.said
-        wait_until(lambda: gone(family), what="nobody is left")
+        wait_until(lambda: gone(family), what="no process is left")
     for path in trainer.folder.rglob("*"):
         if path.is_file() and path.name != "secret":
             assert secret.hex().encode() not in path.read_bytes(), path
@@ -212,7 +212,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
         assert trainer.process.poll() is None  # nobody can leave: a worker hangs
         os.kill(trainer.process.pid, signal.SIGINT)
         assert trainer.end(20) == 130
-        wait_until(lambda: gone(family), 10.0, "nobody is left")
+        wait_until(lambda: gone(family), 10.0, "no process is left")
     assert trainer.events(RunStopped) == []
 
 
@@ -270,7 +270,7 @@ def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path)
         family = old.family()
         os.kill(old.process.pid, signal.SIGCONT)
         assert old.end() == 1
-        wait_until(lambda: gone(family), what="nobody is left")
+        wait_until(lambda: gone(family), what="no process is left")
     assert "another trainer has taken over" in old.said
     assert new.events(RunFailed) == []
 
@@ -334,7 +334,7 @@ def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path)
         family = trainer.family()
         trainer.folder.rename(tmp_path / "moved")
         assert trainer.end(120) == 1
-        wait_until(lambda: gone(family), what="nobody is left")
+        wait_until(lambda: gone(family), what="no process is left")
         assert trainer.said.count(f"{FOLDER_LOST_MESSAGE}; waiting 3 s for it") == 1
         assert trainer.said.count(FOLDER_GONE_MESSAGE) == 1
         assert "Traceback" not in trainer.said

@@ -151,7 +151,7 @@ def test_one_that_stands_still_while_the_next_generation_is_made(drive: Drive) -
     def script(run: Run) -> None:
         run.wait_held([0, 2], 1)
         run.begin(_two(2), [0, 2], FAULT - 1, came_from=[0, 2], before=_three())
-        wait_until(lambda: state(run.pid(2)) == STOPPED, DEADLINE_S, "the one that stands still")
+        wait_until(lambda: state(run.pid(2)) == STOPPED, DEADLINE_S, "the stopped rank")
         run.halt([0], 2)
         held = run.wait_held([0], 2)[0]
         run.kill(2)
