@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import in_campaign
 from tests.support.ranks import ROOT
 
 FLAKY = """
@@ -28,7 +29,7 @@ def flaky(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("jobs", ["0", "2"])
+@pytest.mark.parametrize("jobs", ["0", in_campaign("2")])
 def test_what_fails_once_is_named_last_and_what_fails_twice_is_red(
     tmp_path: Path, jobs: str
 ) -> None:
@@ -46,6 +47,7 @@ def test_what_fails_once_is_named_last_and_what_fails_twice_is_red(
     assert "failed twice:\n  test_twice.py::test_broken" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -70,6 +72,7 @@ def test_a_run_that_is_not_complete_is_not_repeated(
     assert "once more, alone" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_crash_when_a_test_runs_alone_is_red(tmp_path: Path) -> None:
     text = FLAKY.replace("assert not is_first", "assert not is_first; os._exit(0)")
     (tmp_path / "test_once.py").write_text(text)
@@ -78,6 +81,7 @@ def test_a_crash_when_a_test_runs_alone_is_red(tmp_path: Path) -> None:
     assert "failed twice:\n  test_once.py::test_flaky" in done.stdout
 
 
+@pytest.mark.slow
 def test_repeats_count_the_failures(tmp_path: Path) -> None:
     (tmp_path / "test_once.py").write_text(FLAKY)
     done = flaky(tmp_path, "repeat", "3", "test_once.py")
