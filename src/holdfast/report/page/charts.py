@@ -58,7 +58,7 @@ def curve(history: History, baselines: Mapping[str, float], canvas: Canvas) -> s
         keys.append(("incident", "bad", "dotted"))
     if history.changes:
         keys.append(("nodes came or left in time", "change", "dotted"))
-    height, keys = 400.0 if canvas is WIDE else 300.0, key_line(keys)
+    height = 400.0 if canvas is WIDE else 300.0
     frame = _frame(history, baselines, canvas, 34.0, height - 34.0)
     shown = thin_points(history.steps, canvas.max_points, lambda p: p.loss)
     parts = [_curve_axes(history, frame), _baselines(frame, baselines)]
@@ -77,7 +77,7 @@ def curve(history: History, baselines: Mapping[str, float], canvas: Canvas) -> s
     parts.append(path(smooth_line, class_="smooth"))
     parts.append(_evaluations(history, frame))
     points = [(frame.x(p.step), frame.y(p.loss), step_tip(p, frame.ratio)) for p in shown]
-    return figure("".join(parts), points, height, "loss against steps", canvas, keys)
+    return figure("".join(parts), points, height, "loss against steps", canvas, key_line(keys))
 
 
 def _frame(
