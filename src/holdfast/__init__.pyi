@@ -6,9 +6,9 @@ from holdfast.api.reading import follow as follow
 from holdfast.api.reading import journal as journal
 from holdfast.api.reading import open_checkpoint as open_checkpoint
 from holdfast.api.reading import summary as summary
-from holdfast.api.run_file import RunFile as RunFile
-from holdfast.api.run_file import load_run_file as load_run_file
+from holdfast.api.training import RunFile as RunFile
 from holdfast.api.training import TrainingResult as TrainingResult
+from holdfast.api.training import load_run_file as load_run_file
 from holdfast.api.training import train as train
 from holdfast.core.sharding.parameters import Normal as Normal
 from holdfast.core.sharding.parameters import Ones as Ones

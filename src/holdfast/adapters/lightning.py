@@ -73,7 +73,8 @@ def fit(
     current = run()
     _refuse_hooks(module)
     kind, done = type(module), [0]
-    module.__class__ = _counting(kind, done)
+    counters = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
+    module.__class__ = type(kind.__name__, (kind,), counters)
     module.to(current.device)
     module.train()
     optimizer, scheduler = _chosen_optimizer(module.configure_optimizers())
@@ -94,12 +95,6 @@ def fit(
 
 _POSITION, _SINGLE = "item ", "batch"
 """Names of the tensors of a batch that is a sequence of tensors, or one tensor."""
-
-
-def _counting(kind: type, done: Sequence[int]) -> type:
-    """The class with the counters that else come from a trainer. done: the steps before."""
-    counters = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
-    return type(kind.__name__, (kind,), counters)
 
 
 def _no_epoch(module: Any) -> int:

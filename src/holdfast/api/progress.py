@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
 
 MIB = 2**20
 LINE_INTERVAL_S = 5.0  # between two lines where there is no terminal
@@ -29,17 +28,12 @@ class StageProgress:
     def __enter__(self) -> StageProgress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end_line()
 
     def say(self, text: str) -> None:
         self._end_line()
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     def show(self, what: str, done: int, total: int) -> None:
         """`done` of `total` pieces of the stage `what`."""
@@ -53,7 +47,7 @@ class StageProgress:
             if done == total:
                 self._end_line()
         elif done == total or time.monotonic() - self._last > LINE_INTERVAL_S:
-            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            say(f"{what}: {done} of {total}")
             self._last = time.monotonic()
 
     def show_bytes(self, what: str, done: int, total: int) -> None:
@@ -67,7 +61,7 @@ class StageProgress:
         if self._is_terminal:
             self._draw(line)
             return 1.0
-        print(line, file=sys.stderr, flush=True)
+        say(line)
         return LINE_INTERVAL_S
 
     def erase(self) -> None:
@@ -105,12 +99,7 @@ class LongWork:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
         self._progress.erase()

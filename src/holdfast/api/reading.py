@@ -28,18 +28,19 @@ _TORCH_NAMES = {
 def journal(run: str | Path) -> list[dict[str, Any]]:
     """Return the records of a run's journal, each as a flat dict: `pandas.DataFrame(...)` takes
     them. run: the run folder, or its run file. Raises RunFolderError."""
-    from holdfast.launch.run.runs import named_path, open_run
     from holdfast.wire.journal import read_journal
 
-    return [_flat(record) for record in read_journal(open_run(named_path(run)).store)]
+    return [_flat(record) for record in read_journal(_open(run).store)]
+
+
+def _open(run: str | Path) -> Run:
+    from holdfast.launch.run.runs import named_path, open_run
+
+    return open_run(named_path(run))
 
 
 def follow(
-    run: str | Path,
-    stop: threading.Event | None = None,
-    seconds: float = 0.5,
-    *,
-    wait: float = 0.0,
+    run: str | Path, stop: threading.Event | None = None, seconds: float = 0.5, *, wait: float = 0.0
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a run's journal, and new ones as they come, until the run is finished or
     `stop` is set.
@@ -82,21 +83,19 @@ def _run_once_begun(path: Path, stop: threading.Event, seconds: float, wait: flo
 
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
     """Return what `holdfast report RUN --json` prints; with `curve` every step too."""
-    from holdfast.launch.run.runs import named_path, open_run
     from holdfast.report.history.history import read_history
     from holdfast.report.history.summary import summary as summarise
 
-    found = open_run(named_path(run))
+    found = _open(run)
     return summarise(read_history(found.store), found.resolved, curve=curve)
 
 
 def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
     """Return the logical microbatches of a step, as the run's workers are fed them. Raises
     UserError."""
-    from holdfast.launch.run.runs import named_path, open_run
     from holdfast.tasks.choose import open_task
 
-    found = open_run(named_path(run))
+    found = _open(run)
     before = sys.modules["__main__"], sys.argv
     try:
         return open_task(found.config).read_step(found.dataset_location, step)
@@ -146,9 +145,8 @@ class Checkpoint:
 def open_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of `step`, or the newest intact one. Raises CheckpointError."""
     from holdfast.export.weights import choose_checkpoint
-    from holdfast.launch.run.runs import named_path, open_run
 
-    return Checkpoint(choose_checkpoint(open_run(named_path(run)), step, lambda line: None))
+    return Checkpoint(choose_checkpoint(_open(run), step, lambda line: None))
 
 
 def _flat(record: Any) -> dict[str, Any]:

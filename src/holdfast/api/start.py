@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.api.confirm import confirm_cost
 from holdfast.api.early_end import crash_log_in, early_signals_answered
 from holdfast.api.progress import StageProgress, say
 from holdfast.api.views import RunViews
-from holdfast.config.loading.load import load_config
+from holdfast.config.loading.load import LoadedConfig, load_config
+from holdfast.errors import ConfigError
 from holdfast.launch import local
 from holdfast.launch.node.trackers import refuse_missing_trackers
 from holdfast.launch.ranks.launchers import LauncherPlace
@@ -21,14 +22,30 @@ from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.launch.start.begin import BegunRun, Start, begin_run, finished_step
-from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.facts import Facts, Screen
 from holdfast.launch.start.machine import plan_for_machine
-from holdfast.launch.start.screen import Screen
 from holdfast.machine.hardware import detect_hardware
 from holdfast.wire.store.run_location import store_of_run
 
-SCREEN = Screen(say, StageProgress, confirm_cost)
-"""This process's terminal."""
+_LIMIT_KEY = "plan.ask_above_usd"
+
+
+def confirm_cost(loaded: LoadedConfig, usd: float) -> None:
+    """Ask on a terminal. Raises ConfigError for any answer but yes, and without a terminal."""
+    limit = loaded.config.plan.ask_above_usd
+    if usd <= limit:
+        return
+    cost = f"by the plan this run costs ${usd:,.2f}, and {_LIMIT_KEY} is {limit:g}"
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"{cost}; train? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise ConfigError(
+        cost, where=loaded.where(_LIMIT_KEY), remedy=f"pass --yes, or {_LIMIT_KEY}={int(usd) + 1}"
+    )
+
+
+SCREEN = Screen(say, StageProgress, confirm_cost)  # This process's terminal
 
 
 @dataclass(frozen=True)
@@ -78,39 +95,31 @@ def start(
             begun = begin_run(started)
             code = 0
             if begun.last_step is None:
-                code = _train(started, begun, json=json, before_joining=before_joining)
+                code = train_begun(started, begun)
         results.append(StartResult(code, folder, begun.last_step))
+        return code
+
+    def train_begun(started: Start, begun: BegunRun) -> int:
+        facts, folder, config = started.facts, started.folder, begun.loaded.config
+        version = begun.dataset_version
+        if facts.launcher is not None and facts.several:
+            call_roll(store_of_run(folder), facts.launcher, config.launch.gather_seconds)
+        with RunViews(config, folder, version, facts.hardware, json=json) as views:
+            code = local.train_locally(
+                begun.loaded,
+                observers=views.observers,
+                render_metrics=views.render_metrics,
+                say=views.say,
+                say_last=views.say_last,
+                dataset_version=version,
+                fresh=fresh,
+                watch=started.watch,
+                before_joining=before_joining,
+            )
+        if code == 0 and finished_step(folder, config.train.steps) is not None:
+            say(f"finished; the report: holdfast report {place_word(folder)}")
         return code
 
     with early_signals_answered():
         code = as_one_node(start_node)
     return results[0] if results else StartResult(code)
-
-
-def _train(
-    started: Start,
-    begun: BegunRun,
-    *,
-    json: bool,
-    before_joining: Callable[[], None] | None,
-) -> int:
-    """Train a run that has begun in its folder; return the exit code."""
-    loaded, version = begun.loaded, begun.dataset_version
-    facts, folder, config = started.facts, started.folder, begun.loaded.config
-    if facts.launcher is not None and facts.several:
-        call_roll(store_of_run(folder), facts.launcher, config.launch.gather_seconds)
-    with RunViews(config, folder, version, facts.hardware, json=json) as views:
-        code = local.train_locally(
-            loaded,
-            observers=views.observers,
-            render_metrics=views.render_metrics,
-            say=views.say,
-            say_last=views.say_last,
-            dataset_version=version,
-            fresh=started.fresh,
-            watch=started.watch,
-            before_joining=before_joining,
-        )
-    if code == 0 and finished_step(folder, config.train.steps) is not None:
-        say(f"finished; the report: holdfast report {place_word(folder)}")
-    return code

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.api.run_file import RunFile
 from holdfast.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
+    from holdfast.config.loading.load import LoadedConfig
     from holdfast.tasks.task.task import Task
 
 
@@ -121,3 +121,42 @@ def _as_json(args: Mapping[str, Any]) -> str:
 def _file_of(task: type[Task]) -> Path | None:
     file = getattr(sys.modules.get(task.__module__), "__file__", None)
     return None if file is None else Path(file).resolve()
+
+
+class RunFile:
+    """A run file with overrides. It does not change; `changed` makes another."""
+
+    def __init__(self, path: Path, overrides: tuple[str, ...], loaded: LoadedConfig) -> None:
+        self.path, self.overrides, self._loaded = path, overrides, loaded
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All values, defaults too, as nested dicts."""
+        return self._loaded.config.model_dump(mode="json")
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of a dotted key or a section. Raises KeyError."""
+        found: Any = self.values
+        for part in key.split("."):
+            try:
+                found = found[int(part)] if isinstance(found, list) else found[part]
+            except (ValueError, IndexError, TypeError, KeyError):
+                raise KeyError(key) from None
+        return found
+
+    def origin(self, key: str) -> str:
+        """Return where the value of a key comes from. Raises KeyError."""
+        return str(self._loaded.origins[key])
+
+    def changed(self, values: Mapping[str, Any]) -> RunFile:
+        """Return the same file with other values by dotted key. Raises ConfigError."""
+        given = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+        return load_run_file(self.path, (*self.overrides, *given))
+
+
+def load_run_file(path: str | Path, overrides: tuple[str, ...] = ()) -> RunFile:
+    """Read and check a run file. overrides: `key=value`, as on the command line. Raises
+    ConfigError."""
+    from holdfast.config.loading.load import load_config
+
+    return RunFile(Path(path), tuple(overrides), load_config(Path(path), overrides))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
-import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.api.journal_follower import JournalFollower
 from holdfast.api.progress import say
@@ -19,9 +16,9 @@ from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.launch.run.lora_run import describe_first_weights
 from holdfast.machine.hardware import HardwareInfo
-from holdfast.report.live.device_metrics import DeviceMetrics
+from holdfast.report.live.background import BackgroundQueue
 from holdfast.report.live.live import LiveView
-from holdfast.report.live.metrics import RunMetrics
+from holdfast.report.live.metrics import DeviceMetrics, RunMetrics
 from holdfast.wire import journal
 from holdfast.wire.store.run_location import store_of_run
 
@@ -72,12 +69,15 @@ class RunViews:
         if not config.cluster.node:
             self.observers += shown
             contents = journal.read_contents(store_of_run(folder))
-            self._replay(contents.records, replays)
+            for replay in replays:  # the records of older sessions of the same run
+                replay(contents.records)
             if unreadable := contents.unreadable_sentence():
                 self.say(unreadable)
             return
         follower = JournalFollower(store_of_run(folder), shown)
-        self._replay(follower.read_all(), replays)
+        before = follower.read_all()
+        for replay in replays:
+            replay(before)
         self.observers.append(follower.observe)
         self._stack.callback(self._print_last_lines)  # once the follower is closed
         follower.start()
@@ -95,20 +95,10 @@ class RunViews:
         for line in self._last_lines:
             self.say(line)
 
-    def _replay(self, before: list[Record], replays: list[Callable[[list[Record]], None]]) -> None:
-        """Complete the views with the records of older sessions of the same run."""
-        for replay in replays:
-            replay(before)
-
     def __enter__(self) -> RunViews:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
 
@@ -132,44 +122,19 @@ class JsonLinePrinter:
     """
 
     def __init__(self, limit: int = 1_000_000) -> None:
-        self._lines: deque[str] = deque(maxlen=limit)
-        self._changed = threading.Condition()
-        self._closing = False
-        self._dropped_lines = 0
-        self._thread = threading.Thread(target=self._run, name="json lines", daemon=True)
-        self._thread.start()
+        self._lines: BackgroundQueue[str] = BackgroundQueue(
+            "json lines", lambda lines: print("\n".join(lines), flush=True), limit
+        )
+        self._lines.start()
 
     def observe(self, record: Record) -> None:
-        line = record_line(record)
-        with self._changed:
-            self._dropped_lines += len(self._lines) == self._lines.maxlen
-            self._lines.append(line)
-            self._changed.notify()
+        self._lines.put(record_line(record))
 
     def close(self) -> None:
         """Print what waits; give up on a reader that takes nothing for some seconds."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        waiting = -1
-        while self._thread.is_alive() and waiting != len(self._lines):
-            waiting = len(self._lines)
-            self._thread.join(CLOSE_TIMEOUT_S)
-        if self._dropped_lines:
-            say(f"{self._dropped_lines} lines were not read in time and are only in the journal")
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._lines and not self._closing:
-                    self._changed.wait()
-                if not self._lines:
-                    return
-                lines = [self._lines.popleft() for _ in range(min(100, len(self._lines)))]
-            try:
-                print("\n".join(lines), flush=True)
-            except (OSError, ValueError):
-                return  # the reader has closed: that is no reason to stop training
+        self._lines.close(CLOSE_TIMEOUT_S, while_it_works=True)
+        if self._lines.dropped:
+            say(f"{self._lines.dropped} lines were not read in time and are only in the journal")
 
 
 def record_line(record: Record) -> str:

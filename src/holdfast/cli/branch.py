@@ -5,20 +5,18 @@ from __future__ import annotations
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument
+from holdfast.cli.options import Json, RunArgument
 from holdfast.cli.read_errors import explain_read_errors
-from holdfast.launch.run.runs import Run, open_run
+from holdfast.launch.run.branch import make_branch
+from holdfast.launch.run.runs import open_run
 from holdfast.report.formatting import format_bytes
 from holdfast.show.output import print_json, say
-
-if TYPE_CHECKING:
-    from holdfast.launch.run.branch import Branch
 
 app = make_app("Begin a new run from a checkpoint of another one.")
 
@@ -31,7 +29,7 @@ def branch(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="keys with another value: key=value ...")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    json: Json = False,
 ) -> None:
     """Make a new run that continues another one from the state after a step.
 
@@ -58,22 +56,12 @@ def branch(
       holdfast branch runs/quickstart --at 100 --to runs/large \\
         'train.batch_warmup=[{from_step: 101, batch_size: 64}]'
     """
-    parent = open_run(run)
-    with explain_read_errors(parent.folder), StageProgress() as progress:
-        made = _make(parent, at, to, overrides or [], progress)
-    _report(parent, made, json)
-
-
-def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageProgress) -> Branch:
-    from holdfast.launch.run.branch import make_branch
     from holdfast.machine.hardware import detect_hardware
 
-    show = partial(progress.show_bytes, "copied")
-    return make_branch(parent, at, to, overrides, detect_hardware(), show)
-
-
-def _report(parent: Run, made: Branch, json: bool) -> None:
-    """Print what was made, and the command that trains it."""
+    parent = open_run(run)
+    with explain_read_errors(parent.folder), StageProgress() as progress:
+        show = partial(progress.show_bytes, "copied")
+        made = make_branch(parent, at, to, overrides or [], detect_hardware(), show)
     command = shlex.join(["holdfast", "train", str(made.run_file)])
     size = made.copied.copied_bytes + made.copied.present_bytes
     if json:

@@ -18,6 +18,7 @@ import typer
 from holdfast.api.early_end import early_signals_answered
 from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import Json
 from holdfast.config.sections.cluster import LOOPBACK_DEVICE
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import UserError
@@ -42,8 +43,7 @@ from holdfast.show.output import print_json, print_table, say
 from holdfast.wire.child_command import module_command
 
 RANK_MODULE = "holdfast.training.measure.measure_machine"
-START_S = 10
-"""Of --seconds, what processes need to start: importing torch."""
+START_S = 10  # Of --seconds, what processes need to start: importing torch
 LEAST_S = 1
 MOST_RANKS = 2
 
@@ -56,7 +56,7 @@ def calibrate(
     write: Annotated[
         Path | None, typer.Option(help="a file in place of the one that plans of this machine read")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    json: Json = False,
 ) -> None:
     """Measure products, kernels, messages and steps of small models; fit the planner's constants.
 

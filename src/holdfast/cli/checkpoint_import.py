@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.options import Json, Overrides
 from holdfast.config.sections.lora import refuse_lora
 from holdfast.config.sections.run_place import is_bucket
 from holdfast.config.sections.task import refuse_file_of_task
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 COMMAND = "holdfast checkpoint import"
 LORA_REMEDY = "name the base in model.from, and an adapter to begin with in lora.from"
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def import_(
@@ -37,7 +37,7 @@ def import_(
             "--from", help="folder as transformers or torch.distributed.checkpoint writes it"
         ),
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    overrides: Overrides = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="leave the optimizer's state of a DCP folder")
     ] = False,
@@ -69,15 +69,14 @@ def import_(
     from holdfast.api.start import SCREEN
     from holdfast.config.loading.load import load_config
     from holdfast.launch.local import resume_command
+    from holdfast.launch.run.auto_layout import by_microbatch_size
     from holdfast.launch.run.holder import HolderWatch
-    from holdfast.launch.run.microbatch_size import by_microbatch_size
-    from holdfast.launch.run.named_parts import ask_named
     from holdfast.launch.run.run_folder import refuse_in_use, refuse_other
     from holdfast.launch.run.runs import read_resolved
+    from holdfast.launch.run.task_run import ask_named
     from holdfast.launch.start.data import prepare_and_check_dataset, refuse_other_tokenizer
-    from holdfast.launch.start.facts import Facts
+    from holdfast.launch.start.facts import Facts, resolve
     from holdfast.launch.start.machine import plan_for_machine
-    from holdfast.launch.start.resolve import resolve
     from holdfast.machine.hardware import detect_hardware
 
     facts = Facts(detect_hardware())
@@ -95,7 +94,11 @@ def import_(
     loaded = resolve(loaded, facts, (by_microbatch_size,)).validated()
     refuse_other(folder, loaded, dataset.version)
     row = _begin_run(loaded, facts.hardware, dataset, source, weights_only)
-    _report(row | {"folder": str(folder)}, resume_command(loaded), json)
+    if json:
+        print_json(row | {"folder": str(folder)})
+    else:
+        imported = f"imported {format_bytes(row['bytes'])} into {folder}"
+        say(f"{imported}; train it: {resume_command(loaded)}")
 
 
 def require_folder(loaded: LoadedConfig) -> Path:
@@ -178,15 +181,6 @@ def _begin_run(
     return describe_checkpoint(store, commit.key)
 
 
-def _report(row: dict[str, Any], command: str, json: bool) -> None:
-    """Print what was imported, and the command that trains it."""
-    if json:
-        print_json(row)
-    else:
-        imported = f"imported {format_bytes(row['bytes'])} into {row['folder']}"
-        say(f"{imported}; train it: {command}")
-
-
 def _imported(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
@@ -195,7 +189,30 @@ def _imported(
     from holdfast.checkpoint.interop.huggingface import import_huggingface
 
     if is_dcp(source):
-        return _from_dcp(store, source, config, weights_only, identity)
+        from holdfast.checkpoint.interop.dcp_import import import_dcp
+        from holdfast.core.data.sample_order import BatchSchedule
+
+        train = config.train
+        schedule = BatchSchedule(
+            train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+        )
+        found = import_dcp(
+            store,
+            source,
+            config.model,
+            train.precision,
+            position_of_step=schedule.position,
+            weights_only=weights_only,
+            optimizer=train.optimizer,
+            **identity,
+        )
+        state = "weights and AdamW's moments" if found.has_moments else "weights"
+        names = f"named as {found.naming_scheme} names them"
+        say(f"found {state} after step {found.commit.step}, {names}")
+        if found.unused_names:
+            more = " and more" if len(found.unused_names) > 3 else ""
+            say(f"not used: {', '.join(found.unused_names[:3])}{more}")
+        return found.commit
     if weights_only:
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
@@ -213,31 +230,3 @@ def _imported(
     has_tokenizer = (source / "tokenizer.json").is_file()  # which is the dataset's
     keep_settings(source, Path(config.run_folder) / IMPORTED_FOLDER, has_tokenizer)
     return commit
-
-
-def _from_dcp(
-    store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
-) -> Commit:
-    from holdfast.checkpoint.interop.dcp_import import import_dcp
-    from holdfast.core.data.sample_order import BatchSchedule
-
-    train = config.train
-    schedule = BatchSchedule(
-        train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
-    )
-    found = import_dcp(
-        store,
-        source,
-        config.model,
-        train.precision,
-        position_of_step=schedule.position,
-        weights_only=weights_only,
-        optimizer=train.optimizer,
-        **identity,
-    )
-    state = "weights and AdamW's moments" if found.has_moments else "weights"
-    say(f"found {state} after step {found.commit.step}, named as {found.naming_scheme} names them")
-    if found.unused_names:
-        more = " and more" if len(found.unused_names) > 3 else ""
-        say(f"not used: {', '.join(found.unused_names[:3])}{more}")
-    return found.commit

@@ -6,7 +6,7 @@ the module of the command on the line is imported, so that an answer comes quick
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib import import_module
 from typing import Annotated
@@ -57,18 +57,14 @@ def answer_shell(environment: Mapping[str, str]) -> None:
             continue
         typed_app = import_module(command.module).app
         if len(typed_app.registered_commands) == 1 and typed_app.registered_callback is None:
-            root.command(name, help=command.help)(_only_command(typed_app))
+            callback = typed_app.registered_commands[0].callback
+            assert callback is not None
+            root.command(name, help=command.help)(callback)
         else:
             root.add_typer(typed_app, name=name, help=command.help)
     entry = typer.main.get_command(root)
     entry.params = []  # Typer's own options, which `holdfast` does not have
     entry.main(prog_name="holdfast", complete_var=COMPLETION_VARIABLE)
-
-
-def _only_command(command: typer.Typer) -> Callable[..., object]:
-    callback = command.registered_commands[0].callback
-    assert callback is not None
-    return callback
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import expand_argument
+from holdfast.cli.options import Overrides
 from holdfast.config.loading.explain import format_value as shown
 from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.identity import config_hash
@@ -22,7 +23,7 @@ app = make_app("Show a run file as it is understood, and what it may contain.")
 @app.command()
 def show(
     run_file: Annotated[str | None, typer.Argument(help="the run file; none: defaults")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    overrides: Overrides = None,
     origin: Annotated[bool, typer.Option("--origin", help="say where each value is from")] = False,
     json: Annotated[bool, typer.Option("--json", help="print JSON, origins included")] = False,
 ) -> None:

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.api.progress import StageProgress
-from holdfast.cli.data_audit import audit_parents, audit_run
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument
+from holdfast.cli.options import Json, Overrides, RunArgument, RunFile
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
-from holdfast.errors import ConfigError, DataError
-from holdfast.launch.run.runs import open_run
+from holdfast.data.order.audit import AuditProblem, AuditResult, audit_records, branch_event
+from holdfast.data.prepare.prepare import MakePool
+from holdfast.data.prepare.prepare import prepare_dataset as make
+from holdfast.data.stages.task_pool import TaskPool
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
+from holdfast.data.stream.inspect import dataset_numbers, mask_shares, render_sample
+from holdfast.data.stream.verify import find_problems as problems_of
+from holdfast.errors import ConfigError, DataError, RunFolderError, UserError
+from holdfast.events import RunBranched
+from holdfast.launch.run.runs import Run, named_path, open_run
 from holdfast.launch.run.task_run import ask_task
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.show.output import print_json, print_table, say
-
-if TYPE_CHECKING:
-    from holdfast.data.prepare.prepare import MakePool
-    from holdfast.data.stream.dataset import Dataset
+from holdfast.wire.journal import JournalContents, read_contents, read_journal
+from holdfast.wire.term import newest_term
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
-
-RunFile = Annotated[Path, typer.Argument(help="the run file")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command()
@@ -50,8 +55,6 @@ def prepare(
       holdfast data prepare run.yaml data.processes=8
       holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
-    from holdfast.data.prepare.prepare import prepare_dataset as make
-    from holdfast.data.stream.inspect import dataset_numbers
 
     pool = _pool(on, address)
     with StageProgress() as progress:
@@ -80,8 +83,6 @@ def inspect(
     Example:
       holdfast data inspect run.yaml --position 1000
     """
-    from holdfast.data.stream.batch import Batches
-    from holdfast.data.stream.inspect import dataset_numbers, mask_shares, render_sample
 
     config = _decoder_config(run_file, overrides, "data inspect")
     dataset = _prepared(config, run_file, overrides or [])
@@ -121,7 +122,6 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     Example:
       holdfast data verify run.yaml
     """
-    from holdfast.data.stream.verify import find_problems as problems_of
 
     given = overrides or []
     config = _decoder_config(run_file, given, "data verify")
@@ -143,10 +143,7 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
 
 
 @app.command()
-def audit(
-    run: RunArgument,
-    json: Json = False,
-) -> int:
+def audit(run: RunArgument, json: Json = False) -> int:
     """Prove that a run used each sample exactly once.
 
     Every step up to the last committed one is checked against the ledger, and the ledger against
@@ -204,19 +201,16 @@ def _pool(on: str, address: str) -> MakePool:
         raise ConfigError(
             "an address is for Ray alone", where="--address", remedy="add --on ray, or leave it out"
         )
-    from holdfast.data.stages.task_pool import TaskPool
 
     return TaskPool
 
 
 def _is_prepared(config: RunConfig) -> bool:
-    from holdfast.data.stream.dataset_location import dataset_exists
 
     return dataset_exists(config.data.folder, config.data)
 
 
 def _prepared(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Dataset:
-    from holdfast.data.stream.dataset_location import open_dataset
 
     if not _is_prepared(config):
         raise DataError(
@@ -226,3 +220,102 @@ def _prepared(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Da
             + shlex.join(["holdfast", "data", "prepare", str(run_file), *overrides]),
         )
     return open_dataset(config.data.folder, config.data, ask=True)
+
+
+@dataclass(frozen=True)
+class RunAudit:
+    """The audit of one run; result: None for a parent that is not where it was."""
+
+    result: AuditResult | None
+    journal: JournalContents | None = None
+    missing: str = ""  # why there is no result
+
+    @property
+    def ok(self) -> bool:
+        return self.result is None or self.result.ok
+
+    def to_json(self) -> dict[str, Any]:
+        if self.result is None or self.journal is None:
+            return {"missing": self.missing}
+        numbers = asdict(self.result)
+        if not self.result.unreadable:
+            del numbers["unreadable"]
+        if self.result.first_step == 1:
+            del numbers["first_step"]
+        if not self.result.imported_step:
+            del numbers["imported_step"]
+        return numbers | {"ok": self.result.ok, "sentence": self.result.describe()}
+
+    def print(self, head: str) -> None:
+        if self.result is None or self.journal is None:
+            print(f"{head}{self.missing}", flush=True)
+            return
+        print(f"{head}{self.result.describe()}")
+        for problem in self.result.problems:
+            print(f"  {problem.message}")
+        if self.journal.unreadable:
+            print(f"  ({self.journal.unreadable_sentence()})")
+        if self.result.superseded:
+            number = self.result.superseded
+            print(f"  ({number} ledger records are of work that was lost and redone)")
+
+
+def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
+    """Audit a run's own steps, up to `last_step` or its last committed one. Raises RunFolderError
+    for a simulated run."""
+    from holdfast.tasks.choose import open_audited
+
+    if found.is_simulated:
+        raise RunFolderError(
+            "this run was simulated, so no sample was used",
+            where=found.place,
+            remedy="name a run that was trained",
+        )
+    config, journal = found.config, read_contents(found.store)
+    batches, file_problems = open_audited(config, found.dataset_location)
+    result = audit_records(journal.records, batches, last_step)
+    result.unreadable = len(journal.unreadable)
+    commits = list_commits(found.store)
+    if commits and not result.last_step and newest_term(found.store)[0]:  # a copy has no journal
+        result.problems.append(
+            AuditProblem(
+                "missing",
+                0,
+                0,
+                f"the journal tells of no committed step, though there is a checkpoint of step "
+                f"{step_of(commits[0])}: what was fed cannot be known",
+            )
+        )
+    # Tokens that were fed from a changed shard would agree with that shard.
+    result.problems += [AuditProblem("dataset", 0, 0, text) for text in file_problems]
+    return RunAudit(result, journal)
+
+
+def audit_parents(found: Run) -> dict[str, RunAudit]:
+    """Audit the runs that a branch continues, each up to the step that was branched from. The key
+    is the run's folder; the nearest parent comes first."""
+
+    audits: dict[str, RunAudit] = {}
+    run: Run | None = found
+    while run is not None and (event := branch_event(read_journal(run.store))) is not None:
+        run = _open_parent(event)
+        if event.step == 0:
+            break  # the parent had dealt nothing yet
+        if run is None:
+            missing = (
+                f"it dealt the samples of the steps up to {event.step}, and is no longer in "
+                f"{event.folder}: these steps are not checked"
+            )
+            audits[event.folder] = RunAudit(None, missing=missing)
+        else:
+            audits[event.folder] = audit_run(run, event.step)
+    return audits
+
+
+def _open_parent(event: RunBranched) -> Run | None:
+    """The run that a branch continues; None if another run, or none, lies at its path."""
+    try:
+        run = open_run(named_path(event.folder))
+    except UserError:
+        return None
+    return run if str(run.resolved.get("run_id", "")) == event.parent_id else None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import named_argument
-from holdfast.doctor.checks import Check, run_checks
-from holdfast.doctor.versions import run_version_checks
+from holdfast.cli.options import Json, named_argument
+from holdfast.doctor.checks import run_checks, run_version_checks
 from holdfast.show.output import print_json, print_table, say
 
 app = make_app("Check that this machine can train, or look at a run.")
@@ -22,7 +20,7 @@ def doctor(
     run: Annotated[
         str | None, typer.Argument(help="run folder or bucket, or its run file; none: this machine")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    json: Json = False,
 ) -> int:
     """Look at this machine: cores, memory, disk, Python, torch, the loopback network, the clock.
 
@@ -43,7 +41,7 @@ def doctor(
         if json:
             print_json([check.to_json() for check in checks])
         else:
-            print_checks(checks)
+            print_table([(each.mark, each.name, each.sentence) for each in checks])
         return 1 if any(check.state == "fails" for check in checks) else 0
     from holdfast.doctor.deadline import QUICK_S, Deadlines
     from holdfast.doctor.run import RunDiagnosis, diagnose_run, folder_of
@@ -61,9 +59,5 @@ def doctor(
         print_json(found.to_json())
     else:
         print(location_of_run(os.path.abspath(found.folder)))
-        print_checks(found.checks)
+        print_table([(each.mark, each.name, each.sentence) for each in found.checks])
     return 1 if found.will_fail else 0
-
-
-def print_checks(checks: Sequence[Check]) -> None:
-    print_table([(check.mark, check.name, check.sentence) for check in checks])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
+from holdfast.launch.owners.owner import NodeState, OwnedJob, open_owner
+from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.runs import folder_with_job
 from holdfast.show.output import say
-
-if TYPE_CHECKING:
-    from holdfast.launch.owners.owner import MachineOwner, OwnedJob
 
 WAIT_INTERVAL_S = 0.5
 
@@ -34,9 +33,6 @@ def down(
     Example:
       holdfast down runs/my-run
     """
-    from holdfast.launch.owners.choose import open_owner
-    from holdfast.launch.owners.owner import NodeState, OwnedJob
-    from holdfast.launch.run.bucket_run import place_word
 
     folder = folder_with_job(run)
     job = OwnedJob.read(folder)
@@ -44,7 +40,12 @@ def down(
     owner.release(job)
     replace(job, released=True).write(folder)
     if wait:
-        _wait_until_left(owner, job)
+        before: list[str] = []
+        while left := [each.node for each in owner.status(job) if each.is_live]:
+            if left != before:
+                say(f"leaving: {', '.join(left)}")
+                before = left
+            time.sleep(WAIT_INTERVAL_S)
         for each in owner.status(job):
             if each.state is NodeState.LOST:
                 say(f"node {each.node} is lost, and its agent may still be at work ({each.detail})")
@@ -53,12 +54,3 @@ def down(
         place = place_word(folder)
         say(f"{job.owner} ends the nodes of job {job.job}; see them with: holdfast status {place}")
     return 0
-
-
-def _wait_until_left(owner: MachineOwner, job: OwnedJob) -> None:
-    before: list[str] = []
-    while left := [each.node for each in owner.status(job) if each.is_live]:
-        if left != before:
-            say(f"leaving: {', '.join(left)}")
-            before = left
-        time.sleep(WAIT_INTERVAL_S)

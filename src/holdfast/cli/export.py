@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument
+from holdfast.cli.options import Json, RunArgument
+from holdfast.export.dcp import write_dcp_folder
+from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 from holdfast.launch.run.runs import Run, open_run, with_base
 from holdfast.show.output import print_json, say
 
@@ -65,7 +67,7 @@ def export(
     base: Annotated[
         Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    json: Json = False,
 ) -> None:
     """Write a run's state for other programs, a few megabytes at a time, whatever its size.
 
@@ -85,12 +87,25 @@ def export(
       holdfast export runs/quickstart --to model-dcp --format dcp
       holdfast export runs/tuned --to adapter --format peft
     """
-    _refuse_options(format, dtype, names)
+    if format is Format.DCP and dtype is not None:
+        raise typer.BadParameter("it is for hf; dcp keeps the state as it is", param_hint="--dtype")
+    if format is Format.PEFT and (dtype is not None or names is not None):
+        raise typer.BadParameter(
+            "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
+        )
+    if format is Format.HF and names is not None:
+        raise typer.BadParameter("it is for --format dcp", param_hint="--names")
     found = with_base(open_run(run), base)
     if format is Format.DCP:
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
     elif format is Format.PEFT:
-        step_done, known = _peft(found, to, step), False
+        from holdfast.export.adapters import write_peft_folder
+        from holdfast.export.weights import with_checkpoint
+
+        checkpoint, _ = with_checkpoint(
+            found, step, lambda chosen: write_peft_folder(to, found, chosen), say
+        )
+        step_done, known = checkpoint.step, False
     else:
         cast = None if dtype is None else dtype.value
         step_done, known = _hf(found, to, step, cast, round(shard_size * GIGABYTE))
@@ -100,32 +115,8 @@ def export(
         say(f"wrote the state after step {step_done} to {to}")
 
 
-def _refuse_options(format: Format, dtype: Dtype | None, names: Names | None) -> None:
-    """Raises typer.BadParameter for an option of another format."""
-    if format is Format.DCP and dtype is not None:
-        raise typer.BadParameter("it is for hf; dcp keeps the state as it is", param_hint="--dtype")
-    if format is Format.PEFT and (dtype is not None or names is not None):
-        raise typer.BadParameter(
-            "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
-        )
-    if format is Format.HF and names is not None:
-        raise typer.BadParameter("it is for --format dcp", param_hint="--names")
-
-
-def _peft(found: Run, to: Path, step: int | None) -> int:
-    """Return the step."""
-    from holdfast.export.adapters import write_peft_folder
-    from holdfast.export.weights import with_checkpoint
-
-    checkpoint, _ = with_checkpoint(
-        found, step, lambda chosen: write_peft_folder(to, found, chosen), say
-    )
-    return checkpoint.step
-
-
 def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:
     """-> (step, whether there was a tokenizer)"""
-    from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 
     tokenizer = found.dataset_files / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
@@ -145,8 +136,6 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
 
 
 def _dcp(found: Run, to: Path, step: int | None, names: str) -> int:
-    from holdfast.export.dcp import write_dcp_folder
-    from holdfast.export.weights import with_checkpoint
 
     checkpoint, _ = with_checkpoint(
         found, step, lambda chosen: write_dcp_folder(to, found, chosen, names), say

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument
+from holdfast.cli.options import Json, RunArgument
+from holdfast.export.weights import Sampling, continuations, with_checkpoint
 from holdfast.launch.run.runs import open_run, with_base
 from holdfast.show.output import print_json, say
 
@@ -30,7 +31,7 @@ def generate(
     base: Annotated[
         Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    json: Json = False,
 ) -> None:
     """Continue a prompt with the newest intact checkpoint of a run, until the text ends.
 
@@ -40,7 +41,6 @@ def generate(
       holdfast generate run.yaml "import os" --tokens 60 --temperature 0
       holdfast generate runs/tuned "Which colour is the sky?" --chat
     """
-    from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     found = with_base(open_run(run), base)
     how = Sampling(tokens, temperature, top_p, seed)

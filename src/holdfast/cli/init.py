@@ -53,7 +53,10 @@ def init(
       holdfast init            writes run.yaml
       holdfast init big.yaml   writes big.yaml, with the run's name 'big'
     """
-    text = TEMPLATE.format(name=path, stem=_run_name(path.stem))
+    # YAML reads 2026 as a number, so such a name is quoted.
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
+    name = name.lstrip("._-") or "run"
+    text = TEMPLATE.format(name=path, stem=name if parse_scalar(name) == name else f'"{name}"')
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -71,10 +74,3 @@ def init(
             remedy=f"make it first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from None
     say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
-
-
-def _run_name(stem: str) -> str:
-    """A run's name out of a file's, as YAML reads it: 2026.yaml's run is '2026', not a number."""
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)
-    name = name.lstrip("._-") or "run"
-    return name if parse_scalar(name) == name else f'"{name}"'

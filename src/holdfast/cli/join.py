@@ -17,23 +17,24 @@ from holdfast.cli.options import JournalJson, run_path
 from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.identity import refuse_other_run
 from holdfast.config.loading.load import LoadedConfig, resolve_config
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import RunFolderError
+from holdfast.launch import local
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.node_place import MACHINE_KEYS, by_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import joining_base
-from holdfast.launch.run.named_parts import describe_named_in
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
-from holdfast.launch.run.task_run import describe_in
+from holdfast.launch.run.task_run import describe_in, describe_named_in
 from holdfast.launch.start.begin import finished_step
 from holdfast.launch.start.data import prepare_and_check_dataset
-from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.facts import Facts, resolve
 from holdfast.launch.start.machine import by_device, refuse_unfit_machine
-from holdfast.launch.start.resolve import resolve
 from holdfast.show.output import say
 from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
 
@@ -71,14 +72,26 @@ def join(
       holdfast train run.yaml cluster.node=first cluster.places=1     on one machine
       holdfast join runs/my-run --node second cluster.places=1        on another one
     """
-    from holdfast.launch import local
     from holdfast.machine.hardware import detect_hardware
 
-    stored = _read_begun_run(folder)
+    stored = read_resolved(folder)
+    if stored is None:
+        raise RunFolderError(
+            "no run has been started here",
+            where=where_of_run(folder),
+            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
+        )
+    require_secret(folder)
     refuse_alone(folder, HolderWatch(folder, say))
     name = node or default_node_name(os.environ)
     machine = detect_hardware()
-    loaded = _config_for_node(stored, folder, name, overrides or [])
+    given = [f"cluster.node={name}", f"folder={location_of_run(folder)}"]
+    given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
+    given += [f"{key}=''" for key in MACHINE_KEYS]
+    given += _own(overrides or [])
+    if dataset := stored.get("dataset", {}).get("folder"):
+        given.append(f"data.folder={dataset}")
+    loaded = resolve_config(yaml_tree.dump(stored["config"]), str(folder / RESOLVED_FILE), given)
     loaded = resolve(loaded, Facts(machine, os.environ), (by_device, by_place)).validated()
     if _is_finished(folder, loaded):
         return 0
@@ -103,19 +116,6 @@ def join(
         )
 
 
-def _read_begun_run(folder: Path) -> dict[str, Any]:
-    """Return what the first node has stored. Raises RunFolderError."""
-    stored = read_resolved(folder)
-    if stored is None:
-        raise RunFolderError(
-            "no run has been started here",
-            where=where_of_run(folder),
-            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
-        )
-    require_secret(folder)
-    return stored
-
-
 def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
     """Return True, and say so, if all steps of the run are done."""
     if (last := finished_step(folder, loaded.config.train.steps)) is None:
@@ -126,27 +126,12 @@ def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
     return True
 
 
-def _config_for_node(
-    stored: dict[str, Any], folder: Path, name: str, overrides: list[str]
-) -> LoadedConfig:
-    """The run's configuration, with what is this node's alone. stored: what the run folder has."""
-    given = [f"cluster.node={name}", f"folder={location_of_run(folder)}"]
-    given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
-    given += [f"{key}=''" for key in MACHINE_KEYS]
-    given += _own(overrides)
-    if dataset := stored.get("dataset", {}).get("folder"):
-        given.append(f"data.folder={dataset}")
-    return resolve_config(yaml_tree.dump(stored["config"]), str(folder / RESOLVED_FILE), given)
-
-
 def _with_data(
     loaded: LoadedConfig, stored: dict[str, Any], folder: Path
 ) -> tuple[LoadedConfig, str]:
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-    from holdfast.data.stream.dataset_location import open_dataset
-    from holdfast.data.stream.verify import check_dataset
 
     before, modules = loaded, loaded.config.task.folder
     loaded = loaded.with_values(describe_named_in(loaded, modules))

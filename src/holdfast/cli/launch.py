@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.api.early_end import early_signals_answered
 from holdfast.api.start import SCREEN
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Fresh, Yes
+from holdfast.cli.options import Fresh, Overrides, RunFile, Yes
 from holdfast.config.loading.load import LoadedConfig, load_config
+from holdfast.config.sections.cluster import AUTO
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import RunFolderError
-from holdfast.launch.owners.choose import OWNERS, open_owner
+from holdfast.launch.owners.owner import (
+    JOB_FILE,
+    OWNERS,
+    CheckingOwner,
+    LaunchRequest,
+    OwnedJob,
+    OwnerAwayError,
+    open_owner,
+)
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import read_resolved, run_folder_of
@@ -23,11 +33,8 @@ from holdfast.launch.start.facts import Facts
 from holdfast.launch.start.machine import checked_layouts
 from holdfast.plan.placing.layouts import max_workers
 from holdfast.show.output import print_json, say
+from holdfast.wire.secret import given_secret_file, open_secret
 from holdfast.wire.store.run_location import bucket_of_run
-
-if TYPE_CHECKING:
-    from holdfast.config.sections.launch import LaunchConfig
-    from holdfast.launch.owners.owner import LaunchRequest, MachineOwner, OwnedJob
 
 app = make_app("Have the owner of machines start a run on several nodes.")
 
@@ -37,8 +44,8 @@ KEYS_OF_NODES = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer
 
 @app.command()
 def launch(
-    run_file: Annotated[Path, typer.Argument(help="the run file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     on: Annotated[str, typer.Option(help=f"{', '.join(OWNERS)}; left out: launch.on")] = "",
     nodes: Annotated[
         int | None, typer.Option(help="nodes of the run; left out: launch.nodes")
@@ -78,41 +85,31 @@ def launch(
         return 0
     with early_signals_answered():
         running = _running_job(folder, loaded.config.launch, fresh=fresh)
-        if running is None:
-            _check(owner, launch_request(loaded, folder))
-        running_workers = _stored_workers(folder)
+        if running is None and isinstance(owner, CheckingOwner):
+            owner.check(launch_request(loaded, folder))
+        stored = read_resolved(folder) or {}
+        workers = int(stored.get("config", {}).get("layout", {}).get("workers", 0))
         facts = Facts(detect_hardware(), several=True)
         watch = HolderWatch(folder, say)
         begun = begin_run(Start(loaded, facts, folder, watch, SCREEN, fresh, yes))
         if begun.last_step is not None:
             return 0
-        if running is not None:
-            _say_limit(running_workers, begun.loaded)
-        _make_secret(folder)
+        if running is not None and begun.loaded.config.layout.workers > workers:
+            say(
+                f"the nodes at work train with layout.workers={workers}, so further nodes are "
+                "spares until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for "
+                "more"
+            )
+        open_secret(folder, say=say)
         job = _submit(running, launch_request(begun.loaded, folder))
         job.write(folder)
-    _say_job(job, folder, json=json)
-    return 0
-
-
-def _check(owner: MachineOwner, request: LaunchRequest) -> None:
-    from holdfast.launch.owners.owner import CheckingOwner
-
-    if isinstance(owner, CheckingOwner):
-        owner.check(request)
-
-
-def _say_job(job: OwnedJob, folder: Path, *, json: bool) -> None:
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
     else:
-        _say_what_follows(folder)
-
-
-def _say_what_follows(folder: Path) -> None:
-    say("follow the run with:")
-    for command in ("status", "logs", "watch", "down"):
-        say(f"  holdfast {command} {place_word(folder)}")
+        say("follow the run with:")
+        for command in ("status", "logs", "watch", "down"):
+            say(f"  holdfast {command} {place_word(folder)}")
+    return 0
 
 
 def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
@@ -130,20 +127,6 @@ def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
     job = owner.resize(running, request)
     say(f"{job.owner} brings {job.job} from {live} to {job.nodes} nodes")
     return job
-
-
-def _stored_workers(folder: Path) -> int:
-    stored = read_resolved(folder) or {}
-    return int(stored.get("config", {}).get("layout", {}).get("workers", 0))
-
-
-def _say_limit(workers: int, loaded: LoadedConfig) -> None:
-    """Say that the nodes at work keep the number of workers that they were started with."""
-    if loaded.config.layout.workers > workers:
-        say(
-            f"the nodes at work train with layout.workers={workers}, so further nodes are spares "
-            "until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for more"
-        )
 
 
 def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
@@ -169,8 +152,6 @@ def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
 
 
 def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
-    from holdfast.config.sections.cluster import AUTO
-    from holdfast.launch.owners.owner import LaunchRequest
 
     config = loaded.config
     cluster, checkpoint = config.cluster, config.checkpoint
@@ -180,7 +161,7 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
         name=config.name,
         location=bucket_of_run(folder) or str(folder.absolute()),
         folder=folder.absolute(),
-        secret_file=_secret_file(folder),
+        secret_file=(given_secret_file(os.environ) or folder / "secret").absolute(),
         config=config,
         nodes=config.launch.nodes,
         spares=config.launch.spares,
@@ -188,21 +169,8 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
     )
 
 
-def _secret_file(folder: Path) -> Path:
-    from holdfast.wire.secret import given_secret_file
-
-    return (given_secret_file(os.environ) or folder / "secret").absolute()
-
-
-def _make_secret(folder: Path) -> None:
-    from holdfast.wire.secret import open_secret
-
-    open_secret(folder, say=say)
-
-
 def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
-    from holdfast.launch.owners.owner import JOB_FILE, OwnedJob, OwnerAwayError
 
     if not (folder / JOB_FILE).exists():
         return None

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
+from holdfast.launch.owners.owner import MachineOwner, OwnedJob, open_owner
 from holdfast.launch.run.runs import folder_with_job
-
-if TYPE_CHECKING:
-    from holdfast.launch.owners.owner import MachineOwner, OwnedJob
 
 FOLLOW_INTERVAL_S = 1.0
 
@@ -35,8 +33,6 @@ def logs(
       holdfast logs runs/my-run --node node-0
       holdfast logs runs/my-run --follow
     """
-    from holdfast.launch.owners.choose import open_owner
-    from holdfast.launch.owners.owner import OwnedJob
 
     job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)

@@ -60,7 +60,15 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         if len(arguments) > 1 and arguments[1] in all_commands():
             return _dispatch([arguments[1], "--help"])
-        print(_HELP.format(commands=_listed_commands()), end="", flush=True)
+        commands = all_commands()
+        width = max(map(len, commands))
+        parts = []
+        for group in GROUPS:
+            members = [command for command in commands.values() if command.group == group]
+            if members:
+                lines = (f"  {command.name:<{width}}  {command.help}" for command in members)
+                parts.append("\n".join((f"{group}:", *lines)))
+        print(_HELP.format(commands="\n\n".join(parts)), end="", flush=True)
         return 0 if arguments else 2
     if arguments[0] in ("--version", "-V"):
         from importlib.metadata import version
@@ -79,19 +87,6 @@ def _dispatch(arguments: list[str]) -> int:
     from holdfast.cli.dispatch import call
 
     return call(command.module, f"holdfast {name}", arguments[1:])
-
-
-def _listed_commands() -> str:
-    """Return the commands with what they do, group by group."""
-    commands = all_commands()
-    width = max(map(len, commands))
-    parts = []
-    for group in GROUPS:
-        members = [command for command in commands.values() if command.group == group]
-        if members:
-            lines = (f"  {command.name:<{width}}  {command.help}" for command in members)
-            parts.append("\n".join((f"{group}:", *lines)))
-    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

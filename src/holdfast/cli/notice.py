@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
+from holdfast.elastic.protocol.notice_messages import (
+    NOTICE_PATH,
+    EmergencyReply,
+    Notice,
+    UnknownNodeReply,
+    notice_reply_from_json,
+)
 from holdfast.errors import HoldfastError, RunFolderError, UserError
 from holdfast.launch.run.bucket_run import require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import Run, open_run
 from holdfast.show.output import print_json, say
-
-if TYPE_CHECKING:
-    from holdfast.elastic.protocol.notice_messages import (
-        EmergencyReply,
-        Notice,
-        UnknownNodeReply,
-    )
+from holdfast.wire.http.client import Client
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, open_secret
+from holdfast.wire.term import newest_term, secret_of
 
 app = make_app("Tell a run that machines are about to go.")
 
@@ -44,8 +47,6 @@ def notice(
     Example:
       holdfast notice runs/quickstart --seconds 30 --leave
     """
-    from holdfast.elastic.protocol.notice_messages import Notice, UnknownNodeReply
-    from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
     if not 0 < seconds < 1e6:
         raise UserError(
@@ -85,10 +86,6 @@ def _post(found: Run, notice: Notice) -> EmergencyReply | UnknownNodeReply:
 
     Raises RunFolderError if the agent cannot be reached, or takes no notice now.
     """
-    from holdfast.elastic.protocol.notice_messages import NOTICE_PATH, notice_reply_from_json
-    from holdfast.wire.http.client import Client
-    from holdfast.wire.secret import open_secret
-    from holdfast.wire.term import newest_term, secret_of
 
     _, holder = newest_term(found.store)
     secret = secret_of(holder, open_secret(found.folder))

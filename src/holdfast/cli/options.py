@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import expand_argument
+from holdfast.errors import ConfigError
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over; the old folder is moved aside")]
 Yes = Annotated[
@@ -16,6 +18,22 @@ Yes = Annotated[
 JournalJson = Annotated[
     bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
 ]
+
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+RunFile = Annotated[Path, typer.Argument(help="the run file")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
+
+
+def refuse_beside(what: str, given: Mapping[str, object]) -> None:
+    """Raises ConfigError for an option that is set next to `what`, which it has no effect with."""
+    for option, value in given.items():
+        if value:
+            raise ConfigError(
+                f"{option} has no effect with {what}",
+                where="command line",
+                remedy="leave one of the two out",
+            )
 
 
 def run_path(text: str | Path) -> Path:

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.plan_more import (
+from holdfast.cli.options import Json, Overrides, RunFile
+from holdfast.cli.plan_request import PlanRequest, read_plan_request
+from holdfast.cli.plan_table import (
     loss_as_json,
     neighbours_as_json,
     next_plans_as_json,
+    plan_as_json,
     print_comparison,
     print_loss,
     print_neighbours,
     print_next_plans,
+    print_plan,
     print_timeline,
     write_timeline,
 )
-from holdfast.cli.plan_request import PlanRequest, read_plan_request
-from holdfast.cli.plan_table import plan_as_json, print_plan
 from holdfast.errors import ConfigError
 from holdfast.plan.explain.what_if import FORMS, after_loss
 from holdfast.show.output import print_json, say
 
-_NEXT_KEY = re.compile(r",(?=[\w.]+=)")
-"""The comma between two overrides, and not that of a list."""
+_NEXT_KEY = re.compile(r",(?=[\w.]+=)")  # The comma between two overrides, and not that of a list
 
 app = make_app("Show which layout a run would get, and what that costs. Starts nothing.")
 
 
 @app.command()
 def plan(
-    run_file: Annotated[Path, typer.Argument(help="the run file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +60,7 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option("--svg", help="write one step's timeline as SVG")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    json: Json = False,
 ) -> None:
     """Choose the layout of a run, and show its runners-up, time, memory, money and energy.
 
@@ -75,7 +76,12 @@ def plan(
     """
     asked = [*(overrides or []), *([f"plan.objective={objective}"] if objective else [])]
     if compare is not None:
-        _refuse_beside_comparison(svg, what_if)
+        if svg is not None or what_if is not None:
+            raise ConfigError(
+                "--compare shows two plans, and --svg and --what-if are about one",
+                where="--compare",
+                remedy="use them in a call of their own",
+            )
         _compare(run_file, asked, cluster or "", compare, json=json)
         return
     request = read_plan_request(run_file, asked, cluster or "")
@@ -84,37 +90,22 @@ def plan(
     for note in request.notes:
         say(note)
     if json:
-        print_json(plan_as_json(request) | _more_as_json(request, what_if))
+        value = plan_as_json(request) | {
+            "neighbours": neighbours_as_json(request),
+            "next_plans": next_plans_as_json(request),
+        }
+        if what_if is not None:
+            value["what_if"] = loss_as_json(request, what_if)
+        print_json(value)
     else:
-        _print_all(request, what_if)
+        print_plan(request)
+        print_timeline(request)
+        print_neighbours(request)
+        print_next_plans(request)
+        if what_if is not None:
+            print_loss(request, what_if)
     if svg is not None:
         write_timeline(request, svg)
-
-
-def _print_all(request: PlanRequest, what_if: str | None) -> None:
-    print_plan(request)
-    print_timeline(request)
-    print_neighbours(request)
-    print_next_plans(request)
-    if what_if is not None:
-        print_loss(request, what_if)
-
-
-def _refuse_beside_comparison(svg: Path | None, what_if: str | None) -> None:
-    if svg is not None or what_if is not None:
-        raise ConfigError(
-            "--compare shows two plans, and --svg and --what-if are about one",
-            where="--compare",
-            remedy="use them in a call of their own",
-        )
-
-
-def _more_as_json(request: PlanRequest, what_if: str | None) -> dict[str, Any]:
-    more: dict[str, Any] = {
-        "neighbours": neighbours_as_json(request),
-        "next_plans": next_plans_as_json(request),
-    }
-    return more if what_if is None else more | {"what_if": loss_as_json(request, what_if)}
 
 
 def _compare(

@@ -8,8 +8,8 @@ from pathlib import Path
 from holdfast.api.start import SCREEN
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.start.data import with_prepared_vocabulary
 from holdfast.launch.start.facts import Facts
-from holdfast.launch.start.look import with_prepared_vocabulary
 from holdfast.launch.start.machine import by_device
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.plan.auto.machines import Machines, machines_of
@@ -48,21 +48,17 @@ def read_plan_request(
     elsewhere = cluster or loaded.config.plan.cluster
     if not elsewhere or elsewhere == "here":
         loaded = loaded.with_values(by_device(loaded, Facts(hardware))).validated()
-        _refuse_absent_device(loaded, hardware)
+        device = loaded.config.device
+        if device != "cpu" and all(each.kind != device for each in hardware.accelerators):
+            raise ConfigError(
+                f"device is {device}, and this machine has none",
+                where=loaded.where("device"),
+                remedy="name the machines, for example --cluster 8xH100-80, or use device=cpu",
+            )
     machines = machines_of(loaded.config, hardware, cluster)
     cache = PlanCache(plan_cache_folder())
     plan = plan_run(loaded, machines, cache=cache)
     return PlanRequest(loaded, machines, plan, (*notes, *cache.notes), cache)
-
-
-def _refuse_absent_device(loaded: LoadedConfig, hardware: HardwareInfo) -> None:
-    device = loaded.config.device
-    if device != "cpu" and all(each.kind != device for each in hardware.accelerators):
-        raise ConfigError(
-            f"device is {device}, and this machine has none",
-            where=loaded.where("device"),
-            remedy="name the machines, for example --cluster 8xH100-80, or use device=cpu",
-        )
 
 
 def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, list[str]]:

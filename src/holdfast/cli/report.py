@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,32 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument, run_path
+from holdfast.cli.options import RunArgument, refuse_beside, run_path
 from holdfast.core.devices import is_accelerator
-from holdfast.errors import ConfigError, DataError, RunFolderError
-from holdfast.events import Record
+from holdfast.core.json_parsing import parse_json
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.errors import DataError, HoldfastError
+from holdfast.events import Record, StepTraced
+from holdfast.export.weights import Sampling, continuations, with_checkpoint
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import Run, open_run, read_environment
-from holdfast.show.output import print_json, say
+from holdfast.report.formatting import format_plural
+from holdfast.report.history.comparison import (
+    Decision,
+    RunComparison,
+    RunFacts,
+    compare_runs,
+    facts_of,
+)
+from holdfast.report.history.history import History, build_history, read_history
+from holdfast.report.history.summary import summary
+from holdfast.report.ledger.incidents import RECOVERY_RUNGS
+from holdfast.report.ledger.timeledger import CLASSES
+from holdfast.report.page.page import REFRESH_S, render_page, write_result
+from holdfast.show.output import print_json, print_table, say
+from holdfast.wire.journal import JournalTail, read_journal
+from holdfast.wire.store.run_store import SIMULATED_FILE
 
 app = make_app("Write one HTML page about a run.")
 
@@ -70,13 +88,13 @@ def report(
     """
     if trace is not None:
         given = {"--json": json, "--output": output is not None, "--follow": follow}
-        _refuse_beside("--trace", {**given, "--sample": sample})
+        refuse_beside("--trace", {**given, "--sample": sample})
     if follow:
-        _refuse_beside("--follow", {"--json": json, "--sample": sample})
+        refuse_beside("--follow", {"--json": json, "--sample": sample})
     if compare is not None:
         given = {"--output": output is not None, "--follow": follow, "--trace": trace is not None}
-        _refuse_beside("--compare", {**given, "--sample": sample})
-        _compare(run, compare, json=json)
+        refuse_beside("--compare", {**given, "--sample": sample})
+        _compare(open_run(run), compare, json=json)
         return
     found = open_run(run)
     path = output or found.folder / "report.html"
@@ -89,17 +107,8 @@ def report(
         _report_once(found, None if json else path, samples_of(found, sample) if sample else [])
 
 
-def _compare(run: Path, other: Path, *, json: bool) -> None:
-    from holdfast.cli.report_compare import compare
-
-    compare(open_run(run), other, json=json)
-
-
 def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:
     """Write the page of a run as it is now; without a path, print its numbers as JSON."""
-    from holdfast.cli.report_compare import history_of
-    from holdfast.report.history.summary import summary
-    from holdfast.report.page import page
 
     story = history_of(found)
     counts, device = baselines_of(found), device_of(found)
@@ -107,15 +116,15 @@ def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -
         numbers = summary(story, found.resolved, baselines=counts, device=device)
         print_json(numbers | {"samples": samples})
         return
-    page.write_page(
+    page = render_page(
         story,
         found.resolved,
-        path,
         baselines=counts,
         samples=[one["prompt"] + one["text"] for one in samples],
         device=device,
         written_at=time.time(),
     )
+    write_result(path, page)
     more = "; the run trains: --follow writes it again" if story.state == "running" else ""
     say(f"wrote {path}{more}")
     if story.plan is not None:
@@ -132,9 +141,6 @@ def follow_run(
 
     is_trainer_gone: of a run whose end is in no record. wait: sleeps so many seconds; a
     KeyboardInterrupt in it ends this."""
-    from holdfast.report.history.history import build_history
-    from holdfast.report.page.page import REFRESH_S, write_page
-    from holdfast.wire.journal import JournalTail
 
     tail, records = JournalTail(run.store), list[Record]()
     baselines, device = baselines_of(run), device_of(run)
@@ -145,14 +151,10 @@ def follow_run(
         is_over = story.state not in ("empty", "running")
         if not is_over and is_trainer_gone():
             story, is_over = (story.as_interrupted() if story.sessions else story), True
-        write_page(
-            story,
-            run.resolved,
-            path,
-            baselines=baselines,
-            device=device,
-            written_at=time.time(),
+        page = render_page(
+            story, run.resolved, baselines=baselines, device=device, written_at=time.time()
         )
+        write_result(path, page)
         if is_over:
             say(f"wrote {path}: the run has ended")
             return
@@ -162,16 +164,6 @@ def follow_run(
             return
 
 
-def _refuse_beside(other: str, given: dict[str, Any]) -> None:
-    for option, value in given.items():
-        if value:
-            raise ConfigError(
-                f"{option} has no effect with {other}",
-                where="command line",
-                remedy="leave one of the two out",
-            )
-
-
 def write_trace(run: Run, path: Path) -> None:
     """Write the newest traced step of all ranks atomically.
 
@@ -179,9 +171,7 @@ def write_trace(run: Run, path: Path) -> None:
     """
     from json import dumps
 
-    from holdfast.events import StepTraced
     from holdfast.parallel.comm.trace import TraceSpan, chrome_trace
-    from holdfast.wire.journal import read_journal
 
     traced = [r for r in read_journal(run.store) if isinstance(r.event, StepTraced)]
     if not traced:
@@ -196,34 +186,12 @@ def write_trace(run: Run, path: Path) -> None:
         for record in traced
         if isinstance(record.event, StepTraced) and (record.generation, record.event.step) == newest
     }
-    _write(path, dumps(chrome_trace(spans)))
+    write_result(path, dumps(chrome_trace(spans)), "trace", "--trace")
     say(f"wrote {path}: step {newest[1]}, {len(spans)} workers; open it in ui.perfetto.dev")
-
-
-def _write(path: Path, text: str) -> None:
-    if path.is_dir():
-        raise RunFolderError(
-            "the trace cannot be written: this is a folder",
-            where=str(path),
-            remedy="name a file in it with --trace",
-        )
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise RunFolderError(
-            f"the trace cannot be written ({error.strerror})",
-            where=str(path),
-            remedy="name another place with --trace",
-        ) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
     """Return the newest intact checkpoint's continuation of each prompt. Raises UserError."""
-    from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     checkpoint, texts = with_checkpoint(
         run, None, lambda chosen: continuations(run, chosen, prompts, Sampling()), say
@@ -237,8 +205,6 @@ def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
 def baselines_of(run: Run) -> dict[str, float] | None:
     """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
     None, with a message, if the run's dataset no longer exists."""
-    from holdfast.data.stream.batch import Batches
-    from holdfast.data.stream.dataset_location import open_dataset
 
     config = run.config
     if config.task.has_own_data or run.is_simulated:
@@ -263,3 +229,135 @@ def device_of(run: Run) -> str | None:
         read_environment(run.folder).get("hardware", {}).get("accelerators", [])
     )
     return devices[0]["name"] if devices else None
+
+
+Form = Callable[[float], str]
+
+_TIERS = {0: "own memory", 1: "other nodes", 2: "the disk", 3: "the bucket"}
+
+
+def _compare(run: Run, other: Path, *, json: bool) -> None:
+    """Print the comparison of two runs. Raises UserError."""
+    theirs = open_run(other)
+    a, b = history_of(run), history_of(theirs)
+    found = compare_runs(_facts(run, a), _facts(theirs, b), a, b)
+    if json:
+        print_json(found.to_json())
+    else:
+        for letter, facts in (("A", found.one), ("B", found.other)):
+            kind = "simulated" if facts.is_simulated else "real"
+            print(f"{letter}: {facts.place}: {facts.run}, {kind}, {facts.state}")
+        print()
+        print_table(_rows(found), ("", "A", "B", "B - A", "B/A - 1"))
+        print()
+        print(_words_of_decisions(found))
+        for tier in found.tiers:
+            both = (facts.intervals_s.get(tier) for facts in (found.one, found.other))
+            words = " and ".join("no save" if s is None else f"{s:,.3g} s" for s in both)
+            print(f"the last interval between saves into {_TIERS.get(tier, tier)} differs: {words}")
+
+
+def history_of(run: Run) -> History:
+    """The history of a run. It was interrupted if no process holds it any more."""
+    history = read_history(run.store)
+    if history.state == "running" and is_holder_gone(HolderWatch(run.folder)):
+        return history.as_interrupted()
+    return history
+
+
+def _facts(run: Run, history: History) -> RunFacts:
+    return facts_of(history, run.place, _totals(run) if run.is_simulated else None)
+
+
+def _totals(run: Run) -> dict[str, Any]:
+    """What the engine knows and no journal has; empty if the file is missing or damaged."""
+    try:
+        found = parse_json(run.store.get(SIMULATED_FILE))
+    except (HoldfastError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _rows(found: RunComparison) -> list[tuple[str, ...]]:
+    one, other = found.one.numbers(), found.other.numbers()
+    names: list[tuple[str, str, Form]] = [
+        ("wall time s", "wall_s", _number),
+        ("steps kept", "steps", _whole),
+        ("tokens kept", "tokens", _whole),
+        ("tokens kept a second", "tokens_per_s", _number),
+        ("tokens done again", "tokens_again", _whole),
+        ("goodput", "goodput", _percent),
+        ("interruptions", "interruptions", _whole),
+    ]
+    for rung in sorted({*found.one.by_rung, *found.other.by_rung}):
+        words = RECOVERY_RUNGS.get(rung, "no recovery")
+        label = f"  rung {rung}: {words}" if rung >= 0 else f"  {words}"
+        names.append((label, f"by_rung.{rung}", _whole))
+    names += [("planned changes", "changes", _whole), ("steps lost", "lost_steps", _whole)]
+    for label, name in _SPREADS:
+        names += [(f"{label}, {key}", f"{name}.{key}", _number) for key in _QUANTILES]
+    names += [("node-hours with work", "node_hours", _number)]
+    names += [("$", "usd", _number), ("kWh", "kwh", _number), ("kg CO2", "co2_kg", _number)]
+    names += [(f"{label.replace('_', ' ')} s", f"seconds.{label}", _number) for label in CLASSES]
+    return [
+        _row(label, one.get(name), other.get(name), form, name)
+        for label, name, form in names
+        if one.get(name) or other.get(name) or name in _ALWAYS
+    ]
+
+
+_SPREADS = (
+    ("RPO steps", "rpo_steps"),
+    ("RPO s", "rpo_s"),
+    ("RTO s", "rto_s"),
+    ("stall s", "stall_s"),
+)
+_QUANTILES = ("p50", "p95", "worst")
+_ALWAYS = ("steps", "tokens", "goodput", "interruptions", "lost_steps")
+
+
+def _row(
+    label: str, a: float | None, b: float | None, form: Form, name: str
+) -> tuple[str, str, str, str, str]:
+    if name.startswith(("by_rung.", "seconds.")):
+        a, b = a or 0.0, b or 0.0
+    if a is None or b is None:
+        one, other = (form(value) if value is not None else "-" for value in (a, b))
+        return label, one, other, "", ""
+    share = f"{100 * (b / a - 1):+.1f} %" if a else ""
+    sign = "+" if b > a else "" if b == a else "-"
+    return label, form(a), form(b), sign + form(abs(b - a)), share
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _words_of_decisions(found: RunComparison) -> str:
+    first = found.first
+    if first is None:
+        return f"all {format_plural(found.decisions[0], 'decision')} agree: rung, nodes, steps lost"
+    agree = f"{format_plural(first.index - 1, 'decision')} agree; " if first.index > 1 else ""
+    return (
+        f"{agree}decision {first.index} is the first that differs:\n"
+        f"  A: {_decision_words(first.one)}\n  B: {_decision_words(first.other)}"
+    )
+
+
+def _decision_words(decision: Decision | None) -> str:
+    if decision is None:
+        return "none, the run has no more"
+    rung = f"rung {decision.rung}" if decision.rung >= 0 else "no rung"
+    return (
+        f"at {decision.elapsed:,.1f} s, generation {decision.generation} ({decision.reason}): "
+        f"{rung}, {format_plural(decision.nodes, 'node')}, after step {decision.step:,}, "
+        f"{format_plural(decision.lost_steps, 'step')} lost"
+    )

@@ -59,7 +59,17 @@ def run(
     """
     from holdfast.api.start import start
 
-    given = [*_script_overrides(script, arguments or []), *(settings or [])]
+    if not script.is_file():
+        raise ConfigError("there is no such script", where=str(script), remedy="name a Python file")
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).lstrip("-.") or "run"
+    args = json_format.dumps({"script": script.name, "arguments": arguments or []})
+    given = [
+        f"name={name}",
+        f"task.name={SCRIPT_TASK}",
+        f"task.folder={script.resolve().parent}",
+        f"task.args={args}",
+        *(settings or []),
+    ]
     if workers:
         given.append(f"layout.workers={workers}")
     if folder:
@@ -68,17 +78,3 @@ def run(
     if json and ended.last_step is not None:
         print_line({"finished": True, "step": ended.last_step, "folder": str(ended.folder)})
     return ended.exit_code
-
-
-def _script_overrides(script: Path, arguments: list[str]) -> list[str]:
-    """The keys that name a script. Raises ConfigError if there is none."""
-    if not script.is_file():
-        raise ConfigError("there is no such script", where=str(script), remedy="name a Python file")
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).lstrip("-.") or "run"
-    args = json_format.dumps({"script": script.name, "arguments": arguments})
-    return [
-        f"name={name}",
-        f"task.name={SCRIPT_TASK}",
-        f"task.folder={script.resolve().parent}",
-        f"task.args={args}",
-    ]

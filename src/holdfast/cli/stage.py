@@ -11,15 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.checkpoint.peers.client import split_address
+from holdfast.checkpoint.peers.staging_node import StagingNode
 from holdfast.cli.dispatch import app as make_app
+from holdfast.config.sections.peers import is_loopback
 from holdfast.errors import UserError
 from holdfast.events import RequestsRefused
+from holdfast.machine.limits import available_memory
 from holdfast.show.output import print_line, say
 from holdfast.wire import lifeline
 from holdfast.wire.http.refusals import describe_refusals
+from holdfast.wire.http.sockets import bind_listener
+from holdfast.wire.http.tls import with_tls
+from holdfast.wire.secret import read_secret
 
-REPORT_INTERVAL_S = 2.0
-"""Seconds between two checks for something new to report."""
+REPORT_INTERVAL_S = 2.0  # Seconds between two checks for something new to report
 
 GB = 1e9
 
@@ -46,13 +52,6 @@ def stage(
     Example:
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
-    from holdfast.checkpoint.peers.client import split_address
-    from holdfast.checkpoint.peers.staging_node import StagingNode
-    from holdfast.config.sections.peers import is_loopback
-    from holdfast.machine.limits import available_memory
-    from holdfast.wire.http.sockets import bind_listener
-    from holdfast.wire.http.tls import with_tls
-    from holdfast.wire.secret import read_secret
 
     try:
         host, port = split_address(listen, min_port=0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
-
-import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import RunArgument
+from holdfast.cli.options import Json, RunArgument
+from holdfast.launch.owners.owner import OwnedJob, WarningOwner, open_owner
 from holdfast.launch.run.runs import folder_with_job
 from holdfast.show.output import print_json, print_table, say
 
@@ -16,10 +14,7 @@ app = make_app("Show the nodes of a launched run.")
 
 
 @app.command()
-def status(
-    run: RunArgument,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> int:
+def status(run: RunArgument, json: Json = False) -> int:
     """Show the nodes of a run that 'holdfast launch' started, as their owner sees them.
 
     What the run itself does: holdfast watch RUN. Exit code 1 if no node waits or runs.
@@ -28,8 +23,6 @@ def status(
     Example:
       holdfast status runs/my-run
     """
-    from holdfast.launch.owners.choose import open_owner
-    from holdfast.launch.owners.owner import OwnedJob, WarningOwner
 
     job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)

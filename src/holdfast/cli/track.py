@@ -12,7 +12,12 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.errors import UserError
+from holdfast.launch.node.trackers import TRACKER_MODULE, tracker_spec
+from holdfast.launch.run.holder import HolderWatch, is_holder_gone
+from holdfast.launch.run.runs import open_run
+from holdfast.report.trackers.registry import options_of, require_tracker, trackers_of
 from holdfast.show.output import say
+from holdfast.wire.child_command import module_command
 
 CHECK_INTERVAL_S = 0.2
 TRAINER_CHECK_INTERVAL_S = 2.0
@@ -44,10 +49,6 @@ def track(
       holdfast track runs/quickstart --to csv
       holdfast track run.yaml --to wandb --option mode=online --option project=mine
     """
-    from holdfast.launch.node.trackers import tracker_spec
-    from holdfast.launch.run.holder import HolderWatch, is_holder_gone
-    from holdfast.launch.run.runs import open_run
-    from holdfast.report.trackers.registry import options_of, require_tracker, trackers_of
 
     found = open_run(run)
     asked = [name.strip() for given in to or () for name in given.split(",")]
@@ -56,7 +57,16 @@ def track(
         raise UserError(
             "the run has no trackers", where=str(run), remedy="name one, for example: --to csv"
         )
-    given = _parse_options(option or [])
+    given = {}
+    for text in option or []:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UserError(
+                "an option is written NAME=VALUE",
+                where=f"--option {text}",
+                remedy="for example --option mode=online",
+            )
+        given[name] = value
     children = []
     for name in names:
         require_tracker(name, "--to")
@@ -82,24 +92,8 @@ def track(
     return max(child.exit_code for child in children)
 
 
-def _parse_options(options: list[str]) -> dict[str, str]:
-    found = {}
-    for text in options:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise UserError(
-                "an option is written NAME=VALUE",
-                where=f"--option {text}",
-                remedy="for example --option mode=online",
-            )
-        found[name] = value
-    return found
-
-
 @dataclass
 class _Child:
-    """The process of one tracker."""
-
     name: str
     spec_line: bytes
     process: subprocess.Popen[bytes] | None = None
@@ -135,8 +129,6 @@ class _Child:
             self.process.wait()
 
     def _start(self) -> None:
-        from holdfast.launch.node.trackers import TRACKER_MODULE
-        from holdfast.wire.child_command import module_command
 
         self.process = subprocess.Popen(module_command(TRACKER_MODULE), stdin=subprocess.PIPE)
         assert self.process.stdin is not None

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Fresh, JournalJson, Yes
+from holdfast.cli.options import Fresh, JournalJson, Overrides, RunFile, Yes
 from holdfast.show.output import print_line
 
 app = make_app("Start or resume the run that a run file describes.")
@@ -16,8 +11,8 @@ app = make_app("Start or resume the run that a run file describes.")
 
 @app.command()
 def train(
-    run_file: Annotated[Path, typer.Argument(help="the run file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     fresh: Fresh = False,
     yes: Yes = False,
     json: JournalJson = False,

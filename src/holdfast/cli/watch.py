@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from holdfast.api.views import record_line
+from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import JournalJson, RunArgument
 from holdfast.events import Record
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
+from holdfast.launch.run.lora_run import describe_first_weights
 from holdfast.launch.run.runs import open_run
+from holdfast.report.history.progress import RunProgress
+from holdfast.report.ledger.ordering import order_records
+from holdfast.report.live import live
 from holdfast.show.output import say
+from holdfast.wire.journal import follow_journal
 
 TRAINER_CHECK_AFTER_S = 5.0  # without a record, until the trainer is asked whether it is there
 
@@ -18,10 +25,7 @@ app = make_app("Follow a run from another terminal.")
 
 
 @app.command()
-def watch(
-    run: RunArgument,
-    json: JournalJson = False,
-) -> int:
+def watch(run: RunArgument, json: JournalJson = False) -> int:
     """Show a run from its beginning until it ends. Ctrl-C leaves; the run continues.
 
     Exit code 1 when the trainer ended without a record of it: it was killed, or its machine was
@@ -32,13 +36,6 @@ def watch(
       holdfast watch runs/quickstart
       holdfast watch run.yaml --json
     """
-    from holdfast.api.views import record_line
-    from holdfast.checkpoint.restore.catalog import origin_of_weights
-    from holdfast.launch.run.lora_run import describe_first_weights
-    from holdfast.report.history.progress import RunProgress
-    from holdfast.report.ledger.ordering import order_records
-    from holdfast.report.live import live
-    from holdfast.wire.journal import follow_journal
 
     found = open_run(run)
     holder = HolderWatch(found.folder)

@@ -21,21 +21,22 @@ from typing import Any, Literal
 from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, MoverSocket, make_socket_folder
 from holdfast.core.devices import DEVICES
 from holdfast.core.transports import NodeLinks
-from holdfast.errors import RunFolderError
+from holdfast.errors import RunFolderError, UserError
 from holdfast.launch.node.process_limits import (
     OPEN_FILES_OF_AGENT,
     OPEN_FILES_PER_WORKER,
     TORCH_ADDRESS_BYTES,
 )
 from holdfast.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
+from holdfast.machine.installed_versions import InstalledVersions, read_installed_versions
+from holdfast.machine.known_conflicts import TABLE_DATE, find_conflicts
 from holdfast.machine.links import detect_links
 from holdfast.report.formatting import format_plural
 from holdfast.wire.child_command import module_command
 
 CheckState = Literal["good", "weak", "fails"]
 GIB = 2**30
-EQUAL_STEPS_S = 120.0
-"""Seconds for two small trainings on a device, with an import of torch."""
+EQUAL_STEPS_S = 120.0  # Seconds for two small trainings on a device, with an import of torch
 _NAMED_PORTS = 4
 TORCH_RANGE = ((2, 11), (2, 13))  # oldest and newest release that is supported
 
@@ -64,6 +65,13 @@ class Check:
         return asdict(self)
 
 
+def failed_check(name: str, error: Exception, where: str, remedy: str = "") -> Check:
+    """Return the check of what an error says, which may have its own remedy and place."""
+    if isinstance(error, UserError):
+        return Check(name, "fails", error.message, error.remedy or remedy, where)
+    return Check(name, "fails", str(error), remedy, where)
+
+
 def run_checks(folder: Path | None = None) -> list[Check]:
     """Every check, in order; `folder` is where runs would be written (default: here)."""
     machine = detect_hardware()
@@ -79,7 +87,7 @@ def run_checks(folder: Path | None = None) -> list[Check]:
         *(check(machine) for check in with_machine),
         *([check_links(machine, detect_links())] if machine.accelerators else []),
         *_equal_steps(machine),
-        _python(),
+        Check("python", "good", f"{platform.python_version()} at {sys.executable}"),
         _torch(),
         _compiler(),
         _disk(here),
@@ -198,15 +206,10 @@ def check_equal_steps(device: str) -> Check:
 
 
 def _installed(package: str) -> str:
-    """Return the version of an installed package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _python() -> Check:
-    return Check("python", "good", f"{platform.python_version()} at {sys.executable}")
 
 
 def _torch() -> Check:
@@ -319,3 +322,68 @@ def _clock() -> Check:
     if year < 2026:
         return Check("clock", "fails", found, "set the date: this one lies in the past")
     return Check("clock", "good", found)
+
+
+# --- versions of driver, CUDA, NCCL, OFED and kernel --------------------------------------------
+NAME = "versions"
+_LABELS = {
+    "driver": "driver",
+    "cuda": "CUDA of torch",
+    "nccl": "NCCL",
+    "nccl_on_path": "NCCL in LD_LIBRARY_PATH",
+    "ofed": "OFED",
+    "kernel": "kernel",
+}
+
+
+def run_version_checks() -> list[Check]:
+    found = read_installed_versions()
+    return check_versions(found, has_ports=found.has_nvidia and bool(detect_links().ports))
+
+
+def check_versions(found: InstalledVersions, has_ports: bool) -> list[Check]:
+    """Name what does not go together; nothing for a machine without NVIDIA's driver."""
+    if not found.has_nvidia:
+        return []
+    if (broken := _broken_driver(found)) is not None:
+        return [broken]
+    told = ", ".join(
+        f"{label} {found.known[n]}" for n, label in _LABELS.items() if n in found.known
+    )
+    conflicts = find_conflicts(found, has_ports)
+    if not conflicts:
+        return [Check(NAME, "good", f"{told}; no known conflict (table of {TABLE_DATE})")]
+    return [
+        Check(
+            NAME,
+            each.state,
+            f"{each.effect} ({told}; {each.source}, read on {each.read_on})",
+            each.remedy,
+            each.culprit,
+        )
+        for each in conflicts
+    ]
+
+
+def _broken_driver(found: InstalledVersions) -> Check | None:
+    """A driver whose libraries do not fit the loaded module, or that does not answer."""
+    driver, module = found.known.get("driver", ""), found.known.get("driver_module", "")
+    if "version mismatch" in found.tool_words or (driver and module and driver != module):
+        loaded = f"the kernel has loaded driver {module or 'of another version'}"
+        here = f"the libraries are {driver}" if driver else f"nvidia-smi says: {found.tool_words}"
+        return Check(
+            NAME,
+            "fails",
+            f"{loaded}, but {here}",
+            "restart the machine, or load the new module: rmmod nvidia; modprobe nvidia",
+            "driver",
+        )
+    if not driver and module:
+        return Check(
+            NAME,
+            "fails",
+            f"driver {module} is loaded, but nvidia-smi lists no card: {found.tool_words}",
+            "in a container, start it with --gpus all or the runtime of NVIDIA's toolkit",
+            "driver",
+        )
+    return None

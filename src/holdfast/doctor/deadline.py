@@ -21,12 +21,9 @@ from typing import TypeVar
 from holdfast.doctor.checks import Check
 from holdfast.report.formatting import format_duration
 
-QUICK_S = 20.0
-"""Seconds for a check that reads a few small files."""
-SLOW_S = 120.0
-"""Seconds for a check that waits on purpose, or measures a store."""
-AFTER_HANG_S = 5.0
-"""Seconds for each check once one has hung: the next ones touch the same disk."""
+QUICK_S = 20.0  # Seconds for a check that reads a few small files
+SLOW_S = 120.0  # Seconds for a check that waits on purpose, or measures a store
+AFTER_HANG_S = 5.0  # Seconds for each check once one has hung: the next ones touch the same disk
 _READ_BYTES = 1 << 16
 
 T = TypeVar("T")

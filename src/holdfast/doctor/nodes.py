@@ -26,11 +26,9 @@ from holdfast.report.formatting import format_bytes, format_duration, format_plu
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.term import HolderReply
 
-NAMED_LINKS = 6
-"""Links of one node that a line names; of more nodes it names the slowest."""
+NAMED_LINKS = 6  # Links of one node that a line names; of more nodes it names the slowest
 SLOW_LINK_S = 0.1
-FULL_SHARE = 0.8
-"""Share of a node's memory that the state may fill: activations come on top."""
+FULL_SHARE = 0.8  # Share of a node's memory that the state may fill: activations come on top
 
 
 @dataclass(frozen=True)

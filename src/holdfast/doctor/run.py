@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
-from holdfast.doctor.checks import Check
+from holdfast.doctor.checks import Check, failed_check
 from holdfast.doctor.deadline import QUICK_S, SLOW_S, Deadlines
 from holdfast.doctor.nodes import check_links, check_memory, check_nodes, nodes_to_json
 from holdfast.doctor.state import RunState, check_dataset, is_at_work, read_state
@@ -33,6 +33,8 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import bucket_of_run, store_of_run
 from holdfast.wire.term import generation_key, newest_generation
+
+_RESTORE = "restore it from a backup"
 
 
 @dataclass
@@ -115,7 +117,9 @@ def _look(folder: Path, config: RunConfig | None, watch: HolderWatch, may_ask: b
         state = read_state(folder, config, watch, lives)
         return _Look(watch.holder, lives, state, state.checks)
     except HoldfastError as error:
-        return _Look(watch.holder, checks=[_failed("run", error, folder)])
+        remedy = "" if isinstance(error, UserError) else _RESTORE
+        where = getattr(error, "where", None) or str(folder)
+        return _Look(watch.holder, checks=[failed_check("run", error, where, remedy)])
 
 
 def folder_of(argument: Path) -> Path:
@@ -142,9 +146,7 @@ def _open(folder: Path) -> tuple[Run | None, list[Check]]:
     try:
         return open_run(folder), []
     except UserError as error:
-        remedy = error.remedy or "restore it from a backup"
-        where = str(folder / RESOLVED_FILE)
-        return None, [Check("run file", "fails", error.message, remedy, where)]
+        return None, [failed_check("run file", error, str(folder / RESOLVED_FILE), _RESTORE)]
 
 
 def _read_run_secrets(folder: Path) -> tuple[tuple[Secret, ...] | None, list[Check]]:
@@ -153,9 +155,7 @@ def _read_run_secrets(folder: Path) -> tuple[tuple[Secret, ...] | None, list[Che
     try:
         secrets = read_secrets(folder)
     except (HoldfastError, OSError, ValueError) as error:
-        remedy = getattr(error, "remedy", None) or "restore it from a backup"
-        message = getattr(error, "message", None) or str(error)
-        return None, [Check("secret", "fails", message, remedy, where)]
+        return None, [failed_check("secret", error, where, _RESTORE)]
     if secrets:
         return secrets, []
     found, remedy = "none is here, so no agent can be asked", "the next start makes a new one"
@@ -201,10 +201,7 @@ def _config_checks(
 
 
 def _memory_checks(
-    config: RunConfig,
-    topology: Topology | None,
-    answers: Mapping[str, AgentAnswer],
-    lives: bool,
+    config: RunConfig, topology: Topology | None, answers: Mapping[str, AgentAnswer], lives: bool
 ) -> list[Check]:
     """Compare with the nodes' own figures; of a run that does not train, with this machine's."""
     memories = {n: one.check.memory for n, one in answers.items() if one.check is not None}
@@ -215,7 +212,7 @@ def _memory_checks(
         try:
             topology = topology or _topology_here(config)
         except UserError as error:
-            return [Check("layout", "fails", error.message, error.remedy or "", error.where or "")]
+            return [failed_check("layout", error, error.where or "")]
         memories = dict.fromkeys(topology.nodes, here)
     return [] if topology is None else check_memory(config, topology, memories, lives)
 
@@ -238,12 +235,5 @@ def _bucket_checks(location: str) -> list[Check]:
     try:
         store = open_store(location)
     except StoreError as error:
-        where = error.where or "checkpoint.bucket"
-        return [Check("bucket", "fails", error.message, error.remedy or "", where)]
+        return [failed_check("bucket", error, error.where or "checkpoint.bucket")]
     return check_store(store, "checkpoint.bucket", "bucket").checks
-
-
-def _failed(name: str, error: HoldfastError, folder: Path) -> Check:
-    if isinstance(error, UserError):
-        return Check(name, "fails", error.message, error.remedy or "", error.where or str(folder))
-    return Check(name, "fails", str(error), "restore it from a backup", str(folder))

@@ -36,7 +36,7 @@ from holdfast.launch.run.runs import Run
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history.history import History, build_history
 from holdfast.report.ledger.notices import notice_text
-from holdfast.wire.journal import JournalContents, read_contents
+from holdfast.wire.journal import read_contents
 from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.store.run_store import RunStore
 
@@ -47,8 +47,7 @@ STALLED_AFTER_TIMEOUTS = 2
 
 ENDED_STATES = ("finished", "stopped", "failed")
 MAX_NAMED_RANKS = 8
-MAX_OPENED = 5
-"""Newest checkpoints whose commit object and heads are read."""
+MAX_OPENED = 5  # Newest checkpoints whose commit object and heads are read
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
     history = build_history(contents.records)
     if history.state == "running" and not lives:
         history = history.as_interrupted()
-    step_age = _age_of_last(contents.records, StepDone, now)
+    steps = [record.time for record in contents.records if isinstance(record.event, StepDone)]
+    step_age = max(0.0, now - max(steps)) if steps else None
     newest, checkpoints = _check_checkpoints(store, history, place_word(folder))
     ages = [
         now - record.time
@@ -109,9 +109,12 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
         _age_check(newest, age, history, lives),
         *checkpoints,
         *check_devices(contents.records),
-        *_journal_checks(contents),
         *_open_complaints(contents.records, lives),
     ]
+    if contents.unreadable:
+        remedy = "training does not need it; reports and the audit lack what it held"
+        found, first = contents.unreadable_sentence(), contents.unreadable[0]
+        checks.append(Check("journal", "weak", found, remedy, first))
     step = newest.step if newest is not None else 0
     return RunState(lives, history, step_age, step, age, size, checks)
 
@@ -234,15 +237,6 @@ def _state_bytes(config: RunConfig | None) -> int:
 
 
 # --- the journal -----------------------------------------------------------------------------
-def _journal_checks(contents: JournalContents) -> list[Check]:
-    if not contents.unreadable:
-        return []
-    remedy = "training does not need it; reports and the audit lack what it held"
-    return [
-        Check("journal", "weak", contents.unreadable_sentence(), remedy, contents.unreadable[0])
-    ]
-
-
 def check_devices(records: Sequence[Record]) -> list[Check]:
     """Return what the ranks of the newest generation compute on, and what carries their data."""
     ready = [
@@ -263,11 +257,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > MAX_NAMED_RANKS:
         return format_plural(len(ranks), "rank")
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _age_of_last(records: Sequence[Record], kind: type[Event], now: float) -> float | None:
-    times = [record.time for record in records if isinstance(record.event, kind)]
-    return max(0.0, now - max(times)) if times else None
 
 
 def _open_complaints(records: Sequence[Record], lives: bool) -> list[Check]:

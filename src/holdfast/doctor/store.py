@@ -10,71 +10,23 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from holdfast.doctor.checks import Check
+from holdfast.doctor.checks import Check, failed_check
 from holdfast.errors import HoldfastError, UserError
 from holdfast.report.formatting import format_bytes, format_count, format_duration
-from holdfast.wire.store.location import PROBE_PREFIX, UnfitStoreError, probe_store
-from holdfast.wire.store.run_store import Buffer, FolderStore, RunStore
+from holdfast.wire.store.location import PROBE_PREFIX, probe_store
+from holdfast.wire.store.run_store import FolderStore, RunStore
 
 BLOB_BYTES = 16 << 20
 """Bytes of the object whose rate is measured: as many as one checksum of a checkpoint covers."""
 APPENDS = 5
-SLOW_APPEND_S = 0.5
-"""A journal's line that takes longer makes each save wait."""
-
-
-@dataclass
-class TimedStore:
-    """A run store that notes how long its calls take, in seconds by the call's name."""
-
-    store: RunStore
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
-        begun = time.perf_counter()
-        self.store.create(key, data)
-        self._note("create", begun)
-
-    def get(self, key: str) -> bytes:
-        begun = time.perf_counter()
-        found = self.store.get(key)
-        self._note("get", begun)
-        return found
-
-    def list(self, prefix: str) -> list[str]:
-        begun = time.perf_counter()
-        found = self.store.list(prefix)
-        self._note("list", begun)
-        return found
-
-    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
-        begun = time.perf_counter()
-        self.store.append(key, data, sync)
-        self._note("append", begun)
-
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
-        self.store.read_into(key, start, out)
-
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
-
-    def size(self, key: str) -> int:
-        return self.store.size(key)
-
-    def sweep(self, prefix: str, keep: str = "") -> int:
-        return self.store.sweep(prefix, keep)
-
-    def median_s(self, call: str) -> float:
-        return median(self.seconds.get(call) or [0.0])
-
-    def _note(self, call: str, begun: float) -> None:
-        self.seconds.setdefault(call, []).append(time.perf_counter() - begun)
+SMALL_OBJECTS = 3  # Objects whose creation, reading and listing are timed
+SLOW_APPEND_S = 0.5  # A journal's line that takes longer makes each save wait
 
 
 @dataclass(frozen=True)
@@ -94,24 +46,22 @@ def check_folder(folder: Path, next_checkpoint_bytes: int) -> StoreFindings:
             return StoreFindings([*findings.checks, room], {})
         links = _can_link(folder)
     finally:
-        _remove_empty_folders(folder / PROBE_PREFIX)
+        root = folder / PROBE_PREFIX
+        for folder, _, _ in os.walk(root, topdown=False):
+            with suppress(OSError):
+                os.rmdir(folder)
     checks = [*findings.checks, _link_check(links, folder), room]
     return StoreFindings(checks, findings.figures | {"hard_links": links})
 
 
 def check_store(store: RunStore, where: str, name: str) -> StoreFindings:
     """Check what a run rests on, and measure it. where: for messages. name: of the check."""
-    timed = TimedStore(store)
     try:
-        probe_store(timed, where)
-        figures = _measure(timed)
-    except UnfitStoreError as error:
-        return StoreFindings([Check(name, "fails", error.message, error.remedy or "", where)], {})
-    except UserError as error:
-        remedy = error.remedy or "mend it, then call this again"
-        return StoreFindings([Check(name, "fails", error.message, remedy, where)], {})
+        probe_store(store, where)
+        figures = _measure(store)
     except HoldfastError as error:
-        return StoreFindings([Check(name, "fails", str(error), "", where)], {})
+        remedy = "mend it, then call this again" if isinstance(error, UserError) else ""
+        return StoreFindings([failed_check(name, error, where, remedy)], {})
     does = "create-if-absent lets one of 16 writers win; a new object is listed at once"
     speed = (
         f"put {format_duration(figures['create_s'])}, get {format_duration(figures['get_s'])}, "
@@ -125,29 +75,40 @@ def check_store(store: RunStore, where: str, name: str) -> StoreFindings:
     return StoreFindings(checks, dict(figures))
 
 
-def _measure(timed: TimedStore) -> dict[str, float]:
-    """Time a large object, and appends where the store has files."""
+def _measure(store: RunStore) -> dict[str, float]:
+    """Time small objects and a large one, and appends where the store has files."""
     prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}/"
     blob, line = f"{prefix}blob", f"{prefix}line"
-    figures = {f"{call}_s": timed.median_s(call) for call in ("create", "get", "list")}
+    small = [f"{prefix}small-{number}" for number in range(SMALL_OBJECTS)]
     try:
-        begun = time.perf_counter()
-        timed.create(blob, os.urandom(BLOB_BYTES))
-        written = time.perf_counter()
-        out = bytearray(BLOB_BYTES)
-        timed.read_into(blob, 0, memoryview(out))
-        read = time.perf_counter()
-        figures["write_bytes_per_s"] = BLOB_BYTES / max(written - begun, 1e-9)
-        figures["read_bytes_per_s"] = BLOB_BYTES / max(read - written, 1e-9)
-        if isinstance(timed.store, FolderStore):
-            for _ in range(APPENDS):
-                timed.append(line, b"x" * 200, sync=True)
-            figures["append_s"] = timed.median_s("append")
+        figures = {
+            "create_s": _median_s(small, lambda key: store.create(key, b"x")),
+            "get_s": _median_s(small, store.get),
+            "list_s": _median_s(small, lambda key: store.list(prefix)),
+        }
+        written = _median_s([blob], lambda key: store.create(key, os.urandom(BLOB_BYTES)))
+        out = memoryview(bytearray(BLOB_BYTES))
+        read = _median_s([blob], lambda key: store.read_into(key, 0, out))
+        figures["write_bytes_per_s"] = BLOB_BYTES / max(written, 1e-9)
+        figures["read_bytes_per_s"] = BLOB_BYTES / max(read, 1e-9)
+        if isinstance(store, FolderStore):
+            lines = [line] * APPENDS
+            figures["append_s"] = _median_s(lines, lambda key: store.append(key, b"x" * 200, True))
     finally:
         with suppress(HoldfastError):  # the error of the measurement counts
-            timed.delete(blob)
-            timed.delete(line)
+            for key in (*small, blob, line):
+                store.delete(key)
     return figures
+
+
+def _median_s(keys: Sequence[str], call: Callable[[str], object]) -> float:
+    """Seconds of a call: the median of one for each key."""
+    seconds = []
+    for key in keys:
+        begun = time.perf_counter()
+        call(key)
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds)
 
 
 def _append_check(seconds: float, where: str) -> Check:
@@ -159,7 +120,6 @@ def _append_check(seconds: float, where: str) -> Check:
 
 
 def _can_link(folder: Path) -> bool:
-    """Return True if the file system can make hard links."""
     place = folder / PROBE_PREFIX
     first = place / f".tmp-{secrets.token_hex(8)}"
     second = first.with_name(f"{first.name}-link")
@@ -203,10 +163,3 @@ def _free_space(folder: Path, needed: int) -> Check:
         remedy = "an old checkpoint is removed only after the next one is complete: make room"
         return Check("free space", "weak", found, remedy, str(folder))
     return Check("free space", "good", found)
-
-
-def _remove_empty_folders(root: Path) -> None:
-    """Remove the folders that the probe made; one that has files in it stays."""
-    for folder, _, _ in os.walk(root, topdown=False):
-        with suppress(OSError):
-            os.rmdir(folder)

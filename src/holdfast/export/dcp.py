@@ -33,7 +33,14 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
     from holdfast.model.dcp_export import write_dcp
     from holdfast.model.new_folder import new_folder
 
-    _refuse_other_optimizer(run)
+    name = run.config.train.optimizer.name_with_state
+    if name != "adamw":
+        raise ConfigError(
+            f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",
+            where=str(run.folder),
+            remedy="export the weights with --format hf, or read its tensors with "
+            "holdfast.open_checkpoint (docs/guide/python.md)",
+        )
     if scheme != OWN_SCHEME:
         refuse_task(run.config.task, f"--names {scheme}")
         refuse_lora(run.config.lora, f"--names {scheme}", "use --format hf, or --names holdfast")
@@ -50,17 +57,6 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
             tensors,
             _objects(rows, run, checkpoint.step),
             ReadAhead(checkpoint, [tensor.source for tensor in tensors]).read,
-        )
-
-
-def _refuse_other_optimizer(run: Run) -> None:
-    name = run.config.train.optimizer.name_with_state
-    if name != "adamw":
-        raise ConfigError(
-            f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",
-            where=str(run.folder),
-            remedy="export the weights with --format hf, or read its tensors with "
-            "holdfast.open_checkpoint (docs/guide/python.md)",
         )
 
 

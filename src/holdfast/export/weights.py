@@ -44,10 +44,7 @@ Used = TypeVar("Used")
 MAX_READ_ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
 
 # what parameters are stored as (core/sharding/state_table.py)
-_NUMPY = {
-    "F32": "<f4",
-    "F64": "<f8",
-}
+_NUMPY = {"F32": "<f4", "F64": "<f8"}
 
 
 def with_checkpoint(
@@ -265,7 +262,6 @@ class Sampling:
 
 
 def _is_of_transformers(run: Run) -> bool:
-    """Whether the run trains a model of transformers."""
     return run.config.task.name == TRANSFORMERS_TASK
 
 

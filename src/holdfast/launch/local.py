@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from holdfast.checkpoint.bucket.fencing import adopt_bucket_generation
@@ -29,14 +30,20 @@ from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
-from holdfast.launch.node.addresses import NodeAddress, plan_addresses, uses_tls
+from holdfast.launch.node.addresses import plan_addresses, uses_tls
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.node.trackers import tracker_programs
 from holdfast.launch.run.auto_layout import predictor_of, source_of_plan
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.planner import planner_of
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
+from holdfast.machine.hardware import detect_hardware
+from holdfast.plan.auto.machines import machines_of
+from holdfast.plan.placing.interface import Planner
+from holdfast.plan.placing.planner import plan_layout
+from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.topology_cost import Fleet
+from holdfast.plan.search.search import Limits
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
@@ -73,7 +80,9 @@ def train_locally(
         raise RunFolderError(
             "the number of workers and the device have not been planned", where="layout.workers"
         )
-    refuse_low_limits(config, _workers_here(config), raise_open_files())
+    # A node of several may get fewer workers than it has places for.
+    places = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
+    refuse_low_limits(config, places, raise_open_files())
     node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
@@ -100,22 +109,13 @@ def train_locally(
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
     views["say_last"] = say_last
     if config.cluster.node:
-        say(_listening_line(node, address))
+        say(
+            f"node {node} listens on {address.host} (device {address.device}): {address.reason}; "
+            f"cluster.interface=ADDRESS sets another"
+        )
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
             return NodeAgent(joining, control, planner_of(config), **views).run()
     return _train_alone(joining, start, watch or HolderWatch(folder, say), views)
-
-
-def _workers_here(config: RunConfig) -> int:
-    """Most workers of this node. A node of several may get fewer than it has places for."""
-    return (config.cluster.places or 1) if config.cluster.node else config.layout.workers
-
-
-def _listening_line(node: str, address: NodeAddress) -> str:
-    return (
-        f"node {node} listens on {address.host} (device {address.device}): {address.reason}; "
-        f"cluster.interface=ADDRESS sets another"
-    )
 
 
 def _train_alone(
@@ -196,3 +196,20 @@ def resume_command(loaded: LoadedConfig) -> str:
         if not given.startswith(("task.", "name=")):  # `holdfast run` gives these itself
             words += ["--set", given]
     return shlex.join([*words, "--", *map(str, task.args["arguments"])])
+
+
+def planner_of(config: RunConfig) -> Planner:
+    """With `layout: auto`, the planner that searches; otherwise the simple one. Every node counts
+    as one of the first pool of `plan.cluster`, or as this machine."""
+    if config.layout.mode != "auto":
+        return plan_layout
+    machines = machines_of(config, detect_hardware())
+    if machines.cores:  # workers share them
+        machines = machines.with_workers(config.cluster.places or 1)
+    degrees = {axis: getattr(config.layout, axis) for axis in config.layout.fixed}
+    fleet = Fleet(machines.devices, machines.cluster.pools[0])
+    return SearchedPlanner(fleet, Limits(**degrees), later=_in_a_thread)
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    Thread(target=work, name="next plans", daemon=True).start()

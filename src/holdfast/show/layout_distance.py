@@ -61,13 +61,13 @@ def distance(
         head=head,
     )
     for level in LEVELS:
-        sizes = [row["bytes"] for row in rows if row["level"] == level and _is_hundredfold(row)]
+        sizes = [
+            row["bytes"]
+            for row in rows
+            if row["level"] == level and max(row["message_ratio"], row["ring_ratio"]) >= HUNDREDFOLD
+        ]
         if sizes:
             print(f"a hundred times dearer {MEANING[level]}: from {format_bytes(min(sizes))}")
-
-
-def _is_hundredfold(row: dict[str, Any]) -> bool:
-    return bool(max(row["message_ratio"], row["ring_ratio"]) >= HUNDREDFOLD)
 
 
 def _times(ratio: float) -> str:

@@ -6,12 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.layout import Topology
+from holdfast.errors import LayoutError
+from holdfast.layout import Replica, Topology
 from holdfast.options.protocols import PicturePart
 from holdfast.options.registry import keys_without_formula, option_costs
 from holdfast.plan.memory.activations import device_kind, has_estimate, has_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
-from holdfast.plan.memory.estimate import RankEstimate, estimates_by_rank
+from holdfast.plan.memory.estimate import estimates_by_rank
+from holdfast.plan.memory.placed_memory import placed_by_rank
+from holdfast.plan.memory.stage_memory import PipelineMemory, check_memory_formula
+from holdfast.plan.placing.balance import times_of_stages
 from holdfast.report import formatting
 from holdfast.report.formatting import format_bytes
 from holdfast.show.output import print_table
@@ -54,7 +58,10 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
         return
     print("estimate of each rank's memory at the fullest moment of a step")
     found = estimates_by_rank(config, topology)
-    rows = [[rank, *_figures(each), each.moment] for rank, each in enumerate(found)]
+    rows = [
+        [rank, *[format_bytes(getattr(each, field)) for field in _COLUMNS], each.moment]
+        for rank, each in enumerate(found)
+    ]
     print_table(rows, ["rank", *_COLUMNS.values(), "moment"])
     if config.model.experts is not None:
         print(_EXPERTS)
@@ -86,12 +93,98 @@ def print_communicators(config: RunConfig, topology: Topology) -> None:
     print_table(rows, ["rank", "communicators", "bytes"])
 
 
-def _figures(estimate: RankEstimate) -> list[str]:
-    return [format_bytes(getattr(estimate, field)) for field in _COLUMNS]
-
-
 def estimates_as_json(config: RunConfig, topology: Topology) -> list[dict[str, Any] | None]:
     """A value for each rank; None where no formula says it."""
     if not has_estimate(config) or not config.model.vocab_size:
         return [None] * topology.world_size
     return [asdict(each) | {"peak": each.peak} for each in estimates_by_rank(config, topology)]
+
+
+def print_places(config: RunConfig, topology: Topology) -> None:
+    """Print nothing if all lies on the device, without a limit."""
+    memory = config.train.memory
+    if memory.is_default:
+        return
+    placed = placed_by_rank(config, topology)
+    rows = [
+        [rank, *map(format_bytes, (each.device, each.host, each.file, each.staging))]
+        for rank, each in enumerate(placed)
+    ]
+    print_table(rows, ["rank", "device", "host", "file", "of it pieces of an update"])
+    print(
+        f"train.memory: optimizer {memory.optimizer}, gradients {memory.gradients}, "
+        f"parameters {memory.parameters}, activations {memory.activations}; all buffers of sums "
+        "lie with gradients"
+    )
+    if memory.limit:
+        most = max(each.device for each in placed)
+        words = "within" if most <= memory.limit else "MORE THAN"
+        print(
+            f"state on a device, at most {format_bytes(most)}: {words} "
+            f"train.memory.device_gb {memory.device_gb:g}, without activations"
+        )
+
+
+def stages_as_json(config: RunConfig, replica: Replica) -> list[dict[str, Any]]:
+    """A value for each stage of a pipeline, in order; none for a replica without one. time: its
+    part of the model's time. peak: bytes of its worker; None where no formula says it."""
+    if replica.degree("pp") == 1:
+        return []
+    times, peaks = times_of_stages(config, replica), _peaks(config, replica)
+    return [
+        {
+            "stage": stage,
+            "pp": replica.pp_of(stage),
+            "blocks": [replica.stage_blocks(stage)[0], replica.stage_blocks(stage)[-1]],
+            "time": time / (sum(times) or 1.0),
+            "peak": peaks[replica.pp_of(stage)] if peaks else None,
+        }
+        for stage, time in enumerate(times)
+    ]
+
+
+def print_stages(config: RunConfig, topology: Topology) -> None:
+    """Print the stages of each kind of replica."""
+    for kind in topology.kinds:
+        _print_pipeline(config, next(r for r in topology.replicas if r.kind == kind))
+
+
+def _print_pipeline(config: RunConfig, replica: Replica) -> None:
+    found = stages_as_json(config, replica)
+    if not found:
+        return
+    named = any(degrees.stages == replica.stages for _, degrees in config.layout.kinds)
+    by = "as the run file names them" if named else f"by layout.balance {config.layout.balance}"
+    unit = "layout.balance_costs" if config.layout.balance_costs else "FLOPs"
+    print(f"stages {by}; time in {unit}, peak of the worker on one replica's share")
+    rows = [
+        [
+            each["stage"],
+            each["pp"],
+            _span(each["blocks"]),
+            f"{each['time']:.1%}",
+            "no formula" if each["peak"] is None else format_bytes(each["peak"]),
+        ]
+        for each in found
+    ]
+    print_table(rows, ["stage", "pp", "blocks", "time", "peak"])
+
+
+def _span(blocks: list[int]) -> str:
+    first, last = blocks
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _peaks(config: RunConfig, replica: Replica) -> list[int]:
+    """The peak of each worker along pp; none if no formula says it."""
+    try:
+        check_memory_formula(config)
+    except LayoutError:
+        return []
+    if not config.model.vocab_size:
+        return []
+    memory = PipelineMemory(config, replica.mesh_shape)
+    return [
+        round(memory.peak(pp, {s: replica.stages[s] for s in replica.stages_at(pp)}))
+        for pp in range(replica.degree("pp"))
+    ]

@@ -18,9 +18,13 @@ from holdfast.plan.memory.memory_use import RankContents, Span
 from holdfast.plan.placing.loss_impact import LossImpact
 from holdfast.plan.step_microbatches import microbatches
 from holdfast.report.formatting import format_bytes, format_count, format_plural
-from holdfast.show.layout_estimate import print_communicators, print_estimate, print_options
-from holdfast.show.layout_places import print_places
-from holdfast.show.layout_stages import print_stages
+from holdfast.show.layout_estimate import (
+    print_communicators,
+    print_estimate,
+    print_options,
+    print_places,
+    print_stages,
+)
 from holdfast.show.output import print_table
 
 _BYTES = """\
@@ -105,12 +109,7 @@ class LayoutPicture:
         rows = []
         for pp in range(replica.degree("pp")):
             ranks = [replica.rank_at(pp=pp, **dict(zip(axes, at, strict=True))) for at in places]
-            rows.append(
-                [
-                    _describe_stages(replica, pp),
-                    *(self._cell(rank) for rank in ranks),
-                ]
-            )
+            rows.append([_describe_stages(replica, pp), *(self._cell(rank) for rank in ranks)])
         print_table(rows, ["", *head] if axes else ())
 
     def _fate(self, replica: Replica) -> str:
@@ -168,15 +167,17 @@ class LayoutPicture:
         ]
         rows: list[list[object]] = []
         for each in self.holdings:
-            spans = (each.heads, each.kv_heads, self._vocabulary(each)) if cut else ()
+            vocabulary = each.vocabulary if each.embedding or each.head else (0, 0)
+            spans = (each.heads, each.kv_heads, vocabulary) if cut else ()
             held = each.held
+            blocks = [f"block{'s' if len(each.blocks) > 1 else ''} {_runs(each.blocks)}"]
             rows.append(
                 [
                     each.rank,
                     each.node,
                     each.at.replica,
                     *(getattr(each.at, a) for a in used),
-                    _describe_contents(each),
+                    ", ".join(["embedding"] * each.embedding + blocks + ["norm, head"] * each.head),
                     *map(_span, spans),
                     *map(format_bytes, (held.parameters, held.gradients, held.moments, held.total)),
                 ]
@@ -202,9 +203,6 @@ class LayoutPicture:
                 else "",
             )
         )
-
-    def _vocabulary(self, each: RankContents) -> Span:
-        return each.vocabulary if each.embedding or each.head else (0, 0)
 
     # --- the dealing ----------------------------------------------------------------------
     def _dealing(self) -> None:
@@ -259,11 +257,6 @@ def _describe_stages(replica: Replica, pp: int) -> str:
     if replica.degree("pp") == 1:
         return "  "
     return f"  stage{'s' if len(stages) > 1 else ''} {_runs(stages or (pp,))}"
-
-
-def _describe_contents(each: RankContents) -> str:
-    blocks = f"block{'s' if len(each.blocks) > 1 else ''} {_runs(each.blocks)}"
-    return ", ".join(["embedding"] * each.embedding + [blocks] + ["norm, head"] * each.head)
 
 
 def _span(span: Span) -> str:

@@ -15,8 +15,7 @@ from holdfast.launch.run.runs import open_run
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RUNG_S, RecoveryCosts
 from holdfast.policy.membership.state import node_timeout_s
-from holdfast.report.history.history import read_history
-from holdfast.report.rung_prices import rung_prices
+from holdfast.report.history.history import read_history, rung_prices
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor.versions import check_versions
+from holdfast.doctor.checks import check_versions
 from holdfast.machine.installed_versions import (
     InstalledVersions,
     parse_version,

@@ -16,8 +16,7 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import TERM_PATH
 
-QUIET = 0.3
-"""Seconds without growth after which these tests take a holder for dead."""
+QUIET = 0.3  # Seconds without growth after which these tests take a holder for dead
 
 
 @contextmanager

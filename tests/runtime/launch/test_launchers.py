@@ -16,10 +16,10 @@ import pytest
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.ranks import roll_call
-from holdfast.launch.ranks.launched_config import by_launcher
 from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
 from holdfast.launch.ranks.local_ranks import agent_socket, as_one_node
 from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.machine import by_launcher
 from holdfast.machine.hardware import detect_hardware
 from holdfast.wire.store.run_store import FolderStore
 

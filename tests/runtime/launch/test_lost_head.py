@@ -20,8 +20,7 @@ from tests.support.ray_run import ENDLESS, RayRun
 pytestmark = [pytest.mark.slow, needs_ray]
 NODES = {"node-0", "node-1"}
 AWAY = "which knows the nodes of this run, does not answer"
-LIMIT_S = 24
-"""Ray's raylets end so long after their head. Ray's own default is 60."""
+LIMIT_S = 24  # Ray's raylets end so long after their head. Ray's own default is 60.
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from holdfast.errors import ConfigError
 from holdfast.launch.owners.owner import NodeState, OwnedJob, OwnerAwayError
 from holdfast.launch.owners.ray import owner as ray_owner
 from holdfast.launch.owners.ray.job import RayAnswer
-from holdfast.launch.owners.ray.plan import JobStatus, NodeStatus, RaySpec
-from holdfast.launch.owners.ray.spec_watch import (
+from holdfast.launch.owners.ray.node import (
     RAY_LIMIT_VARIABLE,
     READ_INTERVAL_S,
     SpecWatch,
     head_limit_s,
     leave_after_s,
 )
+from holdfast.launch.owners.ray.plan import JobStatus, NodeStatus, RaySpec
 from tests.support.commands import apart, here, write_run_file
 from tests.support.ranks import ROOT
 

@@ -119,10 +119,7 @@ def test_a_run_shrinks_by_what_waits_then_small_jobs_then_nodes_of_large_ones(
     slurm: FakeSlurm,
 ) -> None:
     slurm.say(
-        "squeue",
-        "7|RUNNING|None|3|n1,n2,n3",
-        "8_0|RUNNING|None|1|n4",
-        "9|PENDING|Resources|1|",
+        "squeue", "7|RUNNING|None|3|n1,n2,n3", "8_0|RUNNING|None|1|n4", "9|PENDING|Resources|1|"
     )
     SlurmOwner().resize(JOB, replace(request_of(), nodes=1))
     assert slurm.calls("scancel") == [

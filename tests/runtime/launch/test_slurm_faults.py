@@ -16,10 +16,7 @@ from tests.support.launched_run import LaunchedRun, undisturbed_tensors
 from tests.support.nodes import prepared
 from tests.support.slurm_cluster import INSTALL, SlurmCluster, is_installed, slurm_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not is_installed(), reason=INSTALL),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_installed(), reason=INSTALL)]
 STEPS, FIRST = 400, 3
 ALL = {"n1", "n2", "n3", "n4"}
 
@@ -228,11 +225,3 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         if process.is_running():
             process.send_signal(number)
-
-
-def _is_agent(process: psutil.Process) -> bool:
-    try:
-        lives = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return lives and " ".join(process.cmdline()).startswith("holdfast: ")
-    except psutil.Error:
-        return False

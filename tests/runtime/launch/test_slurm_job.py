@@ -166,10 +166,7 @@ def test_a_deputy_on_another_node_has_the_job_queued_again(slurm: FakeSlurm) -> 
     assert slurm.calls("sbatch") == [
         "--parsable --nodes=1 --comment=in place of n1 of job 7 --begin=now+60 /s.sh"
     ]
-    assert slurm.calls("scontrol")[-2:] == [
-        "requeue 7",
-        "update JobId=7 NumTasks=2 NumNodes=2-2",
-    ]
+    assert slurm.calls("scontrol")[-2:] == ["requeue 7", "update JobId=7 NumTasks=2 NumNodes=2-2"]
 
 
 def test_the_fields_of_a_job() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.config.loading.load import resolve_config
 from holdfast.errors import RunFolderError
-from holdfast.launch.run import unlike_node
+from holdfast.launch.run import run_folder
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.unlike_node import refuse_unlike_node
+from holdfast.launch.run.run_folder import refuse_unlike_node
 
 RUN = "folder: r\ndevice: cpu\ndata: {folder: d}\nlayout: {workers: 2}\n"
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder in which nodes are at work."""
     stored = {"config": resolve_config(RUN, "run.yaml", []).config.model_dump(mode="json")}
     (tmp_path / "resolved.json").write_text(json.dumps(stored))
-    monkeypatch.setattr(unlike_node, "read_resolved", lambda folder: stored)
+    monkeypatch.setattr(run_folder, "read_resolved", lambda folder: stored)
     return tmp_path
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.errors import UserError
-from holdfast.launch.run.microbatch_size import by_microbatch_size, describe_microbatch
-from holdfast.launch.start.facts import Facts
-from holdfast.launch.start.resolve import resolve
+from holdfast.launch.run.auto_layout import by_microbatch_size, describe_microbatch
+from holdfast.launch.start.facts import Facts, resolve
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size, microbatch_choices
 

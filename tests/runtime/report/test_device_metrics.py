@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.machine.device_readings import DeviceReading, read_devices
-from holdfast.report.live.device_metrics import DeviceMetrics
+from holdfast.report.live.metrics import DeviceMetrics
 from tests.support.ranks import wait_until
 
 NVIDIA = """\

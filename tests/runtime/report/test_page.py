@@ -19,7 +19,7 @@ from holdfast.report.history.history import build_history
 from holdfast.report.history.summary import summary
 from holdfast.report.ledger.timeledger import CLASSES
 from holdfast.report.page import page
-from holdfast.report.page.css import DARK, LIGHT, class_colour
+from holdfast.report.page.css import COLOURS, class_colour
 from tests.support.journal_builder import Scribe, lossy_run, started_run, step_done
 
 VOID = {"meta", "br", "link", "input", "img", "hr"}
@@ -229,20 +229,20 @@ def test_utilisation_is_given_by_both_conventions_or_not_at_all() -> None:
         assert "of peak" not in rendered(resolved=loaded.to_json(), device=device)
 
 
-def test_both_themes_have_every_colour() -> None:
-    assert set(LIGHT) == set(DARK)
+def test_every_class_of_time_has_a_colour() -> None:
     names = {class_colour(name)[6:-1].replace("-", "_") for name in CLASSES}
-    assert names <= {name.replace("-", "_") for name in LIGHT}
+    assert names <= {name.replace("-", "_") for name in COLOURS}
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "report.html"
-    page.write_page(build_history(lossy_run().records), {}, target)
+    page.write_result(target, page.render_page(build_history(lossy_run().records), {}))
     assert target.read_text() == rendered()
     assert os.listdir(tmp_path) == ["report.html"]
     with pytest.raises(RunFolderError, match="mkdir -p"):
-        page.write_page(
-            build_history(lossy_run().records), {}, tmp_path / "missing" / "report.html"
+        page.write_result(
+            tmp_path / "missing" / "report.html",
+            page.render_page(build_history(lossy_run().records), {}),
         )
 
 

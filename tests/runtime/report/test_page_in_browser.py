@@ -96,12 +96,14 @@ def test_nothing_is_cut(name: str, width: int, tab: Browser, tmp_path: Path) -> 
     history = eventful_run() if name == "eventful" else build_history(lossy_run().records)
     config: dict[str, Any] = resolve_config(None, "command line", ["train.steps=1500"]).to_json()
     target = tmp_path / "report.html"
-    page.write_page(
-        history,
-        config,
+    page.write_result(
         target,
-        baselines={"unigram": 3.4, "bigram": 1.94},
-        samples=["def f():\n    return " + "a_very_long_name_" * 12],
+        page.render_page(
+            history,
+            config,
+            baselines={"unigram": 3.4, "bigram": 1.94},
+            samples=["def f():\n    return " + "a_very_long_name_" * 12],
+        ),
     )
     tab.open(target, width)
     tab.value("document.querySelectorAll('details').forEach(each => each.open = true)")
@@ -118,11 +120,11 @@ def test_the_page_of_a_run_that_trains_shows_new_steps_by_itself(
     run.start()
     run.generate()
     run.steps(1, 5)
-    page.write_page(build_history(run.records), {}, target, written_at=0.0)
+    page.write_result(target, page.render_page(build_history(run.records), {}, written_at=0.0))
     tab.open(target, 400)
     run.steps(6, 9)
     run.finish()
-    page.write_page(build_history(run.records), {}, target)
+    page.write_result(target, page.render_page(build_history(run.records), {}))
     text = "document.body && document.body.textContent"
     wait_until(lambda: "finished" in str(tab.value(text)), what="the page to be loaded again")
     assert "9 steps" in tab.value("document.body.textContent")

@@ -8,7 +8,7 @@ from holdfast.events import Record, StepDone
 from holdfast.report.history.history import StepPoint
 from holdfast.report.history.progress import RunProgress
 from holdfast.report.live.live import step_line
-from holdfast.report.page.figure import step_tip
+from holdfast.report.page.svg import step_tip
 
 
 @pytest.mark.parametrize(("tokens", "unit"), [(64, "samples"), (8192, "tokens")])

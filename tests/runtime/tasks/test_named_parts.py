@@ -11,7 +11,7 @@ from holdfast.config.loading.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import ConfigError
-from holdfast.launch.run.named_parts import ask_named
+from holdfast.launch.run.task_run import ask_named
 from holdfast.tasks.child import describe_named
 from holdfast.tasks.named.named import load_user_parts
 from tests.support.optimizers import MODULE, optimizer_config, planned

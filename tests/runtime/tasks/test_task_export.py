@@ -18,7 +18,7 @@ from holdfast.core.flops import run_flops_per_token
 from holdfast.errors import TaskError, UserError
 from holdfast.model.generate import generate
 from holdfast.report.history.history import build_history
-from holdfast.report.history.mfu import utilisations
+from holdfast.report.history.summary import utilisations
 from holdfast.tasks.task.module import known_flops
 from holdfast.tasks.task.task_export import export_task
 from holdfast.tasks.transformers.huggingface_export import CausalLMSession, open_causal_lm

@@ -20,16 +20,12 @@ MIB = 2**20
 WANTED_OPEN_FILES = 65536
 """Descriptors that the soft limit is raised to, if the hard limit allows it. A higher limit
 slows down programs that go through all possible descriptors."""
-OPEN_FILES_OF_AGENT = 128
-"""Descriptors of an agent or a mover that has no workers."""
-OPEN_FILES_PER_WORKER = 16
-"""Further descriptors of an agent or a mover for each worker of its node."""
+OPEN_FILES_OF_AGENT = 128  # Descriptors of an agent or a mover that has no workers
+OPEN_FILES_PER_WORKER = 16  # Further descriptors of an agent or a mover for each worker of its node
 TORCH_BYTES = 220 * MIB
 """Memory that torch takes once on a node: the fork server's, which its workers share."""
-TORCH_ADDRESS_BYTES = 640 * MIB
-"""Address space of a process that has imported torch."""
-WORKER_BYTES = 30 * MIB
-"""Memory that a worker does not share, apart from the training state."""
+TORCH_ADDRESS_BYTES = 640 * MIB  # Address space of a process that has imported torch
+WORKER_BYTES = 30 * MIB  # Memory that a worker does not share, apart from the training state
 STATE_BYTES_PER_PARAMETER = 16
 """Least bytes of the training state for one parameter: value, gradient and two moments."""
 
@@ -49,16 +45,6 @@ class MemoryNeed:
     def of_address_space(self) -> int:
         """The least address space of one worker."""
         return TORCH_ADDRESS_BYTES + self.state
-
-    def describe_node(self) -> str:
-        """Return the sum in words."""
-        each = f"{_mib(WORKER_BYTES)} and {_mib(self.state)} of training state"
-        return f"{_mib(TORCH_BYTES)} for torch + {self.workers} x ({each}) = {_mib(self.of_node)}"
-
-    def describe_address_space(self) -> str:
-        """Return the sum in words."""
-        parts = f"{_mib(TORCH_ADDRESS_BYTES)} for torch + {_mib(self.state)} of training state"
-        return f"{parts} = {_mib(self.of_address_space)}"
 
 
 def memory_need(config: RunConfig, workers: int) -> MemoryNeed:
@@ -111,7 +97,8 @@ def refuse_low_limits(
         if soft != resource.RLIM_INFINITY and soft < least_bytes:
             raise UserError(
                 f"a process may have {_mib(soft)} of address space ({name}), and a worker needs "
-                f"{need.describe_address_space()}",
+                f"{_mib(TORCH_ADDRESS_BYTES)} for torch + {_mib(need.state)} of training state = "
+                f"{_mib(need.of_address_space)}",
                 where="memory",
                 remedy=f"raise it: ulimit {option} unlimited",
             )
@@ -119,7 +106,8 @@ def refuse_low_limits(
     if present < need.of_node:
         raise UserError(
             f"this machine or container has {_mib(present)}, and its workers need "
-            f"{need.describe_node()}",
+            f"{_mib(TORCH_BYTES)} for torch + {need.workers} x ({_mib(WORKER_BYTES)} and "
+            f"{_mib(need.state)} of training state) = {_mib(need.of_node)}",
             where="memory",
             remedy="raise the limit, or use fewer workers or a smaller model",
         )

@@ -23,8 +23,7 @@ import psutil
 from holdfast.errors import RunFolderError
 from holdfast.launch.owners.owner import NodeState, NodeStatus
 
-START_TIMEOUT_S = 10.0
-"""Seconds that a shell may take to start its agent."""
+START_TIMEOUT_S = 10.0  # Seconds that a shell may take to start its agent
 _RUN_AND_NOTE = """\
 code="$1"; remove="$2"; shift 2
 "$@"

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -185,3 +186,24 @@ class WarningOwner(Protocol):
 
     def warnings(self, job: OwnedJob) -> list[str]:
         """Return a sentence for each wish that was not granted. May raise UserError."""
+
+
+OWNERS = {
+    "local": ("local", "LocalOwner"),
+    "ssh": ("ssh.owner", "SshOwner"),
+    "slurm": ("slurm.owner", "SlurmOwner"),
+    "ray": ("ray.owner", "RayOwner"),
+    "kubernetes": ("kubernetes.owner", "KubernetesOwner"),
+}
+"""Word -> module of this folder, class. A module is imported when its owner is used."""
+
+
+def open_owner(word: str) -> MachineOwner:
+    """Raises ConfigError for a word that names no owner."""
+    if word not in OWNERS:
+        raise ConfigError(
+            f"{word!r} owns no machines that are known", where="--on", remedy=use_one_of(OWNERS)
+        )
+    module, name = OWNERS[word]
+    found: MachineOwner = getattr(import_module(f"holdfast.launch.owners.{module}"), name)()
+    return found

@@ -21,8 +21,7 @@ from dataclasses import replace
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
 
-GATHER_TIMEOUT_S = 60.0
-"""Seconds in which all processes of a node must have started."""
+GATHER_TIMEOUT_S = 60.0  # Seconds in which all processes of a node must have started
 _RETRY_S = 0.05
 _PEER_CREDENTIALS = "3i"  # pid, uid, gid: unix(7)
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValue, PlannedValues
 from holdfast.config.run import RunConfig
+from holdfast.errors import ConfigError
 from holdfast.events import Event
-from holdfast.launch.run.microbatch_size import KEY, stored_microbatch_size
 from holdfast.launch.start.facts import AutoLayout, Facts
 from holdfast.layout import AXES, Topology
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
+from holdfast.options.registry import keys_without_formula
 from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.objective import end_in_words
@@ -28,7 +29,9 @@ from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
 from holdfast.plan.hardware.cluster_file import HERE
-from holdfast.plan.search.limits import SEARCHED, Found
+from holdfast.plan.memory.activations import has_estimate
+from holdfast.plan.memory.microbatch_size import choose_microbatch_size
+from holdfast.plan.search.limits import SEARCHED
 from holdfast.report.formatting import (
     format_bytes,
     format_count,
@@ -68,15 +71,16 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
     loaded = planned
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
-    about = [*cache.notes, *_describe(loaded.config, plan, found, figures)]
+    words = words_of_layout(found.choice, plan.problem.cluster)
+    choice = (
+        f"layout: {words}, the best by {loaded.config.plan.objective} of "
+        f"{format_plural(plan.result.tried, 'layout')} on {plan.machines.name}"
+        f"{_source_in_words(plan)}"
+    )
+    about = [*cache.notes, choice, *_figures_in_words(loaded.config, figures)]
     if late := end_in_words(loaded, plan.problem, found):
         about.append(late)
     return AutoLayout(tuple(about), usd, values)
-
-
-def by_layout(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
-    """Return the layout that `choose_layout` has chosen."""
-    return facts.layout.values
 
 
 def _why_no_plan(loaded: LoadedConfig, several: bool) -> str:
@@ -104,17 +108,6 @@ def _price_of_given(config: RunConfig, hardware: HardwareInfo) -> AutoLayout:
     return AutoLayout(tuple(_figures_in_words(config, figures)), figures.usd_of(config.train.steps))
 
 
-def _describe(config: RunConfig, plan: RunPlan, found: Found, figures: Figures) -> list[str]:
-    """The short form of a plan."""
-    words = words_of_layout(found.choice, plan.problem.cluster)
-    choice = (
-        f"layout: {words}, the best by {config.plan.objective} of "
-        f"{format_plural(plan.result.tried, 'layout')} on {plan.machines.name}"
-        f"{_source_in_words(plan)}"
-    )
-    return [choice, *_figures_in_words(config, figures)]
-
-
 def _source_in_words(plan: RunPlan) -> str:
     return "" if plan.result.source == SEARCHED else f", {plan.result.source}"
 
@@ -125,7 +118,7 @@ def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
     where = " on the devices of plan.cluster" if config.plan.cluster not in ("", HERE) else ""
     lines = [
         f"planned: {format_duration(figures.step_s)} a step{where}, {rate} tokens/s, "
-        f"{format_bytes(figures.peak_bytes)} of {format_bytes(figures.room)} on a device",
+        f"{format_bytes(figures.peak_bytes)} of {format_bytes(figures.room)} on a device"
     ]
     if usd := figures.usd_of(config.train.steps):
         lines.append(
@@ -160,3 +153,66 @@ def predictor_of(config: RunConfig) -> Callable[[Topology], Event | None]:
         return Predictor(config, machines[0])(topology)
 
     return predict
+
+
+KEY = "train.microbatch_size"
+
+
+def by_microbatch_size(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return a microbatch if the run file leaves it open: that of the run that continues, or the
+    largest that fits. Samples of a step are dealt in microbatches, so a run keeps its size.
+
+    The vocabulary must be known. Raises ConfigError if nothing says how much memory there is, if no
+    formula says how much is needed, or if none fits."""
+    config = loaded.config
+    if config.train.microbatch_size:
+        return {}
+    if size := stored_microbatch_size(facts):
+        return {KEY: (size, "that of the run")}
+    if not has_estimate(config):
+        raise ConfigError(
+            f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
+            f"mask, task, {keys_without_formula()} or layout.ep",
+            where=loaded.where(KEY),
+            remedy=f"name a number: {KEY}=2",
+        )
+    if not config.model.vocab_size:
+        raise ConfigError(
+            f"{KEY} auto needs the vocabulary, and the dataset is not prepared",
+            where=loaded.where(KEY),
+            remedy="name it with model.vocab_size=32000, or prepare: holdfast data prepare",
+        )
+    limit = loaded.config.train.memory.limit
+    if not limit and loaded.config.device not in ("cpu", "auto"):
+        limit = min((each.memory_bytes for each in facts.hardware.accelerators), default=0)
+    if not limit:
+        raise ConfigError(
+            f"{KEY} auto needs a limit, and the device {loaded.config.device} has none that is "
+            "known",
+            where=loaded.where(KEY),
+            remedy=f"name one with train.memory.device_gb=4, or a number: {KEY}=2",
+        )
+    found, least = choose_microbatch_size(config, limit)
+    if found is None:
+        raise ConfigError(
+            f"no microbatch fits: one of {format_plural(least.size, 'sample')} needs "
+            f"{format_bytes(least.peak)} on a rank, and there are {format_bytes(limit)}",
+            where=loaded.where(KEY),
+            remedy=f"use train.memory.device_gb={-(-least.peak // 10**5) / 10**4:g} or more",
+        )
+    reason = f"{format_bytes(found.peak)} of {format_bytes(limit)} on a rank, by the estimate"
+    return {KEY: (found.size, reason)}
+
+
+def describe_microbatch(loaded: LoadedConfig) -> list[str]:
+    """A line for a size that was chosen."""
+    origin = loaded.origins.get(KEY)
+    if origin is None or origin.kind != "planned":
+        return []
+    return [f"{KEY} is {loaded.config.train.microbatch_size}: {origin.place}"]
+
+
+def stored_microbatch_size(facts: Facts) -> int:
+    """Return that of the run that continues; 0 if there is none."""
+    size = facts.stored_config.get("train", {}).get("microbatch_size")
+    return size if isinstance(size, int) else 0

@@ -25,13 +25,7 @@ from holdfast.config.loading.identity import config_hash
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
-from holdfast.errors import (
-    CheckpointError,
-    CorruptError,
-    HoldfastError,
-    RunFolderError,
-    UserError,
-)
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, UserError
 from holdfast.events import RunBranched
 from holdfast.launch.run.branch_config import branch_config, refuse_bad_changes
 from holdfast.launch.run.resume_checks import refuse_other_shapes, usable_commits
@@ -45,8 +39,7 @@ from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
 from holdfast.wire.term import create_generation, newest_generation
 
 NEWEST = "newest"
-WRITER = "branch"
-"""Writer of the journal's first segment."""
+WRITER = "branch"  # Writer of the journal's first segment
 
 OTHER_FOLDER = "name another folder with --to"
 
@@ -65,14 +58,6 @@ class Branch:
     @property
     def run_file(self) -> Path:
         return self.folder / "run.yaml"
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """A checkpoint of the parent, and the store that has it."""
-
-    store: RunStore
-    commit: Commit
 
 
 def make_branch(
@@ -110,12 +95,13 @@ def make_branch(
         )
     problem: HoldfastError | None = None
     step = 0
-    for origin in _find_origins(parent, at):
-        step = origin.commit.step
+    for source, commit in _find_origins(parent, at):
+        step = commit.step
         loaded = branch_config(parent, step, target, overrides)
         refuse_bad_changes(parent, loaded, step)
-        refuse_other_shapes(origin.commit, loaded.config)
+        refuse_other_shapes(commit, loaded.config)
         try:
+            origin = source, commit
             return _make_folder(parent, origin, target, loaded, overrides, machine, on_progress)
         except (CheckpointError, CorruptError, MissingKeyError) as error:
             problem = problem or error
@@ -128,7 +114,7 @@ def make_branch(
     ) from problem
 
 
-def _find_origins(parent: Run, at: str) -> Iterator[_Origin]:
+def _find_origins(parent: Run, at: str) -> Iterator[tuple[RunStore, Commit]]:
     """Yield the checkpoint of a step: as the run folder has it, then as the bucket does.
 
     A checkpoint that the run has given up is no state of it. Raises CheckpointError for none."""
@@ -147,7 +133,7 @@ def _find_origins(parent: Run, at: str) -> Iterator[_Origin]:
                 problem = problem or f" that can be read ({error})"
                 continue
             found = True
-            yield _Origin(store, commit)
+            yield store, commit
     if not found:
         listed = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointError(
@@ -164,7 +150,7 @@ def _stores(parent: Run) -> Iterator[RunStore]:
 
 def _make_folder(
     parent: Run,
-    origin: _Origin,
+    origin: tuple[RunStore, Commit],
     target: Path,
     loaded: LoadedConfig,
     overrides: Sequence[str],
@@ -172,6 +158,7 @@ def _make_folder(
     on_progress: OnProgress,
 ) -> Branch:
     """Make the folder under another name, and rename it. After an error it is removed."""
+    source, commit = origin
     part = target.with_name(f".{target.name}.branch")
     hash_ = config_hash(loaded.config)
     if part.exists() and (read_resolved(part) or {}).get("config_hash") != hash_:
@@ -180,9 +167,9 @@ def _make_folder(
         parent.config.name,
         str(parent.resolved.get("run_id", "")),
         parent.place if bucket_of_run(parent.folder) else os.path.abspath(parent.folder),
-        origin.commit.key,
+        commit.key,
         list(overrides),
-        step=origin.commit.step,
+        step=commit.step,
     )
     try:
         has_own = loaded.config.task.has_own_data
@@ -192,11 +179,14 @@ def _make_folder(
         except RunFolderError as error:
             raise RunFolderError(error.message, where=str(target), remedy=OTHER_FOLDER) from None
         store = FolderStore(part)
-        _create_generation(store, origin.commit.generation, parent.store)
-        copied = copy_checkpoint(
-            origin.store, origin.commit.key, store, on_progress, config_hash=hash_
-        )
-        _write_journal(store, origin.commit.generation, event)
+        _create_generation(store, commit.generation, parent.store)
+        copied = copy_checkpoint(source, commit.key, store, on_progress, config_hash=hash_)
+        with suppress(MissingKeyError):
+            # of the same command, cut short
+            store.delete(segment_key(commit.generation, WRITER))
+        writer = JournalWriter(store, WRITER, commit.generation)
+        writer.emit(event)
+        writer.flush(sync=True)
         if (settings := parent.folder / IMPORTED_FOLDER).is_dir():
             shutil.copytree(settings, part / IMPORTED_FOLDER, dirs_exist_ok=True)
         _publish(part, target)
@@ -216,14 +206,6 @@ def _create_generation(store: RunStore, generation: int, parent: RunStore) -> No
     with suppress(MissingKeyError, CorruptError):
         record = GenerationRecord(skips=record_of(parent, newest_generation(parent)).skips)
     create_generation(store, generation, record.to_json())
-
-
-def _write_journal(store: RunStore, generation: int, event: RunBranched) -> None:
-    with suppress(MissingKeyError):
-        store.delete(segment_key(generation, WRITER))  # of the same command, cut short
-    writer = JournalWriter(store, WRITER, generation)
-    writer.emit(event)
-    writer.flush(sync=True)
 
 
 def _publish(part: Path, target: Path) -> None:

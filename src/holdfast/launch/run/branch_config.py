@@ -25,9 +25,8 @@ from holdfast.config.sections.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.data.stream.dataset_location import resolve_place
 from holdfast.errors import ConfigError
-from holdfast.launch.run.named_parts import PLANNED
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, read_environment
-from holdfast.launch.run.task_run import PLANNED_KEYS, describe_in
+from holdfast.launch.run.task_run import PLANNED, PLANNED_KEYS, describe_in
 
 PATH_KEYS = (
     "data.folder",
@@ -66,11 +65,11 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     values = _stored_values(parent)
     started_in = str(read_environment(parent.folder).get("folder", ""))
     name = str(parent.folder / RESOLVED_FILE)
-    changed = resolve_config(_yaml(values), name, [*given, *overrides], started_in)
+    changed = resolve_config(yaml_tree.dump(values), name, [*given, *overrides], started_in)
     dumped = _with_absolute_paths(changed)
     where = os.path.abspath(parent.folder)
     text = f"# A branch of {parent.config.name}: holdfast branch {where} --at {step}\n"
-    text += _yaml(_without_defaults(dumped))
+    text += yaml_tree.dump(_without_defaults(dumped))
     loaded = resolve_config(text, str(target / "run.yaml"), base=str(target))
     if not loaded.config.task.name:
         return loaded
@@ -90,31 +89,21 @@ def _stored_values(parent: Run) -> dict[str, Any]:
             _set(values, key, _get(default, key))
     for key, value in list(leaves(values)):
         if is_place(key) and isinstance(value, str):
-            _set(values, key, _located(parent, value, origins.get(key, {})))
+            # It starts at the run file that named it, or at the folder of the command.
+            origin = origins.get(key, {})
+            base = str(read_environment(parent.folder).get("folder", ""))
+            if origin.get("kind") == "file":
+                file = origin.get("place", "").rpartition(":")[0]
+                base = os.path.join(base, os.path.dirname(file))
+            found = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
+            _set(values, key, found if os.path.exists(found) else value)
     return values
-
-
-def _located(parent: Run, path: str, origin: dict[str, str]) -> str:
-    """Return a path of the data as an absolute one, if something is there.
-
-    It starts at the run file that named it, or at the folder in which the command was typed."""
-    base = str(read_environment(parent.folder).get("folder", ""))
-    if origin.get("kind") == "file":
-        base = os.path.join(base, os.path.dirname(origin.get("place", "").rpartition(":")[0]))
-    found = os.path.abspath(os.path.join(base, os.path.expanduser(path)))
-    return found if os.path.exists(found) else path
 
 
 def _with_absolute_paths(changed: LoadedConfig) -> dict[str, Any]:
     """The values, with each path that the command line gave as an absolute one."""
     values, default = changed.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
-    for key in (
-        "data.folder",
-        "data.cache",
-        "cluster.faults",
-        "cluster.notices_account",
-        "checkpoint.bucket",
-    ):
+    for key in PATH_KEYS:
         path = _get(values, key)
         if path and "://" not in path and path != _get(default, key):
             _set(values, key, os.path.abspath(path))
@@ -234,7 +223,3 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for part in parents:
         holder = holder[part]
     holder[last] = value
-
-
-def _yaml(values: dict[str, Any]) -> str:
-    return yaml_tree.dump(values)

@@ -43,8 +43,7 @@ HOLDER_QUIET_S = 30.0
 """Seconds without growth of term and journal after which a holder is dead. A holder that lives
 appends to its term every 2 s (`TERM_CHECK_INTERVAL_S`)."""
 WATCH_INTERVAL_S = 1.0
-ANSWER_TIMEOUT_S = 10.0
-"""Seconds to wait for a trainer on this host: a slow one is not lost."""
+ANSWER_TIMEOUT_S = 10.0  # Seconds to wait for a trainer on this host: a slow one is not lost
 REMOTE_ANSWER_TIMEOUT_S = 3.0
 """Seconds to wait for a trainer on another host: its address may mean nothing here."""
 MAX_PROBED_NODES = 64

@@ -13,11 +13,7 @@ from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.model_from import TRANSFORMERS_TASK, describe_differences
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.lora import LoraConfig
-from holdfast.core.sharding.adapters import (
-    adapted_layers,
-    linear_layers,
-    refuse_unknown_targets,
-)
+from holdfast.core.sharding.adapters import adapted_layers, linear_layers, refuse_unknown_targets
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.read.weight_files import refuse_other_weights, weights_checksum

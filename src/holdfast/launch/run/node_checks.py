@@ -16,8 +16,7 @@ from holdfast.wire.http.client import NO_GENERATION, Client
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import TERM_PATH, HolderReply, probe_holder
 
-ROUND_TRIPS = 5
-"""Signed requests to each agent; the median of their times is its round trip."""
+ROUND_TRIPS = 5  # Signed requests to each agent; the median of their times is its round trip
 ANSWER_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 """Seconds that an agent may take to connect to the rest: one that is unreachable takes 1.5 s."""

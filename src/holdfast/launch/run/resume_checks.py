@@ -77,7 +77,6 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
 
 
 def _free(folder: Path, ending: str = "-branch") -> str:
-    """Return the path of a folder that does not exist yet."""
     path, number = f"{folder}{ending}", 1
     while Path(path).exists():
         number += 1

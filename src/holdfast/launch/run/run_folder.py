@@ -24,6 +24,7 @@ from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.loading.explain import format_value
 from holdfast.config.loading.identity import (
     SCHEDULE_STEPS,
     config_differences,
@@ -31,6 +32,7 @@ from holdfast.config.loading.identity import (
     earlier_hash,
     is_place,
     refuse_other_run,
+    values_alike_on_all_nodes,
 )
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.run import RunConfig
@@ -47,17 +49,18 @@ from holdfast.launch.run.bucket_run import (
 )
 from holdfast.launch.run.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.run.resume_checks import branch_command, refuse_cut
-from holdfast.launch.run.runs import (
-    RESOLVED_FILE,
-    read_resolved,
-    read_secrets,
-)
+from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
-from holdfast.wire.store.run_location import bucket_of_run, store_of_run, where_of_run
+from holdfast.wire.store.run_location import (
+    bucket_of_run,
+    location_of_run,
+    store_of_run,
+    where_of_run,
+)
 from holdfast.wire.store.run_store import SIMULATED_KEY, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
@@ -413,10 +416,7 @@ def describe_environment(machine: HardwareInfo) -> dict[str, Any]:
         "folder": os.getcwd(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in REPORTED_PACKAGES},
-        "git": {
-            "holdfast": git_state(Path(__file__).parent),
-            "here": git_state(Path.cwd()),
-        },
+        "git": {"holdfast": git_state(Path(__file__).parent), "here": git_state(Path.cwd())},
         "hardware": machine.to_json(),
     }
 
@@ -450,3 +450,23 @@ def _version(package: str) -> str | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def refuse_unlike_node(folder: Path, loaded: LoadedConfig, watch: HolderWatch) -> None:
+    """Compare the keys that have to be alike on all nodes with those of the nodes at work.
+
+    Raises RunFolderError, with both values, if one differs."""
+    stored = read_resolved(folder)
+    if stored is None or watch.look() is not True:
+        return
+    there = values_alike_on_all_nodes(stored["config"])
+    here = values_alike_on_all_nodes(loaded.config.model_dump(mode="json"))
+    for key in sorted(there.keys() & here.keys()):
+        if there[key] != here[key]:
+            raise RunFolderError(
+                f"{key} is {format_value(here[key])} here and {format_value(there[key])} on the "
+                "nodes at work; it has to be alike on all nodes of a run",
+                where=where_of_run(folder),
+                remedy=f"use {key}={format_value(there[key])}, or holdfast join "
+                f"{location_of_run(folder)}",
+            )

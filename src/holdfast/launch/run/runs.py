@@ -148,9 +148,7 @@ def with_base(run: Run, base: Path | None) -> Run:
     lora = run.config.lora
     if not lora.rank or run.config.task.name:
         raise RunFolderError(
-            "this run has no folder of frozen weights",
-            where=run.place,
-            remedy="leave out --base",
+            "this run has no folder of frozen weights", where=run.place, remedy="leave out --base"
         )
     moved = lora.model_copy(update={"base": os.path.abspath(base)})
     return replace(run, config=run.config.model_copy(update={"lora": moved}))
@@ -173,13 +171,11 @@ def read_resolved(folder: Path) -> dict[str, Any] | None:
             where=str(path),
             remedy="see what it is with: ls -l, then restore it from a backup",
         ) from None
-    if isinstance(value, dict) and _has_sections(value):
-        return value
+    if isinstance(value, dict):
+        sections = value.get("config"), value.get("dataset", {})
+        if all(isinstance(section, dict) for section in sections):
+            return value
     raise _foreign_file_error(path)
-
-
-def _has_sections(value: dict[str, Any]) -> bool:
-    return isinstance(value.get("config"), dict) and isinstance(value.get("dataset", {}), dict)
 
 
 def _foreign_file_error(path: Path) -> RunFolderError:

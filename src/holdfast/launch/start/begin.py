@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +11,8 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.loading.no_effect import find_without_effect
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import RunFinished
-from holdfast.launch.node.devices import (
-    describe_devices,
-)
+from holdfast.launch.node.devices import describe_devices
+from holdfast.launch.run.auto_layout import describe_microbatch
 from holdfast.launch.run.bucket_run import (
     begin_again_word,
     place_word,
@@ -22,7 +21,6 @@ from holdfast.launch.run.bucket_run import (
 )
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import describe_lora
-from holdfast.launch.run.microbatch_size import describe_microbatch
 from holdfast.launch.run.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -35,16 +33,14 @@ from holdfast.launch.run.run_folder import (
     refuse_in_use,
     refuse_old_base,
     refuse_other,
+    refuse_unlike_node,
     run_id,
     set_aside,
     write_description,
 )
 from holdfast.launch.run.runs import read_resolved
-from holdfast.launch.run.unlike_node import refuse_unlike_node
 from holdfast.launch.start.data import RunData, prepare_run_data
-from holdfast.launch.start.facts import Facts
-from holdfast.launch.start.resolve import resolve
-from holdfast.launch.start.screen import Screen
+from holdfast.launch.start.facts import Facts, Screen, resolve
 from holdfast.options.registry import option_keys
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_location import store_of_run, where_of_run
@@ -72,25 +68,23 @@ class BegunRun:
     last_step: int | None = None  # of a run that is finished. Then nothing was written
 
 
-Check = Callable[[Start], None]
-BEFORE_ALL: tuple[Check, ...] = (
-    lambda start: probe_run_store(start.folder),
-    lambda start: refuse_old_base(start.loaded),
-    lambda start: refuse_branch_without_state(start.folder, start.loaded, start.fresh),
-)
-"""Refusals before anything is read or written in the run folder."""
-
-
 def begin_run(start: Start) -> BegunRun:
     """Prepare the data of a run and write its description, or check those that are there.
 
     If the run has several nodes, one of them may be at work already. Raises UserError."""
     folder, fresh, say = start.folder, start.fresh, start.screen.say
     several = start.facts.several
-    for check in BEFORE_ALL:
-        check(start)
+    probe_run_store(folder)  # before anything is read or written in the run folder
+    refuse_old_base(start.loaded)
+    refuse_branch_without_state(folder, start.loaded, fresh)
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
-    _refuse_other_trainer(start, is_begun=before is not None)
+    # This node joins the trainer that has the folder, or takes its place.
+    if start.facts.several:
+        if before is not None:
+            require_secret(start.folder)
+        refuse_alone(start.folder, start.watch)
+    if start.fresh or not start.facts.several:
+        refuse_in_use(start.folder, start.watch)
     facts = replace(start.facts, stored=None if fresh else read_resolved(folder))
     loaded, facts, data = prepare_run_data(start.loaded, facts, folder, start.screen, fresh=fresh)
     version = data.version
@@ -116,17 +110,6 @@ def begin_run(start: Start) -> BegunRun:
     return BegunRun(loaded, version)
 
 
-def _refuse_other_trainer(start: Start, is_begun: bool) -> None:
-    """Raises RunFolderError if this node can neither join the trainer that has the folder nor take
-    its place."""
-    if start.facts.several:
-        if is_begun:
-            require_secret(start.folder)
-        refuse_alone(start.folder, start.watch)
-    if start.fresh or not start.facts.several:
-        refuse_in_use(start.folder, start.watch)
-
-
 def _describe_run(start: Start, data: RunData) -> None:
     """Write the description of the run, and say what a reader has to know of it."""
     loaded, facts, folder, say = start.loaded, start.facts, start.folder, start.screen.say
@@ -135,7 +118,11 @@ def _describe_run(start: Start, data: RunData) -> None:
         say(line)
     if begins and not start.yes:
         start.screen.confirm_cost(loaded, facts.layout.usd)
-    lines = describe_start(loaded, data.use, begins=begins)
+    lora = describe_lora(loaded.config)
+    origin = list(_describe_model_origin(loaded)) if begins and not lora else []
+    size, devices = describe_microbatch(loaded), describe_devices(loaded)
+    bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
+    lines = [*find_without_effect(loaded), *size, *data.use, *origin, *lora, *devices, *bits]
     if begins:
         lines = [f"a new run in {where_of_run(folder.resolve())}", *lines]
     begun = write_description(folder, loaded, facts.hardware, data.location, data.version)
@@ -143,16 +130,6 @@ def _describe_run(start: Start, data: RunData) -> None:
         require_secret(folder)  # another node may have begun the run just now
     for line in lines:
         say(line)
-
-
-def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = False) -> list[str]:
-    """Return lines about what of the run file can never take effect, and the run's `use` of its
-    data. begins: the run starts for the first time."""
-    lora = describe_lora(loaded.config)
-    origin = list(_describe_model_origin(loaded)) if begins and not lora else []
-    size, devices = describe_microbatch(loaded), describe_devices(loaded)
-    bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
-    return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices, *bits]
 
 
 def _describe_model_origin(loaded: LoadedConfig) -> Iterator[str]:

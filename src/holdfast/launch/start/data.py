@@ -12,18 +12,19 @@ from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.read.vocabulary import describe_difference
 from holdfast.data.stream.coverage import describe_use
 from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import ConfigError, DataError
-from holdfast.launch.run.auto_layout import by_layout, choose_layout
+from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
 from holdfast.launch.run.lora_run import check_base
-from holdfast.launch.run.microbatch_size import by_microbatch_size
-from holdfast.launch.run.named_parts import ask_named
 from holdfast.launch.run.run_folder import dataset_version_in
-from holdfast.launch.run.task_run import ask_task
-from holdfast.launch.start.facts import Facts
+from holdfast.launch.run.runs import read_resolved, run_folder_of
+from holdfast.launch.run.task_run import ask_named, ask_task
+from holdfast.launch.start.facts import Facts, Screen, resolve, with_planned
 from holdfast.launch.start.machine import checked_layouts, refuse_unfit_machine
-from holdfast.launch.start.resolve import Stage, resolve, run_stages
-from holdfast.launch.start.screen import Screen
+from holdfast.machine.hardware import detect_hardware
+
+SMALLEST = "the smallest world"  # The reason of a number of workers that was left to the machine
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,10 @@ def prepare_and_check_dataset(
     return dataset
 
 
-def by_vocabulary(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
-    """Return the vocabulary of a model that has none of its own: that of the stored run, or the
-    dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
-    dataset = facts.dataset
-    if dataset is None or loaded.config.task.name:
-        return {}
-    return _vocabulary(loaded, dataset, _stored_vocabulary(facts, dataset.version))
-
-
 def _vocabulary(loaded: LoadedConfig, dataset: Dataset, stored: int = 0) -> PlannedValues:
-    """As `by_vocabulary`. stored: the vocabulary of the stored run; 0: it has none."""
+    """Return the vocabulary of a model that has none of its own: that of the stored run, or the
+    dataset's. stored: 0 if the stored run has none. Raises ConfigError for a model that does not
+    know all of the dataset's tokens."""
     values: PlannedValues = {}
     size = loaded.config.model.vocab_size
     if size == 0:
@@ -74,7 +68,7 @@ def _vocabulary(loaded: LoadedConfig, dataset: Dataset, stored: int = 0) -> Plan
 
 def with_vocabulary(loaded: LoadedConfig, dataset: Dataset, screen: Screen) -> LoadedConfig:
     """Fill in the vocabulary from a dataset that is prepared, for a run that is only looked at.
-    Raises ConfigError as `by_vocabulary`."""
+    Raises ConfigError for a model that does not know all of its tokens."""
     loaded = loaded.with_values(_vocabulary(loaded, dataset))
     for line in describe_vocabulary(loaded, dataset):
         screen.say(line)
@@ -113,55 +107,44 @@ def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
         )
 
 
-def _task_facts(loaded: LoadedConfig, facts: Facts, screen: Screen) -> Facts:
-    return replace(facts, task=ask_task(loaded)) if loaded.config.task.name else facts
-
-
-def _named_facts(loaded: LoadedConfig, facts: Facts, screen: Screen) -> Facts:
-    return replace(facts, named=ask_named(loaded))
-
-
-def _data_facts(loaded: LoadedConfig, facts: Facts, screen: Screen) -> Facts:
-    if loaded.config.task.has_own_data:
-        return facts
-    dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
-    return replace(facts, dataset=dataset)
-
-
-def _base_facts(loaded: LoadedConfig, facts: Facts, screen: Screen) -> Facts:
-    if facts.dataset is None or loaded.config.task.name:
-        return facts
-    for line in describe_vocabulary(loaded, facts.dataset):
-        screen.say(line)
-    if not loaded.config.lora.rank:
-        return facts
-    base = check_base(loaded, facts.stored_config)
-    refuse_other_tokenizer(Path(str(base["lora.base"][0])), facts.dataset)
-    return replace(facts, base=base)
-
-
-def _layout_facts(loaded: LoadedConfig, facts: Facts, screen: Screen) -> Facts:
-    return replace(facts, layout=choose_layout(loaded, facts))
-
-
-BY_DATA = (
-    Stage(_task_facts, (lambda loaded, facts: facts.task,)),
-    Stage(_named_facts, (lambda loaded, facts: facts.named,)),
-    Stage(_data_facts, (by_vocabulary,)),
-    Stage(_base_facts, (lambda loaded, facts: facts.base,)),
-)
-BY_LAYOUT = Stage(_layout_facts, (by_layout,))
-"""The vocabulary is known before."""
+def with_layout(
+    loaded: LoadedConfig, facts: Facts, *, smallest: bool = False
+) -> tuple[LoadedConfig, Facts]:
+    """Fill in layout and microbatch; the vocabulary is known. smallest: workers that are left to
+    the machine are the fewest that the layout allows. Raises UserError."""
+    facts = replace(facts, layout=choose_layout(loaded, facts))
+    loaded = with_planned(loaded, facts.layout.values)
+    layout = loaded.config.layout
+    if smallest and layout.workers == 0:
+        loaded = loaded.with_values({"layout.workers": (layout.least_workers, SMALLEST)})
+    return resolve(loaded, facts, (by_microbatch_size,)), facts
 
 
 def prepare_run_data(
     loaded: LoadedConfig, facts: Facts, run_folder: Path, screen: Screen, *, fresh: bool
 ) -> tuple[LoadedConfig, Facts, RunData]:
     """Return the configuration with what follows from the data, the task and the plan, and the
-    data. If the run has several nodes, another one may prepare the dataset. Raises UserError."""
-    loaded, facts = run_stages(loaded, facts, (*BY_DATA, BY_LAYOUT), screen)
-    loaded = resolve(loaded, facts, (by_microbatch_size,))
-    task, dataset = loaded.config.task, facts.dataset
+    data. If the run has several nodes, another one may prepare the dataset. Raises UserError.
+
+    A later question needs an earlier answer, so their order counts. The caller validates the result
+    once, at the end."""
+    if loaded.config.task.name:
+        loaded = with_planned(loaded, ask_task(loaded))
+    loaded = with_planned(loaded, ask_named(loaded))
+    dataset = None
+    if not loaded.config.task.has_own_data:
+        dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
+    if dataset is not None and not loaded.config.task.name:
+        stored = _stored_vocabulary(facts, dataset.version)
+        loaded = with_planned(loaded, _vocabulary(loaded, dataset, stored))
+        for line in describe_vocabulary(loaded, dataset):
+            screen.say(line)
+        if loaded.config.lora.rank:
+            base = check_base(loaded, facts.stored_config)
+            refuse_other_tokenizer(Path(str(base["lora.base"][0])), dataset)
+            loaded = with_planned(loaded, base)
+    loaded, facts = with_layout(loaded, facts)
+    task = loaded.config.task
     if dataset is None:
         return loaded, facts, RunData(task.data, task.folder)
     if not facts.several:
@@ -171,3 +154,20 @@ def prepare_run_data(
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
     return loaded, facts, RunData(version, dataset.location, tuple(use))
+
+
+# --- a run that is only looked at ---------------------------------------------------------------
+def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConfig:
+    """Fill in the dataset's vocabulary if the dataset is prepared. Raises ConfigError."""
+    data = loaded.config.data
+    if not dataset_exists(data.folder, data):
+        return loaded
+    return with_vocabulary(loaded, open_dataset(data.folder, data), screen)
+
+
+def plan_to_look(loaded: LoadedConfig) -> tuple[LoadedConfig, Facts]:
+    """Fill in layout and microbatch, as a start would. A number of workers that is left to the
+    machine becomes the smallest one. Raises UserError."""
+    facts = Facts(detect_hardware(), stored=read_resolved(run_folder_of(loaded.config)))
+    loaded, facts = with_layout(loaded, facts, smallest=True)
+    return loaded.validated(), facts

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
-from holdfast.data.stream.dataset import Dataset
 from holdfast.launch.ranks.launchers import LauncherPlace
 from holdfast.machine.hardware import HardwareInfo
 
@@ -23,17 +23,13 @@ class AutoLayout:
 
 @dataclass(frozen=True)
 class Facts:
-    """What resolvers plan values from. A field is None until its stage has asked."""
+    """What resolvers plan values from."""
 
     hardware: HardwareInfo  # of this machine
     environ: Mapping[str, str] = field(default_factory=dict)  # variables of this process
     launcher: LauncherPlace | None = None  # what torchrun, mpirun or srun says; None without one
     several: bool = False  # the run has several nodes
     stored: Mapping[str, Any] | None = None  # resolved.json of the run to continue, if there is one
-    task: PlannedValues = field(default_factory=dict)  # the task's answer
-    named: PlannedValues = field(default_factory=dict)  # of classes that the run file names
-    dataset: Dataset | None = None  # prepared and checked; None if the task has its own data
-    base: PlannedValues = field(default_factory=dict)  # folders of adapters, and their checksums
     layout: AutoLayout = AutoLayout()  # what the planner chose
 
     def of_nodes(self, loaded: LoadedConfig) -> Facts:
@@ -45,3 +41,39 @@ class Facts:
         """The values of the run to continue; none for a new one."""
         values: Mapping[str, Any] = (self.stored or {}).get("config", {})
         return values
+
+
+Resolver = Callable[[LoadedConfig, Facts], PlannedValues]
+"""A pure function. Raises UserError for values that do not go with the facts."""
+
+
+def resolve(loaded: LoadedConfig, facts: Facts, resolvers: Sequence[Resolver]) -> LoadedConfig:
+    """Fill in what the resolvers plan, in their order. Raises UserError."""
+    for resolver in resolvers:
+        loaded = loaded.with_values(resolver(loaded, facts))
+    loaded.refuse_broken_rules()
+    return loaded
+
+
+def with_planned(loaded: LoadedConfig, values: PlannedValues) -> LoadedConfig:
+    """Fill in planned values. Raises UserError for values that break a rule."""
+    loaded = loaded.with_values(values)
+    loaded.refuse_broken_rules()
+    return loaded
+
+
+class Progress(Protocol):
+    """Shows how far the preparation of a dataset is."""
+
+    def say(self, text: str) -> None: ...
+
+    def show(self, what: str, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The outputs of a start."""
+
+    say: Callable[[str], None]  # prints one line
+    open_progress: Callable[[], AbstractContextManager[Progress]]
+    confirm_cost: Callable[[LoadedConfig, float], None]  # US dollars; raises ConfigError for a no

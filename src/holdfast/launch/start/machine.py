@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.node.devices import default_places, refuse_devices, refuse_float8
 from holdfast.launch.node.node_place import by_place
-from holdfast.launch.ranks.launched_config import by_launcher
-from holdfast.launch.start.facts import Facts
-from holdfast.launch.start.resolve import Resolver, resolve
+from holdfast.launch.start.facts import Facts, Resolver, resolve
 from holdfast.layout import Layout
 from holdfast.machine.hardware import HardwareInfo, cpp_compiler
 from holdfast.plan.placing.layouts import layouts_of, max_workers
+
+
+def by_launcher(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return what the launcher decides: workers, and name and places of this node.
+
+    Raises ConfigError if the run file says something else."""
+    place = facts.launcher
+    if place is None:
+        return {}
+    planned: dict[str, str | int] = {"layout.workers": place.world}
+    if place.local_world < place.world:
+        planned |= {"cluster.places": place.local_world, "cluster.node": place.node}
+    given = loaded.config
+    said = {
+        "layout.workers": given.layout.workers,
+        "cluster.places": given.cluster.places,
+        "cluster.node": given.cluster.node,
+    }
+    for key, value in planned.items():
+        if said[key] and said[key] != value:
+            raise ConfigError(
+                f"{key} is {said[key]}, and {place.launcher} says {value}",
+                where=loaded.where(key),
+                remedy=f"leave it out, or use {value}",
+            )
+    return {key: (value, f"what {place.launcher} says") for key, value in planned.items()}
 
 
 def by_device(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
@@ -48,9 +71,7 @@ def refuse_unfit_machine(loaded: LoadedConfig, machine: HardwareInfo) -> None:
         )
     if platform.system() == "Darwin" and config.layout.workers > 1:
         raise ConfigError(
-            "on macOS one worker is supported",
-            where=loaded.where("layout.workers"),
-            remedy="use 1",
+            "on macOS one worker is supported", where=loaded.where("layout.workers"), remedy="use 1"
         )
 
 
@@ -65,10 +86,6 @@ def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:
 
 
 BY_MACHINE: tuple[Resolver, ...] = (by_launcher, by_device, by_number_of_devices, by_place)
-MACHINE_CHECKS: tuple[Callable[[LoadedConfig, HardwareInfo], object], ...] = (
-    refuse_unfit_machine,
-    lambda loaded, machine: checked_layouts(loaded),
-)
 
 
 def plan_for_machine(loaded: LoadedConfig, facts: Facts) -> LoadedConfig:
@@ -77,6 +94,6 @@ def plan_for_machine(loaded: LoadedConfig, facts: Facts) -> LoadedConfig:
     Raises ConfigError for what this machine cannot do, LayoutError for what no machine can.
     """
     loaded = resolve(loaded, facts, BY_MACHINE)
-    for check in MACHINE_CHECKS:
-        check(loaded, facts.hardware)
+    refuse_unfit_machine(loaded, facts.hardware)
+    checked_layouts(loaded)
     return loaded

@@ -89,22 +89,9 @@ class RunFacts:
 
     def numbers(self) -> dict[str, float | None]:
         """Every number by a dotted name, for differences."""
-        found: dict[str, float | None] = {
-            "wall_s": self.wall_s,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_again": self.tokens_again,
-            "goodput": self.goodput,
-            "goodput_running": self.goodput_running,
-            "interruptions": self.interruptions,
-            "changes": self.changes,
-            "lost_steps": self.lost_steps,
-            "node_hours": self.node_hours,
-            "usd": self.usd,
-            "kwh": self.kwh,
-            "co2_kg": self.co2_kg,
-        }
+        plain = "wall_s steps tokens tokens_per_s tokens_again goodput goodput_running"
+        plain += " interruptions changes lost_steps node_hours usd kwh co2_kg"
+        found: dict[str, float | None] = {name: getattr(self, name) for name in plain.split()}
         for name in ("rpo_steps", "rpo_s", "rto_s", "stall_s"):
             spread: Spread = getattr(self, name)
             found |= {f"{name}.{key}": value for key, value in asdict(spread).items()}
@@ -179,12 +166,17 @@ class RunComparison:
 def compare_runs(one: RunFacts, other: RunFacts, a: History, b: History) -> RunComparison:
     """Compare two runs by their facts and histories."""
     mine, theirs = decisions_of(a), decisions_of(b)
+
+    def differs(tier: int) -> bool:
+        a, b = one.intervals_s.get(tier), other.intervals_s.get(tier)
+        return a is None or b is None or abs(a - b) > INTERVAL_TOLERANCE * max(a, b)
+
     return RunComparison(
         one,
         other,
         first_difference(mine, theirs),
         (len(mine), len(theirs)),
-        _other_intervals(one.intervals_s, other.intervals_s),
+        tuple(tier for tier in sorted({*one.intervals_s, *other.intervals_s}) if differs(tier)),
     )
 
 
@@ -192,6 +184,11 @@ def facts_of(history: History, place: str, simulated: Mapping[str, Any] | None) 
     """simulated: the ledger of a simulated run, which may be empty; None: the run is real."""
     ledger = simulated or {}
     broke = history.breaks
+    ends = [each.elapsed for each in history.generations[1:]] + [history.wall]
+    node_hours = 0.0  # of each generation's nodes, until the next one or its session's end
+    for each, end in zip(history.generations, ends, strict=True):
+        end = min([s.until for s in history.sessions if s.until > each.elapsed] + [end])
+        node_hours += len(each.nodes) * (end - each.elapsed) / 3600
     return RunFacts(
         place,
         history.run,
@@ -213,7 +210,7 @@ def facts_of(history: History, place: str, simulated: Mapping[str, Any] | None) 
         Spread.of([i.seconds for i in broke if i.seconds is not None]),
         Spread.of([s for s in (i.stood_still_s for i in broke) if s is not None]),
         {each.tier: each.seconds for each in history.cadence},
-        _node_hours(history),
+        node_hours,
         ledger.get("usd") or None,
         ledger.get("kwh") or None,
         ledger.get("co2_kg") or None,
@@ -241,14 +238,6 @@ def first_difference(one: Sequence[Decision], other: Sequence[Decision]) -> Firs
     return None
 
 
-def _other_intervals(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[int, ...]:
-    def differs(tier: int) -> bool:
-        a, b = one.get(tier), other.get(tier)
-        return a is None or b is None or abs(a - b) > INTERVAL_TOLERANCE * max(a, b)
-
-    return tuple(tier for tier in sorted({*one, *other}) if differs(tier))
-
-
 def _lost_seconds(history: History) -> list[float]:
     """Seconds that the lost steps of each interruption had taken."""
     left = [point for piece in history.rework for point in piece]
@@ -261,13 +250,3 @@ def _lost_seconds(history: History) -> list[float]:
         left = rest
         found.append(sum(point.seconds for point in mine))
     return found
-
-
-def _node_hours(history: History) -> float:
-    """Of the nodes of each generation, until the next one, or until its session's end."""
-    ends = [each.elapsed for each in history.generations[1:]] + [history.wall]
-    total = 0.0
-    for each, end in zip(history.generations, ends, strict=True):
-        end = min([s.until for s in history.sessions if s.until > each.elapsed] + [end])
-        total += len(each.nodes) * (end - each.elapsed) / 3600
-    return total

@@ -247,7 +247,6 @@ def _skipped_lines(event: StepDone, elapsed: float) -> list[ProgressLine]:
 
 
 def _incident_cost(ended: Incident) -> str:
-    """Return the cost of an incident."""
     seconds, still = ended.seconds or 0.0, ended.stood_still_s
     lost = format_plural(ended.steps_lost, "step")
     cost = format_duration(seconds if still is None else still)
@@ -266,6 +265,5 @@ def _describe_nodes(ranks: Iterable[str]) -> str:
 
 
 def _describe_node_changes(before: set[str], now: set[str]) -> str:
-    """Return the nodes that came and went."""
     came, gone = ", ".join(sorted(now - before)), ", ".join(sorted(before - now))
     return (f"; left out: {gone}" if gone else "") + (f"; taken in: {came}" if came else "")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.config.run import RunConfig
+from holdfast.core.flops import FORMULAS, run_flops_per_token
+from holdfast.machine.accelerators import peak_flops
 from holdfast.report.history.history import History
-from holdfast.report.history.mfu import utilisations
 
 
 def summary(
@@ -60,9 +62,18 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
-    out |= _experts(history) | _plan(history)
-    if history.memory:
-        out["memory"] = _newest_memory(history)
+    if history.experts:
+        out["experts"] = {str(block): counts for block, counts in history.experts.items()}
+        out["dropped_choices"] = history.dropped_choices
+    if history.experts and history.loads_with_copies:
+        copies = history.loads_with_copies
+        out["expert_copies"] = {str(block): asdict(loads) for block, loads in copies.items()}
+    if history.plan is not None:
+        out["plan"] = history.plan.to_json()
+    if history.memory:  # the newest sample of each worker of the newest generation that has one
+        newest = max(sample.generation for sample in history.memory)
+        by_rank = {sample.rank: sample for sample in history.memory if sample.generation == newest}
+        out["memory"] = [asdict(by_rank[rank]) for rank in sorted(by_rank)]
     if history.holes:
         out["holes"] = list(history.holes)
     if curve:
@@ -72,25 +83,32 @@ def summary(
     return out
 
 
-def _plan(history: History) -> dict[str, Any]:
-    """The plan and what was measured; nothing of a run without a plan."""
-    return {} if history.plan is None else {"plan": history.plan.to_json()}
+@dataclass(frozen=True)
+class Utilisation:
+    """One figure and the convention it was computed by: one is meaningless without the other."""
+
+    ratio: float
+    convention: str
+    formula: str
+    peak: float  # FLOP/s of all devices together
 
 
-def _experts(history: History) -> dict[str, Any]:
-    """Choices by block and expert; nothing of a run without experts."""
-    if not history.experts:
-        return {}
-    counts = {str(block): counts for block, counts in history.experts.items()}
-    out: dict[str, Any] = {"experts": counts, "dropped_choices": history.dropped_choices}
-    if history.loads_with_copies:
-        copies = {str(block): asdict(loads) for block, loads in history.loads_with_copies.items()}
-        out["expert_copies"] = copies
-    return out
+def utilisations(
+    history: History, resolved: Mapping[str, Any], device: str | None
+) -> tuple[Utilisation, ...]:
+    """By each convention, at the run's median tokens/s.
 
-
-def _newest_memory(history: History) -> list[dict[str, Any]]:
-    """Return the newest sample of each worker of the newest generation that has one."""
-    newest = max(sample.generation for sample in history.memory)
-    by_rank = {sample.rank: sample for sample in history.memory if sample.generation == newest}
-    return [asdict(by_rank[rank]) for rank in sorted(by_rank)]
+    resolved: what `resolved.json` holds; device: the accelerator's reported name, None on a CPU.
+    """
+    if device is None or "config" not in resolved or not history.steps:
+        return ()
+    config = RunConfig.model_validate(resolved["config"])
+    peak = peak_flops(device, config.train.precision)
+    if peak is None:
+        return ()
+    devices = max(1, history.generations[-1].workers if history.generations else 1)
+    achieved = history.tokens_per_second / (peak * devices)
+    return tuple(
+        Utilisation(achieved * flops, name, FORMULAS[name], peak * devices)
+        for name, flops in run_flops_per_token(config).items()
+    )

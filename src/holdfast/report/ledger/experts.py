@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from holdfast.core.expert_load import ExpertsRouted, load_entropy
 from holdfast.report.formatting import format_count, format_percent
 
-_MAX_NUMBERED = 16
-"""Experts up to which each column has a number above it."""
+_MAX_NUMBERED = 16  # Experts up to which each column has a number above it
 
 
 @dataclass(frozen=True)

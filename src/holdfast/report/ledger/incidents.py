@@ -222,7 +222,11 @@ class IncidentBook:
         elif isinstance(event, NonFinite):
             self._note = f"{event.parameter} not finite on rank {event.rank}, step {event.step}"
         elif isinstance(event, RunStarted):
-            self._start_session(elapsed)
+            if self._in_session:  # its agent was killed, or its machine went away
+                self._break_off()
+                self._begin("session_lost", self._generation, self._last_elapsed)
+            self._in_session = True
+            self._open_session(elapsed)
         elif isinstance(event, _ENDS):
             self._in_session, self._is_run_over = False, True
             self._open = self._cut = None  # what the run did not get over, it ended with
@@ -242,12 +246,6 @@ class IncidentBook:
         return ended
 
     # --- a session ------------------------------------------------------------------------------
-    def _start_session(self, elapsed: float) -> None:
-        if self._in_session:  # its agent was killed, or its machine went away
-            self._break_off()
-            self._begin("session_lost", self._generation, self._last_elapsed)
-        self._in_session = True
-        self._open_session(elapsed)
 
     def _open_session(self, elapsed: float) -> None:
         self._is_run_over, self._fresh = False, True

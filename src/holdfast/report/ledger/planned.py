@@ -14,8 +14,7 @@ from holdfast.report.formatting import format_duration
 
 _FIRST_STEPS = 2
 """Steps of a generation that are left out if it has more: they allocate and compile."""
-_NEWEST_STEPS = 500
-"""Steps of a generation that are compared."""
+_NEWEST_STEPS = 500  # Steps of a generation that are compared
 
 PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "passes": ("compute", ("compute", "recompute", "tp", "cp", "ep", "shards", "bubble")),

@@ -47,13 +47,7 @@ CLASSES: dict[str, str] = {
     "stopped": "between two sessions, nothing running",
     "other": "not claimed by any of these",
 }
-_PHASES = {
-    "compute": 0,
-    "apply": 0,
-    "reduce": 1,
-    "data": 2,
-    "capture": 3,
-}
+_PHASES = {"compute": 0, "apply": 0, "reduce": 1, "data": 2, "capture": 3}
 _COLUMNS = ("productive", "communication", "data_wait", "checkpoint", "other")
 _WIDTH = len(_COLUMNS)
 _ENDS = (RunStopped, RunFinished, RunFailed)
@@ -135,7 +129,11 @@ class TimeLedger:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Evaluated):
-            self._add_evaluation(event.seconds)
+            if self._gap is None:
+                self._evaluation += event.seconds
+                self._last_claim = self._now
+            else:
+                self._gap_evaluation += event.seconds
         elif isinstance(event, CheckpointCommitted):
             self._last_commit = self._now
         elif isinstance(event, WorkerLost):
@@ -195,13 +193,6 @@ class TimeLedger:
         else:
             self._stretch_row = len(self._steps)
             self._last_claim = self._mark
-
-    def _add_evaluation(self, seconds: float) -> None:
-        if self._gap is None:
-            self._evaluation += seconds
-            self._last_claim = self._now
-        else:
-            self._gap_evaluation += seconds
 
     def _supersede(self, step: int) -> None:
         """A generation begins from the state after `step`: what counted beyond it is rework."""

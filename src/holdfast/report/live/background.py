@@ -10,21 +10,23 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 _CLOSE_TIMEOUT_S = 2.0
+_BATCH = 100  # items of one call, at most
 
 
 class BackgroundQueue(Generic[Item]):
-    """Calls `work` with what is `put`, in order. A slow terminal or disk holds up only this
-    thread. If more than `max_items` items wait, the oldest are dropped.
+    """Calls `work` with what is `put`, in order, some items at a time. A slow terminal or disk
+    holds up only this thread. If more than `max_items` items wait, the oldest are `dropped`.
 
     The thread ends for good when `work` cannot continue: its file is closed, its reader left, the
     disk is full. A failed view is no reason to stop training.
     """
 
-    def __init__(self, name: str, work: Callable[[Item], None], max_items: int) -> None:
+    def __init__(self, name: str, work: Callable[[list[Item]], None], max_items: int) -> None:
         self._work = work
         self._items: deque[Item] = deque(maxlen=max_items)
         self._changed = threading.Condition()
         self._closing = False
+        self.dropped = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -32,16 +34,22 @@ class BackgroundQueue(Generic[Item]):
 
     def put(self, item: Item) -> None:
         with self._changed:
+            self.dropped += len(self._items) == self._items.maxlen
             self._items.append(item)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Let it do what waits; give up on it after two seconds."""
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S, *, while_it_works: bool = False) -> None:
+        """Let it do what waits, and give up on it then. while_it_works: the time counts from the
+        last item that was taken."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        waiting = -1
+        while self._thread.is_alive() and waiting != len(self._items):
+            waiting = len(self._items)
+            self._thread.join(timeout_s)
+            if not while_it_works:
+                return
 
     def _run(self) -> None:
         while True:
@@ -50,8 +58,8 @@ class BackgroundQueue(Generic[Item]):
                     self._changed.wait()
                 if not self._items:
                     return
-                item = self._items.popleft()
+                items = [self._items.popleft() for _ in range(min(_BATCH, len(self._items)))]
             try:
-                self._work(item)
+                self._work(items)
             except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with the last
                 return

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -98,12 +97,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._printer.close()
         if self._live is not None:
             self._live.stop()
@@ -136,8 +130,9 @@ class LiveView:
                 self._next_line = self._now() + self._every
                 self._printer.put(step_line(self.progress))
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, lines: list[str]) -> None:
+        for line in lines:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     # --- the picture ------------------------------------------------------------------------
     def _render(self) -> RenderableType:

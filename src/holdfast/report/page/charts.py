@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from holdfast.report.formatting import format_count, format_si
-from holdfast.report.history.history import EvaluationPoint, History, StepPoint
+from holdfast.report.formatting import format_bytes, format_count, format_si
+from holdfast.report.history.history import EvaluationPoint, History, MemoryPoint, StepPoint
 from holdfast.report.page import svg
-from holdfast.report.page.figure import WIDE, Canvas, figure, key_line, step_tip
-from holdfast.report.page.svg import Scale, line, path, tag, text, thin_points
+from holdfast.report.page.svg import (
+    WIDE,
+    Canvas,
+    Points,
+    Scale,
+    figure,
+    grid,
+    key_line,
+    line,
+    mark,
+    path,
+    step_tip,
+    tag,
+    text,
+    thin_points,
+)
 
 
 @dataclass(frozen=True)
@@ -33,20 +48,24 @@ def curve(history: History, baselines: Mapping[str, float], canvas: Canvas) -> s
     constant. The constant is text tokens per byte / ln 2, taken from the validations. baselines:
     name -> bits per byte of counts on the same validation text.
     """
-    height, keys = 400.0 if canvas is WIDE else 300.0, _curve_keys(history, baselines)
+    keys = [("training", "accent", "solid")]
+    if history.evaluations:
+        keys.append(("validation", "evaluation", "solid"))
+        keys += [("counts on the same text", "baseline", "dashed")] if baselines else []
+    if history.rework:
+        keys.append(("lost and done again", "ghost", "dotted"))
+    if history.breaks:
+        keys.append(("incident", "bad", "dotted"))
+    if history.changes:
+        keys.append(("nodes came or left in time", "change", "dotted"))
+    height = 400.0 if canvas is WIDE else 300.0
     frame = _frame(history, baselines, canvas, 34.0, height - 34.0)
     shown = thin_points(history.steps, canvas.max_points, lambda p: p.loss)
     parts = [_curve_axes(history, frame), _baselines(frame, baselines)]
     for incident in history.incidents:
         x, kind = frame.x(incident.reached), "change" if incident.is_planned else "incident"
-        parts.append(
-            tag(
-                "g",
-                line(x, frame.top, x, frame.bottom, class_=kind)
-                + line(x, frame.top, x, frame.bottom, stroke="transparent", stroke_width=12),
-                data_tip=f"{incident.title}\nafter step {incident.reached}",
-            )
-        )
+        tip = f"{incident.title}\nafter step {incident.reached}"
+        parts.append(mark(x, frame.top, frame.bottom, kind, tip, reach=12))
     parts.append(path(((frame.x(p.step), frame.y(p.loss)) for p in shown), class_="train"))
     for piece in history.rework:
         lost = [
@@ -58,15 +77,11 @@ def curve(history: History, baselines: Mapping[str, float], canvas: Canvas) -> s
     parts.append(path(smooth_line, class_="smooth"))
     parts.append(_evaluations(history, frame))
     points = [(frame.x(p.step), frame.y(p.loss), step_tip(p, frame.ratio)) for p in shown]
-    return figure("".join(parts), points, height, "loss against steps", canvas, keys)
+    return figure("".join(parts), points, height, "loss against steps", canvas, key_line(keys))
 
 
 def _frame(
-    history: History,
-    baselines: Mapping[str, float],
-    canvas: Canvas,
-    top: float,
-    bottom: float,
+    history: History, baselines: Mapping[str, float], canvas: Canvas, top: float, bottom: float
 ) -> _CurveFrame:
     found = [
         e.bits_per_byte / e.loss
@@ -95,9 +110,7 @@ def _frame(
 def _curve_axes(history: History, frame: _CurveFrame) -> str:
     x, y, parts, canvas = frame.x, frame.y, list[str](), frame.canvas
     left, right = canvas.start, canvas.stop
-    for value in svg.ticks(y.low, y.high):
-        parts.append(line(left, y(value), right, y(value), class_="grid"))
-        parts.append(text(left - 9, y(value) + 4, f"{value:g}", class_="end"))
+    parts += grid(svg.ticks(y.low, y.high), y, left, right, lambda value: f"{value:g}")
     if frame.ratio:
         for value in svg.ticks(y.low * frame.ratio, y.high * frame.ratio):
             at = y(value / frame.ratio)
@@ -163,15 +176,112 @@ def _evaluations(history: History, frame: _CurveFrame) -> str:
     return path(points, class_="evaluation") + "".join(dots if len(dots) <= 60 else dots[-1:])
 
 
-def _curve_keys(history: History, baselines: Mapping[str, float]) -> str:
-    keys = [("training", "accent", "solid")]
-    if history.evaluations:
-        keys.append(("validation", "evaluation", "solid"))
-        keys += [("counts on the same text", "baseline", "dashed")] if baselines else []
-    if history.rework:
-        keys.append(("lost and done again", "ghost", "dotted"))
-    if history.breaks:
-        keys.append(("incident", "bad", "dotted"))
-    if history.changes:
-        keys.append(("nodes came or left in time", "change", "dotted"))
-    return key_line(keys)
+SMALL = Canvas("small", 330.0, 58.0, 10.0, 300, 90.0)
+_TOP, _BOTTOM, _HEIGHT = 14.0, 150.0, 174.0
+_MAX_RANKS = 16  # Workers whose memory is drawn; of more, those that take the most
+
+Line = Sequence[tuple[float, float, str]]  # step, value, what the tooltip says
+
+
+def small_charts(history: History) -> str:
+    """Return the drawings of what the journal has, side by side where there is room."""
+    steps = thin_points(history.steps, SMALL.max_points, _finite_norm)
+    rates = [_point(p, p.learning_rate, "learning rate") for p in steps]
+    norms = [_point(p, p.grad_norm, "gradient norm before clipping") for p in steps]
+    drawings = [
+        _chart("learning rate", history, [rates], _short),
+        _chart("gradient norm", history, [norms], _short),
+    ]
+    if history.memory:
+        lines = _memory_lines(history.memory)
+        most = max(sample.shown_bytes for sample in history.memory)
+        unit = next(unit for unit in (2**30, 2**20, 1) if most >= unit or unit == 1)
+        on_device = any(sample.device_bytes for sample in history.memory)
+        drawings.append(
+            _chart(
+                ("device memory of each worker, at most" if on_device else "memory of each worker"),
+                history,
+                lines,
+                _short_bytes,
+                unit,
+                True,
+            )
+        )
+    return f'<div class="small">{"".join(drawings)}</div>'
+
+
+def _chart(
+    title: str,
+    history: History,
+    lines: list[Line],
+    label: Callable[[float], str],
+    unit: float = 1.0,
+    from_zero: bool = False,
+) -> str:
+    """One drawing against steps. Values that are not finite break a line. unit: the labels are
+    round numbers of it. from_zero: the axis begins there, however little the values differ."""
+    values = [y for each in lines for _, y, _ in each if math.isfinite(y)]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = 0.0 if low > 0 and (from_zero or low < high * 0.9) else low
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    first = history.steps[0].step - 1 if history.steps else 0
+    x = Scale(first, max(history.last_step, 1), SMALL.start, SMALL.stop)
+    y = Scale(low - (0.0 if low == 0 else margin), high + margin, _BOTTOM, _TOP)
+    ticks = [tick * unit for tick in svg.ticks(y.low / unit, y.high / unit, 4)]
+    parts = grid(ticks, y, SMALL.start, SMALL.stop, label)
+    for value in svg.ticks(x.low, x.high, SMALL.labels(3)):
+        kind = "end" if x(value) > SMALL.stop - 16 else "mid"
+        parts.append(text(x(value), _BOTTOM + 18, format_count(round(value)), class_=kind))
+    parts.append(line(SMALL.start, _BOTTOM, SMALL.stop, _BOTTOM, class_="axis"))
+    for each in lines:
+        spots = [(x(step), y(value)) for step, value, _ in each]
+        parts.append(path(spots, class_="thin"))
+        if len(spots) == 1 and math.isfinite(spots[0][1]):
+            parts.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=1.8, class_="point"))
+    points: Points = sorted(
+        (x(step), y(value), tip)
+        for each in lines
+        for step, value, tip in each
+        if math.isfinite(value)
+    )
+    caption = f"<figcaption>{title}</figcaption>"
+    return figure("".join(parts), points, _HEIGHT, f"{title} against steps", SMALL, caption)
+
+
+def _point(point: StepPoint, value: float, name: str) -> tuple[float, float, str]:
+    return point.step, value, f"step {format_count(point.step)}\n{name} {value:.3g}"
+
+
+def _finite_norm(point: StepPoint) -> float:
+    return point.grad_norm if math.isfinite(point.grad_norm) else 0.0
+
+
+def _memory_lines(samples: Sequence[MemoryPoint]) -> list[Line]:
+    """Return a line for each worker and generation, of the workers that take the most."""
+    most: dict[int, int] = {}
+    for sample in samples:
+        most[sample.rank] = max(most.get(sample.rank, 0), sample.shown_bytes)
+    chosen = set(sorted(most, key=lambda rank: (-most[rank], rank))[:_MAX_RANKS])
+    kept = sorted(
+        (s for s in samples if s.rank in chosen), key=lambda s: (s.rank, s.generation, s.step)
+    )
+    return [
+        [
+            (
+                s.step,
+                float(s.shown_bytes),
+                f"step {format_count(s.step)}, rank {s.rank}\n{format_bytes(s.shown_bytes)}",
+            )
+            for s in thin_points(list(group), SMALL.max_points, lambda s: float(s.shown_bytes))
+        ]
+        for _, group in groupby(kept, key=lambda s: (s.rank, s.generation))
+    ]
+
+
+def _short(value: float) -> str:
+    """An axis label of at most seven characters."""
+    return "0" if abs(value) < 1e-12 else f"{value:.3g}"
+
+
+def _short_bytes(value: float) -> str:
+    return "0" if value < 1 else format_bytes(value).replace(".0 ", " ")

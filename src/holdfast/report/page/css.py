@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-LIGHT = {
-    "paper": "#fbfaf7",
-    "card": "#ffffff",
-    "ink": "#1d2228",
-    "soft": "#5d6773",
-    "faint": "#9aa3ad",
-    "rule": "#e4e2dc",
-    "grid": "#eeece6",
-    "accent": "#0f6e63",
-    "train": "#8fb9b3",
-    "evaluation": "#c2410c",
-    "ghost": "#b9a8a0",
-    "change": "#5f7fa8",
-    "bad": "#c0392b",
-    "bad-wash": "#fbe9e6",
-    "baseline": "#7a6f9b",
-    "productive": "#2a9d78",
-    "communication": "#4f7fb5",
-    "data_wait": "#a679b8",
-    "checkpoint": "#dba63a",
-    "evaluation-time": "#64b3bd",
-    "startup": "#93a1b0",
-    "recovery": "#d1495b",
-    "rework": "#ee8959",
-    "stopped": "#dcdfe3",
-    "other": "#b9b3a6",
+COLOURS = {
+    "paper": ("#fbfaf7", "#14171b"),
+    "card": ("#ffffff", "#1b1f25"),
+    "ink": ("#1d2228", "#e6e8ea"),
+    "soft": ("#5d6773", "#a0a9b3"),
+    "faint": ("#9aa3ad", "#6f7983"),
+    "rule": ("#e4e2dc", "#2c323a"),
+    "grid": ("#eeece6", "#252a31"),
+    "accent": ("#0f6e63", "#5cc5b5"),
+    "train": ("#8fb9b3", "#3f6f69"),
+    "evaluation": ("#c2410c", "#fb923c"),
+    "ghost": ("#b9a8a0", "#6b5f5a"),
+    "change": ("#5f7fa8", "#86a6cf"),
+    "bad": ("#c0392b", "#f0776a"),
+    "bad-wash": ("#fbe9e6", "#3a2422"),
+    "baseline": ("#7a6f9b", "#a99bd1"),
+    "productive": ("#2a9d78", "#35b58c"),
+    "communication": ("#4f7fb5", "#6b9bd1"),
+    "data_wait": ("#a679b8", "#b98acb"),
+    "checkpoint": ("#dba63a", "#e2b450"),
+    "evaluation-time": ("#64b3bd", "#6fc0ca"),
+    "startup": ("#93a1b0", "#74818f"),
+    "recovery": ("#d1495b", "#e0606f"),
+    "rework": ("#ee8959", "#f0955f"),
+    "stopped": ("#dcdfe3", "#343b44"),
+    "other": ("#b9b3a6", "#8b857a"),
 }
-DARK = {
-    "paper": "#14171b",
-    "card": "#1b1f25",
-    "ink": "#e6e8ea",
-    "soft": "#a0a9b3",
-    "faint": "#6f7983",
-    "rule": "#2c323a",
-    "grid": "#252a31",
-    "accent": "#5cc5b5",
-    "train": "#3f6f69",
-    "evaluation": "#fb923c",
-    "ghost": "#6b5f5a",
-    "change": "#86a6cf",
-    "bad": "#f0776a",
-    "bad-wash": "#3a2422",
-    "baseline": "#a99bd1",
-    "productive": "#35b58c",
-    "communication": "#6b9bd1",
-    "data_wait": "#b98acb",
-    "checkpoint": "#e2b450",
-    "evaluation-time": "#6fc0ca",
-    "startup": "#74818f",
-    "recovery": "#e0606f",
-    "rework": "#f0955f",
-    "stopped": "#343b44",
-    "other": "#8b857a",
-}
+"""Name of a colour -> in the light theme, in the dark one."""
 
 _STYLE_RULES = """
 *{box-sizing:border-box}
@@ -191,16 +165,14 @@ for(const data of document.querySelectorAll('script.points')){
 """
 
 
-def _css_variables(colours: dict[str, str]) -> str:
-    return ";".join(f"--{name.replace('_', '-')}:{value}" for name, value in colours.items())
-
-
 def style_sheet() -> str:
     """Both themes: the reader's system chooses."""
-    return (
-        f":root{{{_css_variables(LIGHT)}}}"
-        f"@media (prefers-color-scheme:dark){{:root{{{_css_variables(DARK)}}}}}{_STYLE_RULES}"
+    light, dark = (
+        ";".join(f"--{name.replace('_', '-')}:{both[theme]}" for name, both in COLOURS.items())
+        for theme in (0, 1)
     )
+    themes = f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return themes + _STYLE_RULES
 
 
 def class_colour(name: str) -> str:

@@ -1,11 +1,7 @@
-"""One self-contained HTML page about a run: nothing is fetched, nothing is executed but tooltips.
-
-page.write(history.read(store), resolved, path, baselines={"unigram": 3.4, "bigram": 1.94})
-"""
+"""One self-contained HTML page about a run: nothing is fetched, and only tooltips are executed."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,13 +21,14 @@ from holdfast.report.formatting import (
     format_si,
 )
 from holdfast.report.history.history import History
-from holdfast.report.history.mfu import utilisations
+from holdfast.report.history.summary import utilisations
 from holdfast.report.ledger.experts import heat_map, load_note
 from holdfast.report.page import charts, tables, timeline
+from holdfast.report.page.charts import small_charts
 from holdfast.report.page.css import SCRIPT, style_sheet
-from holdfast.report.page.figure import on_both
-from holdfast.report.page.plan_table import plan_table
-from holdfast.report.page.small_charts import small_charts
+from holdfast.report.page.svg import on_both
+from holdfast.report.page.tables import plan_table
+from holdfast.wire.store.publish import replace_file
 
 _STATES = {
     "empty": "not started",
@@ -42,53 +39,27 @@ _STATES = {
     "lost": "interrupted",
 }
 
-REFRESH_S = 10
-"""Seconds after which a browser loads the page of a run that trains again."""
+REFRESH_S = 10  # Seconds after which a browser loads the page of a run that trains again
 
 _UNIT = re.compile(r"(?<=\d) (?=(s|ms|µs|min|h|d|B|[KMGT]iB)\b)")  # no line break before a unit
 
 
-def write_page(
-    history: History,
-    resolved: Mapping[str, Any],
-    path: Path,
-    *,
-    baselines: Mapping[str, float] | None = None,
-    samples: Sequence[str] = (),
-    device: str | None = None,
-    written_at: float | None = None,
-) -> None:
-    """Write the page to `path` atomically.
-
-    resolved: what `resolved.json` holds (config, origins); empty is allowed. baselines: name ->
-    bits per byte of counting alone, drawn with the curve. samples: text that the model wrote.
-    device: the accelerator's name, for its utilisation. written_at: seconds since 1970; the page of
-    a run that trains says so. Raises RunFolderError when the path cannot be written.
-    """
+def write_result(path: Path, text: str, what: str = "report", option: str = "--output") -> None:
+    """Write a file that the user asked for, atomically. option: names it on the command line.
+    Raises RunFolderError when the path cannot be written."""
     if path.is_dir():
         raise RunFolderError(
-            "the report cannot be written: this is a folder",
+            f"the {what} cannot be written: this is a folder",
             where=str(path),
-            remedy="name a file in it with --output",
+            remedy=f"name a file in it with {option}",
         )
-    content = render_page(
-        history,
-        resolved,
-        baselines=baselines,
-        samples=samples,
-        device=device,
-        written_at=written_at,
-    )
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(content, encoding="utf-8")
-        part.replace(path)
+        replace_file(path, text)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise RunFolderError(
-            f"the report cannot be written ({error.strerror})",
+            f"the {what} cannot be written ({error.strerror})",
             where=str(path),
-            remedy="name another place with --output"
+            remedy=f"name another place with {option}"
             if path.parent.exists()
             else f"make the folder first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from error
@@ -103,7 +74,13 @@ def render_page(
     device: str | None = None,
     written_at: float | None = None,
 ) -> str:
-    """The page as text; see `write_page`. The page of a run that trains loads itself again."""
+    """The page as text. The page of a run that trains loads itself again.
+
+    resolved: what `resolved.json` holds (config, origins); empty is allowed. baselines: name ->
+    bits per byte of counting alone, drawn with the curve. samples: text that the model wrote.
+    device: the accelerator's name, for its utilisation. written_at: seconds since 1970; the page of
+    a run that trains says so.
+    """
     counts = dict(baselines or {})
     title = history.run or "run"
     parts = [_header(history, written_at), _tiles(history, counts, resolved, device)]
@@ -138,10 +115,20 @@ def render_page(
     if resolved.get("config"):
         values = tables.configuration_table(resolved)
         body = f"<details><summary>all values</summary>{values}</details>"
-        parts.append(
-            _section("Configuration", _config_note(history), f'<div class="card">{body}</div>')
-        )
-    parts.append(_footer())
+        words = []
+        if history.branch:
+            parent = escape(history.branch.parent)
+            words.append(f"continues <code>{parent}</code> after step {history.branch.step}")
+        if history.dataset_version:
+            words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
+        if history.config_hash:
+            words.append(f"configuration <code>{escape(history.config_hash)}</code>")
+        parts.append(_section("Configuration", ", ".join(words), f'<div class="card">{body}</div>'))
+    parts.append(
+        "<footer>Made by Holdfast from the run's journal alone. Times are on the agent's clock. "
+        "Goodput: time spent computing steps that count, divided by the wall time. Tokens/s: "
+        "median over the steps that count.</footer>"
+    )
     is_live = history.state == "running"
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if is_live else ""
     return (
@@ -159,7 +146,6 @@ def _section(title: str, note: str, body: str) -> str:
 
 
 def _header(history: History, written_at: float | None) -> str:
-    state = _STATES[history.state]
     began = ""
     if history.sessions:
         at = datetime.fromtimestamp(history.sessions[0].began_at, UTC)
@@ -174,8 +160,8 @@ def _header(history: History, written_at: float | None) -> str:
         escape(reason),
     ]
     return (
-        f'<header><h1>{escape(history.run or "run")}<span class="state {history.state}">{state}'
-        f'</span></h1><p class="lead">{" · ".join(w for w in words if w)}</p>'
+        f'<header><h1>{escape(history.run or "run")}<span class="state {history.state}">'
+        f'{_STATES[history.state]}</span></h1><p class="lead">{" · ".join(filter(None, words))}</p>'
         + "".join(f'<p class="note">{escape(hole)}</p>' for hole in history.holes)
         + "</header>"
     )
@@ -193,6 +179,11 @@ def _tiles(
         if history.recomputed_tokens
         else ""
     )
+    times = [i.seconds for i in history.breaks if i.seconds is not None]
+    lost = sum(i.steps_lost for i in history.breaks)
+    number = len(history.breaks)
+    more = f"{format_duration(median(times))} to recover (median)<br>" if times else ""
+    more += f"{format_plural(lost, 'step')} done again" if number else ""
     tiles += [
         (
             format_plural(history.last_step, "step"),
@@ -219,7 +210,7 @@ def _tiles(
             "goodput",
             f"{format_percent(history.goodput)} with the pauses" if history.time["stopped"] else "",
         ),
-        _incident_tile(history),
+        (format_count(number), "incident" if number == 1 else "incidents", more),
     ]
     boxes = "".join(
         f'<div class="tile"><b>{value}</b><span>{label}</span>'
@@ -240,15 +231,6 @@ def _quality_tile(history: History, baselines: Mapping[str, float]) -> tuple[str
     if last.bits_per_byte is not None:
         value = f"{last.bits_per_byte:.3f}<small> bits/byte</small>"
     return value, f"validation after step {format_count(last.step)}", "<br>".join(notes)
-
-
-def _incident_tile(history: History) -> tuple[str, str, str]:
-    times = [i.seconds for i in history.breaks if i.seconds is not None]
-    lost = sum(i.steps_lost for i in history.breaks)
-    number = len(history.breaks)
-    more = f"{format_duration(median(times))} to recover (median)<br>" if times else ""
-    more += f"{format_plural(lost, 'step')} done again" if number else ""
-    return format_count(number), "incident" if number == 1 else "incidents", more
 
 
 def _goodput_note(history: History) -> str:
@@ -310,23 +292,3 @@ def _samples(samples: Sequence[str]) -> list[str]:
         return []
     cards = "".join(f'<div class="card sample"><pre>{escape(s)}</pre></div>' for s in samples)
     return [_section("Samples", "Written by the model as it stands.", cards)]
-
-
-def _config_note(history: History) -> str:
-    words = []
-    if history.branch:
-        parent = escape(history.branch.parent)
-        words.append(f"continues <code>{parent}</code> after step {history.branch.step}")
-    if history.dataset_version:
-        words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
-    if history.config_hash:
-        words.append(f"configuration <code>{escape(history.config_hash)}</code>")
-    return ", ".join(words)
-
-
-def _footer() -> str:
-    return (
-        "<footer>Made by Holdfast from the run's journal alone. Times are on the agent's clock. "
-        "Goodput: time spent computing steps that count, divided by the wall time. Tokens/s: "
-        "median over the steps that count.</footer>"
-    )

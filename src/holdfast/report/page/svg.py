@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, TypeVar
 
+from holdfast.report.formatting import format_si
+from holdfast.report.history.history import StepPoint
+
 T = TypeVar("T")
+Label = Callable[[float], str]  # a value of an axis -> its text
 
 
 @dataclass(frozen=True)
@@ -40,28 +45,9 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 def time_ticks(seconds: float, about: int = 7) -> list[float]:
     """Return round moments in [0, seconds]: full seconds, minutes, hours or days."""
-    units = (
-        1,
-        2,
-        5,
-        10,
-        15,
-        30,
-        60,
-        120,
-        300,
-        600,
-        900,
-        1800,
-        3600,
-        7200,
-        10_800,
-        21_600,
-        43_200,
-        86_400,
-        172_800,
-        604_800,
-    )
+    few = (1, 2, 5, 10, 15, 30)
+    units = [unit * size for size in (1, 60) for unit in few]
+    units += [3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800]
     step = next((u for u in units if seconds / u <= about), units[-1])
     return [float(index * step) for index in range(int(seconds / step) + 1)]
 
@@ -84,6 +70,27 @@ def text(x: float, y: float, content: str, **attributes: Any) -> str:
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: Any) -> str:
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), **attributes)
+
+
+def rect(x: float, y: float, width: float, height: float, **attributes: Any) -> str:
+    return tag(
+        "rect", x=float(x), y=float(y), width=float(width), height=float(height), **attributes
+    )
+
+
+def mark(x: float, top: float, bottom: float, kind: str, tip: str, reach: int) -> str:
+    """A vertical line with a tooltip. reach: pixels around it that the pointer may be in."""
+    wide = line(x, top, x, bottom, stroke="transparent", stroke_width=reach)
+    return tag("g", line(x, top, x, bottom, class_=kind) + wide, data_tip=tip)
+
+
+def grid(values: Iterable[float], y: Scale, left: float, right: float, label: Label) -> list[str]:
+    """A horizontal line for each value, with its label on the left."""
+    parts = []
+    for value in values:
+        parts.append(line(left, y(value), right, y(value), class_="grid"))
+        parts.append(text(left - 8, y(value) + 4, label(value), class_="end"))
+    return parts
 
 
 def path(points: Iterable[tuple[float, float]], **attributes: Any) -> str:
@@ -130,3 +137,80 @@ def _exponential(values: Sequence[float], window: float) -> list[float]:
             weight = decay * weight + (1 - decay)
         out.append(mean / weight if weight else math.nan)
     return out
+
+
+Points = list[tuple[float, float, str]]  # x, y, what the tooltip says
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A drawing's width, margins and detail, in pixels. `name` is its class in the style sheet."""
+
+    name: str
+    width: float
+    left: float
+    right: float
+    max_points: int  # of one line
+    label_px: float  # from one label of an axis to the next, at least
+
+    @property
+    def start(self) -> float:
+        return self.left
+
+    @property
+    def stop(self) -> float:
+        return self.width - self.right
+
+    def labels(self, most: int) -> int:
+        """Return how many labels the horizontal axis has room for, `most` at most."""
+        return max(2, min(most, int((self.stop - self.start) / self.label_px)))
+
+
+WIDE = Canvas("wide", 980.0, 52.0, 58.0, 900, 90.0)
+NARROW = Canvas("narrow", 350.0, 44.0, 44.0, 300, 80.0)
+"""For a screen on which text of the wide drawing would be too small to read."""
+
+
+def on_both(draw: Callable[[Canvas], str]) -> str:
+    """Return the drawing for wide and for narrow screens; the style sheet shows one of them."""
+    return draw(WIDE) + draw(NARROW)
+
+
+def figure(
+    drawing: str, points: Points, height: float, label: str, canvas: Canvas, keys: str = ""
+) -> str:
+    """Return the drawing with its key, its tooltips and a name for screen readers."""
+    overlay = line(0, 0, 0, height, class_="cross") + tag("circle", class_="spot", r=3.5)
+    picture = tag(
+        "svg",
+        drawing + overlay,
+        viewBox=f"0 0 {canvas.width:.0f} {height:.0f}",
+        role="img",
+        aria_label=label,
+    )
+    data = json.dumps([[round(x, 1), round(y, 1), t] for x, y, t in points], ensure_ascii=False)
+    safe = data.replace("</", "<\\/")
+    script = f'<script type="application/json" class="points">{safe}</script>'
+    return f'<figure class="{canvas.name}">{keys}{picture}{script}</figure>'
+
+
+def key_line(keys: list[tuple[str, str, str]]) -> str:
+    """Return the key of a drawing: (name, colour, stroke) of each kind of line."""
+    spans = "".join(
+        f'<span style="--key:var(--{colour});--stroke:{stroke}">{name}</span>'
+        for name, colour, stroke in keys
+    )
+    return f'<div class="keys">{spans}</div>'
+
+
+def step_tip(point: StepPoint, ratio: float | None) -> str:
+    """Return the tooltip of a step. ratio: bits per byte of one nat per token, None if unknown."""
+    bits = f"  ({point.loss * ratio:.3f} bits per byte)" if ratio else ""
+    rate = (
+        f"\n{format_si(point.tokens / point.seconds)} {point.unit}/s" if point.seconds > 0 else ""
+    )
+    return (
+        f"step {point.step:,}, generation {point.generation}"
+        f"\n{point.loss:.4f} {point.loss_unit}{bits}"
+        f"\ngradient norm {point.grad_norm:.3g}, learning rate {point.learning_rate:.3g}{rate}"
+    )

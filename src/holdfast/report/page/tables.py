@@ -16,6 +16,7 @@ from holdfast.report.formatting import (
 )
 from holdfast.report.history.history import Generation, History
 from holdfast.report.ledger.incidents import RECOVERY_RUNGS, Incident
+from holdfast.report.ledger.planned import PlanComparison
 from holdfast.report.ledger.timeledger import CLASSES
 from holdfast.report.page.css import class_colour
 
@@ -196,7 +197,6 @@ def generations_table(history: History) -> str:
 
 
 def _origin(generation: Generation) -> str:
-    """Return the start of a generation."""
     if generation.live:
         return "what the processes held"
     return generation.restored_from or "initial weights"
@@ -263,3 +263,38 @@ def _folded_table(
         rest = table(head, rows[_OPEN_ROWS:], numbers)
         out += f"<details><summary>{len(rows) - _OPEN_ROWS} more</summary>{rest}</details>"
     return out
+
+
+def plan_table(found: PlanComparison) -> str:
+    """The comparison as a table of the page."""
+    rows = [
+        _row(part.name, part.predicted, part.measured)
+        for part in found.parts
+        if part.predicted or part.measured
+    ]
+    within = [
+        (f'<span class="soft">of the passes: {escape(key)}</span>', format_duration(s), "", "")
+        for key, s in found.within.items()
+    ]
+    head = (
+        "<b>step</b>",
+        *(f"<b>{c}</b>" for c in _row("", found.predicted_s, found.measured_s)[1:]),
+    )
+    memory = [
+        (
+            "memory" + (" (measured: the whole process)" if found.is_process else ""),
+            format_bytes(found.predicted_bytes),
+            format_bytes(found.measured_bytes) if found.measured_bytes else "",
+            "",
+        )
+    ]
+    return table(
+        ("", "planned", "measured", "plan / measured - 1"),
+        [head, *rows[:1], *within, *rows[1:], *memory],
+        (1, 2, 3),
+    )
+
+
+def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
+    error = format_percent(predicted / measured - 1) if predicted and measured else ""
+    return name, format_duration(predicted) if predicted else "", format_duration(measured), error

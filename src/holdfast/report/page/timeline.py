@@ -15,8 +15,21 @@ from holdfast.report.formatting import (
 from holdfast.report.formatting import format_clock as moment
 from holdfast.report.history.history import History, StepPoint
 from holdfast.report.page import svg
-from holdfast.report.page.figure import WIDE, Canvas, figure, step_tip
-from holdfast.report.page.svg import Scale, line, path, tag, text, thin_points
+from holdfast.report.page.svg import (
+    WIDE,
+    Canvas,
+    Scale,
+    figure,
+    grid,
+    line,
+    mark,
+    path,
+    rect,
+    step_tip,
+    tag,
+    text,
+    thin_points,
+)
 
 
 class _RunClock:
@@ -45,7 +58,12 @@ def timeline(history: History, canvas: Canvas) -> str:
     best = rates[min(len(rates) - 1, int(0.98 * len(rates)))] if rates else 1.0
     y = Scale(0, best * 1.15, bottom, top)
     parts = [text(0, 12, f"{history.unit}/s"), *_speed_axes(clock, x, y, canvas)]
-    parts += [_incident_wash(history, clock, x, top, bottom)]
+    parts = []
+    for incident in history.breaks:
+        start = x(clock(incident.began))
+        stop = x(clock(incident.recovered if incident.recovered is not None else history.wall))
+        parts.append(rect(start, top, max(1.5, stop - start), bottom - top, class_="wash"))
+    parts += ["".join(parts)]
     parts += _speed_lines(shown, clock, x, y)
     for piece in history.rework:
         ghost = [_point_position(p, clock, x, y) for p in piece if p.seconds > 0]
@@ -54,13 +72,8 @@ def timeline(history: History, canvas: Canvas) -> str:
     parts.append(lanes)
     for start, stop in clock.pauses:
         at = x(clock(start))
-        parts.append(
-            tag(
-                "g",
-                line(at, top, at, height - _key_height(canvas) + 12, class_="break"),
-                data_tip=f"stopped for {format_duration(stop - start)}",
-            )
-        )
+        gap = line(at, top, at, height - _key_height(canvas) + 12, class_="break")
+        parts.append(tag("g", gap, data_tip=f"stopped for {format_duration(stop - start)}"))
     points = [(*_point_position(p, clock, x, y), step_tip(p, None)) for p in shown]
     return figure("".join(parts), points, height, "throughput and events against time", canvas)
 
@@ -87,31 +100,10 @@ def _speed_lines(shown: Sequence[StepPoint], clock: _RunClock, x: Scale, y: Scal
 
 
 def _speed_axes(clock: _RunClock, x: Scale, y: Scale, canvas: Canvas) -> list[str]:
-    parts = []
-    for value in svg.ticks(0, y.high, 4):
-        parts.append(line(x.start, y(value), x.stop, y(value), class_="grid"))
-        parts.append(text(x.start - 9, y(value) + 4, format_si(value), class_="end"))
+    parts = grid(svg.ticks(0, y.high, 4), y, x.start, x.stop, format_si)
     for value in svg.time_ticks(clock.total, canvas.labels(7)):
         parts.append(text(x(value), y.start + 18, moment(value), class_="mid"))
     return parts
-
-
-def _incident_wash(history: History, clock: _RunClock, x: Scale, top: float, bottom: float) -> str:
-    parts = []
-    for incident in history.breaks:
-        start = x(clock(incident.began))
-        stop = x(clock(incident.recovered if incident.recovered is not None else history.wall))
-        parts.append(
-            tag(
-                "rect",
-                x=start,
-                y=top,
-                width=max(1.5, stop - start),
-                height=bottom - top,
-                class_="wash",
-            )
-        )
-    return "".join(parts)
 
 
 def _lanes(
@@ -124,15 +116,8 @@ def _lanes(
         start = x(clock(generation.elapsed))
         stop = x(clock(_generation_end(history, index, starts)))
         label = f"{generation.number}" if stop - start < 120 else f"generation {generation.number}"
-        box = tag(
-            "rect",
-            x=start,
-            y=y,
-            width=max(1.0, stop - start - 1),
-            height=18.0,
-            rx=3,
-            class_="lane alt" if index % 2 else "lane",
-        )
+        kind = "lane alt" if index % 2 else "lane"
+        box = rect(start, y, max(1.0, stop - start - 1), 18.0, rx=3, class_=kind)
         if stop - start > 16:
             box += text(start + 6, y + 13, label, class_="on-lane")
         steps = f"steps {generation.first} to {generation.last}" if generation.last else "no step"
@@ -146,15 +131,7 @@ def _lanes(
         parts.append(_incident_lane(history, clock, x, y, canvas))
         y += 30
     for elapsed, kind, tip in _marks(history):
-        at = x(clock(elapsed))
-        mark = line(at, y - 4, at, y + 10, class_=kind)
-        parts.append(
-            tag(
-                "g",
-                mark + line(at, y - 4, at, y + 10, stroke="transparent", stroke_width=9),
-                data_tip=tip,
-            )
-        )
+        parts.append(mark(x(clock(elapsed)), y - 4, y + 10, kind, tip, reach=9))
     parts.append(_lane_labels(history, y, canvas))
     return "".join(parts), y + _key_height(canvas)
 
@@ -200,15 +177,8 @@ def _incident_lane(history: History, clock: _RunClock, x: Scale, y: float, canva
             f"{incident.title}\n{format_plural(incident.steps_lost, 'step')} done again\n"
             f"{how_long or 'not'} until the first new step"
         )
-        box = tag(
-            "rect",
-            x=start,
-            y=y - 4,
-            width=max(3.0, stop - start),
-            height=14.0,
-            rx=2,
-            class_="span change" if incident.is_planned else "span",
-        )
+        kind = "span change" if incident.is_planned else "span"
+        box = rect(start, y - 4, max(3.0, stop - start), 14.0, rx=2, class_=kind)
         label = f"{incident.title}, {how_long}" if how_long else incident.title
         wide = 6.4 * len(label) + 12
         limit = spans[index + 1][0] if index + 1 < len(spans) else canvas.width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -55,7 +55,8 @@ class _Table:
 
     def append(self, row: Mapping[str, float]) -> None:
         if self._file is None:
-            self._open()
+            self._columns = self._read_columns() if self._path.exists() else []
+            self._file = self._path.open("a", encoding="utf-8", newline="")
         if new := [name for name in row if name not in self._columns]:
             self._rewrite([*(self._columns or _FIXED), *(n for n in new if n not in _FIXED)], None)
         assert self._file is not None
@@ -79,10 +80,6 @@ class _Table:
             self._file.close()
             self._file = None
 
-    def _open(self) -> None:
-        self._columns = self._read_columns() if self._path.exists() else []
-        self._file = self._path.open("a", encoding="utf-8", newline="")
-
     def _read_columns(self) -> list[str]:
         with self._path.open(encoding="utf-8", newline="") as file:
             return next(csv.reader(file), [])
@@ -97,19 +94,13 @@ class _Table:
                 writer.writeheader()
             if self._path.exists():
                 with self._path.open(encoding="utf-8", newline="") as old:
-                    writer.writerows(_rows_until(csv.DictReader(_complete_lines(old)), last_step))
+                    writer.writerows(
+                        row
+                        for row in csv.DictReader(line for line in old if line.endswith("\n"))
+                        if last_step is None or int(row["step"]) <= last_step
+                    )
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
         self._columns = columns
         self._file = self._path.open("a", encoding="utf-8", newline="")
-
-
-def _complete_lines(file: TextIO) -> Iterable[str]:
-    return (line for line in file if line.endswith("\n"))
-
-
-def _rows_until(
-    rows: Iterable[Mapping[str, str]], last_step: int | None
-) -> Iterable[Mapping[str, str]]:
-    return (row for row in rows if last_step is None or int(row["step"]) <= last_step)

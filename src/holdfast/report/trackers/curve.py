@@ -25,8 +25,7 @@ from holdfast.events import (
 )
 
 TRAIN, VALIDATION = "train", "validation"
-_MAX_RANGES = 4096
-"""Separate ranges that are remembered; the oldest ones are merged."""
+_MAX_RANGES = 4096  # Separate ranges that are remembered; the oldest ones are merged
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any
 from holdfast.report.trackers.tracker import RunInfo, Tracker
 
 _KEY_TAG = "holdfast.key"
-_MAX_BATCH = 1000
-"""Values that one request may carry (`log_batch`)."""
+_MAX_BATCH = 1000  # Values that one request may carry (`log_batch`)
 _MAX_PARAM_BATCH = 100
 _MAX_PARAM_CHARS = 6000
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}

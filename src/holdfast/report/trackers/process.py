@@ -13,9 +13,11 @@ the log says which one. Nothing flows back to the starter but the exit code.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
@@ -25,9 +27,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import HoldfastError, RunFolderError, UserError
 from holdfast.events import Record
-from holdfast.report.trackers.cursor import Cursor, lock_tracker
 from holdfast.report.trackers.curve import Change, Curve, Rewind
 from holdfast.report.trackers.redaction import OutputFilter
 from holdfast.report.trackers.registry import check_options, load_tracker
@@ -42,13 +44,10 @@ logger = logging.getLogger("holdfast.report.trackers.process")  # it runs as __m
 RETRY_EXIT_CODE = 75
 """Exit code of a process that is to be started again (EX_TEMPFAIL of sysexits.h)."""
 POLL_INTERVAL_S = 0.5
-SAVE_INTERVAL_S = 1.0
-"""Seconds between two positions that are stored in the middle of a batch."""
-NICENESS = 19
-"""A tracker gets the processor when no worker wants it."""
+SAVE_INTERVAL_S = 1.0  # Seconds between two positions that are stored in the middle of a batch
+NICENESS = 19  # A tracker gets the processor when no worker wants it
 FOLDER = "trackers"
-MAX_LOG_BYTES = 4 << 20
-"""A log that is larger when the process starts becomes `LOG.old`."""
+MAX_LOG_BYTES = 4 << 20  # A log that is larger when the process starts becomes `LOG.old`
 _QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "WANDB_SILENT": "true"}
 """Variables that keep libraries from reporting their use, unless the user has set them."""
 
@@ -100,8 +99,6 @@ class CallWatchdog:
 
 @dataclass(frozen=True)
 class _Position:
-    """A position that was flushed at `time`."""
-
     time: float
     curve: dict[str, Any]
     positions: Mapping[str, int] | None  # None: as before
@@ -152,7 +149,8 @@ class Delivery:
         """Deliver what was appended to the journal since the last time."""
         records = self._read()
         for record in records:
-            self._deliver(record)
+            self._watchdog.call(self._tracker.event, record)
+            self._apply(self._curve.observe(record))
             if time.monotonic() - self._saved_at > SAVE_INTERVAL_S:
                 self._store_position(None)
         if records:  # points that wait for their generation's start must be read again
@@ -169,10 +167,6 @@ class Delivery:
             return []
         self._is_unreadable = False
         return records
-
-    def _deliver(self, record: Record) -> None:
-        self._watchdog.call(self._tracker.event, record)
-        self._apply(self._curve.observe(record))
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
@@ -223,13 +217,7 @@ def serve(spec: TrackerSpec, no_more: threading.Event, watchdog: CallWatchdog) -
     delivery = Delivery(kind(), cursor, tail, watchdog)
     delivery.start(
         RunInfo(
-            spec.run,
-            cursor.key,
-            run_folder,
-            folder,
-            spec.config,
-            spec.options,
-            delivery.delivered,
+            spec.run, cursor.key, run_folder, folder, spec.config, spec.options, delivery.delivered
         )
     )
     logger.info("follows the run; delivered so far: %s", delivery.delivered or "nothing")
@@ -273,7 +261,9 @@ def main() -> int:
     except BaseException as error:  # also SystemExit of a library
         # A server that is away needs no traceback, at every attempt.
         trace = None if isinstance(error, OSError) else error
-        logger.error("%s; this is tried again", _describe(error), exc_info=trace)
+        line = str(error).strip().partition("\n")[0]
+        text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+        logger.error("%s; this is tried again", text, exc_info=trace)
         end(RETRY_EXIT_CODE)
     end(0)
     return 0
@@ -309,11 +299,6 @@ def _start_logging(spec: TrackerSpec) -> None:
     logging.getLogger(process_log.ROOT).setLevel(logging.INFO)
 
 
-def _describe(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
 def _wait_for_end(no_more: threading.Event) -> None:
     while os.read(0, 4096):
         pass
@@ -322,3 +307,71 @@ def _wait_for_end(no_more: threading.Event) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+logger = logging.getLogger(__name__)
+
+CURSOR_FILE, LOCK_FILE = "cursor.json", "lock"
+_VERSION = 1
+
+
+@dataclass
+class Cursor:
+    """A tracker's position. `save` makes it durable."""
+
+    path: Path
+    key: str  # the run's key in other programs
+    positions: dict[str, int] = field(default_factory=dict)  # segment -> bytes of it that were read
+    curve: dict[str, Any] | None = None  # `Curve.to_json`
+
+    @staticmethod
+    def load(folder: Path) -> Cursor:
+        """Return the stored cursor of a tracker's folder; a new one if there is none.
+
+        Raises RunFolderError if the file is not a cursor."""
+        path = folder / CURSOR_FILE
+        try:
+            value = parse_json(path.read_text("utf-8"))
+        except FileNotFoundError:
+            return Cursor(path, secrets.token_hex(8))
+        except ValueError:
+            raise _not_a_cursor(path) from None
+        try:
+            positions = {str(key): int(size) for key, size in value["positions"].items()}
+            return Cursor(path, str(value["key"]), positions, dict(value["curve"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _not_a_cursor(path) from None
+
+    def save(self, curve: Mapping[str, Any], positions: Mapping[str, int] | None = None) -> None:
+        """Store what was delivered, and the positions if they are given."""
+        self.curve = dict(curve)
+        if positions is not None:
+            self.positions = dict(positions)
+        value = {"v": _VERSION, "key": self.key, "positions": self.positions, "curve": self.curve}
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+
+
+def _not_a_cursor(path: Path) -> RunFolderError:
+    return RunFolderError(
+        "this is not the position of a tracker",
+        where=str(path),
+        remedy="remove the file; the tracker then gets the entire run again",
+    )
+
+
+def lock_tracker(folder: Path) -> int | None:
+    """Lock a tracker's folder until this process ends; None if another process has the lock."""
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:  # a file system without locks
+        logger.warning("%s cannot be locked (%s)", folder, error.strerror)
+    return descriptor

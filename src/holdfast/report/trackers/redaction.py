@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _USER_INFO = re.compile(r"(\w://)[^/\s@]+@")
-_MIN_SECRET_CHARS = 6
-"""Shorter values are words of a log, and no secrets."""
+_MIN_SECRET_CHARS = 6  # Shorter values are words of a log, and no secrets
 HIDDEN = "***"
 _CLOSE_TIMEOUT_S = 2.0
 

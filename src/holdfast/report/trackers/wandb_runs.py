@@ -22,10 +22,8 @@ from holdfast.report.trackers.tracker import RunInfo, Tracker
 
 ROWS_PER_STEP = 4
 """Internal steps for each step: one for training, one for validation, some for late steps."""
-FILE_INTERVAL_S = 1.0
-"""Seconds between two writes of W&B's process to its file."""
-_STARTED_FILE = "started"
-"""Marks the folder of a session that may hold values."""
+FILE_INTERVAL_S = 1.0  # Seconds between two writes of W&B's process to its file
+_STARTED_FILE = "started"  # Marks the folder of a session that may hold values
 
 
 class WandbTracker(Tracker):
@@ -34,7 +32,10 @@ class WandbTracker(Tracker):
 
     def start(self, info: RunInfo) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its maker
-        _remove_failed_starts(info.folder)
+        # Each attempt to reach a server has left a folder.
+        for session in (info.folder / "wandb").glob("*run-*"):
+            if not (session / _STARTED_FILE).exists():
+                rmtree(session, ignore_errors=True)
         wandb: Any = import_module("wandb")
         self._run = wandb.init(
             id=info.key,
@@ -66,10 +67,3 @@ class WandbTracker(Tracker):
 
     def finish(self, reason: str) -> None:
         self._run.finish(exit_code=1 if reason == "failed" else 0)
-
-
-def _remove_failed_starts(folder: Path) -> None:
-    """Remove the folders of sessions that never began: one for each attempt to reach a server."""
-    for session in (folder / "wandb").glob("*run-*"):
-        if not (session / _STARTED_FILE).exists():
-            rmtree(session, ignore_errors=True)

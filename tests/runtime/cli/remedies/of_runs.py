@@ -28,8 +28,8 @@ from holdfast.launch.owners.kubernetes.owner import KubernetesOwner
 from holdfast.launch.owners.ray.owner import _address
 from holdfast.launch.owners.ssh import node_host
 from holdfast.launch.owners.ssh.node_host import HostRequest
+from holdfast.launch.run.run_folder import refuse_unlike_node
 from holdfast.launch.run.runs import open_run
-from holdfast.launch.run.unlike_node import refuse_unlike_node
 from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import detect_hardware
 from holdfast.report.trackers.registry import check_options, load_tracker
@@ -307,7 +307,7 @@ CASES: list[Case] = [
         fixed(name="s"),
     ),
     Case(
-        "cli/checkpoint_tools.py",
+        "cli/checkpoint.py",
         line("checkpoint copy {root}/run --to {root}/run"),
         attempt,
         r"name another folder",
@@ -424,7 +424,7 @@ CASES: list[Case] = [
         lambda lab, match: lab.settings.update(run=lab.trained),
     ),
     Case(
-        "launch/run/unlike_node.py",
+        "launch/run/run_folder.py",
         begin_unlike,
         compare_keys,
         r"use (\S+), or holdfast join \S+",

@@ -140,10 +140,7 @@ def test_the_status_of_each_pod_is_in_the_clusters_own_words(
     ],
 )
 def test_a_job_that_waits_for_kueue_says_what_kueue_says(
-    kubectl: FakeKubectl,
-    tmp_path: Path,
-    workload: list[dict[str, Any]] | None,
-    words: str,
+    kubectl: FakeKubectl, tmp_path: Path, workload: list[dict[str, Any]] | None, words: str
 ) -> None:
     job = job_of(with_folder(request_of("launch.kubernetes.queue=team"), tmp_path), kubectl)
     own = {"metadata": {"name": "w", "ownerReferences": [{"uid": "u1"}]}}

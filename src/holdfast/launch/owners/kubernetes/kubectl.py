@@ -11,8 +11,7 @@ from typing import Any, Self
 from holdfast.errors import UserError
 
 REQUEST_TIMEOUT_S = 30
-CALL_TIMEOUT_S = 90.0
-"""Seconds that one call of kubectl may take: kubectl asks several times."""
+CALL_TIMEOUT_S = 90.0  # Seconds that one call of kubectl may take: kubectl asks several times
 _LONGEST_WORDS = 300
 
 
@@ -67,7 +66,9 @@ class Kubectl:
         """Return what kubectl prints. given: its input.
 
         Raises KubectlError; NotFoundError if the cluster has no such object or namespace."""
-        command = [self.program, *self._options(), *arguments]
+        context = [f"--context={self.context}"] if self.context else []
+        options = [f"--namespace={self.namespace}", f"--request-timeout={REQUEST_TIMEOUT_S}s"]
+        command = [self.program, *context, *options, *arguments]
         try:
             done = subprocess.run(
                 command, input=given or "", capture_output=True, text=True, timeout=CALL_TIMEOUT_S
@@ -83,14 +84,6 @@ class Kubectl:
         if done.returncode:
             raise self._explained(done.stderr or done.stdout)
         return done.stdout
-
-    def _options(self) -> list[str]:
-        context = [f"--context={self.context}"] if self.context else []
-        return [
-            *context,
-            f"--namespace={self.namespace}",
-            f"--request-timeout={REQUEST_TIMEOUT_S}s",
-        ]
 
     def _explained(self, said: str) -> KubectlError:
         words = shorten(said)

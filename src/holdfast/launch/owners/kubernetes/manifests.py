@@ -29,8 +29,7 @@ FAILURES_OF_A_NODE = 100
 """Failures of one node's pods before Kubernetes gives the node up. Losses do not count."""
 KUEUE = "kueue.x-k8s.io"
 _KUEUE_KINDS = ("job", "jobset", "trainer", "kuberay")
-TASK = "node"
-"""Name of the pods' group within a job. Kubeflow Trainer asks for this one."""
+TASK = "node"  # Name of the pods' group within a job. Kubeflow Trainer asks for this one.
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class KindOfJob:
     container: name of the agent's container. grows: its number of nodes can be changed."""
 
     resource: str
-    make: Callable[[LaunchRequest, PodTemplate], list[Object]]
+    make: Callable[[PodTemplate], list[Object]]
     container: str = AGENT
     restart: str = "Never"
     grows: bool = False
@@ -54,7 +53,7 @@ def make_objects(request: LaunchRequest) -> list[Object]:
     """Return all objects of a run but its secret. Raises ConfigError."""
     kind = KINDS[request.config.launch.kubernetes.kind]
     template = PodTemplate(request, kind.container, kind.restart)
-    return [*_account(request), *kind.make(request, template)]
+    return [*_account(request), *kind.make(template)]
 
 
 def make_secret(request: LaunchRequest, secret: str) -> Object:
@@ -75,12 +74,19 @@ class _Dumper(yaml.SafeDumper):
 
 # --- parts of several kinds -----------------------------------------------------------------------
 def _object(
-    version: str, kind: str, request: LaunchRequest, *, name: str = "", labels: Object | None = None
+    version: str,
+    kind: str,
+    request: LaunchRequest,
+    spec: Object | None = None,
+    *,
+    name: str = "",
+    labels: Object | None = None,
 ) -> Object:
     settings, own = request.config.launch.kubernetes, job_name(request)
     metadata: Object = {"name": name or own, "namespace": settings.namespace}
     metadata["labels"] = {"app.kubernetes.io/name": "holdfast", RUN_LABEL: own} | (labels or {})
-    return {"apiVersion": version, "kind": kind, "metadata": metadata}
+    made: Object = {"apiVersion": version, "kind": kind, "metadata": metadata}
+    return made if spec is None else made | {"spec": spec}
 
 
 def _account(request: LaunchRequest) -> list[Object]:
@@ -91,14 +97,11 @@ def _account(request: LaunchRequest) -> list[Object]:
     rbac = "rbac.authorization.k8s.io"
     rule = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    role = {"apiGroup": rbac, "kind": "Role", "name": name}
     return [
         _object("v1", "ServiceAccount", request),
         _object(f"{rbac}/v1", "Role", request) | {"rules": [rule]},
-        _object(f"{rbac}/v1", "RoleBinding", request)
-        | {
-            "roleRef": {"apiGroup": rbac, "kind": "Role", "name": name},
-            "subjects": [subject],
-        },
+        _object(f"{rbac}/v1", "RoleBinding", request) | {"roleRef": role, "subjects": [subject]},
     ]
 
 
@@ -112,11 +115,11 @@ def _kueue_labels(request: LaunchRequest) -> dict[str, str]:
     return labels
 
 
-def _placed(pod: Object, request: LaunchRequest) -> Object:
-    """Add to a pod's template what asks for a domain and a priority.
+def _pod(template: PodTemplate) -> Object:
+    """A pod's template with what asks for a domain and a priority.
 
     Kueue reads an annotation. Without it, the scheduler itself puts pods next to each other."""
-    settings = request.config.launch.kubernetes
+    request, settings, pod = template.request, template.settings, template.make()
     if settings.priority_class and not uses_kueue(request):
         pod["spec"]["priorityClassName"] = settings.priority_class
     if settings.topology == "none":
@@ -136,63 +139,54 @@ def _placed(pod: Object, request: LaunchRequest) -> Object:
     return pod
 
 
-def _job_spec(nodes: int, pod: Object, container: str) -> Object:
+def _job_spec(template: PodTemplate, pod: Object | None = None) -> Object:
     """A pod that is lost is replaced, and the new one joins the run. Nothing else is restarted."""
-    left = {"containerName": container, "operator": "In", "values": [LEFT_EXIT_CODE]}
-    wrong = {"containerName": container, "operator": "In", "values": [USER_ERROR_EXIT_CODE]}
-    disrupted = {"type": "DisruptionTarget", "status": "True"}
+    nodes, exits = template.request.all_nodes, {"containerName": template.container}
+    left = exits | {"operator": "In", "values": [LEFT_EXIT_CODE]}
+    wrong = exits | {"operator": "In", "values": [USER_ERROR_EXIT_CODE]}
+    rules = [
+        {
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+        {"action": "Ignore", "onExitCodes": left},
+        {"action": "FailIndex", "onExitCodes": wrong},
+    ]
     return {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
         "backoffLimitPerIndex": FAILURES_OF_A_NODE,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [disrupted]},
-                {"action": "Ignore", "onExitCodes": left},
-                {"action": "FailIndex", "onExitCodes": wrong},
-            ]
-        },
-        "template": pod,
+        "podFailurePolicy": {"rules": rules},
+        "template": pod or _pod(template),
     }
 
 
 # --- kinds ----------------------------------------------------------------------------------------
-def _job(request: LaunchRequest, template: PodTemplate) -> list[Object]:
-    job = _object("batch/v1", "Job", request, labels=_kueue_labels(request))
-    least, nodes = request.config.cluster.min_nodes, request.all_nodes
-    if uses_kueue(request) and least < nodes:  # Kueue may admit fewer nodes than are asked for
+def _job(template: PodTemplate) -> list[Object]:
+    request, spec = template.request, _job_spec(template)
+    job = _object("batch/v1", "Job", request, spec, labels=_kueue_labels(request))
+    least = request.config.cluster.min_nodes
+    if uses_kueue(request) and least < request.all_nodes:  # Kueue may admit fewer nodes
         job["metadata"]["annotations"] = {
             f"{KUEUE}/job-min-parallelism": str(least),
             f"{KUEUE}/job-completions-equal-parallelism": "true",
         }
-    pod = _placed(template.make(), request)
-    return [job | {"spec": _job_spec(nodes, pod, template.container)}]
+    return [job]
 
 
-def _job_set(request: LaunchRequest, template: PodTemplate) -> list[Object]:
-    job_set = _object("jobset.x-k8s.io/v1alpha2", "JobSet", request, labels=_kueue_labels(request))
-    pod = _placed(template.make(), request)
-    job = {"spec": _job_spec(request.all_nodes, pod, template.container)}
-    return [
-        job_set
-        | {
-            "spec": {
-                "failurePolicy": {"maxRestarts": 0},
-                "replicatedJobs": [{"name": TASK, "replicas": 1, "template": job}],
-            }
-        }
-    ]
+def _job_set(template: PodTemplate) -> list[Object]:
+    request, job = template.request, {"spec": _job_spec(template)}
+    jobs = [{"name": TASK, "replicas": 1, "template": job}]
+    spec = {"failurePolicy": {"maxRestarts": 0}, "replicatedJobs": jobs}
+    labels = _kueue_labels(request)
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", request, spec, labels=labels)]
 
 
-def _volcano(request: LaunchRequest, template: PodTemplate) -> list[Object]:
+def _volcano(template: PodTemplate) -> list[Object]:
     """Volcano makes the PodGroup itself, of `minAvailable` pods."""
-    settings = request.config.launch.kubernetes
+    request, settings = template.request, template.settings
     least = min(request.config.cluster.min_nodes, request.all_nodes)
-    again = [
-        {"event": "PodFailed", "action": "RestartPod"},
-        {"event": "PodEvicted", "action": "RestartPod"},
-    ]
     spec: Object = {
         "schedulerName": "volcano",
         "minAvailable": least,
@@ -207,50 +201,47 @@ def _volcano(request: LaunchRequest, template: PodTemplate) -> list[Object]:
         spec["networkTopology"] = {"mode": "hard", "highestTierAllowed": tier}
     elif settings.topology == "preferred":
         spec["networkTopology"] = {"mode": "soft"}
+    events = ("PodFailed", "PodEvicted")
     spec["tasks"] = [
         {
             "name": TASK,
             "replicas": request.all_nodes,
             "minAvailable": least,
-            "policies": again,
+            "policies": [{"event": event, "action": "RestartPod"} for event in events],
             "template": template.make(),
         }
     ]
-    return [_object("batch.volcano.sh/v1alpha1", "Job", request) | {"spec": spec}]
+    return [_object("batch.volcano.sh/v1alpha1", "Job", request, spec)]
 
 
-def _trainer(request: LaunchRequest, template: PodTemplate) -> list[Object]:
+def _trainer(template: PodTemplate) -> list[Object]:
     """A runtime of the run's own, and a TrainJob of it."""
-    group, nodes = "trainer.kubeflow.org", request.all_nodes
-    pod = _placed(template.make(), request)
+    group, request = "trainer.kubeflow.org", template.request
+    nodes, name = request.all_nodes, job_name(request)
     job = {
         "metadata": {"labels": {f"{group}/trainjob-ancestor-step": "trainer"}},
-        "spec": _job_spec(nodes, pod, template.container),
+        "spec": _job_spec(template),
     }
-    runtime = _object(f"{group}/v1alpha1", "TrainingRuntime", request) | {
-        "spec": {
-            "mlPolicy": {"numNodes": nodes},
-            "template": {
-                "spec": {
-                    "failurePolicy": {"maxRestarts": 0},
-                    "replicatedJobs": [{"name": TASK, "template": job}],
-                }
-            },
-        }
+    jobs = {
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [{"name": TASK, "template": job}],
     }
-    train_job = _object(f"{group}/v1alpha1", "TrainJob", request, labels=_kueue_labels(request)) | {
-        "spec": {
-            "runtimeRef": {"apiGroup": group, "kind": "TrainingRuntime", "name": job_name(request)},
-            "trainer": {"numNodes": nodes},
-        }
+    runtime = {"mlPolicy": {"numNodes": nodes}, "template": {"spec": jobs}}
+    train_job = {
+        "runtimeRef": {"apiGroup": group, "kind": "TrainingRuntime", "name": name},
+        "trainer": {"numNodes": nodes},
     }
-    return [runtime, train_job]
+    version, labels = f"{group}/v1alpha1", _kueue_labels(request)
+    return [
+        _object(version, "TrainingRuntime", request, runtime),
+        _object(version, "TrainJob", request, train_job, labels=labels),
+    ]
 
 
-def _ray_cluster(request: LaunchRequest, template: PodTemplate) -> list[Object]:
+def _ray_cluster(template: PodTemplate) -> list[Object]:
     """Pods of Ray, each with an agent next to Ray's own container. The agents get the accelerators,
     and Ray counts none of a node's: it is there for `holdfast data prepare RUN_FILE --on ray`."""
-    settings, nodes = request.config.launch.kubernetes, request.all_nodes
+    request, settings, nodes = template.request, template.settings, template.request.all_nodes
 
     def ray(name: str) -> Object:
         small = {"cpu": "1", "memory": "2Gi"}
@@ -261,17 +252,15 @@ def _ray_cluster(request: LaunchRequest, template: PodTemplate) -> list[Object]:
             "securityContext": restricted(),
         }
 
-    pod = _placed(template.make(), request)
+    pod = _pod(template)
     pod["spec"]["containers"].insert(0, ray("ray-worker"))
-    head = {
-        "spec": {
-            "serviceAccountName": account_name(request),
-            "securityContext": template.spec()["securityContext"],
-            "containers": [ray("ray-head")],
-        }
+    head: Object = {
+        "serviceAccountName": account_name(request),
+        "securityContext": template.spec()["securityContext"],
+        "containers": [ray("ray-head")],
     }
     if settings.pull_secret:
-        head["spec"]["imagePullSecrets"] = [{"name": settings.pull_secret}]
+        head["imagePullSecrets"] = [{"name": settings.pull_secret}]
     group = {
         "groupName": TASK,
         "replicas": nodes,
@@ -280,22 +269,16 @@ def _ray_cluster(request: LaunchRequest, template: PodTemplate) -> list[Object]:
         "rayStartParams": {"num-cpus": "1", "num-gpus": "0"},
         "template": pod,
     }
-    cluster = _object("ray.io/v1", "RayCluster", request, labels=_kueue_labels(request))
-    return [
-        cluster
-        | {
-            "spec": {
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": head},
-                "workerGroupSpecs": [group],
-            }
-        }
-    ]
+    spec = {
+        "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": {"spec": head}},
+        "workerGroupSpecs": [group],
+    }
+    return [_object("ray.io/v1", "RayCluster", request, spec, labels=_kueue_labels(request))]
 
 
-def _yunikorn(request: LaunchRequest, template: PodTemplate) -> list[Object]:
+def _yunikorn(template: PodTemplate) -> list[Object]:
     """A plain Job whose pods YuniKorn starts together."""
-    settings = request.config.launch.kubernetes
-    pod = _placed(template.make(), request)
+    request, settings, pod = template.request, template.settings, _pod(template)
     pod["metadata"]["labels"]["applicationId"] = job_name(request)
     if settings.queue:
         pod["metadata"]["labels"]["queue"] = settings.queue
@@ -313,22 +296,19 @@ def _yunikorn(request: LaunchRequest, template: PodTemplate) -> list[Object]:
         "yunikorn.apache.org/schedulingPolicyParameters": "gangSchedulingStyle=Hard",
     }
     pod["spec"]["schedulerName"] = "yunikorn"
-    job = _object("batch/v1", "Job", request)
-    return [job | {"spec": _job_spec(request.all_nodes, pod, template.container)}]
+    return [_object("batch/v1", "Job", request, _job_spec(template, pod))]
 
 
-def _kubedl(request: LaunchRequest, template: PodTemplate) -> list[Object]:
+def _kubedl(template: PodTemplate) -> list[Object]:
     """A PyTorchJob, whose first node KubeDL calls the master. To Holdfast all nodes are alike."""
-
-    def replicas(count: int) -> Object:
-        pod = _placed(template.make(), request)
-        return {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
-
-    found = {"Master": replicas(1)}
-    if request.all_nodes > 1:
-        found["Worker"] = replicas(request.all_nodes - 1)
-    job = _object("training.kubedl.io/v1alpha1", "PyTorchJob", request)
-    return [job | {"spec": {"cleanPodPolicy": "None", "pytorchReplicaSpecs": found}}]
+    nodes = template.request.all_nodes
+    counts = {"Master": 1} | ({"Worker": nodes - 1} if nodes > 1 else {})
+    replicas = {
+        name: {"replicas": count, "restartPolicy": "ExitCode", "template": _pod(template)}
+        for name, count in counts.items()
+    }
+    spec = {"cleanPodPolicy": "None", "pytorchReplicaSpecs": replicas}
+    return [_object("training.kubedl.io/v1alpha1", "PyTorchJob", template.request, spec)]
 
 
 KINDS: dict[str, KindOfJob] = {

@@ -23,8 +23,7 @@ from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
 Object = dict[str, Any]
 
-RUN_LABEL = "holdfast/run"
-"""Label of a node's pod; its value is the name of the job."""
+RUN_LABEL = "holdfast/run"  # Label of a node's pod; its value is the name of the job
 AGENT = "agent"
 METRICS_PORT = 9400
 """Port of `/healthz` in a pod if `cluster.metrics_port` is 0: probes need a number."""

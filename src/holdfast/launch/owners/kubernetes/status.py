@@ -64,17 +64,14 @@ class JobReader:
     def why_missing(self, job: Object) -> str:
         """Return in the cluster's own words why there are fewer pods than nodes."""
         if self.queued:
-            return self._word_of_kueue(job)
+            workload = self.workload(job)
+            if workload is None:
+                return "Kueue has not seen the job: it is not installed, or does not serve its kind"
+            condition = conditions(workload).get("QuotaReserved", {})
+            if condition.get("status") == "True":
+                return self._warning() or "admitted by Kueue"
+            return f"Kueue: {condition.get('message') or 'waits in the queue'}"
         return self._warning() or "no pod yet"
-
-    def _word_of_kueue(self, job: Object) -> str:
-        workload = self.workload(job)
-        if workload is None:
-            return "Kueue has not seen the job: it is not installed, or does not serve its kind"
-        condition = conditions(workload).get("QuotaReserved", {})
-        if condition.get("status") == "True":
-            return self._warning() or "admitted by Kueue"
-        return f"Kueue: {condition.get('message') or 'waits in the queue'}"
 
     def workload(self, job: Object) -> Object | None:
         """Return Kueue's object of the job; None if there is none."""
@@ -145,7 +142,10 @@ def pod_status(pod: Object, now: float) -> NodeStatus:
     if at := pod["metadata"].get("deletionTimestamp"):
         return NodeStatus(name, *_terminating(pod, node, str(at), now))
     if phase == "Running":
-        return NodeStatus(name, NodeState.RUNNING, _restarts(status, f"on {node}"))
+        containers = status.get("containerStatuses") or []
+        again = sum(int(each.get("restartCount", 0)) for each in containers)
+        restarts = f", {again} restarts" if again else ""
+        return NodeStatus(name, NodeState.RUNNING, f"on {node}{restarts}")
     return NodeStatus(name, NodeState.WAITING, _wait(pod, node))
 
 
@@ -173,11 +173,6 @@ def _terminating(pod: Object, node: str, at: str, now: float) -> tuple[NodeState
         return NodeState.RUNNING, f"leaves {node or 'the cluster'}, until {at} at most"
     help_ = f"; if that machine is off: kubectl taint node {node} {OUT_OF_SERVICE}" if node else ""
     return NodeState.LOST, f"Terminating since {at} on {node}{help_}"
-
-
-def _restarts(status: Object, detail: str) -> str:
-    again = sum(int(each.get("restartCount", 0)) for each in status.get("containerStatuses") or [])
-    return f"{detail}, {again} restarts" if again else detail
 
 
 def _wait(pod: Object, node: str) -> str:

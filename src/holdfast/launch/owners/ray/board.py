@@ -21,8 +21,7 @@ from holdfast.launch.owners.ray.plan import (
     RaySpec,
 )
 
-SEPARATOR = ","
-"""Between the names of nodes in a placement group's name."""
+SEPARATOR = ","  # Between the names of nodes in a placement group's name
 
 
 def group_name(job: str, group: Group) -> str:

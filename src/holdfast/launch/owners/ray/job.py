@@ -27,11 +27,9 @@ from holdfast.launch.owners.ray.board import RayBoard, placed_groups
 from holdfast.launch.owners.ray.plan import NAMESPACE, JobStatus, RaySpec, kept_groups
 
 CONNECT_TIMEOUT_S = 5.0
-START_TIMEOUT_S = 60.0
-"""Seconds until the supervisor runs: a process of Ray that imports holdfast."""
+START_TIMEOUT_S = 60.0  # Seconds until the supervisor runs: a process of Ray that imports holdfast
 CLIENT = "ray://"
-HEAD_RESOURCE = "node:__internal_head__"
-"""Ray gives it to its head machine alone."""
+HEAD_RESOURCE = "node:__internal_head__"  # Ray gives it to its head machine alone
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,11 @@ def carry_out(order: RayOrder) -> RayAnswer:
         return RayAnswer(status=status.to_json() if known is not None else "")
     if order.verb == "resize":
         wanted = RaySpec.from_json(order.spec)
-        forget_ended(board)
+        # The supervisor starts nodes again whose machine was given back.
+        placed = {node for group in placed_groups(board.job) for node in group}
+        for node, report in board.read_reports().items():
+            if report.code is not None and node not in placed:
+                board.forget_report(node)
         board.write_spec(replace(wanted, groups=kept_groups(known.groups, wanted.groups)))
     else:
         status = board.read_status() or JobStatus()
@@ -93,15 +95,6 @@ def carry_out(order: RayOrder) -> RayAnswer:
         if status.is_over:
             board.clear()
     return RayAnswer()
-
-
-def forget_ended(board: RayBoard) -> None:
-    """Forget the ends of nodes whose machine was given back: the supervisor starts them again."""
-    held = placed_groups(board.job).keys()
-    still_held = {node for group in held for node in group}
-    for node, report in board.read_reports().items():
-        if report.code is not None and node not in still_held:
-            board.forget_report(node)
 
 
 def try_connect(address: str) -> None:

@@ -23,7 +23,6 @@ from holdfast.elastic.notices.ray import NODE as RAY_NODE_VARIABLE
 from holdfast.launch.node.node_place import PLACE_VARIABLE
 from holdfast.launch.owners.ray.board import RayBoard
 from holdfast.launch.owners.ray.plan import NodeReport, RaySpec
-from holdfast.launch.owners.ray.spec_watch import SpecWatch, head_limit_s, leave_after_s
 from holdfast.policy.placement import FAILURE_DOMAINS
 from holdfast.wire.child_command import module_command
 from holdfast.wire.lifeline import open_lifeline
@@ -100,16 +99,23 @@ class NodeActor:
                     self._asked_at = time.monotonic()
                 elif self._asked_at and time.monotonic() > self._asked_at + LEAVE_TIMEOUT_S:
                     agent.kill()
-                elif not self._asked_at and not self._is_left_alone and self._has_no_head():
+                elif (
+                    not self._asked_at
+                    and not self._is_left_alone
+                    and self._watch.silent_s > leave_after_s(self._head_limit_s)
+                ):
                     self._is_left_alone = True
-                    out.write(_alone_text(self._watch.silent_s, self._head_limit_s))
+                    text = (
+                        f"Ray's head has not answered for {self._watch.silent_s:.0f} s. Ray ends "
+                        f"this node after {self._head_limit_s:g} s, so the agent saves and leaves; "
+                        "it starts again if the head returns. If it does not, the same 'holdfast "
+                        "launch' on another Ray cluster resumes the run\n"
+                    )
+                    out.write(text.encode())
                     agent.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     agent.wait(POLL_INTERVAL_S)
         return agent.returncode
-
-    def _has_no_head(self) -> bool:
-        return self._watch.silent_s > leave_after_s(self._head_limit_s)
 
     def _environment(self) -> dict[str, str]:
         """The notices of the agent need to know Ray's head and our machine."""
@@ -143,15 +149,65 @@ class NodeActor:
                 time.sleep(POLL_INTERVAL_S)
 
 
-def _alone_text(silent_s: float, limit_s: float) -> bytes:
-    return (
-        f"Ray's head has not answered for {silent_s:.0f} s. Ray ends this node after "
-        f"{limit_s:g} s, so the agent saves and leaves; it starts again if the head returns. If it "
-        "does not, the same 'holdfast launch' on another Ray cluster resumes the run\n"
-    ).encode()
-
-
 def place_of(labels: Mapping[str, str]) -> str:
     """Return what a machine's labels say of its place, as `launch/node/node_place.py` reads it."""
     found = {PLACE_LABELS[name]: value for name, value in labels.items() if name in PLACE_LABELS}
     return ",".join(f"{kind}={value}" for kind, value in found.items() if value)
+
+
+READ_INTERVAL_S = 0.3
+RAY_LIMIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+RAY_LIMIT_S = 60.0
+"""Ray's default for that variable: its raylets end so long after their head, with all actors."""
+SAVE_S = 20.0
+"""Seconds before that limit for an agent's last save. A third of a limit below a minute."""
+
+
+class SpecWatch:
+    """Reads the spec of a job again and again."""
+
+    def __init__(self, board: RayBoard) -> None:
+        self._board = board
+        self._spec: RaySpec | None = None
+        self._answered_at = time.monotonic()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="spec", daemon=True).start()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since Ray's head has answered."""
+        return time.monotonic() - self._answered_at
+
+    def newest(self) -> RaySpec:
+        """Return the newest spec; wait until there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._spec is not None)
+            assert self._spec is not None
+            return self._spec
+
+    def wait_answer(self) -> None:
+        """Wait until Ray's head answers a request of later than now."""
+        asked = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._answered_at > asked)
+
+    def _run(self) -> None:
+        while True:
+            with suppress(Exception):  # Ray's head is away: nothing is asked of us meanwhile
+                found = self._board.read_spec()
+                with self._changed:
+                    self._spec, self._answered_at = found or self._spec, time.monotonic()
+                    self._changed.notify_all()
+            time.sleep(READ_INTERVAL_S)
+
+
+def head_limit_s(environment: Mapping[str, str] = os.environ) -> float:
+    """Return how long Ray's raylets wait for a head that is away."""
+    with suppress(KeyError, ValueError):
+        return float(environment[RAY_LIMIT_VARIABLE])
+    return RAY_LIMIT_S
+
+
+def leave_after_s(limit_s: float) -> float:
+    """Return after how long without a head an agent has to save and leave."""
+    return limit_s - min(SAVE_S, limit_s / 3)

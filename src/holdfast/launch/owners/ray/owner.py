@@ -22,8 +22,7 @@ from holdfast.launch.owners.ray.job import RayAnswer, RayOrder, try_connect
 from holdfast.launch.owners.ray.plan import NODE_MARK, JobStatus, RaySpec, in_order, make_groups
 from holdfast.wire.child_command import module_command
 
-ANSWER_TIMEOUT_S = 120.0
-"""Seconds for Ray to import, connect and start a process."""
+ANSWER_TIMEOUT_S = 120.0  # Seconds for Ray to import, connect and start a process
 LOG_FOLDER = "launch"
 
 

@@ -18,8 +18,7 @@ from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus
 
 NAMESPACE = "holdfast"
 """Ray's namespace of our actors and placement groups, and of what they store at its head."""
-NODE_MARK = "{node}"
-"""Stands for a node's name in `RaySpec.arguments`."""
+NODE_MARK = "{node}"  # Stands for a node's name in `RaySpec.arguments`
 
 Group = tuple[str, ...]  # names of the nodes that start together
 
@@ -54,15 +53,9 @@ class RaySpec:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> RaySpec:
-        return RaySpec(
-            job=str(value["job"]),
-            groups=tuple(tuple(str(n) for n in group) for group in value["groups"]),
-            bundle={str(k): float(v) for k, v in value["bundle"].items()},
-            arguments=tuple(str(word) for word in value["arguments"]),
-            logs=str(value["logs"]),
-            is_autoscaled=bool(value["is_autoscaled"]),
-            stop=bool(value["stop"]),
-        )
+        groups = tuple(tuple(group) for group in value["groups"])
+        arguments = tuple(value["arguments"])
+        return RaySpec(**{**value, "groups": groups, "arguments": arguments})
 
 
 def make_groups(request: LaunchRequest) -> tuple[Group, ...]:

@@ -52,14 +52,27 @@ class Supervisor:
         spec = self._board.read_spec()
         if spec is None:
             return False
-        seen = self._observe()
+        alive = frozenset(str(n["NodeID"]) for n in self._ray.nodes() if n["Alive"])
+        state = import_module("ray._private.state").state
+        draining = frozenset(str(node) for node in state.get_draining_nodes())
+        seen = Observation(placed_groups(self._job), self._board.read_reports(), alive, draining)
         deeds = decide(spec, seen)
         for node in deeds.forget:
             self._board.forget_report(node)
         for group in deeds.remove:
-            self._remove(group)
+            util = import_module("ray.util")
+            with suppress(ValueError):
+                util.remove_placement_group(util.get_placement_group(group_name(self._job, group)))
         for group in deeds.create:
-            self._create(group, spec)
+            for node in group:
+                self._board.forget_report(node)
+            made = import_module("ray.util").placement_group(
+                [spec.bundle] * len(group),
+                strategy="STRICT_SPREAD",
+                name=group_name(self._job, group),
+                lifetime="detached",
+            )
+            self._ensure_actors(group, made.id.hex(), spec, made)
         for group, placed in seen.groups.items():
             if group not in deeds.remove:
                 self._ensure_actors(group, placed.id, spec)
@@ -68,23 +81,6 @@ class Supervisor:
             self._board.write_status(status)
             self._status = status
         return deeds.is_over
-
-    def _observe(self) -> Observation:
-        alive = frozenset(str(n["NodeID"]) for n in self._ray.nodes() if n["Alive"])
-        state = import_module("ray._private.state").state
-        draining = frozenset(str(node) for node in state.get_draining_nodes())
-        return Observation(placed_groups(self._job), self._board.read_reports(), alive, draining)
-
-    def _create(self, group: Group, spec: RaySpec) -> None:
-        for node in group:
-            self._board.forget_report(node)
-        made = import_module("ray.util").placement_group(
-            [spec.bundle] * len(group),
-            strategy="STRICT_SPREAD",
-            name=group_name(self._job, group),
-            lifetime="detached",
-        )
-        self._ensure_actors(group, made.id.hex(), spec, made)
 
     def _ensure_actors(self, group: Group, group_id: str, spec: RaySpec, made: Any = None) -> None:
         """Create the actors of a group that are not there. The group may wait for machines."""
@@ -107,9 +103,3 @@ class Supervisor:
                 resources=others,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(made, index),
             ).remote(self._job, node, group_id)
-
-    def _remove(self, group: Group) -> None:
-        """Give the machines of a group back; its actors end with it."""
-        util = import_module("ray.util")
-        with suppress(ValueError):
-            util.remove_placement_group(util.get_placement_group(group_name(self._job, group)))

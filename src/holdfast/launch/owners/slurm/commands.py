@@ -94,19 +94,12 @@ _KEYS = (
 """A word of a refusal -> the key of `launch.slurm` that it is about."""
 
 
-def submit_job(command: Sequence[str], slurm: SlurmConfig) -> str:
-    """Return the number of the job, or of the array. Raises ConfigError if Slurm refuses it."""
-    return _submitted(command, "", slurm).strip().partition(";")[0]
+def submit_job(command: Sequence[str], slurm: SlurmConfig, script: str = "") -> str:
+    """Return the number of the job, or of the array. Raises ConfigError if Slurm refuses it.
 
-
-def validate_job(options: Sequence[str], script: str, slurm: SlurmConfig) -> None:
-    """Have Slurm look at a job without submitting it. Raises ConfigError if it would refuse it."""
-    _submitted(["sbatch", "--test-only", *options], script, slurm)
-
-
-def _submitted(command: Sequence[str], script: str, slurm: SlurmConfig) -> str:
+    script: of a job that Slurm only looks at (`sbatch --test-only`)."""
     try:
-        return run_slurm(*command, given=script)
+        return run_slurm(*command, given=script).strip().partition(";")[0]
     except RefusedError as error:
         said = error.message.lower()
         key = next((key for word, key in _KEYS if word in said), "")
@@ -217,14 +210,9 @@ def nodes_with_agents() -> set[tuple[str, str]]:
     return {(p[0].rpartition(".")[0], p[2]) for p in parts if len(p) == 3 and p[1] == STEP_NAME}
 
 
-def cancel_pending(name: str, *jobs: str) -> None:
-    """Cancel jobs that have not started: those of a name, or these."""
-    chosen = list(jobs) if jobs else [f"--name={name}"]
-    run_slurm("scancel", "--quiet", "--me", "--state=PENDING", *chosen)
-
-
-def cancel_all(name: str) -> None:
-    run_slurm("scancel", "--quiet", "--me", f"--name={name}")
+def cancel(*chosen: str) -> None:
+    """Cancel jobs of this user. chosen: numbers, or options of `scancel`."""
+    run_slurm("scancel", "--quiet", "--me", *chosen)
 
 
 def request_leave(jobs: Sequence[str]) -> None:

@@ -38,17 +38,14 @@ from pathlib import Path
 
 from holdfast.wire.child_command import module_command
 
-INTERVAL_S = 5.0
-"""Seconds between two looks at the job."""
-SIGNAL_INTERVAL_S = 0.5
-"""Seconds between two looks while an agent's step has yet to appear."""
+INTERVAL_S = 5.0  # Seconds between two looks at the job
+SIGNAL_INTERVAL_S = 0.5  # Seconds between two looks while an agent's step has yet to appear
 RELEASE_AFTER_S = 5.0
 """A node is handed back this long after its agent has left. At a run's end all agents leave at
 about the same time, and the job ends instead."""
 MOST_RESTARTS = 3
 """An agent that is killed, such as for its memory, is started again so often on one node."""
-KILLED = 128
-"""A step's exit code is at least this if a signal killed the agent."""
+KILLED = 128  # A step's exit code is at least this if a signal killed the agent
 COMMAND_TIMEOUT_S = 30.0
 STEP_NAME, DEPUTY_NAME = "agent", "deputy"
 REQUEUE_TRIES = 25
@@ -89,8 +86,7 @@ class JobView:
     restarts: int
 
 
-AWAY = "Unable to contact"
-"""What Slurm's commands say when their controller does not answer."""
+AWAY = "Unable to contact"  # What Slurm's commands say when their controller does not answer
 
 
 class Slurm:
@@ -126,23 +122,17 @@ class Slurm:
             return None
         said = done.stderr.decode("utf-8", "replace").strip()
         if done.returncode != 0 and AWAY in said:
-            self._note_away(said)
+            if not self._is_away:
+                log(f"{said}; agents continue, and no node is replaced until it answers")
+            self._is_away = True
             return None
-        self._note_back()
+        if self._is_away:
+            log("Slurm's controller answers again")
+        self._is_away = False
         if done.returncode != 0:
             log(f"{' '.join(command)}: {said}")
             return None
         return done.stdout.decode("utf-8", "replace")
-
-    def _note_away(self, said: str) -> None:
-        if not self._is_away:
-            log(f"{said}; agents continue, and no node is replaced until it answers")
-        self._is_away = True
-
-    def _note_back(self) -> None:
-        if self._is_away:
-            log("Slurm's controller answers again")
-        self._is_away = False
 
     def start_step(
         self, node: str, log_file: Path, command: Sequence[str], name: str = STEP_NAME
@@ -233,9 +223,15 @@ class JobKeeper:
         """Return the exit code of the job, once no agent is left."""
         next_look = time.monotonic()
         while True:
-            number = _next_signal(max(0.0, next_look - time.monotonic()))
+            found = signal.sigtimedwait(SIGNALS, max(0.0, next_look - time.monotonic()))
+            number = None if found is None else found.si_signo
             if number is not None and number != signal.SIGCHLD:
-                self._on_signal(number)
+                log(f"{signal.Signals(number).name}: agents save and leave")
+                self._is_ending = True
+                self._is_time_over = self._is_time_over or number == signal.SIGUSR1
+                # A second SIGTERM might end an agent before it has saved, so Slurm's own is not
+                # sent again.
+                self._must_ask = self._must_ask or number != signal.SIGTERM
                 next_look = 0.0
             if self._reap() or time.monotonic() >= next_look:
                 if not self._look():
@@ -243,15 +239,15 @@ class JobKeeper:
                 has_more = self._must_ask and bool(self._unsignalled())
                 next_look = time.monotonic() + (SIGNAL_INTERVAL_S if has_more else INTERVAL_S)
             if self._agents and not any(agent.is_running for agent in self._agents.values()):
-                return self._end()
+                if self._is_time_over and self._options.requeue:
+                    log("the time is over: the job is queued again")
+                    self._slurm.run("scontrol", "requeue", self._slurm.job)
+                    return 0
+                if self._replacements:
+                    self._slurm.run("scancel", "--state=PENDING", *self._replacements)
+                return self._last_code
 
     # --- signals ----------------------------------------------------------------------------
-    def _on_signal(self, number: int) -> None:
-        log(f"{signal.Signals(number).name}: agents save and leave")
-        self._is_ending = True
-        self._is_time_over = self._is_time_over or number == signal.SIGUSR1
-        # A second SIGTERM might end an agent before it has saved: Slurm's own is not sent again.
-        self._must_ask = self._must_ask or number != signal.SIGTERM
 
     def _unsignalled(self) -> list[Agent]:
         return [a for a in self._agents.values() if a.is_running and not a.is_signalled]
@@ -279,7 +275,10 @@ class JobKeeper:
         if view is None:
             return True
         if view.restarts != self._restarts or (view.nodes and self._host not in view.nodes):
-            self._stand_down()
+            # Slurm has given up this node, or runs the job again. It ends the other steps itself.
+            log("Slurm has taken this node from the job: leaving")
+            if (own := self._agents.get(self._host)) is not None and own.is_running:
+                own.step.terminate()
             return False
         if view.state not in ("RUNNING", "RESIZING", "SIGNALING"):
             return True
@@ -354,7 +353,6 @@ class JobKeeper:
 
     # --- other jobs -------------------------------------------------------------------------
     def _replace(self, node: str) -> None:
-        """Queue a job of one node."""
         if self._options.replace and (job := queue_job(self._slurm, self._options, node)):
             self._replacements.append(job)
 
@@ -368,24 +366,6 @@ class JobKeeper:
             self._deputy = self._slurm.start_step(others[0], path, command, DEPUTY_NAME)
 
     # --- the end ----------------------------------------------------------------------------
-    def _end(self) -> int:
-        """Queue the job again if its time was over; return its exit code."""
-        if self._is_time_over and self._options.requeue:
-            log("the time is over: the job is queued again")
-            self._slurm.run("scontrol", "requeue", self._slurm.job)
-            return 0
-        if self._replacements:
-            self._slurm.run("scancel", "--state=PENDING", *self._replacements)
-        return self._last_code
-
-    def _stand_down(self) -> None:
-        """End what only this process can end: Slurm has given up its node, or runs the job again.
-
-        Slurm itself ends the steps of the other nodes, if it wants to.
-        """
-        log("Slurm has taken this node from the job: leaving")
-        if (own := self._agents.get(self._host)) is not None and own.is_running:
-            own.step.terminate()
 
 
 def queue_job(slurm: Slurm, options: argparse.Namespace, node: str, *more: str) -> str | None:
@@ -431,12 +411,6 @@ def log(text: str) -> None:
     print(
         f"{time.strftime('%H:%M:%S')} job {os.environ.get('SLURM_JOB_ID', '')}: {text}", flush=True
     )
-
-
-def _next_signal(seconds: float) -> int | None:
-    """Wait for one of our signals; None if none has come in time."""
-    found = signal.sigtimedwait(SIGNALS, seconds)
-    return None if found is None else found.si_signo
 
 
 def _unblock() -> None:

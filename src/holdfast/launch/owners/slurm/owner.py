@@ -25,20 +25,19 @@ from holdfast.launch.owners.owner import (
 )
 from holdfast.launch.owners.slurm.commands import (
     JobLine,
-    cancel_all,
-    cancel_pending,
+    cancel,
     jobs_named,
     nodes_with_agents,
     refuse_impossible,
     release_nodes,
     request_leave,
     submit_job,
-    validate_job,
 )
 from holdfast.wire.child_command import module_command
 
 FOLDER = "launch"
 SCRIPT = "slurm.sh"
+_PENDING = "--state=PENDING"  # jobs that have not started
 _STATES = {
     "COMPLETED": NodeState.FINISHED,
     "CANCELLED": NodeState.FINISHED,
@@ -82,7 +81,7 @@ class SlurmOwner:
         slurm, script = request.config.launch.slurm, script_text(request)
         refuse_impossible(slurm, request.nodes)
         for each in _submissions(request):
-            validate_job(each.options(), script, slurm)
+            submit_job(["sbatch", "--test-only", *each.options()], slurm, script)
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         refuse_impossible(request.config.launch.slurm, request.nodes)
@@ -93,7 +92,7 @@ class SlurmOwner:
             for each in _submissions(request):
                 numbers.append(submit_job(each.arguments(script), request.config.launch.slurm))
         except BaseException:
-            cancel_pending(name)
+            cancel(_PENDING, f"--name={name}")
             raise
         details = {"name": name, "folder": str(script.parent)}
         return OwnedJob("slurm", numbers[0], request.all_nodes, details)
@@ -141,9 +140,9 @@ class SlurmOwner:
     def release(self, job: OwnedJob) -> None:
         """Have all agents leave; the second call ends them with Slurm's KillWait."""
         if job.released:
-            cancel_all(job.details["name"])
+            cancel(f"--name={job.details['name']}")
             return
-        cancel_pending(job.details["name"])
+        cancel(_PENDING, f"--name={job.details['name']}")
         running = [each.job for each in _jobs(job) if _state(each) is NodeState.RUNNING]
         request_leave(running)
 
@@ -226,7 +225,7 @@ def _shrink(jobs: Sequence[JobLine], surplus: int) -> None:
     taken = [*waiting, *reversed(small)][:surplus]
     for each in taken:
         if each in waiting:
-            cancel_pending("", each.job)
+            cancel(_PENDING, each.job)
     request_leave([each.job for each in taken if each in small])
     surplus -= len(taken)
     for each in (job for job in jobs if job.nodes > 1 and _state(job) is NodeState.RUNNING):
