@@ -14,7 +14,7 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
 from holdfast.plan.cost.group_links import GroupLinks
 from holdfast.plan.cost.workload import StateBytes
-from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
+from holdfast.plan.hardware.devices import NOT_MEASURED, StepCosts
 from holdfast.plan.memory.stage_bytes import (
     Held,
     expert_parameters,

@@ -12,15 +12,19 @@ Every refusal names the line, and what would work.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from holdfast.config.loading.explain import nearest_value, what_is_wrong
+from holdfast.config.loading.fields import field_at, siblings
 from holdfast.config.loading.yaml_tree import parse_file
-from holdfast.errors import ConfigError, DataError, nearest_of, unknown_name
+from holdfast.errors import ConfigError, DataError, nearest_of, unknown_name, use_one_of
 from holdfast.plan.catalogue import MachineType, load_catalogue
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_sections import (
@@ -30,9 +34,7 @@ from holdfast.plan.hardware.cluster_sections import (
     PoolSection,
 )
 from holdfast.plan.hardware.devices import DeviceType, device_named, limits_text, load_devices
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import WIDE, LinkType, link_named, load_links
-from holdfast.plan.hardware.refusals import Where, place_in, refuse_all
+from holdfast.plan.hardware.link import WIDE, Link, LinkType, link_named, load_links
 from holdfast.plan.hardware.tables import read_rows
 
 HERE = "here"
@@ -41,6 +43,9 @@ _GBIT = 1e9 / 8
 _SHORT = re.compile(
     r"(?P<nodes>\d+)x(?:(?P<devices>\d+)x)?(?P<name>[A-Za-z][\w./@,-]*?)(?P<spot>:spot)?"
 )
+KeyPath = tuple[str | int, ...]
+Where = Callable[[KeyPath], str]
+"""The place of a key, for messages."""
 _SECTIONS_OF_LINKS = ("inside", "outside", "across_racks")
 
 
@@ -89,7 +94,12 @@ def load_cluster(path: Path, tables: Tables | None = None) -> Cluster:
 def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster:
     """The cluster of a file's text."""
     value, lines = parse_file(text, name)
-    where = place_in(name, lines)
+
+    def where(path: KeyPath) -> str:
+        """Return the line of a key: its own, or that of the nearest key around it."""
+        lengths = (n for n in range(len(path), 0, -1) if path[:n] in lines)
+        return f"{name}:{lines[path[:length]]}" if (length := next(lengths, 0)) else name
+
     if not isinstance(value, dict):
         raise ConfigError(
             "a cluster file is made of sections and keys, and this is not",
@@ -99,7 +109,7 @@ def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster
     try:
         sections = ClusterSections.model_validate(_with_link_sections(value))
     except ValidationError as error:
-        raise refuse_all(error, ClusterSections, where) from None
+        raise _refuse_all(error, ClusterSections, where) from None
     return _build(sections, where, tables or Tables())
 
 
@@ -120,7 +130,7 @@ def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:
     between: dict[tuple[str, str], Link] = {}
     prices: dict[tuple[str, str], float] = {}
     for index, each in enumerate(sections.between):
-        path: tuple[str | int, ...] = ("between", index)
+        path: KeyPath = ("between", index)
         for zone in each.zones:
             if zone not in zones:
                 raise ConfigError(
@@ -164,7 +174,10 @@ def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePo
     device = device_named(device.name + limits, tables.devices, where((*path, key)))
     _check_numbers(name, given, where)
     inside = given.inside or LinkSection(type=device.scale_up_link or device.host_link)
-    outside = given.outside or _usual_network(device, machine, tables)
+    outside = given.outside or LinkSection(type=device.network_link)
+    if given.outside is None and machine is not None and machine.type in tables.networks:
+        link, gbit = tables.networks[machine.type]
+        outside = LinkSection(type=link, gbit_s=gbit, per="node")
     across = given.across_racks
     price = machine and (machine.spot if given.market == "spot" else machine.on_demand)
     return NodePool(
@@ -218,19 +231,14 @@ def _check_numbers(name: str, given: PoolSection, where: Where) -> None:
         )
 
 
-def _link(
-    given: LinkSection, devices: int, path: tuple[str | int, ...], where: Where, tables: Tables
-) -> Link:
+def _link(given: LinkSection, devices: int, path: KeyPath, where: Where, tables: Tables) -> Link:
     """A link as one device has it while all devices of its node send."""
     per = given.per or "device"
     if given.type is not None:
         kind = link_named(given.type, tables.links, where((*path, "type")))
         per = given.per or ("node" if kind.kind == WIDE else "device")
-        latency, reach, ramp = (
-            kind.link.latency_s,
-            kind.link.bandwidth / kind.peak,
-            kind.link.ramp,
-        )
+        latency, reach = kind.link.latency_s, kind.link.bandwidth / kind.peak
+        ramp = kind.link.ramp
         peak = kind.peak if given.gbit_s is None else given.gbit_s * _GBIT
     elif given.gbit_s is not None and given.latency_us is not None:
         latency, reach, ramp, peak = 0.0, 1.0, 0.0, given.gbit_s * _GBIT
@@ -243,13 +251,6 @@ def _link(
     if given.latency_us is not None:
         latency = given.latency_us / 1e6
     return Link(latency, peak * reach / (devices if per == "node" else 1), ramp)
-
-
-def _usual_network(device: DeviceType, machine: MachineType | None, tables: Tables) -> LinkSection:
-    if machine is not None and machine.type in tables.networks:
-        link, gbit = tables.networks[machine.type]
-        return LinkSection(type=link, gbit_s=gbit, per="node")
-    return LinkSection(type=device.network_link)
 
 
 def _machine(name: str, where: str, tables: Tables) -> MachineType:
@@ -286,7 +287,7 @@ def _short_cluster(parts: list[re.Match[str]], tables: Tables, where: str) -> Cl
         try:
             pools[name] = PoolSection.model_validate(given)
         except ValidationError as error:
-            raise refuse_all(error, PoolSection, lambda path: where) from None
+            raise _refuse_all(error, PoolSection, lambda path: where) from None
     return _build(ClusterSections(pools=pools), lambda path: where, tables)
 
 
@@ -294,3 +295,31 @@ def _is_machine(name: str, tables: Tables) -> bool:
     return any(
         f"/{each.cloud}/{each.region}/{each.type}".endswith(f"/{name}") for each in tables.machines
     )
+
+
+def _refuse_all(error: ValidationError, model: type[BaseModel], where: Where) -> ConfigError:
+    """One error for all refusals of the schema: one sentence each, with what would work."""
+    refusals = [_refusal(details, model, where) for details in error.errors()]
+    return refusals[0] if len(refusals) == 1 else ConfigError("\n".join(map(str, refusals)))
+
+
+def _refusal(details: ErrorDetails, model: type[BaseModel], where: Where) -> ConfigError:
+    path: KeyPath = tuple(details["loc"])
+    key, place = ".".join(map(str, path)), where(path)
+    info, kind = field_at(path, model), details["type"]
+    if kind == "extra_forbidden":
+        remedy = use_one_of(siblings(path, model), str(path[-1]), cutoff=0.5)
+        return ConfigError(f"unknown key {key}", where=place, remedy=remedy)
+    if kind == "literal_error" and info is not None:
+        remedy = use_one_of(get_args(info.annotation), str(details["input"]))
+    else:
+        remedy = nearest_value(info, details["input"]) or f"write {_example(path, info)}"
+    return ConfigError(f"{key or 'the file'} {what_is_wrong(details)}", where=place, remedy=remedy)
+
+
+def _example(path: KeyPath, info: FieldInfo | None) -> str:
+    if path in ((), ("pools",)) or (path[0] == "pools" and len(path) == 2):
+        return "'pools:', below it a name, and below that for example 'nodes: 8'"
+    if info is not None and info.examples and isinstance(path[-1], str):
+        return f"for example '{path[-1]}: {info.examples[0]}'"
+    return f"a value after '{path[-1]}:', or remove the key"

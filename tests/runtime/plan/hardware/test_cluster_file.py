@@ -19,7 +19,7 @@ from holdfast.plan.hardware.cluster_sections import (
     PoolSection,
 )
 from holdfast.plan.hardware.devices import GIB, load_devices
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import load_links
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples" / "clusters"
