@@ -7,7 +7,7 @@ Each stage has its own durations, each boundary its own link, each rank its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
@@ -16,19 +16,20 @@ from holdfast.plan.cost.compiled_schedule import compiled
 from holdfast.plan.cost.long_pipeline import Pipeline, Times, makespan
 from holdfast.plan.cost.workload import PassTimes
 
+_COMPUTED = ("forward", "inputs", "weights", "again")
+
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one stage and microbatch, in seconds. send: of its output to the next stage. waits: ranks
-    compute nothing while they send or receive."""
+    """Of one stage and microbatch, in seconds; see `PassTimes`."""
 
     forward: float
     inputs: float
     weights: float
     again: float
-    send: float
+    send: float  # of its output to the next stage
     communication: Mapping[str, float]
-    waits: bool = False
+    waits: bool = False  # ranks compute nothing while they send or receive
 
     @property
     def backward(self) -> float:
@@ -43,10 +44,9 @@ class StageTimes:
         """The same stage on a rank whose computing takes `factor` times as long."""
         if factor == 1:
             return self
-        own = self.forward, self.inputs, self.weights, self.again
-        forward, inputs, weights, again = (factor * seconds for seconds in own)
-        communication = {axis: factor * each for axis, each in self.communication.items()}
-        return StageTimes(forward, inputs, weights, again, self.send, communication, self.waits)
+        own = {name: factor * getattr(self, name) for name in _COMPUTED}
+        sent = {axis: factor * each for axis, each in self.communication.items()}
+        return replace(self, **own, communication=sent)
 
     @staticmethod
     def of(
@@ -60,15 +60,11 @@ class StageTimes:
         for layer, number in layers:
             for axis, seconds in (layer.communication or {}).items():
                 sent[axis] = sent.get(axis, 0.0) + number * seconds
-        return StageTimes(
-            sum(n * layer.forward for layer, n in layers) + fixed / 2,
-            sum(n * layer.inputs for layer, n in layers) + fixed / 2,
-            sum(n * layer.weights for layer, n in layers),
-            sum(n * layer.again for layer, n in layers),
-            send,
-            sent,
-            waits,
+        forward, inputs, weights, again = (
+            sum(n * getattr(layer, name) for layer, n in layers) for name in _COMPUTED
         )
+        half = fixed / 2
+        return StageTimes(forward + half, inputs + half, weights, again, send, sent, waits)
 
 
 @dataclass(frozen=True)
@@ -88,26 +84,15 @@ def pipeline_time(
         seconds = microbatches * (one.forward + one.backward)
         return PipelineTime(seconds, _parts([one], microbatches, seconds))
     seconds = makespan(Pipeline(schedule, pp, microbatches, virtual), _times(stages))
-    rank_of = stage_ranks(schedule, pp, len(stages) // pp)
-    waits = _waits(stages, rank_of)
-    by_rank = [
-        [
-            (stage, wait)
-            for stage, wait, on in zip(stages, waits, rank_of, strict=True)
-            if on == rank
-        ]
-        for rank in range(pp)
-    ]
+    is_folded = SCHEDULE_KINDS[schedule].is_folded
+    rank_of = v_stages(pp) if is_folded else loop_stages(pp, len(stages) // pp)
+    by_rank: list[list[tuple[StageTimes, float]]] = [[] for _ in range(pp)]
+    for stage, wait, rank in zip(stages, _waits(stages, rank_of), rank_of, strict=True):
+        by_rank[rank].append((stage, wait))
     busiest = max(by_rank, key=lambda own: sum(s.forward + s.backward + wait for s, wait in own))
     waited = sum(wait for _, wait in busiest)
-    return PipelineTime(
-        seconds, _parts([stage for stage, _ in busiest], microbatches, seconds, waited)
-    )
-
-
-def stage_ranks(schedule: str, pp: int, virtual: int) -> tuple[int, ...]:
-    """The index on pp of each stage."""
-    return v_stages(pp) if SCHEDULE_KINDS[schedule].is_folded else loop_stages(pp, virtual)
+    own = [stage for stage, _ in busiest]
+    return PipelineTime(seconds, _parts(own, microbatches, seconds, waited))
 
 
 def _times(stages: Sequence[StageTimes]) -> Times:

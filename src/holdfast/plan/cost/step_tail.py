@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
+from holdfast.plan.cost.collectives import allreduce_s, gather_s
 from holdfast.plan.cost.group_links import GroupLinks
 from holdfast.plan.cost.workload import StateBytes
 from holdfast.plan.hardware.devices import NOT_MEASURED, StepCosts
@@ -62,12 +62,13 @@ def step_tail(
     if choice.zero < 3:
         gathers = gather_s(links.shards, dense * state.weights, shards)
         if experts:
-            sums += scatter_s(links.copies, experts * state.gradients, copies)
+            sums += gather_s(links.copies, experts * state.gradients, copies)
             gathers += gather_s(links.copies, experts * state.weights, copies)
     first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
     last = 0.0 if hidden == inf else of.all_s(max(min(first, dense), min(dense, of.bucket)))
     moved_s = costs.update_moves * own * state.updated / touched_a_second
-    copied = _copied_s(own * moved_to_host(state, choice, group), host_bytes_s)
+    moved = own * moved_to_host(state, choice, group)  # from the host's memory, and back
+    copied = 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0
     return {
         "gradients": before + max(last, sums - hidden),
         "parameters": gathers,
@@ -94,15 +95,10 @@ class _Sums:
         pieces, size = self._in_buckets(parameters)
         if self.choice.zero == 3:
             return 0.0
-        return pieces * scatter_s(self.links.shards, size, self.group.dp_shard)
+        return pieces * gather_s(self.links.shards, size, self.group.dp_shard)
 
     def all_s(self, parameters: float) -> float:
         pieces, size = self._in_buckets(parameters)
         ranks = self.choice.number_of_replicas * self.group.cp
         reduced = allreduce_s(self.links.replicas, size / self.group.dp_shard, ranks)
         return pieces * reduced + self.scatters_s(parameters)
-
-
-def _copied_s(moved: float, host_bytes_s: float) -> float:
-    """Seconds in which state comes from the host's memory and is written back."""
-    return 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0
