@@ -28,7 +28,7 @@ TORCH_ROOMS = (
         f"holdfast.options.{option}.apply"
         for option in ("asynchronous", "expert_copies", "quantized", "short_state", "tp_by")
     ),
-    "holdfast.options.asynchronous.pipemare",
+    "holdfast.options.asynchronous.weight_versions",
     "holdfast.options.asynchronous.weight_versions",
     "holdfast.options.short_state.eight_bit",
 )

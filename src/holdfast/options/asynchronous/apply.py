@@ -20,8 +20,7 @@ from torch import Tensor
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.step_window import look_ahead, step_window
 from holdfast.core.schedule.table import Value
-from holdfast.options.asynchronous.pipemare import Pipemare, StageDelay
-from holdfast.options.asynchronous.weight_versions import WeightVersions
+from holdfast.options.asynchronous.weight_versions import Pipemare, StageDelay, WeightVersions
 from holdfast.options.protocols import Apply
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.executors import Executor, PipelinedExecutor

@@ -19,12 +19,14 @@ from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import gather_s
 from holdfast.plan.cost.group_links import GroupLinks, Ways, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
-from holdfast.plan.cost.least_pipeline_time import (
+from holdfast.plan.cost.pipeline_time import (
+    PipelineTime,
+    StageTimes,
     kept_microbatches,
     least_pipeline_seconds,
     least_pipeline_time,
+    pipeline_time,
 )
-from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
 from holdfast.plan.cost.step_tail import step_tail
 from holdfast.plan.cost.workload import Counts, Layer, PassTimes, Workload
 from holdfast.plan.hardware.cluster import Cluster

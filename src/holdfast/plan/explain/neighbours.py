@@ -22,13 +22,12 @@ _SAME = 0.001
 
 @dataclass(frozen=True)
 class Neighbour:
-    """choice: the layout. words: what differs. why: the reason, one clause. slower: share of the
-    chosen layout's step that it takes more; infinite if it cannot run."""
+    """A layout next to the chosen one."""
 
     choice: Choice
-    words: str
-    why: str
-    slower: float
+    words: str  # what differs
+    why: str  # the reason, one clause
+    slower: float  # share of the chosen layout's step that it takes more; inf: it cannot run
 
     @property
     def sentence(self) -> str:

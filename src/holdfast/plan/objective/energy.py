@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import GroupCost, Problem, StepCost
-from holdfast.plan.hardware.devices import DeviceType, device_named
-from holdfast.plan.objective.occupancy import devices_by_pool
+from holdfast.plan.hardware.devices import DeviceType
 
 COMPUTING = ("compute", "recompute", "update")
 WAITING = ("bubble",)
@@ -22,8 +21,8 @@ def step_joules(problem: Problem, choice: Choice, cost: StepCost) -> dict[str, f
     """Joules of one step of all devices, by pool."""
     found: dict[str, float] = {}
     for group, each in zip(choice.replicas, cost.groups, strict=True):
-        for name, devices in devices_by_pool(group).items():
-            device = device_named(problem.cluster.pool(name).device, problem.devices)
+        for name, devices in group.devices_by_pool.items():
+            device = problem.cluster.pool(name).device_type(problem.devices)
             joules = group.dp_replicate * devices * _device_joules(device, each, cost.step_s)
             found[name] = found.get(name, 0.0) + joules
     return found
@@ -58,9 +57,7 @@ def co2_kg_per_step(problem: Problem, choice: Choice, cost: StepCost) -> float:
 
 def idle_watts(problem: Problem, choice: Choice) -> dict[str, float]:
     """Of all devices of a layout, by pool, while they do nothing."""
-    found: dict[str, float] = {}
-    for group in choice.replicas:
-        for name, devices in devices_by_pool(group).items():
-            device = device_named(problem.cluster.pool(name).device, problem.devices)
-            found[name] = found.get(name, 0.0) + group.dp_replicate * devices * device.idle_w
-    return found
+    return {
+        name: number * problem.cluster.pool(name).device_type(problem.devices).idle_w
+        for name, number in choice.devices_by_pool.items()
+    }

@@ -14,22 +14,9 @@ def pools_without_price(cluster: Cluster) -> tuple[str, ...]:
     return tuple(pool.name for pool in cluster.pools if pool.usd_per_hour <= 0)
 
 
-def pools_without_carbon(cluster: Cluster) -> tuple[str, ...]:
-    return tuple(pool.name for pool in cluster.pools if pool.grams_co2_per_kwh <= 0)
-
-
-def refuse_without_price(cluster: Cluster, objective: str) -> None:
-    """Raises ConfigError if a pool has no price."""
-    _refuse(pools_without_price(cluster), "usd_per_hour", objective)
-
-
-def refuse_without_carbon(cluster: Cluster, objective: str) -> None:
-    """Raises ConfigError if a pool does not say how much CO2 its power causes."""
-    _refuse(pools_without_carbon(cluster), "grams_co2_per_kwh", objective)
-
-
-def _refuse(pools: tuple[str, ...], key: str, objective: str) -> None:
-    if pools:
+def refuse_without(key: str, cluster: Cluster, objective: str) -> None:
+    """Raises ConfigError if a pool does not give a key: its price, or the CO2 of its power."""
+    if pools := [pool.name for pool in cluster.pools if getattr(pool, key) <= 0]:
         raise ConfigError(
             f"the objective {objective} needs {key}, which the cluster does not have for "
             f"{', '.join(pools)}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -32,24 +32,23 @@ class Site:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sample and a block are cut on a site. local: samples that a rank computes at once."""
+    """How a sample and a block are cut on a site."""
 
     site: Site
     cp: int
     tp: int
     ep: int
-    local: int
+    local: int  # samples that a rank computes at once
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The degrees of one replica on a site. slots: indices on pp in each pool of the site. most:
-    replicas that the site has devices for."""
+    """The degrees of one replica on a site."""
 
     cut: Cut
     dp_shard: int
-    slots: tuple[int, ...]
-    most: int
+    slots: tuple[int, ...]  # indices on pp in each pool of the site
+    most: int  # replicas that the site has devices for
 
     @property
     def site(self) -> Site:
@@ -95,6 +94,10 @@ class Shape:
         pairs = zip(self.site.pools, self.slots, strict=True)
         return tuple(name for name, number in pairs for _ in range(number))
 
+    def words(self, recompute: Sequence[str]) -> list[str]:
+        """Words of `train.recompute`, of these, that a run file may have."""
+        return [word for word in recompute if self.ep == 1 or word != "selective"]
+
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
@@ -113,7 +116,16 @@ def cuts(problem: Problem, limits: Limits, site: Site) -> Iterator[Cut]:
 
 def slots_of(problem: Problem, limits: Limits, cut: Cut) -> Iterator[tuple[int, ...]]:
     """Lengths of a pipeline of such ranks, by the part of it in each pool."""
-    yield from _slots(problem.workload, limits, cut.site, cut.tp * cut.cp)
+    blocks, inner = len(problem.workload.blocks), cut.tp * cut.cp
+    if len(cut.site.pools) == 1:
+        for pp in _allowed(limits.pp, pipeline_degrees(blocks, cut.site.sizes[0] // inner)):
+            yield (pp,)
+        return
+    one, other = (size // inner for size in cut.site.sizes)
+    for first in range(1, min(blocks - 1, one) + 1):
+        for second in range(1, min(blocks - first, other) + 1):
+            if limits.pp in (0, first + second):
+                yield first, second
 
 
 def shapes(problem: Problem, limits: Limits, cut: Cut, slots: tuple[int, ...]) -> Iterator[Shape]:
@@ -145,20 +157,6 @@ def replica_numbers(problem: Problem, limits: Limits, shape: Shape) -> list[int]
 
 def _allowed(fixed: int, degrees: Iterable[int]) -> list[int]:
     return [n for n in degrees if fixed in (0, n)]
-
-
-def _slots(workload: Workload, limits: Limits, site: Site, inner: int) -> Iterator[tuple[int, ...]]:
-    """Lengths of a pipeline, by the part of it in each pool."""
-    blocks = len(workload.blocks)
-    if len(site.pools) == 1:
-        for pp in _allowed(limits.pp, pipeline_degrees(blocks, site.sizes[0] // inner)):
-            yield (pp,)
-        return
-    one, other = (size // inner for size in site.sizes)
-    for first in range(1, min(blocks - 1, one) + 1):
-        for second in range(1, min(blocks - first, other) + 1):
-            if limits.pp in (0, first + second):
-                yield first, second
 
 
 @lru_cache(maxsize=4096)

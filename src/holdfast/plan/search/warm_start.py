@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.choice import Choice, ReplicaChoice, replicas_within
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.search.limits import Limits, Objective
 from holdfast.plan.search.shares import dealt, with_best_shares
@@ -46,9 +46,11 @@ def _adapted(evaluator: Evaluator, choice: Choice, limits: Limits) -> Iterator[C
     total, rest = divmod(problem.workload.batch, choice.microbatch)
     if rest or not _is_within(choice, limits) or not all(_has_place(problem, g) for g in kinds):
         return
-    kept = _within_pools(problem, kinds, [group.dp_replicate for group in kinds])
-    most = _within_pools(problem, kinds, [total for _ in kinds])
-    for counts in dict.fromkeys((kept, most) if len(kinds) == 1 else (kept,)):
+    sizes = {pool.name: pool.size for pool in problem.cluster.pools}
+    numbers = [replicas_within(kinds, sizes)]
+    if len(kinds) == 1:
+        numbers.append(replicas_within([replace(kinds[0], dp_replicate=total)], sizes))
+    for counts in dict.fromkeys(numbers):
         groups = [replace(g, dp_replicate=n) for g, n in zip(kinds, counts, strict=True) if n]
         found = _with_shares(evaluator, choice, groups, total)
         if (
@@ -100,23 +102,6 @@ def _has_place(problem: Problem, group: ReplicaChoice) -> bool:
         and group.tp in tensor_degrees(problem.workload, pools[name].devices, pools[name].size)
         for name in group.pools
     )
-
-
-def _within_pools(
-    problem: Problem, kinds: list[ReplicaChoice], wanted: list[int]
-) -> tuple[int, ...]:
-    """Replicas of each kind for which the pools have devices, and no more than are wanted."""
-    free, found = {pool.name: pool.size for pool in problem.cluster.pools}, list[int]()
-    for group, number in zip(kinds, wanted, strict=True):
-        needs = dict[str, int]()
-        for index in range(group.pp):
-            name = group.pool_at(index)
-            needs[name] = needs.get(name, 0) + group.replica_size // group.pp
-        count = min(number, *(free[name] // need for name, need in needs.items()))
-        for name, need in needs.items():
-            free[name] -= count * need
-        found.append(count)
-    return tuple(found)
 
 
 def _with_shares(

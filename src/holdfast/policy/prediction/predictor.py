@@ -12,10 +12,9 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
-from holdfast.policy.prediction.bilstm import BiLstm
+from holdfast.policy.prediction.bilstm import BiLstm, window_of
 from holdfast.policy.prediction.history import ClusterHistory, NodeChange
 from holdfast.policy.prediction.models import Model, model_from_json, model_to_json, rescale
-from holdfast.policy.prediction.windows import window_of
 
 FORMAT = "holdfast-prediction-1"
 

@@ -10,8 +10,8 @@ from benchmarks.lab.layout_replay import run_layout
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.objective.absent_nodes import absent_chances, batch_chances
 from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.losses import absent_chances, batch_chances
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.saving.tiers import DISK
 from tests.runtime.plan.objective.problems import layout, pool, problem
