@@ -9,30 +9,26 @@ use: a node's numbers then explain each other.
 from __future__ import annotations
 
 import csv
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from holdfast.machine.kernel_files import ask_tool
 
 _MIB = 2.0**20
 
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """One device, as the driver counts it. None: the tool does not tell.
-
-    utilisation: share of the last sample period, 0 to 1, in which a kernel ran. power_w: watts.
-    temperature_c: degrees Celsius. uncorrected_errors: of the memory (ECC), since the driver was
-    loaded.
-    """
+    """One device, as the driver counts it. None: the tool does not tell."""
 
     index: str
     name: str
-    utilisation: float | None = None
+    utilisation: float | None = None  # share of the last sample period in which a kernel ran
     memory_used_bytes: float | None = None
     memory_total_bytes: float | None = None
     power_w: float | None = None
-    temperature_c: float | None = None
-    uncorrected_errors: float | None = None
+    temperature_c: float | None = None  # degrees Celsius
+    uncorrected_errors: float | None = None  # of the memory (ECC), since the driver was loaded
 
 
 @dataclass(frozen=True)
@@ -91,15 +87,8 @@ _TOOLS = (
 
 def read_devices(timeout_s: float = 20.0) -> list[DeviceReading]:
     """Ask the first tool that this machine has; empty without one, or where it fails or hangs."""
-    for tool in _TOOLS:
-        try:
-            answer = subprocess.run(
-                tool.command, capture_output=True, text=True, timeout=timeout_s, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return parse_readings(answer.stdout, tool.columns)
-    return []
+    answers = ((ask_tool(tool.command, timeout_s), tool.columns) for tool in _TOOLS)
+    return next((parse_readings(text, columns) for text, columns in answers if text), [])
 
 
 def parse_readings(

@@ -17,7 +17,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,12 +35,11 @@ RunTool = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True)
 class InstalledVersions:
-    """Versions by the names above; what is not there is left out. modules: of the kernel, among
-    those that matter. tool_words: what `nvidia-smi` says if it fails."""
+    """What is installed."""
 
-    known: Mapping[str, str]
-    modules: frozenset[str] = field(default_factory=frozenset)
-    tool_words: str = ""
+    known: Mapping[str, str]  # versions by the names above; what is not there is left out
+    modules: frozenset[str] = frozenset()  # of the kernel, among those that matter
+    tool_words: str = ""  # what `nvidia-smi` says if it fails
 
     @property
     def has_nvidia(self) -> bool:

@@ -25,18 +25,17 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Conflict:
-    """culprit: what is to be changed. if_: a comparison for each version by its name; a version has
-    as many numbers as the bound. module, without_module: of the kernel, loaded or not."""
+    """Versions that do not work together."""
 
-    culprit: str
+    culprit: str  # what is to be changed
     state: Literal["weak", "fails"]
-    if_: Mapping[str, str]
+    if_: Mapping[str, str]  # bounds by name; a version is cut to as many numbers as its bound
     effect: str
     remedy: str
     source: str
     read_on: str = TABLE_DATE
-    module: str = ""
-    without_module: str = ""
+    module: str = ""  # of the kernel, that is loaded
+    without_module: str = ""  # of the kernel, that is not
     needs_ports: bool = False
 
     def applies(self, found: InstalledVersions, has_ports: bool) -> bool:

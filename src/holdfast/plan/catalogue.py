@@ -7,64 +7,44 @@ of the same form may take its place.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from datetime import date
 from math import isfinite, log
 from pathlib import Path
+from typing import Any
 
 from holdfast.errors import DataError
 
 CATALOGUE_FILE = Path(__file__).with_name("catalogue.csv")
 HOURS_PER_MONTH = 730.0
-COLUMNS = (
-    "cloud",
-    "region",
-    "type",
-    "accelerator",
-    "count",
-    "tflops",
-    "on_demand",
-    "spot",
-    "reclaimed_per_month",
-    "date",
-)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one zone sells of one kind.
+    """What one zone sells of one kind."""
 
-    name: unique. spot: may be taken back. price: US dollars an hour for a node. available: nodes
-    that the cloud has now. speed: work of a node in an hour, relative to that of other offers (all
-    nodes of a run should be alike). losses_per_hour: of one node.
-    """
-
-    name: str
-    spot: bool
-    price: float
-    available: int
-    speed: float = 1.0
-    losses_per_hour: float = 0.0
+    name: str  # unique
+    spot: bool  # may be taken back
+    price: float  # US dollars an hour for a node
+    available: int  # nodes that the cloud has now
+    speed: float = 1.0  # of a node, relative to other offers (nodes of a run should be alike)
+    losses_per_hour: float = 0.0  # of one node
 
 
 @dataclass(frozen=True)
 class MachineType:
-    """One type of machine in one region.
-
-    count: accelerators of a node. tflops: their dense peak in bf16, in all. on_demand, spot: US
-    dollars an hour. reclaimed_per_month: share of spot nodes that the cloud takes back in a month.
-    """
+    """One type of machine in one region: a row of the table."""
 
     cloud: str
     region: str
     type: str
     accelerator: str
-    count: int
-    tflops: float
-    on_demand: float
-    spot: float
-    reclaimed_per_month: float
+    count: int  # accelerators of a node
+    tflops: float  # their dense peak in bf16, in all
+    on_demand: float  # US dollars an hour
+    spot: float  # US dollars an hour
+    reclaimed_per_month: float  # share of spot nodes that the cloud takes back in a month
     date: date
 
     @property
@@ -80,6 +60,14 @@ class MachineType:
             Offer(f"{place}/spot", True, self.spot, most, 1.0, self.losses_per_hour),
             Offer(f"{place}/on-demand", False, self.on_demand, most),
         ]
+
+
+COLUMNS = tuple(each.name for each in fields(MachineType))
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "count": int,
+    **dict.fromkeys(("tflops", "on_demand", "spot", "reclaimed_per_month"), float),
+    "date": date.fromisoformat,
+}
 
 
 def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
@@ -114,18 +102,7 @@ def _is_comment(line: str) -> bool:
 def _machine_type(row: dict[str, str | None], where: str) -> MachineType:
     text = {column: (row.get(column) or "").strip() for column in COLUMNS}
     try:
-        found = MachineType(
-            text["cloud"],
-            text["region"],
-            text["type"],
-            text["accelerator"],
-            int(text["count"]),
-            float(text["tflops"]),
-            float(text["on_demand"]),
-            float(text["spot"]),
-            float(text["reclaimed_per_month"]),
-            date.fromisoformat(text["date"]),
-        )
+        found = MachineType(*[_PARSERS.get(name, str)(cell) for name, cell in text.items()])
     except ValueError as error:
         raise DataError(
             f"a value of this row cannot be read ({error})",

@@ -102,21 +102,16 @@ def _take(left: list[list[int]], expert: int, moved: int, host: int) -> tuple[in
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The ranks that one rank's sorted choices go to in a microbatch.
-
-    order: their places in the order of sending, as (first row, rows). sent: rows to each rank.
-    came: of each rank, rows for each expert of this rank, and then for its copy if it has one.
-    lent: (number here, host) of this rank's experts that have a copy, by host. lender: the owner of
-    this rank's copy. load: rows of an even load, of this rank's own experts, and that it computes.
-    """
+    """The ranks that one rank's sorted choices go to in a microbatch. came: of each rank, rows for
+    each expert of this rank, and then for its copy if it has one."""
 
     copies: tuple[ExpertCopy, ...]
-    order: tuple[tuple[int, int], ...]
-    sent: tuple[int, ...]
+    order: tuple[tuple[int, int], ...]  # places in the order of sending, as (first row, rows)
+    sent: tuple[int, ...]  # rows to each rank
     came: tuple[tuple[int, ...], ...]
-    lent: tuple[tuple[int, int], ...]
-    lender: int | None
-    load: tuple[int, int, int]
+    lent: tuple[tuple[int, int], ...]  # (number here, host) of own experts with a copy, by host
+    lender: int | None  # the owner of this rank's copy
+    load: tuple[int, int, int]  # rows of an even load, of own experts, and that it computes
 
 
 def plan_dispatch(counts: Sequence[Sequence[int]], rank: int) -> Dispatch:

@@ -27,11 +27,7 @@ from torch import Tensor
 from holdfast.config.sections.optimizer import BLOCKS, OptimizerConfig, Slot
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.optimizer_state import (
-    ParameterSettings,
-    blocks_of,
-    parameter_settings,
-)
+from holdfast.core.sharding.optimizer_state import ParameterSettings, blocks_of, parameter_settings
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.errors import LayoutError
 from holdfast.options.protocols import Apply

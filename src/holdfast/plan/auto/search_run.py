@@ -21,12 +21,7 @@ from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import unmodelled_key, workload_of
 from holdfast.plan.placing.layouts import layouts_of
-from holdfast.plan.search.search import (
-    Found,
-    Limits,
-    SearchResult,
-    search,
-)
+from holdfast.plan.search.search import Found, Limits, SearchResult, search
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 """Schedules that are tried: none of them changes the curve."""

@@ -59,11 +59,10 @@ class LayerTimes(Protocol):
 
 @dataclass(frozen=True)
 class ShapeTimes:
-    """From shapes. item: bytes of an element between kernels. repeats_all, is_compiled: see
-    `Workload`."""
+    """From shapes; see `Workload`."""
 
     precision: str
-    item: float
+    item: float  # bytes of an element between kernels
     repeats_all: bool = False
     is_compiled: bool = True
 

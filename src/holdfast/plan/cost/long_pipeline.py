@@ -74,15 +74,14 @@ def makespan(pipeline: Pipeline, times: Times) -> float:
 @dataclass(frozen=True)
 class _Rounds:
     """Of a table whose rows have a cut, by rank: a table with `step` more microbatches has one more
-    round of `lengths` entries there. most: rounds before the cut that are alike, by which times may
-    be compared. windows: entries before the cut that later ones need."""
+    round of `lengths` entries there."""
 
     program: CompiledSchedule
     step: int
     cuts: tuple[int, ...]
     lengths: tuple[int, ...]
-    windows: tuple[int, ...]
-    most: int
+    windows: tuple[int, ...]  # entries before the cut that later ones need
+    most: int  # rounds before the cut that are alike, by which times may be compared
 
     def repeated(self, times: Times) -> tuple[int, float] | None:
         """The rounds after which all times before the cut are the same but for a constant, and that

@@ -16,11 +16,8 @@ ACROSS_ZONES = Link(500e-6, 2.5e9 / 8)
 
 @dataclass(frozen=True)
 class NodePool:
-    """Like nodes in one place.
-
-    ways: what collectives of an axis see of `inside` by its name (`group_links.py`), if that was
-    measured.
-    """
+    """Like nodes in one place. ways: what collectives of an axis see of `inside` by its name
+    (`group_links.py`), if that was measured."""
 
     name: str
     nodes: int
@@ -52,12 +49,11 @@ class NodePool:
 
 @dataclass(frozen=True)
 class Cluster:
-    """pools, and links between zones by (one zone, other zone) in either order. usd_per_gb: price
-    of 1e9 bytes between zones, in the same way."""
+    """Pools, and what lies between zones by (one zone, other zone) in either order."""
 
     pools: tuple[NodePool, ...]
     between: Mapping[tuple[str, str], Link] = field(default_factory=dict)
-    usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of 1e9 bytes
 
     @property
     def size(self) -> int:

@@ -103,9 +103,7 @@ class DeviceType:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""
         if precision not in self.flops:
             raise DataError(
-                f"no peak is known for {precision}",
-                where=self.name,
-                remedy=use_one_of(self.flops),
+                f"no peak is known for {precision}", where=self.name, remedy=use_one_of(self.flops)
             )
         return self.flops[precision]
 

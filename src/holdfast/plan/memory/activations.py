@@ -68,12 +68,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.options.registry import option_costs
-from holdfast.options.tp_by.cost import (
-    ComponentTokens,
-    attention_tokens,
-    components,
-    ffn_tokens,
-)
+from holdfast.options.tp_by.cost import ComponentTokens, attention_tokens, components, ffn_tokens
 from holdfast.plan.memory.pass_order import StageBytes, fullest_forward
 from holdfast.plan.step_microbatches import microbatches
 
@@ -150,13 +145,11 @@ _COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Bytes on one rank. kept: by all passes in flight, at the end of the forward pass at which
-    that is most. in_flight: how many these are, of one stage and one microbatch each. waiting: what
-    the last collective has sent, which stays until the next one."""
+    """Bytes on one rank."""
 
-    kept: int
-    in_flight: int
-    waiting: int = 0
+    kept: int  # by all passes in flight, at the end of the forward pass at which that is most
+    in_flight: int  # passes, of one stage and one microbatch each
+    waiting: int = 0  # what the last collective has sent, which stays until the next one
 
     @property
     def per_microbatch(self) -> int:
@@ -306,8 +299,7 @@ def _context_messages(config: RunConfig, ranks: int, rank: RankShape) -> int:
 
 @dataclass(frozen=True)
 class RankShape:
-    """What the formulas need of one rank: see the module. device: "cpu", or
-    "accelerator"."""
+    """What the formulas need of one rank: see the module."""
 
     model: ModelConfig
     tokens: int
@@ -320,7 +312,7 @@ class RankShape:
     item: int
     wide: int
     swaps: bool = False
-    device: str = "cpu"
+    device: str = "cpu"  # or "accelerator"
     experts: ExpertShape | None = None
 
     @staticmethod
@@ -343,12 +335,7 @@ class RankShape:
             replica.degree("cp") > 1 and config.layout.cp_method.startswith("ulysses"),
             device,
             ExpertShape.of(
-                model,
-                tokens,
-                item,
-                max(4, item),
-                tp=tp,
-                ep=replica.expert_degree(config.layout.ep),
+                model, tokens, item, max(4, item), tp=tp, ep=replica.expert_degree(config.layout.ep)
             ),
         )
 

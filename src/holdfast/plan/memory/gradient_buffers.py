@@ -34,12 +34,11 @@ SLICE_ELEMENTS, BUFFER_ELEMENTS = 16, 4096
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Bytes, whatever their place. sums: the buffers of the sum, and of partial sums. arrivals: of
-    pieces from other ranks. staying: places in the rank's share, of microbatches whose gradients
-    wait where they were computed for those of the next one."""
+    """Bytes, whatever their place. staying: places in the rank's share, of microbatches whose
+    gradients wait where they were computed for those of the next one."""
 
-    sums: int
-    arrivals: int
+    sums: int  # the buffers of the sum, and of partial sums
+    arrivals: int  # of pieces from other ranks
     staying: frozenset[int]
 
 

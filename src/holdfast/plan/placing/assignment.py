@@ -37,9 +37,8 @@ class PresentReplicas:
         kinds = {shape.kind: shape for shape in shapes.configured}
         for r in present.topology.replicas:
             if not alive.issuperset(r.ranks):
-                self.broken_replicas.append(
-                    (r, [rank if rank in alive else None for rank in r.ranks])
-                )
+                left = [rank if rank in alive else None for rank in r.ranks]
+                self.broken_replicas.append((r, left))
             elif r.kind in kinds and shapes.fits_memory(kinds[r.kind]):
                 self.whole_replicas.append((r, kinds[r.kind]))
             elif shapes.is_allowed(r.mesh_shape):
@@ -56,11 +55,8 @@ class PresentReplicas:
         workers, workers of complete replicas stay first."""
         found: dict[int, list[tuple[bool, int]]] = {}
         for r in present.topology.replicas:
-            there = [
-                rank
-                for rank in r.ranks
-                if rank not in present.lost_ranks and self._names[rank] in self._node_index
-            ]
+            there = [rank for rank in r.ranks if rank not in present.lost_ranks]
+            there = [rank for rank in there if self._names[rank] in self._node_index]
             for rank in there:
                 found.setdefault(self.node_of(rank), []).append((len(there) < len(r.ranks), rank))
         return {
@@ -70,12 +66,11 @@ class PresentReplicas:
 
 @dataclass
 class PlacedReplica:
-    """A replica of the new topology. slots: in mesh order. sort_key: those that were there come
-    first, by their numbers. is_unchanged: nothing of it has changed."""
+    """A replica of the new topology."""
 
     shape: Layout
-    slots: list[WorkerSlot]
-    sort_key: tuple[int, int]
+    slots: list[WorkerSlot]  # in mesh order
+    sort_key: tuple[int, int]  # those that were there come first, by their numbers
     is_unchanged: bool = False
 
 
@@ -106,7 +101,9 @@ class ReplicaPlacer:
         pool = PlacePool(free, [node.speed for node in self.nodes], self._unplaced_workers())
         idle = sum(free) - sum(shape.replica_size * n for shape, n in due.items())
         if self._domains.is_of_use:  # the domains decide which places stay idle, but for slow ones
-            idle = min(idle, self._slow_places(free))
+            fastest = max(node.speed for node in self.nodes)
+            pairs = zip(self.nodes, free, strict=True)
+            idle = min(idle, sum(n for node, n in pairs if node.speed < fastest))
         pool.leave_idle(idle, max((s.tp for s in +due), default=1))
         self._repair_replicas(due, pool)
         domains = self._domains
@@ -119,11 +116,6 @@ class ReplicaPlacer:
             seats = self._assign_slots(shape, domains.in_order(parts), pool)
             self.replicas.append(PlacedReplica(shape, seats, (1, len(self.replicas))))
         return sorted(self.replicas, key=lambda each: each.sort_key)
-
-    def _slow_places(self, free: Sequence[int]) -> int:
-        """Free places on nodes that are slower than the fastest."""
-        fastest = max(node.speed for node in self.nodes)
-        return sum(n for node, n in zip(self.nodes, free, strict=True) if node.speed < fastest)
 
     def missing_bytes(self, replica: PlacedReplica) -> int:
         """Bytes that its workers lack."""
@@ -203,32 +195,22 @@ class ReplicaPlacer:
     def _fill_gaps(self, shape: Layout, seats: dict[int, WorkerSlot], pool: PlacePool) -> None:
         own = Counter(seat.node for seat in seats.values())
         gaps = [at for at in range(shape.replica_size) if at not in seats]
+
+        def fill(node: int, number: int) -> list[int]:
+            """Put workers of a node into some of the gaps; the gaps that are left."""
+            seats.update(self._match_workers(shape, node, number, gaps, pool))
+            return [at for at in gaps if at not in seats]
+
         for node, _ in own.most_common():
-            gaps = self._fill(
-                shape, node, min(len(gaps), pool.free_places[node]), gaps, pool, seats
-            )
+            if number := min(len(gaps), pool.free_places[node]):
+                pool.reserve(node, number)
+                gaps = fill(node, number)
         while gaps and (found := self._find_donors(shape, gaps, pool)):
-            node, number = found
-            gaps = self._fill(shape, node, number, gaps, pool, seats)
+            pool.reserve(*found)
+            gaps = fill(*found)
         near = self._domains.near(own, len(gaps), pool.free_places)
         for node, number in pool.take_places(len(gaps), among=near):
-            seats.update(self._match_workers(shape, node, number, gaps, pool))
-            gaps = [at for at in gaps if at not in seats]
-
-    def _fill(
-        self,
-        shape: Layout,
-        node: int,
-        number: int,
-        gaps: list[int],
-        pool: PlacePool,
-        seats: dict[int, WorkerSlot],
-    ) -> list[int]:
-        """Put `number` workers of a node into some of the gaps; the gaps that are left."""
-        if number:
-            pool.reserve(node, number)
-            seats.update(self._match_workers(shape, node, number, gaps, pool))
-        return [at for at in gaps if at not in seats]
+            gaps = fill(node, number)
 
     def _match_workers(
         self, shape: Layout, node: int, number: int, places: Sequence[int], pool: PlacePool
@@ -257,19 +239,11 @@ class ReplicaPlacer:
         """The node with the most workers that hold just what is missing, and their number."""
         kind = shape.kind
         wanted = set(gaps)
-        found = Counter(
-            {
-                node: len(
-                    {
-                        at
-                        for r in ranks
-                        if (at := self._was[r][2]) in wanted and self._was[r][:2] == kind
-                    }
-                )
-                for node, ranks in pool.workers_by_node.items()
-                if ranks and pool.free_places[node]
-            }
-        )
+        found = dict[int, int]()
+        for node, ranks in pool.workers_by_node.items():
+            if ranks and pool.free_places[node]:
+                places = {self._was[r][2] for r in ranks if self._was[r][:2] == kind}
+                found[node] = len(places & wanted)
         best = min(found, key=lambda node: (-found[node], node), default=None)
         if best is None or not found[best]:
             return None
@@ -297,15 +271,12 @@ class ReplicaPlacer:
             pool.workers_by_node.get(i) for i, _ in parts
         ):
             return parts
+        slots = [range(first, first + number) for first in range(0, len(parts) * number, number)]
         pairs = [
             (-common, slot, index)
             for index, (node, _) in enumerate(parts)
-            for slot in range(len(parts))
-            if (
-                common := self._held_bytes(
-                    shape, node, range(slot * number, (slot + 1) * number), pool
-                )
-            )
+            for slot, places in enumerate(slots)
+            if (common := self._held_bytes(shape, node, places, pool))
         ]
         order: dict[int, int] = {}
         used: set[int] = set()

@@ -85,18 +85,13 @@ The rest is assumed. A run's own history may replace them."""
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """What the sum is made of.
-
-    step_s: seconds of a step. inner_bytes: sent by a rank inside its replica in a step, over its
-    slowest link. gradient_bytes: of a rank, exchanged between replicas. recovery_s: lost if a
-    domain takes some replicas. restart_s: lost if it takes all of them: the start, and half of the
-    interval between checkpoints.
-    """
+    """What the sum is made of. restart_s: lost if a domain takes all replicas: the start, and half
+    of the interval between checkpoints."""
 
     step_s: float = 1.0
-    inner_bytes: float = 1e8
-    gradient_bytes: float = 1e8
-    recovery_s: float = 5.0
+    inner_bytes: float = 1e8  # sent by a rank inside its replica in a step, over its slowest link
+    gradient_bytes: float = 1e8  # of a rank, exchanged between replicas
+    recovery_s: float = 5.0  # lost if a domain takes some replicas
     restart_s: float = 600.0
     links: Mapping[str, Link] = field(default_factory=lambda: ASSUMED_LINKS)
     failures_per_day: Mapping[str, float] = field(default_factory=lambda: FAILURES_PER_DAY)
@@ -211,25 +206,16 @@ class DomainChooser:
         """Return the fewest nodes around those of a replica that have room for so many workers
         more; None: any."""
         own = set(nodes)
-        fit = [
-            scope
-            for scope in self._scopes
-            if own & scope and sum(free[node] for node in scope) >= size
-        ]
-        return min(
-            fit, key=lambda scope: (-len(own & scope), len(scope), sorted(scope)), default=None
-        )
+        fit = (s for s in self._scopes if own & s and sum(free[node] for node in s) >= size)
+        return min(fit, key=lambda s: (-len(own & s), len(s), sorted(s)), default=None)
 
     def in_order(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return (node, places) so that nodes of a rack follow each other: stages that send to each
         other are neighbours. Unlike parts stay in the order in which they were taken."""
         if not self.is_of_use or len({places for _, places in parts}) > 1:
             return list(parts)
-        return sorted(parts, key=lambda part: self._order_key(part[0]))
-
-    def _order_key(self, node: int) -> tuple[str, ...]:
-        machine = self._machines[node]
-        return () if machine is None else (machine.zone, machine.power, machine.rack, machine.name)
+        where = {n: (m.zone, m.power, m.rack, m.name) for n, m in enumerate(self._machines) if m}
+        return sorted(parts, key=lambda part: where.get(part[0], ()))
 
     def _likely(self, scope: frozenset[int], size: int, free: Sequence[int]) -> list[int]:
         """The nodes that packing would take: the smallest that is enough, or the emptiest."""

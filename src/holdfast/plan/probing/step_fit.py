@@ -103,10 +103,7 @@ def _of_accelerator(machine: _Machine, found: Sequence[tuple[Probe, float]]) -> 
 
 
 def _step_costs(
-    machine: _Machine,
-    found: Sequence[tuple[Probe, float]],
-    start: StepCosts,
-    names: Sequence[str],
+    machine: _Machine, found: Sequence[tuple[Probe, float]], start: StepCosts, names: Sequence[str]
 ) -> StepCosts:
     """Least squares of what the probes take, for the named constants. An accelerator waits for the
     slower of host and device, so each round starts from the constants of the one before."""

@@ -63,17 +63,15 @@ RUNNERS_UP = 8
 
 @dataclass
 class Candidates:
-    """A heap of layouts by their least scores. is_wanted: False for layouts that are left out.
-    ceiling: a score that is known already.
-    executed: with their costs, in the order of execution. pushed: layouts that got a bound."""
+    """A heap of layouts by their least scores."""
 
     evaluator: Evaluator
     scores: Scores
-    is_wanted: Callable[[Choice], bool]
-    ceiling: float = inf
+    is_wanted: Callable[[Choice], bool]  # False for layouts that are left out
+    ceiling: float = inf  # a score that is known already
     best: Found | None = None
-    executed: list[Found] = field(default_factory=list)
-    pushed: int = 0
+    executed: list[Found] = field(default_factory=list)  # in the order of execution
+    pushed: int = 0  # layouts that got a bound
     _heap: list[tuple[float, int, Choice]] = field(default_factory=list)
 
     @property

@@ -22,14 +22,7 @@ from holdfast.plan.search.candidates import Candidates, Scores
 from holdfast.plan.search.fleets import Family, Fleets, first_of_each
 from holdfast.plan.search.groups import Fitting, Group, Groups, Piped, Scheduled, replicas_of
 from holdfast.plan.search.layouts import Layouts, choice_of
-from holdfast.plan.search.limits import (
-    Found,
-    Limits,
-    Objective,
-    Phase,
-    SearchResult,
-    step_seconds,
-)
+from holdfast.plan.search.limits import Found, Limits, Objective, Phase, SearchResult, step_seconds
 from holdfast.plan.search.nearest import nothing_fits_error
 from holdfast.plan.search.room import Room
 from holdfast.plan.search.shares import dealt

@@ -22,11 +22,10 @@ SHORT_MODEL = 16
 
 @dataclass(frozen=True)
 class Site:
-    """Pools that share a kind of replica: one pool, or several that a pipeline goes through.
-    sizes: devices of each."""
+    """Pools that share a kind of replica: one pool, or several that a pipeline goes through."""
 
     pools: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # devices of each
     node: int
 
 

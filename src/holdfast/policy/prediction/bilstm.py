@@ -93,20 +93,15 @@ _DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class BiLstm:
-    """Weights as torch has them: gates in the order input, forget, cell, output.
+    """Weights as torch has them: gates in the order input, forget, cell, output."""
 
-    input_weights: per direction (4 h, 8). state_weights: (4 h, h). biases: (4 h), both of torch's
-    added. head: (2 h) and the last one for the bias. bin_s, bins: of the window. horizon_s: what
-    it was trained for.
-    """
-
-    input_weights: tuple[Matrix, Matrix]
-    state_weights: tuple[Matrix, Matrix]
-    biases: tuple[tuple[float, ...], tuple[float, ...]]
-    head: tuple[float, ...]
-    bin_s: float
-    bins: int
-    horizon_s: float
+    input_weights: tuple[Matrix, Matrix]  # per direction (4 h, 8)
+    state_weights: tuple[Matrix, Matrix]  # (4 h, h)
+    biases: tuple[tuple[float, ...], tuple[float, ...]]  # (4 h), both of torch's added
+    head: tuple[float, ...]  # (2 h) and the last one for the bias
+    bin_s: float  # of the window
+    bins: int  # of the window
+    horizon_s: float  # what it was trained for
     name: str = "bi-lstm"
 
     def probability(self, window: Window, horizon_s: float) -> float:

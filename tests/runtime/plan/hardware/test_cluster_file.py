@@ -193,10 +193,7 @@ MISTAKES = {
         changed("    losses_per_day: 2.4\n", ""),
         r"c.yaml:7: pools.b is spot, and nothing says how often it loses a node; write 'losses_per",
     ),
-    "no pools": (
-        "pools: {}\n",
-        r"c.yaml:1: pools has 0 items; write 'pools:'",
-    ),
+    "no pools": ("pools: {}\n", r"c.yaml:1: pools has 0 items; write 'pools:'"),
     "a list": (
         "- a\n",
         r"c.yaml: a cluster file is made of sections and keys.*; begin with 'pools",

@@ -71,10 +71,7 @@ def test_a_replica_on_nodes_of_its_own_keeps_the_run_alive() -> None:
     given = problem(spot, replace(kept, zone="b"))
     mixed = replace(
         layout(1, 8, 32),
-        replicas=(
-            *layout(1, 8, 40).replicas,
-            *layout(1, 4, 24, ("kept",)).replicas,
-        ),
+        replicas=(*layout(1, 8, 40).replicas, *layout(1, 4, 24, ("kept",)).replicas),
     )
     across = layout(1, 8, 64, ("spot",) * 4 + ("kept",) * 4)
     model = GoodputModel(given)
