@@ -30,7 +30,6 @@ TORCH_ROOMS = (
     ),
     "holdfast.options.asynchronous.weight_versions",
     "holdfast.options.asynchronous.weight_versions",
-    "holdfast.options.short_state.eight_bit",
 )
 
 # Reads module names, imports each, prints the first that loads torch or cannot be imported:

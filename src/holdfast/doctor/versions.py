@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from holdfast.doctor.checks import Check
-from holdfast.machine.installed_versions import InstalledVersions, read_installed_versions
-from holdfast.machine.known_conflicts import TABLE_DATE, find_conflicts
+from holdfast.machine.installed_versions import (
+    TABLE_DATE,
+    InstalledVersions,
+    find_conflicts,
+    read_installed_versions,
+)
 from holdfast.machine.links import detect_links
 
 NAME = "versions"

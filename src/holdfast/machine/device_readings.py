@@ -100,16 +100,15 @@ def parse_readings(
     for row in csv.DictReader(lines, skipinitialspace=True):
         # nvidia-smi adds the unit to the title of a column: "memory.used [MiB]".
         cells = {str(title).partition(" [")[0]: cell or "" for title, cell in row.items()}
-        texts = {field: _text(cells, columns[field]) for field in ("index", "name")}
+        texts = {
+            field: next((cells[name].strip() for name, _ in columns[field] if name in cells), "")
+            for field in ("index", "name")
+        }
         numbers = {
             field: _number(cells, names) for field, names in columns.items() if field not in texts
         }
         found.append(DeviceReading(texts["index"].removeprefix("card"), texts["name"], **numbers))
     return found
-
-
-def _text(cells: Mapping[str, str], names: Sequence[tuple[str, float]]) -> str:
-    return next((cells[name].strip() for name, _ in names if name in cells), "")
 
 
 def _number(cells: Mapping[str, str], names: Sequence[tuple[str, float]]) -> float | None:

@@ -53,12 +53,15 @@ class MachineType:
         bursts."""
         return -log(1 - self.reclaimed_per_month) / HOURS_PER_MONTH
 
+    @property
+    def name(self) -> str:
+        return f"{self.cloud}/{self.region}/{self.type}"
+
     def offers(self, most: int) -> list[Offer]:
         """Spot and on-demand nodes of this type, `most` of each."""
-        place = f"{self.cloud}/{self.region}/{self.type}"
         return [
-            Offer(f"{place}/spot", True, self.spot, most, 1.0, self.losses_per_hour),
-            Offer(f"{place}/on-demand", False, self.on_demand, most),
+            Offer(f"{self.name}/spot", True, self.spot, most, 1.0, self.losses_per_hour),
+            Offer(f"{self.name}/on-demand", False, self.on_demand, most),
         ]
 
 
@@ -81,7 +84,7 @@ def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
             where=str(path),
             remedy="name a CSV file, or leave --catalogue out",
         ) from None
-    rows = [(number, line) for number, line in enumerate(lines, 1) if not _is_comment(line)]
+    rows = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
     found = csv.DictReader(line for _, line in rows)
     if tuple(found.fieldnames or ()) != COLUMNS:
         raise DataError(
@@ -93,10 +96,6 @@ def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
         _machine_type(row, f"{path}:{number}")
         for row, (number, _) in zip(found, rows[1:], strict=False)
     ]
-
-
-def _is_comment(line: str) -> bool:
-    return not line.strip() or line.startswith("#")
 
 
 def _machine_type(row: dict[str, str | None], where: str) -> MachineType:

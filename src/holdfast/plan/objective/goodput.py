@@ -228,7 +228,10 @@ class GoodputModel:
                     rate = state.chance * loss.rate * chance
                     pauses[LOSS_CLASSES[need]] += rate * self._again(broken, takes[need])
                     needs[need] += rate
-            pauses["returns"] += state.chance * self._returns(state) * takes[RETURNS]
+            pools = map(self.problem.cluster.pool, state.nodes)
+            absent = ((pool, pool.nodes - state.nodes[pool.name]) for pool in pools)
+            returns = sum(n / self.costs.return_s(pool.is_spot) for pool, n in absent)
+            pauses["returns"] += state.chance * returns * takes[RETURNS]
         return pauses, needs, hits
 
     def _without_domains(self, choice: Choice, cost: StepCost, state: _State) -> float:
@@ -255,14 +258,6 @@ class GoodputModel:
         for name, present in nodes.items():
             yield from node_losses(cluster.pool(name), layout, present)
         yield from domain_losses(cluster, layout)
-
-    def _returns(self, state: _State) -> float:
-        """Nodes that return, a second."""
-        pools = (self.problem.cluster.pool(name) for name in state.nodes)
-        return sum(
-            (pool.nodes - state.nodes[pool.name]) / self.costs.return_s(pool.is_spot)
-            for pool in pools
-        )
 
     @staticmethod
     def _again(rate: float, seconds: float) -> float:

@@ -19,7 +19,7 @@ from math import ceil, exp, lgamma, log, log1p
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.placing.domains import FAILURES_PER_DAY
-from holdfast.policy.recovery.loss_chances import chance_of_none, class_chances
+from holdfast.policy.recovery.ladder import chance_of_none, class_chances
 
 LEAST_CHANCE = 1e-5
 """Numbers of absent nodes that are less likely than this are left out."""

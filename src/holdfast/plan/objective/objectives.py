@@ -17,9 +17,15 @@ from typing import Protocol
 from holdfast.errors import ConfigError, unknown_name
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
-from holdfast.plan.objective.energy import JOULES_PER_KWH, co2_kg_per_step, idle_watts, kwh_per_step
+from holdfast.plan.objective.energy import (
+    JOULES_PER_KWH,
+    co2_kg_per_step,
+    idle_watts,
+    kwh_per_step,
+    refuse_without,
+    usd_per_hour,
+)
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.money import refuse_without, usd_per_hour
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 
 _EXPECTED = ("goodput", "goodput_per_usd", "finish_by")

@@ -11,7 +11,7 @@ memory. Both are one sum here, in seconds lost for each second of training:
                      or of a start from a checkpoint if every replica has a node in the domain)
 
 A new replica takes the domain with the least sum, after the replicas that are placed already.
-Tensor groups stay inside a node in any case (`plan/placing/packing.py`). Nodes whose place is not
+Tensor groups stay inside a node in any case (`PlacePool`). Nodes whose place is not
 known have no domains, so nothing is chosen, and the packing alone decides.
 
 The table of links is for one accelerator of a usual node with eight, and is assumed where nothing

@@ -67,7 +67,8 @@ def _changes(limits: Limits) -> Iterator[tuple[str, Limits, Callable[[Choice], s
         if "full" not in limits.recompute:
             yield f"{no} train.recompute {word}", changed, lambda _: "use train.recompute=full"
     if limits.zero and 3 not in limits.zero:
-        changed = replace(limits, zero=(3,), schedules=_plain(limits))
+        plain = tuple(name for name in limits.schedules if name in ("1f1b", "gpipe"))
+        changed = replace(limits, zero=(3,), schedules=plain or ("1f1b",))
         yield f"{no} layout.zero {limits.zero[-1]}", changed, lambda _: "use layout.zero=3"
     for axis in (each for each in DEGREES if getattr(limits, each)):
         yield (
@@ -86,11 +87,6 @@ def _changes(limits: Limits) -> Iterator[tuple[str, Limits, Callable[[Choice], s
             replace(limits, microbatch=0),
             lambda choice: f"use train.microbatch_size={choice.microbatch}",
         )
-
-
-def _plain(limits: Limits) -> tuple[str, ...]:
-    """Schedules that work with all ZeRO stages."""
-    return tuple(name for name in limits.schedules if name in ("1f1b", "gpipe")) or ("1f1b",)
 
 
 def _degrees_of(axes: Sequence[str], choice: Choice) -> str:

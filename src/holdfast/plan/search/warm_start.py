@@ -86,9 +86,9 @@ def _is_within(choice: Choice, limits: Limits) -> bool:
             or limits.virtual in (0, choice.virtual)
         )
         and all(
-            given in (0, own)
+            fixed in (0, own)
             for group in choice.replicas
-            for given, own in zip(limits.mesh, group.mesh_shape, strict=True)
+            for fixed, own in zip(limits.mesh, group.mesh_shape, strict=True)
         )
         and all(word in limits.recompute for g in choice.replicas for word in g.recompute)
     )

@@ -63,7 +63,9 @@ def assign_blame(trials: Sequence[Trial], *, only_device: bool = False) -> Blame
     if not bad:
         raise ValueError("nothing was bad, so nothing is to blame")
     good = list(dict.fromkeys(str(trial.device) for trial in trials if not trial.is_bad))
-    why = f"bad on {' and '.join(map(str, bad))}, {_count_phrase(trials)}"
+    count = sum(trial.is_bad for trial in trials)
+    times = "once" if count == 1 else f"{count} times"
+    why = f"bad on {' and '.join(map(str, bad))}, {times}"
     why += f"; good on {' and '.join(good)}" if good else "; good nowhere"
     if good:
         blame = Culprit.DEVICE if len(bad) == 1 else Culprit.UNKNOWN
@@ -71,11 +73,6 @@ def assign_blame(trials: Sequence[Trial], *, only_device: bool = False) -> Blame
         told_apart = len(bad) > 1 or (only_device and len(trials) > 1)
         blame = Culprit.DATA if told_apart else Culprit.UNKNOWN
     return BlameVerdict(blame, bad[0], why)
-
-
-def _count_phrase(trials: Sequence[Trial]) -> str:
-    count = sum(trial.is_bad for trial in trials)
-    return "once" if count == 1 else f"{count} times"
 
 
 DeviceName = str
@@ -184,7 +181,8 @@ class BadStepPolicy:
 
     # --- what is done ---------------------------------------------------------------------------
     def _decide_first(self, bad_step: BadStep) -> BadStepDecision:
-        if self._are_previous_steps_skipped(bad_step.step):
+        skipped, steps = {skip.step for skip in self.skips}, self._limits.max_consecutive_skip_steps
+        if skipped.issuperset(range(bad_step.step - steps, bad_step.step)):
             why = f"{bad_step.what}, and so was what was left out of the steps before"
             return self._accept_or_give_up(bad_step, why)
         return self._retry(bad_step, f"{bad_step.what}: it is done again")
@@ -275,13 +273,6 @@ class BadStepPolicy:
             bad_step.step,
             why,
             finding=found,
-        )
-
-    def _are_previous_steps_skipped(self, step: int) -> bool:
-        """Return True if something was left out of each of the steps just before."""
-        steps = {skip.step for skip in self.skips}
-        return all(
-            step - back in steps for back in range(1, self._limits.max_consecutive_skip_steps + 1)
         )
 
     def _faulty_devices(self) -> tuple[DeviceName, ...]:

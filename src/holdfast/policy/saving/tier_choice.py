@@ -233,15 +233,12 @@ def _unused(
     if current is not None and current.seconds == inf:
         return current
     above = next(c.tier for c in used if c.tier > cost.tier)
-    return IntervalDecision(cost.tier, inf, partial(_reason_of_unused, cost, above))
 
+    def explain() -> str:
+        saves = f"its saves ({format_duration(cost.cost_s)}) cost more than they spare"
+        return f"tier {cost.tier} is not saved into for itself: {saves} with those of tier {above}"
 
-def _reason_of_unused(cost: TierCost, above: int) -> str:
-    return (
-        f"tier {cost.tier} is not saved into for itself: its saves "
-        f"({format_duration(cost.cost_s)}) cost "
-        f"more than they spare with those of tier {above}"
-    )
+    return IntervalDecision(cost.tier, inf, explain)
 
 
 def _ordinal(number: int) -> str:

@@ -11,12 +11,14 @@ from pydantic import BaseModel
 
 from holdfast.errors import UserError
 from holdfast.plan.hardware.cluster import ACROSS_ZONES, Cluster
-from holdfast.plan.hardware.cluster_file import load_cluster, parse_cluster, read_cluster
-from holdfast.plan.hardware.cluster_sections import (
+from holdfast.plan.hardware.cluster_file import (
     BetweenSection,
     ClusterSections,
     LinkSection,
     PoolSection,
+    load_cluster,
+    parse_cluster,
+    read_cluster,
 )
 from holdfast.plan.hardware.devices import GIB, load_devices
 from holdfast.plan.hardware.link import load_links
