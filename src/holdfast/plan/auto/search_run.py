@@ -116,9 +116,8 @@ def plan_run(
                 where=loaded.where("layout.workers"),
                 remedy=f"use {part.cluster.size}",
             )
-        problem = Problem(
-            workload, part.cluster, part.devices, memory_share=config.plan.memory_share
-        )
+        share = config.plan.memory_share
+        problem = Problem(workload, part.cluster, part.devices, memory_share=share)
         try:
             own = replace(limits, devices=number if given or machines.cores else 0)
             result = cache.search(problem, own, rules_of(loaded, problem, now))

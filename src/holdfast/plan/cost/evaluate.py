@@ -304,8 +304,8 @@ class Evaluator:
             device = self.device(pool)
             times = self.problem.times or ShapeTimes.of_workload(workload)
             own, links = times.of(layer, Part(*part), device, place.links), place.links
-            passes = _with_gathers(workload, own, choice, group, layer, links, device.hides)
-            found = self._times[key] = _with_sums(workload, passes, choice, group, layer, device)
+            found = _with_shards(workload, own, choice, group, layer, links, device)
+            self._times[key] = found
         return found
 
     def _tail(
@@ -389,58 +389,41 @@ def _tail_of(
     hidden: float,
 ) -> dict[str, float]:
     """Seconds of a step after its passes."""
-    problem, device = evaluator.problem, evaluator.device(place.pool)
-    is_split = problem.workload.scatters_each and choice.zero == 2
+    problem = evaluator.problem
     return step_tail(
-        problem.workload.state,
+        problem.workload,
         choice,
         group,
+        evaluator.device(place.pool),
         place.links,
         _layers(problem.workload, counts),
         hidden=hidden,
         bucket_bytes=problem.bucket_bytes,
-        touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
-        host_bytes_s=device.host_bytes_s,
         update=_measured_update(evaluator, choice, group, place, counts),
-        scatters=group.microbatches if is_split else 1,
-        costs=device.steps,
     )
 
 
-def _with_gathers(
+def _with_shards(
     workload: Workload,
     times: PassTimes,
     choice: Choice,
     group: ReplicaChoice,
     layer: Layer,
     links: GroupLinks,
-    hides: float,
-) -> PassTimes:
-    """With ZeRO 3 the next layer's parameters travel while this one computes."""
-    if choice.zero < 3 or not group.is_sharded:
-        return times
-    state = workload.state
-    own = layer_parameters(layer, group.tp, choice.ep)
-    gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
-    scatters = gather_s(links.shards, own * state.gradients, group.dp_shard)
-    return times.with_collectives(gathers, gathers + scatters, hides)
-
-
-def _with_sums(
-    workload: Workload,
-    times: PassTimes,
-    choice: Choice,
-    group: ReplicaChoice,
-    layer: Layer,
     device: DeviceType,
 ) -> PassTimes:
-    """With the time that the gradients of a microbatch take to be added to the step's."""
+    """With the time that the gradients of a microbatch take to be added to the step's. With ZeRO 3
+    the next layer's parameters travel while this one computes."""
+    own, state = layer_parameters(layer, group.tp, choice.ep), workload.state
+    if choice.zero == 3 and group.is_sharded:
+        gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
+        scatters = gather_s(links.shards, own * state.gradients, group.dp_shard)
+        times = times.with_collectives(gathers, gathers + scatters, device.hides)
     if not device.steps.gradient_moves:
         return times
-    own = layer_parameters(layer, group.tp, choice.ep)
     own /= group.dp_shard if choice.zero > 1 else 1
-    touched_a_second = device.bandwidth * device.reached(workload.precision).memory
-    seconds = device.steps.gradient_moves * own * workload.state.gradients / touched_a_second
+    touched_a_second = device.touched_a_second(workload.precision)
+    seconds = device.steps.gradient_moves * own * state.gradients / touched_a_second
     return replace(times, weights=times.weights + seconds)
 
 

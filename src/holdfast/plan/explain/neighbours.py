@@ -55,9 +55,8 @@ def neighbours_of(
             continue
         cost = evaluator.cost(choice)
         slower = cost.step_s / found.cost.step_s - 1
-        out[choice] = Neighbour(choice, words, _reason(cost, found.cost, slower), slower)
-        if not cost.fits:
-            out[choice] = replace(out[choice], slower=float("inf"))
+        reason = _reason(cost, found.cost, slower)
+        out[choice] = Neighbour(choice, words, reason, slower if cost.fits else float("inf"))
     return sorted(out.values(), key=lambda each: each.slower)
 
 

@@ -107,6 +107,10 @@ class DeviceType:
             )
         return self.flops[precision]
 
+    def touched_a_second(self, precision: str) -> float:
+        """Bytes that element-wise kernels read and write in a second."""
+        return self.bandwidth * self.reached(precision).memory
+
     def reached(self, precision: str) -> Efficiency:
         """The device's constants in this precision; `ASSUMED` where none were fitted."""
         return self.efficiency.get(precision, ASSUMED)

@@ -104,13 +104,7 @@ class Fleets:
             rate += max(1 / each.seconds for each in found)
             tail = min(tail, min(each.tail for each in found))
             one = max(one, min(each.seconds * each.shape.most for each in found))
-            sites = (replace(each.shape.site, pools=(pool.name,)) for each in found)
-            offers.append(
-                tuple(
-                    replace(each.shape, cut=replace(each.shape.cut, site=site))
-                    for each, site in zip(found, sites, strict=True)
-                )
-            )
+            offers.append(tuple(each.shape.in_pool(pool.name) for each in found))
         is_piped = any(shape.pp > 1 for own in offers for shape in own)
         if not is_piped and family.variant.schedule != self.limits.schedules[0]:
             return None  # the same as under the first schedule

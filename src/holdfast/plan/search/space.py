@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -92,6 +92,10 @@ class Shape:
             return self.site.pools
         pairs = zip(self.site.pools, self.slots, strict=True)
         return tuple(name for name, number in pairs for _ in range(number))
+
+    def in_pool(self, pool: str) -> Shape:
+        """The same in a pool that is like its own."""
+        return replace(self, cut=replace(self.cut, site=replace(self.site, pools=(pool,))))
 
     def words(self, recompute: Sequence[str]) -> list[str]:
         """Words of `train.recompute`, of these, that a run file may have."""

@@ -108,11 +108,10 @@ def _with_shares(
     evaluator: Evaluator, choice: Choice, groups: list[ReplicaChoice], total: int
 ) -> Choice | None:
     """The layout with all microbatches of a step; None if a schedule needs more of them."""
-    if not groups:
-        return None
-    if len(groups) > 1:
-        return with_best_shares(evaluator, replace(choice, replicas=tuple(groups)), total)
-    one = groups[0]
+    if len(groups) != 1:
+        every = replace(choice, replicas=tuple(groups))
+        return with_best_shares(evaluator, every, total) if groups else None
+    [one] = groups
     number = min(one.dp_replicate, total)
     each, more = divmod(total, number)
     if each < SCHEDULE_KINDS[choice.schedule].least_microbatches(one.pp):
