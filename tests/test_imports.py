@@ -28,9 +28,8 @@ TORCH_ROOMS = (
         f"holdfast.options.{option}.apply"
         for option in ("asynchronous", "expert_copies", "quantized", "short_state", "tp_by")
     ),
-    "holdfast.options.asynchronous.pipemare",
     "holdfast.options.asynchronous.weight_versions",
-    "holdfast.options.short_state.eight_bit",
+    "holdfast.options.asynchronous.weight_versions",
 )
 
 # Reads module names, imports each, prints the first that loads torch or cannot be imported:

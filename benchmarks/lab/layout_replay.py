@@ -17,9 +17,8 @@ from holdfast.layout import Replica, Topology
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import StepCost
 from holdfast.plan.hardware.cluster import NodePool
-from holdfast.plan.objective.absent_nodes import losses_per_second
 from holdfast.plan.objective.goodput import RETURNS, GoodputModel
-from holdfast.plan.objective.occupancy import devices_by_pool
+from holdfast.plan.objective.losses import losses_per_second
 from holdfast.plan.objective.recoveries import ring
 from holdfast.policy.recovery.ladder import (
     CONTINUES,
@@ -180,7 +179,7 @@ class _Run(Process[None]):
     def _place(self) -> None:
         """Take the layout for the nodes that are present, and give its replicas nodes in order."""
         pools = self.model.problem.cluster.pools
-        used = {name for group in self.choice.replicas for name in devices_by_pool(group)}
+        used = set(self.choice.devices_by_pool)
         nodes = {pool.name: self._present(pool) for pool in pools if pool.name in used}
         self.layout, self.rate = self.model.layout_on(
             self.choice, self.cost, {name: len(each) for name, each in nodes.items()}
@@ -192,7 +191,7 @@ class _Run(Process[None]):
         for group in self.layout.replicas:
             for _ in range(group.dp_replicate):
                 found: set[Node] = set()
-                for name, number in devices_by_pool(group).items():
+                for name, number in group.devices_by_pool.items():
                     each = self.model.problem.cluster.pool(name).devices
                     first, last = begin[name], begin[name] + number
                     found.update(nodes[name][first // each : -(-last // each)])

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.policy.prediction.bilstm import BiLstm
-from holdfast.policy.prediction.windows import SIGNALS_PER_BIN
+from holdfast.policy.prediction.bilstm import SIGNALS_PER_BIN, BiLstm
 from holdfast_lab.prediction.bilstm import _Network, _to_pure, train_bilstm
 
 BINS = 3

@@ -15,8 +15,7 @@ from pathlib import Path
 from holdfast.plan.cost.collectives import allreduce_s, gather_s, tree_s
 from holdfast.plan.cost.group_links import ring_link
 from holdfast.plan.hardware.cluster import NodePool
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import Link, load_links
 
 FOLDER = "network/hw-network-measured"
 RATIOS = "simai_nic_ratio.csv"

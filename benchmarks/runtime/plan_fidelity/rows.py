@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.errors import DataError
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.hardware.devices import GIB, DeviceType, device_named
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import load_links
 
 NOT_STATED = {"", "n/a", "na", "none", "nan"}
 

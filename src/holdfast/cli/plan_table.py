@@ -330,7 +330,7 @@ def next_plans_of(request: PlanRequest) -> tuple[NextPlan, ...]:
         except LayoutError:
             return None
 
-    return next_plans(GoodputModel(request.problem), best.choice, best.cost, search_rest).plans
+    return next_plans(GoodputModel(request.problem), best.choice, best.cost, search_rest)
 
 
 def _layout_of(request: PlanRequest, plan: NextPlan) -> str | None:

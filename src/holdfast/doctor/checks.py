@@ -28,8 +28,12 @@ from holdfast.launch.node.process_limits import (
     TORCH_ADDRESS_BYTES,
 )
 from holdfast.machine.hardware import HardwareInfo, cpp_compiler, detect_hardware
-from holdfast.machine.installed_versions import InstalledVersions, read_installed_versions
-from holdfast.machine.known_conflicts import TABLE_DATE, find_conflicts
+from holdfast.machine.installed_versions import (
+    TABLE_DATE,
+    InstalledVersions,
+    find_conflicts,
+    read_installed_versions,
+)
 from holdfast.machine.links import detect_links
 from holdfast.report.formatting import format_plural
 from holdfast.wire.child_command import module_command

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.flops import dense_peak
-from holdfast.machine.kernel_files import read_property, read_text
+from holdfast.machine.kernel_files import ask_tool, read_property, read_text
 from holdfast.machine.limits import usable_memory
 
 _INTEL = "0x8086"
@@ -59,7 +58,8 @@ def detect_accelerators(
         return _intel_devices(environment, system)
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return (Accelerator(0, "Apple GPU", usable_memory(), "mps"),)
-    return _nvidia_devices(environment)
+    listing = _ask_nvidia("index,uuid,name,memory.total")
+    return visible_accelerators(listing, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def compute_capabilities() -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -74,19 +74,10 @@ def compute_capabilities() -> tuple[tuple[str, tuple[int, ...]], ...]:
     )
 
 
-def _nvidia_devices(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
-    listing = _ask_nvidia("index,uuid,name,memory.total")
-    return visible_accelerators(listing, environment.get("CUDA_VISIBLE_DEVICES"))
-
-
 def _ask_nvidia(what: str) -> str:
     """Return a line for each device, "" if the driver does not answer."""
     query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout
+    return ask_tool(query, timeout_s=20)
 
 
 def visible_accelerators(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:

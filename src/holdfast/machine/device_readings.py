@@ -9,30 +9,26 @@ use: a node's numbers then explain each other.
 from __future__ import annotations
 
 import csv
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from holdfast.machine.kernel_files import ask_tool
 
 _MIB = 2.0**20
 
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """One device, as the driver counts it. None: the tool does not tell.
-
-    utilisation: share of the last sample period, 0 to 1, in which a kernel ran. power_w: watts.
-    temperature_c: degrees Celsius. uncorrected_errors: of the memory (ECC), since the driver was
-    loaded.
-    """
+    """One device, as the driver counts it. None: the tool does not tell."""
 
     index: str
     name: str
-    utilisation: float | None = None
+    utilisation: float | None = None  # share of the last sample period in which a kernel ran
     memory_used_bytes: float | None = None
     memory_total_bytes: float | None = None
     power_w: float | None = None
-    temperature_c: float | None = None
-    uncorrected_errors: float | None = None
+    temperature_c: float | None = None  # degrees Celsius
+    uncorrected_errors: float | None = None  # of the memory (ECC), since the driver was loaded
 
 
 @dataclass(frozen=True)
@@ -91,15 +87,8 @@ _TOOLS = (
 
 def read_devices(timeout_s: float = 20.0) -> list[DeviceReading]:
     """Ask the first tool that this machine has; empty without one, or where it fails or hangs."""
-    for tool in _TOOLS:
-        try:
-            answer = subprocess.run(
-                tool.command, capture_output=True, text=True, timeout=timeout_s, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return parse_readings(answer.stdout, tool.columns)
-    return []
+    answers = ((ask_tool(tool.command, timeout_s), tool.columns) for tool in _TOOLS)
+    return next((parse_readings(text, columns) for text, columns in answers if text), [])
 
 
 def parse_readings(
@@ -111,16 +100,15 @@ def parse_readings(
     for row in csv.DictReader(lines, skipinitialspace=True):
         # nvidia-smi adds the unit to the title of a column: "memory.used [MiB]".
         cells = {str(title).partition(" [")[0]: cell or "" for title, cell in row.items()}
-        texts = {field: _text(cells, columns[field]) for field in ("index", "name")}
+        texts = {
+            field: next((cells[name].strip() for name, _ in columns[field] if name in cells), "")
+            for field in ("index", "name")
+        }
         numbers = {
             field: _number(cells, names) for field, names in columns.items() if field not in texts
         }
         found.append(DeviceReading(texts["index"].removeprefix("card"), texts["name"], **numbers))
     return found
-
-
-def _text(cells: Mapping[str, str], names: Sequence[tuple[str, float]]) -> str:
-    return next((cells[name].strip() for name, _ in names if name in cells), "")
 
 
 def _number(cells: Mapping[str, str], names: Sequence[tuple[str, float]]) -> float | None:

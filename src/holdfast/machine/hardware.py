@@ -18,14 +18,13 @@ from holdfast.machine.limits import usable_cores, usable_memory
 
 @dataclass(frozen=True)
 class HardwareInfo:
-    """`cores` and `memory_bytes` are what this process may use. torch_computes_on: "CUDA 13.0" or
-    "ROCm 7.2" as torch was built, "XPU" for Intel's devices, "CPU" for a build without any, ""
-    without torch."""
+    """This machine. torch_computes_on: "CUDA 13.0" or "ROCm 7.2" as torch was built, "XPU" for
+    Intel's devices, "CPU" for a build without any, "" without torch."""
 
     node: str
     system: str
-    cores: int
-    memory_bytes: int
+    cores: int  # that this process may use
+    memory_bytes: int  # that this process may use
     shared_memory_bytes: int
     accelerators: tuple[Accelerator, ...] = ()
     torch_computes_on: str = ""

@@ -1,9 +1,22 @@
-"""Small files in which the kernel describes devices (below `/sys`)."""
+"""What this machine says of its devices: the kernel's small files (below `/sys`), and tools."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+
+def ask_tool(command: Sequence[str], timeout_s: float) -> str:
+    """Return what a driver's tool prints; "" if it is not there, fails or hangs."""
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout
 
 
 def read_text(file: Path) -> str:

@@ -10,11 +10,10 @@ None of it has run on a machine with such links.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
-from holdfast.machine.kernel_files import read_property, read_text
+from holdfast.machine.kernel_files import ask_tool, read_property, read_text
 
 SYSTEM = Path("/sys")
 TOPOLOGY_TIMEOUT_S = 20.0
@@ -27,7 +26,8 @@ _XGMI = 11  # the kernel's number for that type of link between compute nodes
 def detect_links(system: Path | None = None) -> NodeLinks:
     """Look at this machine. system: where the kernel lists devices; None: `SYSTEM`."""
     place = SYSTEM if system is None else system
-    cards = parse_topology(_read_topology()) or _xgmi_links(place)
+    topology = ask_tool(["nvidia-smi", "topo", "--matrix"], TOPOLOGY_TIMEOUT_S)
+    cards = parse_topology(topology) or _xgmi_links(place)
     return NodeLinks(cards, _active_ports(place))
 
 
@@ -44,17 +44,6 @@ def parse_topology(text: str) -> tuple[CardLink, ...]:
                 if column > row and _NVLINK.fullmatch(cell)
             ]
     return tuple(found)
-
-
-def _read_topology() -> str:
-    command = ["nvidia-smi", "topo", "--matrix"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=TOPOLOGY_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout
 
 
 def _xgmi_links(system: Path) -> tuple[CardLink, ...]:

@@ -7,64 +7,44 @@ of the same form may take its place.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from datetime import date
 from math import isfinite, log
 from pathlib import Path
+from typing import Any
 
 from holdfast.errors import DataError
 
 CATALOGUE_FILE = Path(__file__).with_name("catalogue.csv")
 HOURS_PER_MONTH = 730.0
-COLUMNS = (
-    "cloud",
-    "region",
-    "type",
-    "accelerator",
-    "count",
-    "tflops",
-    "on_demand",
-    "spot",
-    "reclaimed_per_month",
-    "date",
-)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one zone sells of one kind.
+    """What one zone sells of one kind."""
 
-    name: unique. spot: may be taken back. price: US dollars an hour for a node. available: nodes
-    that the cloud has now. speed: work of a node in an hour, relative to that of other offers (all
-    nodes of a run should be alike). losses_per_hour: of one node.
-    """
-
-    name: str
-    spot: bool
-    price: float
-    available: int
-    speed: float = 1.0
-    losses_per_hour: float = 0.0
+    name: str  # unique
+    spot: bool  # may be taken back
+    price: float  # US dollars an hour for a node
+    available: int  # nodes that the cloud has now
+    speed: float = 1.0  # of a node, relative to other offers (nodes of a run should be alike)
+    losses_per_hour: float = 0.0  # of one node
 
 
 @dataclass(frozen=True)
 class MachineType:
-    """One type of machine in one region.
-
-    count: accelerators of a node. tflops: their dense peak in bf16, in all. on_demand, spot: US
-    dollars an hour. reclaimed_per_month: share of spot nodes that the cloud takes back in a month.
-    """
+    """One type of machine in one region: a row of the table."""
 
     cloud: str
     region: str
     type: str
     accelerator: str
-    count: int
-    tflops: float
-    on_demand: float
-    spot: float
-    reclaimed_per_month: float
+    count: int  # accelerators of a node
+    tflops: float  # their dense peak in bf16, in all
+    on_demand: float  # US dollars an hour
+    spot: float  # US dollars an hour
+    reclaimed_per_month: float  # share of spot nodes that the cloud takes back in a month
     date: date
 
     @property
@@ -73,13 +53,24 @@ class MachineType:
         bursts."""
         return -log(1 - self.reclaimed_per_month) / HOURS_PER_MONTH
 
+    @property
+    def name(self) -> str:
+        return f"{self.cloud}/{self.region}/{self.type}"
+
     def offers(self, most: int) -> list[Offer]:
         """Spot and on-demand nodes of this type, `most` of each."""
-        place = f"{self.cloud}/{self.region}/{self.type}"
         return [
-            Offer(f"{place}/spot", True, self.spot, most, 1.0, self.losses_per_hour),
-            Offer(f"{place}/on-demand", False, self.on_demand, most),
+            Offer(f"{self.name}/spot", True, self.spot, most, 1.0, self.losses_per_hour),
+            Offer(f"{self.name}/on-demand", False, self.on_demand, most),
         ]
+
+
+COLUMNS = tuple(each.name for each in fields(MachineType))
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "count": int,
+    **dict.fromkeys(("tflops", "on_demand", "spot", "reclaimed_per_month"), float),
+    "date": date.fromisoformat,
+}
 
 
 def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
@@ -93,7 +84,7 @@ def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
             where=str(path),
             remedy="name a CSV file, or leave --catalogue out",
         ) from None
-    rows = [(number, line) for number, line in enumerate(lines, 1) if not _is_comment(line)]
+    rows = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
     found = csv.DictReader(line for _, line in rows)
     if tuple(found.fieldnames or ()) != COLUMNS:
         raise DataError(
@@ -107,25 +98,10 @@ def load_catalogue(path: Path = CATALOGUE_FILE) -> list[MachineType]:
     ]
 
 
-def _is_comment(line: str) -> bool:
-    return not line.strip() or line.startswith("#")
-
-
 def _machine_type(row: dict[str, str | None], where: str) -> MachineType:
     text = {column: (row.get(column) or "").strip() for column in COLUMNS}
     try:
-        found = MachineType(
-            text["cloud"],
-            text["region"],
-            text["type"],
-            text["accelerator"],
-            int(text["count"]),
-            float(text["tflops"]),
-            float(text["on_demand"]),
-            float(text["spot"]),
-            float(text["reclaimed_per_month"]),
-            date.fromisoformat(text["date"]),
-        )
+        found = MachineType(*[_PARSERS.get(name, str)(cell) for name, cell in text.items()])
     except ValueError as error:
         raise DataError(
             f"a value of this row cannot be read ({error})",

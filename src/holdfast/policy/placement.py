@@ -111,21 +111,28 @@ class _PlacementSolver:
     def place_owner(self, owner: str) -> None:
         if self.stable_machine is not None and self._fits(owner, self.stable_machine):
             self._place_copy(owner, self.stable_machine)
+        here = self.previous.get(owner, ())
+
+        def rank(name: str) -> tuple[int, int, bool, int, int]:
+            """Least is best: distance to the owner and to its other copies, no move, load."""
+            near, load = self._nearness(owner, name, ()), self.load[name]
+            return *near, name not in here, load, _tie_break(owner, name)
+
         while len(self.holders[owner]) < self.copies:
             free = [n for n in self.machines if n != self.stable_machine and self._fits(owner, n)]
             if not free:
                 return
-            here = self.previous.get(owner, ())
-            self._place_copy(
-                owner, min(free, key=lambda n: self._preference_key(owner, n, n in here))
-            )
+            self._place_copy(owner, min(free, key=rank))
 
     def balance_load(self) -> None:
         """Move copies off the fullest machines while that makes the load more even and no copy
         stands nearer for it. Each move makes the sum of squares of the loads smaller."""
-        while any(
-            self._move_one_copy_off(name) for name in sorted(self.load, key=self._fullness_key)
-        ):
+
+        def moves_one() -> bool:
+            fullest_first = sorted(self.load, key=lambda name: (-self.load[name], name))
+            return any(map(self._move_one_copy_off, fullest_first))
+
+        while moves_one():
             pass
 
     def to_placement(self) -> Placement:
@@ -145,26 +152,10 @@ class _PlacementSolver:
         self.holders[owner].append(name)
         self.load[name] += self.sizes[owner]
 
-    def _preference_key(
-        self, owner: str, name: str, is_current_holder: bool
-    ) -> tuple[int, int, bool, int, int]:
-        """Least is best: distance to the owner and to its other copies, then no move, load."""
-        return (
-            *self._nearness(owner, name, ()),
-            not is_current_holder,
-            self.load[name],
-            _tie_break(owner, name),
-        )
-
     def _nearness(self, owner: str, name: str, leaving: Sequence[str]) -> tuple[int, int]:
         mine, machine = self.machines[owner], self.machines[name]
-        others = [h for h in self.holders[owner] if h not in leaving]
-        return _shared_risk(mine, machine), sum(
-            _shared_risk(self.machines[h], machine) for h in others
-        )
-
-    def _fullness_key(self, name: str) -> tuple[int, str]:
-        return -self.load[name], name
+        others = (self.machines[h] for h in self.holders[owner] if h not in leaving)
+        return _shared_risk(mine, machine), sum(_shared_risk(h, machine) for h in others)
 
     def _move_one_copy_off(self, full: str) -> bool:
         """Move one copy off a machine; whether there was one to move."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.errors import UserError
-from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS
+from holdfast.plan.placing.domains import ASSUMED_LINKS, LEVELS
 from holdfast.report.formatting import format_bytes, format_duration
 from holdfast.show.output import print_json, print_table
 

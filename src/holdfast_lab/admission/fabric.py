@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.plan.hardware.cluster import Cluster, NodePool
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import Link, load_links
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.memory.stage_bytes import kept_elements
+from holdfast.plan.objective.energy import usd_per_hour
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.money import usd_per_hour
 
 RANKS, MICROBATCHES = 4, 8
 """Of the pipelines whose bubbles are computed."""

@@ -69,7 +69,7 @@ def scale(
     from holdfast.plan.cost.run_workload import workload_of
     from holdfast.plan.hardware.cluster_file import read_cluster
     from holdfast.plan.hardware.devices import load_devices
-    from holdfast.plan.objective.money import pools_without_price
+    from holdfast.plan.objective.energy import pools_without_price
     from holdfast_lab.scale.scale_curve import kept_curve, scale_curve
 
     loaded, notes = load_for_plan(run_file, list(overrides or []))

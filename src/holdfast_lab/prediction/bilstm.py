@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from holdfast.policy.prediction.bilstm import BiLstm, Matrix
-from holdfast.policy.prediction.windows import SIGNALS_PER_BIN, Window
+from holdfast.policy.prediction.bilstm import SIGNALS_PER_BIN, BiLstm, Matrix, Window
 
 HIDDEN = 16
 BATCH = 256

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from holdfast.errors import DataError
+from holdfast.policy.prediction.bilstm import Window, ZoneRows, node_window, zone_rows
 from holdfast.policy.prediction.history import ClusterHistory, NodeChange, NodeSignals
-from holdfast.policy.prediction.windows import Window, ZoneRows, node_window, zone_rows
 from holdfast_lab.traces.events import EventStream
 
 WINDOW_BINS = 24

@@ -14,9 +14,8 @@ from holdfast.layout import AXES
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster, NodePool
-from holdfast.plan.objective.energy import COMPUTING, WAITING
+from holdfast.plan.objective.energy import COMPUTING, WAITING, usd_per_hour
 from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.money import usd_per_hour
 from holdfast.plan.objective.objectives import TOKENS
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.plan.search.search import Found, Limits, search

@@ -11,11 +11,11 @@ import pytest
 
 from holdfast.doctor.checks import check_versions
 from holdfast.machine.installed_versions import (
+    KNOWN_CONFLICTS,
     InstalledVersions,
     parse_version,
     read_installed_versions,
 )
-from holdfast.machine.known_conflicts import KNOWN_CONFLICTS
 
 OFED = "MLNX_OFED_LINUX-5.4-1.0.3.0:\n"
 SMI = "580.65.06, 9.0\n580.65.06, 9.0\n"

@@ -24,7 +24,6 @@ HERE = {
     "config/loading/explain.py": "what a person may have meant by another word",
     "doctor/checks.py": "names of packages, whose versions are compared",
     "machine/installed_versions.py": "the same",
-    "machine/known_conflicts.py": "the same",
     "launch/owners/kubernetes/pod.py": "which cards a pod asks Kubernetes for",
 }
 

@@ -26,8 +26,7 @@ from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_box
-from holdfast.options.short_state.apply import ShortStateOptimizer
-from holdfast.options.short_state.eight_bit import EightBitCode
+from holdfast.options.short_state.apply import EightBitCode, ShortStateOptimizer
 from holdfast.parallel.axes.fsdp import ShardedGradients, apply_fsdp, local_tensor
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.axes.zero1 import OwnedRows

@@ -8,9 +8,15 @@ from itertools import combinations, pairwise
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.plan.placing.domains import DomainChooser, PlacementCosts, placement_cost
+from holdfast.plan.placing.domains import (
+    ASSUMED_LINKS,
+    LEVELS,
+    DomainChooser,
+    PlacementCosts,
+    meeting_level,
+    placement_cost,
+)
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
-from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS, meeting_level
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.policy.placement import Machine
 

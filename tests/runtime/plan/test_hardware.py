@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.machine.accelerators import (
-    Accelerator,
-    detect_accelerators,
-    visible_accelerators,
-)
+from holdfast.machine.accelerators import Accelerator, detect_accelerators, visible_accelerators
 from holdfast.machine.hardware import cpp_compiler, detect_hardware, torch_build_target
 
 LISTING = """\

@@ -19,9 +19,8 @@ from holdfast.plan.hardware.devices import load_devices
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing import searched
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
-from holdfast.plan.placing.likely_losses import nodes_left
 from holdfast.plan.placing.planner import plan_layout
-from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.searched import SearchedPlanner, nodes_left
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 from holdfast.policy.placement import Machine
 from tests.runtime.plan.test_planner import nodes_of, without

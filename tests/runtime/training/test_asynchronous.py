@@ -16,7 +16,7 @@ import pytest
 from holdfast.config.run import RunConfig
 from holdfast.options.asynchronous.cost import weight_versions
 from holdfast.options.asynchronous.keys import OptionKeys
-from holdfast.options.asynchronous.pipemare import StageDelay
+from holdfast.options.asynchronous.weight_versions import StageDelay
 from holdfast.training.engine.engine import StepEngine
 from tests.support.late_gradients import LateExecutor
 from tests.support.layouts import (

@@ -13,7 +13,7 @@ from holdfast.config.sections.optimizer import BLOCK, OptimizerConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.errors import LayoutError
-from holdfast.options.short_state.eight_bit import EightBitCode, dynamic_map
+from holdfast.options.short_state.apply import EightBitCode, dynamic_map
 from holdfast.training.optimizers.make_optimizer import make_optimizer
 from holdfast.training.optimizers.optimizer import Optimizer
 

@@ -14,14 +14,7 @@ from typing import Any
 
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage, Phase
 from tests.support.membership_model.model import Model
-from tests.support.membership_model.symmetry import Names
-from tests.support.membership_model.world import (
-    Agent,
-    Step,
-    Store,
-    ViolationError,
-    World,
-)
+from tests.support.membership_model.world import Agent, Store, ViolationError, World
 
 MOST_TERMS, MOST_GENERATIONS = 6, 12
 """Limits for all worlds of a search. A lasting fault costs a term and three generations at most.
@@ -35,35 +28,26 @@ class TooManyError(AssertionError):
 class Found:
     """Every world that a model reaches from some, and its steps without a fault.
 
-    Safety is checked in each world. Worlds go by their numbers. A folded search looks at one of all
-    worlds that differ by the names of the agents; it has no labels.
+    Safety is checked in each world. Worlds go by their numbers.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        starts: list[World],
-        most: int = 10_000_000,
-        is_folded: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, starts: list[World], most: int = 10_000_000) -> None:
         """Raises ViolationError, with the way to it, and TooManyError beyond `most` worlds."""
-        self.model, self._names = model, Names(model) if is_folded else None
+        self.model = model
         self.worlds: list[World] = []
         self.steps = 0
         self.ahead: list[array[int]] = []  # without faults and the ends of faults
-        self.labels: list[list[tuple[Any, ...]]] = []  # of the steps ahead
         self._numbers: dict[World, int] = {}
         self._back = array("l")
         for world in starts:
-            self._add(world if self._names is None else self._names.first(world), -1)
+            self._add(world, -1)
         while len(self.ahead) < len(self.worlds):
             self._look(len(self.ahead))
             if len(self.worlds) > most:
                 raise TooManyError(f"more than {most} worlds; one of them after\n{self.way(-1)}")
 
     def _look(self, number: int) -> None:
-        world = self.worlds[number]
-        ahead, labels = array("l"), list[tuple[Any, ...]]()
+        world, ahead = self.worlds[number], array("l")
         try:
             safe(self.model, world)
             steps = self.model.steps(world)
@@ -71,16 +55,14 @@ class Found:
             raise ViolationError(f"{error}, after\n{self.way(number)}") from error
         self.steps += len(steps)
         for step in steps:
-            numbers = [self._add(new, number) for new in self._after(world, step)]
+            to = self._add(step.world, number)
             if not step.outside:
-                ahead.append(numbers[0])
-                labels.append(step.label)
+                ahead.append(to)
         self.ahead.append(ahead)
-        if self._names is None:
-            self.labels.append(labels)
 
-    def _after(self, world: World, step: Step) -> list[World]:
-        return [step.world] if self._names is None else self._names.after(world, step.world)
+    def labels(self, number: int) -> list[tuple[Any, ...]]:
+        """Return the labels of the steps ahead."""
+        return [step.label for step in self.model.steps(self.worlds[number]) if not step.outside]
 
     def _add(self, world: World, back: int) -> int:
         number = self._numbers.get(world)
@@ -91,14 +73,14 @@ class Found:
         return number
 
     def way(self, number: int) -> str:
-        """Return the steps to a world. In a folded search the names may change between lines."""
+        """Return the steps to a world."""
         chain = []
         number = number % len(self.worlds)
         while number >= 0:
             chain.append(self.worlds[number])
             number = self._back[number]
         return "\n".join(
-            next(str(s.label) for s in self.model.steps(world) if new in self._after(world, s))
+            next(str(s.label) for s in self.model.steps(world) if new == s.world)
             for world, new in pairwise(reversed(chain))
         )
 
@@ -173,7 +155,7 @@ def stuck(found: Found) -> list[int]:
 
 
 def fair_cycles(found: Found) -> list[int]:
-    """One world of each fair cycle among those that do not train. The search is not folded."""
+    """One world of each fair cycle among those that do not train."""
     bad = {
         number
         for number, world in enumerate(found.worlds)
@@ -187,11 +169,12 @@ def _fair(found: Found, part: list[int]) -> bool:
     inside = set(part)
     if len(part) == 1 and part[0] not in found.ahead[part[0]]:
         return not found.ahead[part[0]]  # it ends here
-    always = set.intersection(*(set(found.labels[number]) for number in part))
+    labels = {number: found.labels(number) for number in part}
+    always = set.intersection(*map(set, labels.values()))
     stays = {
         label
         for number in part
-        for label, to in zip(found.labels[number], found.ahead[number], strict=True)
+        for label, to in zip(labels[number], found.ahead[number], strict=True)
         if to in inside
     }
     return not always - stays

@@ -11,7 +11,7 @@ from holdfast.elastic.event_log import EventLog, Observer, Say
 from holdfast.elastic.notices.handler import NoticeHandler
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError
-from holdfast.policy.saving.failure_history import FailureHistory
+from holdfast.policy.saving.failure_classes import FailureHistory
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.wire.journal import read_journal
 

@@ -16,7 +16,7 @@ from holdfast.layout import Topology, place_replicas
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.placing.planner import plan_layout
-from holdfast.policy.saving.failure_history import FailureHistory
+from holdfast.policy.saving.failure_classes import FailureHistory
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import translate_os_error
 

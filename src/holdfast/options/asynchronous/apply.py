@@ -20,8 +20,7 @@ from torch import Tensor
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.step_window import look_ahead, step_window
 from holdfast.core.schedule.table import Value
-from holdfast.options.asynchronous.pipemare import Pipemare, StageDelay
-from holdfast.options.asynchronous.weight_versions import WeightVersions
+from holdfast.options.asynchronous.weight_versions import Pipemare, StageDelay, WeightVersions
 from holdfast.options.protocols import Apply
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.executors import Executor, PipelinedExecutor
@@ -34,17 +33,13 @@ from holdfast.training.engine.state import Parameters
 @dataclass
 class UnderWay:
     """What is under way between two steps, by microbatch: counted from the first of the next step.
+    graphs: what came in and went out of a forward whose backward has not run."""
 
-    batches: those that were looked ahead at. graphs: what came in and went out of a forward whose
-    backward has not run. early: gradients of a step that has not begun. losses: the same.
-    carried: values that a neighbour has sent.
-    """
-
-    batches: list[Any] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)  # those that were looked ahead at
     graphs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    early: dict[int, Gradients] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    carried: dict[Value, Tensor] = field(default_factory=dict)
+    early: dict[int, Gradients] = field(default_factory=dict)  # of a step that has not begun
+    losses: dict[int, Tensor] = field(default_factory=dict)  # the same
+    carried: dict[Value, Tensor] = field(default_factory=dict)  # that a neighbour has sent
 
     def after(self, microbatches: int) -> UnderWay:
         """The same, counted from `microbatches` on."""
@@ -54,8 +49,8 @@ class UnderWay:
             {m - microbatches: found for m, found in self.early.items()},
             {m - microbatches: loss for m, loss in self.losses.items()},
             {
-                replace(value, microbatch=value.microbatch - microbatches): tensor
-                for value, tensor in self.carried.items()
+                replace(v, microbatch=v.microbatch - microbatches): t
+                for v, t in self.carried.items()
             },
         )
 
@@ -242,16 +237,13 @@ def with_later_shares(feed: StepFeed, executor: AsynchronousExecutor) -> Iterato
     shares = iter(feed)
     for share in shares:
         waiting.append(share)
-        while _has_enough(waiting, executor.look_ahead()):
+        while waiting:
+            behind, ahead = list(waiting)[1:], executor.look_ahead()
+            if sum(len(later.microbatches) for later in behind) < ahead > len(behind):
+                break
             yield _told(waiting, executor)
     while waiting:
         yield _told(waiting, executor)
-
-
-def _has_enough(waiting: Sequence[StepShare], ahead: int) -> bool:
-    behind = list(waiting)[1:]
-    found = sum(len(share.microbatches) for share in behind)
-    return bool(waiting) and (found >= ahead or len(behind) >= ahead)
 
 
 def _told(waiting: deque[StepShare], executor: AsynchronousExecutor) -> StepShare:

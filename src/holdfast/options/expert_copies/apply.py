@@ -1,6 +1,8 @@
 """Copies of hot experts on other ranks of `ep`: `layout.expert_replicas: auto`.
 
-The choices of each microbatch decide which experts get copies (`choice.py`). All ranks
+The choices of each microbatch decide which experts get copies, and nothing else. So a run that was
+killed, restored or rebuilt makes the same copies, and no rank has to remember any. (He et al. 2022,
+section 5.1, decide for each batch in this way.) All ranks
 know them: they gather their numbers of choices, n - 1 times E int64 a forward pass and block. If a
 rank's load is too high, it sends the matrices of its hottest expert to the rank with the lowest
 one. That rank computes a part of the expert's rows, and no optimizer and no checkpoint knows of it.
@@ -26,29 +28,90 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.model.experts import Experts, Matrices, permute
-from holdfast.options.expert_copies.choice import ExpertCopy, owner_of, plan_copies, rank_loads
 from holdfast.options.protocols import Apply
 from holdfast.parallel.axes.expert_parallel import ExpertExchange, Travel
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 
+LEAST_PART = 8
+"""A copy takes at least 1/8 of an even load off a rank."""
+
+
+@dataclass(frozen=True)
+class ExpertCopy:
+    """Rows of an expert that another rank computes. rows: by the rank whose tokens they are; they
+    are the last ones of that rank for this expert that no earlier copy has."""
+
+    expert: int
+    host: int
+    rows: tuple[int, ...]
+
+
+def owner_of(expert: int, experts: int, ranks: int) -> int:
+    """The rank that has an expert."""
+    return expert // (experts // ranks)
+
+
+def rank_loads(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Choices that each rank would compute without copies. counts: by rank, and by expert."""
+    ranks, experts = len(counts), len(counts[0])
+    of_expert = [sum(column) for column in zip(*counts, strict=True)]
+    local = experts // ranks
+    return [sum(of_expert[rank * local : (rank + 1) * local]) for rank in range(ranks)]
+
+
+def plan_copies(counts: Sequence[Sequence[int]]) -> tuple[ExpertCopy, ...]:
+    """Return the copies, at most one a host. counts: choices by rank, and by expert.
+
+    n ranks have E / n experts each, in order. A rank's load is the choices that it computes. In
+    each round the rank with the highest load gives rows of its hottest expert away. They go to the
+    rank with the lowest load that has no copy yet, until both loads are equal or no row is left.
+    The rounds end when that is less than a part of an even load (`LEAST_PART`). Without such a
+    bound, every small difference would send an expert's matrices.
+    """
+    ranks, local = len(counts), len(counts[0]) // len(counts)
+    left, loads = [list(row) for row in counts], rank_loads(counts)
+    even, free = sum(loads) / ranks, set(range(ranks))
+    found: list[ExpertCopy] = []
+    while True:
+        busiest = max(range(ranks), key=lambda rank: (loads[rank], -rank))
+        host = min(free - {busiest}, key=lambda rank: (loads[rank], rank), default=None)
+        if host is None:
+            return tuple(found)
+        own = range(busiest * local, (busiest + 1) * local)
+        rows_of = {expert: sum(row[expert] for row in left) for expert in own}
+        hottest = max(own, key=lambda expert: (rows_of[expert], -expert))
+        moved = min(rows_of[hottest], (loads[busiest] - loads[host]) // 2)
+        if moved * LEAST_PART < even or not moved:
+            return tuple(found)
+        rows = _take(left, hottest, moved, host)
+        loads[busiest] -= moved
+        loads[host] += moved
+        free.remove(host)
+        found.append(ExpertCopy(hottest, host, rows))
+
+
+def _take(left: list[list[int]], expert: int, moved: int, host: int) -> tuple[int, ...]:
+    """Take rows of an expert for a host: its own tokens first, since they need not travel."""
+    rows = [0] * len(left)
+    for rank in (host, *(rank for rank in range(len(left)) if rank != host)):
+        rows[rank] = min(left[rank][expert], moved)
+        left[rank][expert] -= rows[rank]
+        moved -= rows[rank]
+    return tuple(rows)
+
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The ranks that one rank's sorted choices go to in a microbatch.
-
-    order: their places in the order of sending, as (first row, rows). sent: rows to each rank.
-    came: of each rank, rows for each expert of this rank, and then for its copy if it has one.
-    lent: (number here, host) of this rank's experts that have a copy, by host. lender: the owner of
-    this rank's copy. load: rows of an even load, of this rank's own experts, and that it computes.
-    """
+    """The ranks that one rank's sorted choices go to in a microbatch. came: of each rank, rows for
+    each expert of this rank, and then for its copy if it has one."""
 
     copies: tuple[ExpertCopy, ...]
-    order: tuple[tuple[int, int], ...]
-    sent: tuple[int, ...]
+    order: tuple[tuple[int, int], ...]  # places in the order of sending, as (first row, rows)
+    sent: tuple[int, ...]  # rows to each rank
     came: tuple[tuple[int, ...], ...]
-    lent: tuple[tuple[int, int], ...]
-    lender: int | None
-    load: tuple[int, int, int]
+    lent: tuple[tuple[int, int], ...]  # (number here, host) of own experts with a copy, by host
+    lender: int | None  # the owner of this rank's copy
+    load: tuple[int, int, int]  # rows of an even load, of own experts, and that it computes
 
 
 def plan_dispatch(counts: Sequence[Sequence[int]], rank: int) -> Dispatch:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from holdfast.options.protocols import Checked, Keys
 
-if TYPE_CHECKING:
-    pass
-
 ExpertReplicas = Annotated[
     Literal["off", "auto"],
     Field(
         description="with ep: auto gives experts with many tokens copies on workers with few, in "
-        "each microbatch",
+        "each microbatch"
     ),
 ]
 

@@ -16,7 +16,7 @@ Quantized = Annotated[
     Literal["none", "weights", "gradients", "both"],
     Field(
         description="what dp_shard sends as codes of few bits, with zero 2 or 3: weights 8 bits, "
-        "gradients 4. The curve then depends on dp_shard",
+        "gradients 4. The curve then depends on dp_shard"
     ),
 ]
 _SENT = {

@@ -17,7 +17,7 @@ StateDtype = Annotated[
     Literal["fp32", "bf16", "8bit"],
     Field(
         description="adamw, sgd, lion: what a moment is kept in between two steps; fp32: as the "
-        "parameters",
+        "parameters"
     ),
 ]
 BLOCK = 64

@@ -41,20 +41,16 @@ class OptionCost(Cost):
 
 @dataclass(frozen=True)
 class ComponentTokens:
-    """One component of a block, on one rank. name: its key in `layout.tp_by`. parts: that tp makes
-    of it. sets: of ranks that hold the same. counted: samples or tokens, of `shared`, that this one
-    computes. computed: its tokens. held: tokens of its input that are kept. is_own: it gathers its
-    tokens alone.
-    """
+    """One component of a block, on one rank."""
 
-    name: str
-    parts: int
-    sets: int
-    counted: int
+    name: str  # its key in `layout.tp_by`
+    parts: int  # that tp makes of it
+    sets: int  # of ranks that hold the same
+    counted: int  # samples or tokens, of `shared`, that this one computes
     shared: int
-    computed: int
-    held: int
-    is_own: bool
+    computed: int  # its tokens
+    held: int  # tokens of its input that are kept
+    is_own: bool  # it gathers its tokens alone
 
     def sent(self, tokens: int, dim: int) -> float:
         """Elements that a rank sends for one region, of a microbatch of so many tokens."""

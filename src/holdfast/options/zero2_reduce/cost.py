@@ -28,12 +28,11 @@ from holdfast.plan.step_microbatches import microbatches
 
 @dataclass(frozen=True)
 class Zero2Cost:
-    """Bytes of one rank. sent: in a step, for gradients and parameters. held: sums of gradients,
-    with partial ones."""
+    """Bytes of one rank."""
 
     word: str
-    sent: int
-    held: int
+    sent: int  # in a step, for gradients and parameters
+    held: int  # sums of gradients, with partial ones
 
 
 class OptionCost(Cost):

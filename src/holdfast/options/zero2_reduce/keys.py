@@ -16,7 +16,7 @@ SumInterval = Annotated[
     Literal["microbatch", "step"],
     Field(
         description="with zero 2: when shards add up their gradients. microbatch: after each, so "
-        "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
+        "a worker holds its part of the sum. step: once; less is sent, and complete sums are held"
     ),
 ]
 

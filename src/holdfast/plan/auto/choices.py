@@ -62,9 +62,6 @@ def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
         train["memory"] = config.train.memory.model_copy(update={"optimizer": place})
     if "replicas" in layout:
         layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
-    return config.model_copy(
-        update={
-            "layout": config.layout.model_copy(update=layout),
-            "train": config.train.model_copy(update=train),
-        }
-    )
+    sections = {"layout": layout, "train": train}
+    changed = {k: getattr(config, k).model_copy(update=v) for k, v in sections.items()}
+    return config.model_copy(update=changed)

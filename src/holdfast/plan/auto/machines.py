@@ -23,13 +23,12 @@ MOST_CPU_WORKERS = 8
 
 @dataclass(frozen=True)
 class Machines:
-    """The cluster that a run may use. name: of its file, or of this machine. cores: of this machine
-    if its CPU trains, which workers share; otherwise 0."""
+    """The cluster that a run may use."""
 
     cluster: Cluster
     devices: Mapping[str, DeviceType]
-    name: str
-    cores: int = 0
+    name: str  # of its file, or of this machine
+    cores: int = 0  # of this machine if its CPU trains, which workers share; otherwise 0
 
     def worker_counts(self, given: int, *degrees: int) -> tuple[int, ...]:
         """Numbers of workers to plan for. given: by the run file; 0: free, like each of degrees."""
@@ -60,7 +59,8 @@ def machines_of(config: RunConfig, hardware: HardwareInfo, cluster: str = "") ->
     text = cluster or config.plan.cluster
     if text and text != HERE:
         return Machines(read_cluster(text), load_devices(), text)
-    return here(config, hardware, detect_links(), _calibration(hardware))
+    calibration = read_calibration(calibration_path(hardware.node))
+    return here(config, hardware, detect_links(), calibration)
 
 
 def here(
@@ -71,10 +71,6 @@ def here(
     found = describe_machine(replace(hardware, accelerators=used), links, calibration)
     cores = 0 if used else hardware.cores
     return Machines(found.cluster, found.devices, f"this machine ({hardware.node})", cores)
-
-
-def _calibration(hardware: HardwareInfo) -> Calibration | None:
-    return read_calibration(calibration_path(hardware.node))
 
 
 FURTHER_CORE = 0.5

@@ -40,9 +40,9 @@ def objective_of(loaded: LoadedConfig, problem: Problem, now: datetime | None) -
 def end_in_words(loaded: LoadedConfig, problem: Problem, found: Found) -> str:
     """Whether a run with a date is done in time, and for how much; "" for other objectives."""
     objective = objective_of(loaded, problem, None)
-    if not isinstance(objective, FinishBy):
-        return ""
-    return objective.says(found.choice, found.cost)
+    if isinstance(objective, FinishBy):
+        return objective.says(found.choice, found.cost)
+    return ""
 
 
 def refusal_of(config: RunConfig, choice: Choice) -> str:
@@ -77,11 +77,6 @@ def fastest_of(config: RunConfig) -> Rules:
 
 def _rules_in_words(config: RunConfig) -> str:
     """All values that `refusal_of` depends on, without the layout."""
-    return "\n".join(
-        (
-            config.layout.model_dump_json(),
-            config.model.model_dump_json(),
-            config.train.model_dump_json(exclude={"steps"}),
-            str(config.data.sequence_length),
-        )
-    )
+    sections = config.layout.model_dump_json(), config.model.model_dump_json()
+    train = config.train.model_dump_json(exclude={"steps"})
+    return "\n".join((*sections, train, str(config.data.sequence_length)))

@@ -50,33 +50,30 @@ def plan_cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search obeys in addition to its limits. words: all that `objective` and `allows`
-    depend on, without the problem. is_timeless: False if the objective depends on the clock."""
+    """What a search obeys in addition to its limits."""
 
     objective: Objective
     allows: Callable[[Choice], bool]
-    words: str
-    is_timeless: bool = True
+    words: str  # all that `objective` and `allows` depend on, without the problem
+    is_timeless: bool = True  # False if the objective depends on the clock
 
 
 @dataclass
 class PlanCache:
-    """Searches, and keeps what was found.
+    """Searches, and keeps what was found. starts_warm: a search may begin with plans of other
+    problems. It may then end with another layout, so nodes that must agree do not use it."""
 
-    folder: None keeps nothing. starts_warm: a search may begin with plans of other problems. Such a
-    search may end with another layout than one without, so nodes that must agree do not use it.
-    notes: sentences about files that could not be read or written.
-    """
-
-    folder: Path | None
+    folder: Path | None  # None keeps nothing
     starts_warm: bool = True
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # of files that could not be read or written
 
     def search(self, problem: Problem, limits: Limits, rules: Rules) -> SearchResult:
         """Return the plan of the same search, or search. Raises LayoutError if nothing fits."""
         if self.folder is None:
             return search(problem, limits, rules.objective, allows=rules.allows)
-        model = _digest(planner_digest(), _model_of(problem))[:16]
+        work = problem.workload  # layouts of other plans with these are of the same model
+        own = repr((work.layers, work.sequence, work.precision, work.state))
+        model = _digest(planner_digest(), own)[:16]
         key = _digest(planner_digest(), repr((problem, limits)), rules.words)[:32]
         path = self.folder / f"{model}-{key}.json"
         if rules.is_timeless and (kept := self._result(path, problem, rules.objective)):
@@ -84,7 +81,8 @@ class PlanCache:
         plans = list(self._plans(model)) if self.starts_warm else []
         known = [Choice.from_json(value) for body in plans for value in body["layouts"]]
         first = first_layouts(problem, limits, rules.objective, rules.allows, known)
-        earlier = list(map(_together, zip(*map(_phases, plans), strict=True)))
+        pairs = zip(*map(_phases, plans), strict=True)  # what several searches did
+        earlier = [Phase(max(p.work for p in each), min(p.gap for p in each)) for each in pairs]
         found = search(problem, limits, rules.objective, first, rules.allows, earlier)
         if first:
             found = replace(found, source=SEARCHED_FROM_CACHE)
@@ -173,19 +171,8 @@ def planner_digest() -> str:
     return digest.hexdigest()
 
 
-def _model_of(problem: Problem) -> str:
-    """What a layout must know of a model to be one of it: its layers and how they are computed."""
-    workload = problem.workload
-    return repr((workload.layers, workload.sequence, workload.precision, workload.state))
-
-
 def _phases(body: Mapping[str, Any]) -> tuple[Phase, ...]:
     return tuple(Phase(*phase) for phase in body["phases"])
-
-
-def _together(phases: tuple[Phase, ...]) -> Phase:
-    """What a search must do to be as good as several."""
-    return Phase(max(each.work for each in phases), min(each.gap for each in phases))
 
 
 def _digest(*parts: str) -> str:

@@ -21,12 +21,7 @@ from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.run_workload import unmodelled_key, workload_of
 from holdfast.plan.placing.layouts import layouts_of
-from holdfast.plan.search.search import (
-    Found,
-    Limits,
-    SearchResult,
-    search,
-)
+from holdfast.plan.search.search import Found, Limits, SearchResult, search
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 """Schedules that are tried: none of them changes the curve."""
@@ -121,9 +116,8 @@ def plan_run(
                 where=loaded.where("layout.workers"),
                 remedy=f"use {part.cluster.size}",
             )
-        problem = Problem(
-            workload, part.cluster, part.devices, memory_share=config.plan.memory_share
-        )
+        share = config.plan.memory_share
+        problem = Problem(workload, part.cluster, part.devices, memory_share=share)
         try:
             own = replace(limits, devices=number if given or machines.cores else 0)
             result = cache.search(problem, own, rules_of(loaded, problem, now))

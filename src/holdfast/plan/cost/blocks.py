@@ -52,13 +52,9 @@ class Heads:
 
     def part(self, dim: int) -> Part:
         queries, keys = self.count * self.size, self.kv * self.size
+        columns = tuple(Product(dim, width, "columns") for width in (queries, keys, keys))
         return Part(
-            (
-                Product(dim, queries, "columns"),
-                Product(dim, keys, "columns"),
-                Product(dim, keys, "columns"),
-                Product(queries, dim, "rows"),
-            ),
+            (*columns, Product(queries, dim, "rows")),
             Attention(self.count, self.kv, self.size, self.window, is_fused=self.is_fused),
             cut_moved=2 * (queries + keys),
             kernels=6,
@@ -68,38 +64,31 @@ class Heads:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """inner: width of the dense layer or of one expert. shared: inner width of the part next to
-    experts that computes every token. latent: width in which experts compute; 0: the model's.
-    is_fused: as of `ExpertGroup`; the exchange sorts a token's copies then."""
+    """The dense part of a block, or its experts."""
 
-    inner: int
+    inner: int  # width of the dense layer or of one expert
     is_gated: bool = True
     experts: int = 0
     top_k: int = 0
-    shared: int = 0
-    latent: int = 0
-    is_fused: bool = False
+    shared: int = 0  # inner width of the part next to experts that computes every token
+    latent: int = 0  # width in which experts compute; 0: the model's
+    is_fused: bool = False  # as of `ExpertGroup`; the exchange sorts a token's copies then
 
 
 @dataclass(frozen=True)
 class KeptByRuntime:
-    """How much a runtime keeps for the backward pass. norms: elements for each one of a norm's
-    input. holds_inputs: a product's input is held complete on each rank of tp. Otherwise sequence
-    parallelism cuts it, and the backward pass gathers it again (Korthikanti et al., 2022). masks:
-    elements for each one that attention or feed-forward gives; 0.5 for a byte of dropout.
-    is_compiled: what a fused kernel can compute again is not kept."""
+    """How much a runtime keeps for the backward pass. holds_inputs: a product's input is held
+    complete on each rank of tp. Otherwise sequence parallelism cuts it, and the backward pass
+    gathers it again (Korthikanti et al., 2022)."""
 
-    norms: float = 1.0
+    norms: float = 1.0  # elements for each one of a norm's input
     holds_inputs: bool = False
-    masks: float = 0.0
-    is_compiled: bool = False
+    masks: float = 0.0  # elements for each one that a part gives; 0.5 for a byte of dropout
+    is_compiled: bool = False  # what a fused kernel can compute again is not kept
 
 
 def block(
-    dim: int,
-    mixer: Mixer | None,
-    feed: FeedForward | None,
-    kept: KeptByRuntime = KeptByRuntime(),
+    dim: int, mixer: Mixer | None, feed: FeedForward | None, kept: KeptByRuntime = KeptByRuntime()
 ) -> Layer:
     """Return a block; hybrid models have blocks with only one of the two parts."""
     mixing = mixer.part(dim) if mixer else Part()
@@ -171,15 +160,11 @@ def _feed(dim: int, kind: FeedForward, is_compiled: bool = False) -> Part:
     computed = kind.top_k * kind.inner + kind.shared
     own = kind.shared if kind.is_fused else computed
     # a token's copies are sorted, and summed again: each is read and written
+    inside = _feed_products(space, kind.inner, kind.is_gated)
     return Part(
         tuple(products),
         None,
-        ExpertGroup(
-            kind.experts,
-            kind.top_k,
-            _feed_products(space, kind.inner, kind.is_gated),
-            kind.is_fused,
-        ),
+        ExpertGroup(kind.experts, kind.top_k, inside, kind.is_fused),
         whole_moved=(2 if kind.is_fused else 4) * kind.top_k * space,
         cut_moved=width * own,
         kernels=16,

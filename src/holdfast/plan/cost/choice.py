@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -38,14 +38,27 @@ class ReplicaChoice(Layout):
     def recompute_at(self, pp: int) -> Recompute:
         return self.recompute[pp] if len(self.recompute) > 1 else self.recompute[0]
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> ReplicaChoice:
-        values: dict[str, Any] = {
-            name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
-        }
-        if "count" in values:  # as older programs wrote it
-            values["dp_replicate"] = values.pop("count")
-        return ReplicaChoice(**values)
+    @cached_property
+    def devices_by_pool(self) -> Mapping[str, int]:
+        """Devices of one replica in each pool."""
+        stage, found = self.replica_size // self.pp, dict[str, int]()
+        for index in range(self.pp):
+            name = self.pool_at(index)
+            found[name] = found.get(name, 0) + stage
+        return found
+
+
+def replicas_within(groups: Sequence[ReplicaChoice], devices: Mapping[str, int]) -> tuple[int, ...]:
+    """Return how many replicas of each kind, at most those of its group, have devices in the pools.
+    Nodes of broken replicas are put together, as the runtime does at a step boundary."""
+    free, found = dict(devices), list[int]()
+    for group in groups:
+        needs = group.devices_by_pool
+        fit = (free.get(name, 0) // need for name, need in needs.items())
+        found.append(max(0, min(group.dp_replicate, *fit)))
+        for name, need in needs.items():
+            free[name] = free.get(name, 0) - found[-1] * need
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,15 @@ class Choice:
             return self.replicas[0].dp_replicate * self.replicas[0].microbatches
         return sum(group.dp_replicate * group.microbatches for group in self.replicas)
 
+    @cached_property
+    def devices_by_pool(self) -> Mapping[str, int]:
+        """Devices that the layout uses of each pool."""
+        found: dict[str, int] = {}
+        for group in self.replicas:
+            for name, number in group.devices_by_pool.items():
+                found[name] = found.get(name, 0) + group.dp_replicate * number
+        return found
+
     @property
     def degrees(self) -> object:
         """What tells layouts apart whose blocks may be split in any way."""
@@ -100,5 +122,9 @@ class Choice:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Choice:
         """Read what `to_json` wrote. Raises KeyError or TypeError for other values."""
-        groups = tuple(map(ReplicaChoice.from_json, value["replicas"]))
-        return Choice(**{**value, "replicas": groups, "host": frozenset(value["host"])})
+        groups: list[dict[str, Any]] = [
+            {name: tuple(own) if isinstance(own, list) else own for name, own in group.items()}
+            for group in value["replicas"]
+        ]
+        replicas = tuple(ReplicaChoice(**group) for group in groups)
+        return Choice(**{**value, "replicas": replicas, "host": frozenset(value["host"])})

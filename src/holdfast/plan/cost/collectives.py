@@ -25,13 +25,9 @@ def tree_s(link: Link, size: float, ranks: int) -> float:
 
 
 def gather_s(link: Link, size: float, ranks: int) -> float:
-    """All ranks end with the complete tensor of `size` bytes, of which each had a part."""
+    """All ranks end with the complete tensor of `size` bytes, of which each had a part. The
+    reverse takes as long: each rank ends with its part of a sum."""
     return (ranks - 1) * link.message_s(size / ranks) if ranks > 1 else 0.0
-
-
-def scatter_s(link: Link, size: float, ranks: int) -> float:
-    """Each rank ends with its part of the sum of tensors of `size` bytes."""
-    return gather_s(link, size, ranks)
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.core.schedule.named import build_schedule
-from holdfast.core.schedule.table import (
-    Action,
-    ActionKind,
-    Schedule,
-    actions_of,
-    value_produced,
-)
+from holdfast.core.schedule.table import Action, ActionKind, Schedule, actions_of, value_produced
 from holdfast.core.schedule.timing import max_in_flight
 
 Work = tuple[tuple[int, ActionKind], ...]
@@ -45,18 +39,15 @@ gives its result.
 
 @dataclass(frozen=True)
 class CompiledSchedule:
-    """entries: in an order in which they can run. rows: the entries of each rank, in its order.
-    microbatches: of each entry. in_flight: as of `max_in_flight`. late: of each rank, the most
-    passes at once between the two halves of a backward. Links 2 s + 1 and 2 s + 2 lead from stage s
-    to stage s + 1 and back."""
+    """A table as numbers. Links 2 s + 1 and 2 s + 2 lead from stage s to stage s + 1 and back."""
 
     rank_of: tuple[int, ...]
     works: tuple[Work, ...]
-    entries: tuple[Entry, ...]
-    microbatches: tuple[int, ...]
-    rows: tuple[tuple[int, ...], ...]
-    in_flight: tuple[int, ...]
-    late: tuple[int, ...]
+    entries: tuple[Entry, ...]  # in an order in which they can run
+    microbatches: tuple[int, ...]  # of each entry
+    rows: tuple[tuple[int, ...], ...]  # the entries of each rank, in its order
+    in_flight: tuple[int, ...]  # as of `max_in_flight`
+    late: tuple[int, ...]  # of each rank: most passes at once between two halves of a backward
 
     @property
     def ranks(self) -> int:
@@ -65,11 +56,10 @@ class CompiledSchedule:
 
 @dataclass(frozen=True)
 class EntryTimes:
-    """arrived: when each entry's result is where it is needed. stopped: when its rank is free
-    again."""
+    """Seconds of each entry."""
 
-    arrived: Sequence[float]
-    stopped: Sequence[float]
+    arrived: Sequence[float]  # when its result is where it is needed
+    stopped: Sequence[float]  # when its rank is free again
 
     @property
     def makespan(self) -> float:
@@ -92,12 +82,8 @@ def run_entries(
 ) -> EntryTimes:
     """Time every entry. works: seconds by `program.works`. sends: seconds of a transfer by link;
     the first is of no link."""
-    return (_run_blocking if is_blocking else _run_hidden)(program, works, sends)
-
-
-def _run_hidden(
-    program: CompiledSchedule, works: Sequence[float], sends: Sequence[float]
-) -> EntryTimes:
+    if is_blocking:
+        return _run_blocking(program, works, sends)
     free, link_free = [0.0] * program.ranks, [0.0] * len(sends)
     arrived, stopped = list[float](), list[float]()
     arrive_at, stop_at = arrived.append, stopped.append
@@ -139,13 +125,13 @@ def _run_blocking(
 @dataclass(frozen=True)
 class _Role:
     """Of one stage and kind of action. needs, gives: the first place in `_Compiler._made` of values
-    that cross to another rank; -1: none. The links are those that these values cross."""
+    that cross to another rank. The links are those that these values cross."""
 
     work: Work
-    needs: int
-    needs_link: int
-    gives: int
-    gives_link: int
+    needs: int = -1  # -1: none
+    needs_link: int = 0
+    gives: int = -1
+    gives_link: int = 0
 
 
 class _Compiler:
@@ -195,35 +181,32 @@ class _Compiler:
             tuple(self._microbatches),
             tuple(map(tuple, self._rows)),
             self._in_flight(),
-            tuple(map(self._late, self._rows)),
+            self._most((_FIRST_HALF,), (_SECOND_HALF,), keeps=False),
         )
 
     def _in_flight(self) -> tuple[int, ...]:
-        table, peaks = self._table, []
+        table = self._table
         if table.done or not table.has_backward:
             return max_in_flight(table)
-        begins = [[kind for _, kind in work].count(ActionKind.FORWARD) for work in self._works]
-        ends = [sum(kind in _ENDS for _, kind in work) for work in self._works]
+        return self._most((ActionKind.FORWARD,), _ENDS)
+
+    def _most(
+        self, begin: Sequence[ActionKind], end: Sequence[ActionKind], *, keeps: bool = True
+    ) -> tuple[int, ...]:
+        """Of each rank, the most passes at once after an action of `begin` and before one of `end`.
+        keeps: an entry that ends a pass keeps it until its own end."""
+        begins = [sum(kind in begin for _, kind in work) for work in self._works]
+        ends = [sum(kind in end for _, kind in work) for work in self._works]
+        peaks = []
         for row in self._rows:
             kept = peak = 0
             for number in row:
                 work = self._entries[number][1]
                 kept += begins[work]
-                peak = max(peak, kept)
+                peak = max(peak, kept - (0 if keeps else ends[work]))
                 kept -= ends[work]
             peaks.append(peak)
         return tuple(peaks)
-
-    def _late(self, row: Sequence[int]) -> int:
-        changes = [
-            sum((kind is _FIRST_HALF) - (kind is _SECOND_HALF) for _, kind in work)
-            for work in self._works
-        ]
-        late = most = 0
-        for number in row:
-            late += changes[self._entries[number][1]]
-            most = max(most, late)
-        return most
 
     def _begin(self, stage: int, is_gradient: bool) -> int:
         """The first place of values that leave `stage` in `_made`; they are in the order of their
@@ -234,15 +217,16 @@ class _Compiler:
         work: Work = ((stage, kind),)
         is_gradient = kind is not ActionKind.FORWARD
         before, after = (stage + 1, stage - 1) if is_gradient else (stage - 1, stage + 1)
-        needs = gives = -1
-        needs_link = gives_link = 0
+        role = _Role(work)
         if kind is ActionKind.BACKWARD_WEIGHT:
-            return _Role(work, needs, needs_link, gives, gives_link)
+            return role
         if self._crosses(stage, before):
-            needs, needs_link = self._begin(before, is_gradient), _link(before, is_gradient)
+            needs, link = self._begin(before, is_gradient), _link(before, is_gradient)
+            role = replace(role, needs=needs, needs_link=link)
         if self._crosses(stage, after):
-            gives, gives_link = self._begin(stage, is_gradient), _link(stage, is_gradient)
-        return _Role(work, needs, needs_link, gives, gives_link)
+            gives, link = self._begin(stage, is_gradient), _link(stage, is_gradient)
+            role = replace(role, gives=gives, gives_link=link)
+        return role
 
     def _crosses(self, stage: int, other: int) -> bool:
         rank_of = self._table.rank_of

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
 
-from holdfast.layout import pp_of_stage
+from holdfast.layout import pp_of_stage, stages_at
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.collectives import gather_s, scatter_s
+from holdfast.plan.cost.collectives import gather_s
 from holdfast.plan.cost.group_links import GroupLinks, Ways, group_links
 from holdfast.plan.cost.layer_times import LayerTimes, Part, ShapeTimes
-from holdfast.plan.cost.least_pipeline_time import (
+from holdfast.plan.cost.pipeline_time import (
+    PipelineTime,
+    StageTimes,
     kept_microbatches,
     least_pipeline_seconds,
     least_pipeline_time,
+    pipeline_time,
 )
-from holdfast.plan.cost.pipeline_time import PipelineTime, StageTimes, pipeline_time
-from holdfast.plan.cost.sharded_passes import with_collectives
-from holdfast.plan.cost.stage_layers import Counts, chunk_counts, counts_at
 from holdfast.plan.cost.step_tail import step_tail
-from holdfast.plan.cost.workload import Layer, PassTimes, Workload
+from holdfast.plan.cost.workload import Counts, Layer, PassTimes, Workload
 from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.hardware.devices import DeviceType, device_named
 from holdfast.plan.memory.stage_bytes import (
@@ -45,31 +46,28 @@ from holdfast.plan.memory.stage_bytes import (
 
 @dataclass(frozen=True)
 class Problem:
-    """times: seconds of layers; None: from shapes. memory_share: of a device's memory that a run
-    may use. bucket_bytes: gradients that are summed in one message; 0: all of a stage.
-    waits_for_sends: ranks compute nothing while they send to another stage or receive.
-    hides_gradients: sums of gradients travel while a stage's last backward computes; never those of
-    the last bucket. slow: by index on pp, how many times as long a rank's computing takes."""
+    """What is trained, on which machines, and how. hides_gradients: sums of gradients travel while
+    a stage's last backward computes; never those of the last bucket."""
 
     workload: Workload
     cluster: Cluster
     devices: Mapping[str, DeviceType]
-    times: LayerTimes | None = None
-    memory_share: float = 0.95
+    times: LayerTimes | None = None  # seconds of layers; None: from shapes
+    memory_share: float = 0.95  # of a device's memory that a run may use
     overhead: MemoryOverhead = ASSUMED_OVERHEAD
-    waits_for_sends: bool = False
-    bucket_bytes: float = 0.0
+    waits_for_sends: bool = False  # ranks compute nothing while they send to a stage or receive
+    bucket_bytes: float = 0.0  # gradients that are summed in one message; 0: all of a stage
     hides_gradients: bool = True
-    slow: Mapping[int, float] = field(default_factory=dict)
+    slow: Mapping[int, float] = field(default_factory=dict)  # by pp: times as long as usual
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Of one kind of replica: seconds of its pipeline, and the memory of each index on pp."""
+    """Of one kind of replica."""
 
     pipeline: PipelineTime
-    memory: tuple[StageMemory, ...]
-    tail: Mapping[str, float]
+    memory: tuple[StageMemory, ...]  # of each index on pp
+    tail: Mapping[str, float]  # seconds after the passes, by part
 
     @property
     def step_s(self) -> float:
@@ -78,13 +76,12 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """parts: seconds by what they go to, of the slowest kind of replica. groups: by kind of
-    replica. short_of: bytes that the fullest device lacks; 0 where all fit."""
+    """Of one layout."""
 
     step_s: float
-    parts: Mapping[str, float]
-    groups: tuple[GroupCost, ...]
-    short_of: float = 0.0
+    parts: Mapping[str, float]  # seconds by what they go to, of the slowest kind of replica
+    groups: tuple[GroupCost, ...]  # by kind of replica
+    short_of: float = 0.0  # bytes that the fullest device lacks; 0 where all fit
 
     @property
     def fits(self) -> bool:
@@ -139,10 +136,9 @@ class Evaluator:
 
     def least_group(self, choice: Choice, group: ReplicaChoice) -> float:
         """Return the least seconds of a step of one kind of replica, of those of `choice`."""
-        places = self._of_places(choice, group)
-        stages = self._stage_times(choice, group, places)
+        stages = self.stage_times(choice, group)
         seconds = least_pipeline_seconds(choice.schedule, group.pp, group.microbatches, stages)
-        return seconds + sum(self._tail(choice, group, places, stages).values())
+        return seconds + sum(self._tail(choice, group, stages).values())
 
     def least_seconds(self, choice: Choice) -> float:
         """Return the seconds of `least`, whether the layout fits or not."""
@@ -160,16 +156,14 @@ class Evaluator:
         return StepCost(slowest.step_s, parts, groups, max(0.0, short_of))
 
     def _group(self, choice: Choice, group: ReplicaChoice, timeline: Timer) -> GroupCost:
-        places = self._of_places(choice, group)
-        stages = self._stage_times(choice, group, places)
+        stages = self.stage_times(choice, group)
         key = (timeline, choice.schedule, choice.virtual, group.microbatches, *map(id, stages))
         pipeline = self._pipelines.get(key)
         if pipeline is None:
             pipeline = self._pipelines[key] = timeline(
                 choice.schedule, group.pp, choice.virtual, group.microbatches, stages
             )
-        tail = self._tail(choice, group, places, stages)
-        return GroupCost(pipeline, self.memory(choice, group), tail)
+        return GroupCost(pipeline, self.memory(choice, group), self._tail(choice, group, stages))
 
     def _of_places(self, choice: Choice, group: ReplicaChoice) -> tuple[_Place, ...]:
         """The pool and the links of each index on pp."""
@@ -202,10 +196,22 @@ class Evaluator:
         key = (group.pp, group.stages, choice.is_folded)
         found = self._counts.get(key)
         if found is None:
-            workload, ranks = self.problem.workload, range(group.pp)
-            found = tuple(counts_at(workload, choice, group, index) for index in ranks)
+            ranks = range(group.pp)
+            found = tuple(self._counts_at(choice, group, index) for index in ranks)
             self._counts[key] = found
         return found
+
+    def _counts_at(self, choice: Choice, group: ReplicaChoice, index: int) -> Counts:
+        """Layers of the ranks at `index` on pp."""
+        stages = len(group.stages)
+        chunks = stages_at(index, group.pp, stages, choice.is_folded) if group.pp > 1 else (0,)
+        first, *others = (_chunk_counts(self.problem.workload, group, each) for each in chunks)
+        if not others:
+            return first
+        sums = dict(first)
+        for kind, number in chain.from_iterable(others):
+            sums[kind] = sums.get(kind, 0) + number
+        return tuple(sorted(sums.items()))
 
     def bytes_of(
         self, choice: Choice, group: ReplicaChoice, index: int, held: Counts, word: str = ""
@@ -244,11 +250,7 @@ class Evaluator:
 
     def stage_times(self, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
         """Return the seconds of each pipeline stage of a kind of replica, for one microbatch."""
-        return self._stage_times(choice, group, self._of_places(choice, group))
-
-    def _stage_times(
-        self, choice: Choice, group: ReplicaChoice, places: tuple[_Place, ...]
-    ) -> list[StageTimes]:
+        places = self._of_places(choice, group)
         found, before = list[StageTimes](), tuple[object, ...]()
         common = (choice.microbatch, choice.zero, choice.ep, choice.sequence_parallel)
         shared, slow_of = (common, group.mesh_shape[1:]), self.problem.slow
@@ -270,15 +272,10 @@ class Evaluator:
         key = (group.pp, group.stages, choice.is_folded)
         found = self._chunks.get(key)
         if found is None:
-            workload = self.problem.workload
             chunks = range(max(1, len(group.stages)) if group.pp > 1 else 1)
-            found = self._chunks[key] = tuple(
-                (
-                    pp_of_stage(chunk, group.pp, choice.is_folded),
-                    chunk_counts(workload, group, chunk),
-                )
-                for chunk in chunks
-            )
+            places = (pp_of_stage(chunk, group.pp, choice.is_folded) for chunk in chunks)
+            counts = (_chunk_counts(self.problem.workload, group, chunk) for chunk in chunks)
+            found = self._chunks[key] = tuple(zip(places, counts, strict=True))
         return found
 
     def layer_times(
@@ -307,20 +304,17 @@ class Evaluator:
             device = self.device(pool)
             times = self.problem.times or ShapeTimes.of_workload(workload)
             own, links = times.of(layer, Part(*part), device, place.links), place.links
-            passes = _with_gathers(workload, own, choice, group, layer, links, device.hides)
-            found = self._times[key] = _with_sums(workload, passes, choice, group, layer, device)
+            found = _with_shards(workload, own, choice, group, layer, links, device)
+            self._times[key] = found
         return found
 
     def _tail(
-        self,
-        choice: Choice,
-        group: ReplicaChoice,
-        places: tuple[_Place, ...],
-        stages: Sequence[StageTimes],
+        self, choice: Choice, group: ReplicaChoice, stages: Sequence[StageTimes]
     ) -> dict[str, float]:
         """Seconds of the stage that takes longest after the passes."""
         shared = (choice.zero, choice.ep, group.mesh_shape[1:], group.microbatches, choice.host)
         number, tails = choice.number_of_replicas, list[dict[str, float]]()
+        places = self._of_places(choice, group)
         before = tuple[object, ...]()
         for place, counts, stage in zip(
             places, self.counts_of_ranks(choice, group), stages, strict=False
@@ -395,59 +389,41 @@ def _tail_of(
     hidden: float,
 ) -> dict[str, float]:
     """Seconds of a step after its passes."""
-    problem, device = evaluator.problem, evaluator.device(place.pool)
-    is_split = problem.workload.scatters_each and choice.zero == 2
+    problem = evaluator.problem
     return step_tail(
-        problem.workload.state,
+        problem.workload,
         choice,
         group,
+        evaluator.device(place.pool),
         place.links,
         _layers(problem.workload, counts),
         hidden=hidden,
         bucket_bytes=problem.bucket_bytes,
-        touched_a_second=device.bandwidth * device.reached(problem.workload.precision).memory,
-        host_bytes_s=device.host_bytes_s,
         update=_measured_update(evaluator, choice, group, place, counts),
-        scatters=group.microbatches if is_split else 1,
-        costs=device.steps,
     )
 
 
-def _with_gathers(
+def _with_shards(
     workload: Workload,
     times: PassTimes,
     choice: Choice,
     group: ReplicaChoice,
     layer: Layer,
     links: GroupLinks,
-    hides: float,
-) -> PassTimes:
-    """With ZeRO 3 the next layer's parameters travel while this one computes. What is longer
-    than the computing is added to it."""
-    if choice.zero < 3 or not group.is_sharded:
-        return times
-    state = workload.state
-    own = layer_parameters(layer, group.tp, choice.ep)
-    gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
-    scatters = scatter_s(links.shards, own * state.gradients, group.dp_shard)
-    return with_collectives(times, gathers, gathers + scatters, hides)
-
-
-def _with_sums(
-    workload: Workload,
-    times: PassTimes,
-    choice: Choice,
-    group: ReplicaChoice,
-    layer: Layer,
     device: DeviceType,
 ) -> PassTimes:
-    """With the time that the gradients of a microbatch take to be added to the step's."""
+    """With the time that the gradients of a microbatch take to be added to the step's. With ZeRO 3
+    the next layer's parameters travel while this one computes."""
+    own, state = layer_parameters(layer, group.tp, choice.ep), workload.state
+    if choice.zero == 3 and group.is_sharded:
+        gathers = gather_s(links.shards, own * state.weights, group.dp_shard)
+        scatters = gather_s(links.shards, own * state.gradients, group.dp_shard)
+        times = times.with_collectives(gathers, gathers + scatters, device.hides)
     if not device.steps.gradient_moves:
         return times
-    own = layer_parameters(layer, group.tp, choice.ep)
     own /= group.dp_shard if choice.zero > 1 else 1
-    touched_a_second = device.bandwidth * device.reached(workload.precision).memory
-    seconds = device.steps.gradient_moves * own * workload.state.gradients / touched_a_second
+    touched_a_second = device.touched_a_second(workload.precision)
+    seconds = device.steps.gradient_moves * own * state.gradients / touched_a_second
     return replace(times, weights=times.weights + seconds)
 
 
@@ -477,6 +453,9 @@ def _layers(workload: Workload, counts: Counts) -> Held:
     return [(workload.kinds[kind], number) for kind, number in counts]
 
 
-def times_of_stages(problem: Problem, choice: Choice, group: ReplicaChoice) -> list[StageTimes]:
-    """Return what `Evaluator.stage_times` does, of one layout."""
-    return Evaluator(problem).stage_times(choice, group)
+def _chunk_counts(workload: Workload, group: ReplicaChoice, chunk: int) -> Counts:
+    """Kinds of layers of one stage, with their number."""
+    if group.pp == 1:
+        return workload.counts_of(0, len(workload.blocks), True, True)
+    first, last = group.bounds[chunk], group.bounds[chunk + 1]
+    return workload.counts_of(first, last, chunk == 0, chunk == len(group.stages) - 1)

@@ -13,7 +13,6 @@ other share a node's cards, and each has its own devices' part. Measured on two 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from holdfast.plan.cost.choice import ReplicaChoice
 from holdfast.plan.cost.collectives import Exchange
@@ -23,18 +22,15 @@ from holdfast.plan.hardware.link import Link
 
 @dataclass(frozen=True)
 class GroupLinks:
-    """Of one replica's stage: the link of each axis, and of gradients between replicas. pp: to the
-    next stage. shards: of the ranks that share parameters and tokens. replicas: of ranks that
-    sum gradients, those of cp and of all replicas. experts: of the
-    all-to-all of ep. copies: of ranks with the same experts."""
+    """Of one replica's stage: the link of each axis, and of gradients between replicas."""
 
     tp: Link
     cp: Link
-    shards: Link
-    pp: Link
-    replicas: Link
-    experts: Exchange
-    copies: Link
+    shards: Link  # of the ranks that share parameters and tokens
+    pp: Link  # to the next stage
+    replicas: Link  # of ranks that sum gradients, those of cp and of all replicas
+    experts: Exchange  # of the all-to-all of ep
+    copies: Link  # of ranks with the same experts
 
 
 @dataclass(frozen=True)
@@ -104,19 +100,14 @@ def _in_a_node(pool: NodePool, ranks: int, distance: int) -> int:
 def _between_replicas(
     cluster: Cluster, pool: NodePool, group: ReplicaChoice, number_of_replicas: int
 ) -> Link:
-    inside = ring_link(
-        pool, min(number_of_replicas, max(1, group.dp_replicate)), group.replica_size
-    )
     if number_of_replicas == 1:
         return ring_link(pool, group.cp, group.tp)
-    zones = [each for each in cluster.pools if each.zone != pool.zone]
-    if number_of_replicas <= group.dp_replicate or not zones:
-        return inside
-    return reduce(
-        lambda a, b: a if a.bandwidth <= b.bandwidth else b,
-        (cluster.link_between(pool, other) for other in zones),
-        inside,
-    )
+    count = min(number_of_replicas, max(1, group.dp_replicate))
+    links = [ring_link(pool, count, group.replica_size)]
+    if number_of_replicas > group.dp_replicate:
+        zones = (each for each in cluster.pools if each.zone != pool.zone)
+        links += [cluster.link_between(pool, other) for other in zones]
+    return min(links, key=lambda link: link.bandwidth)
 
 
 def _farthest(pool: NodePool, ranks: int) -> Link:

@@ -18,10 +18,14 @@ from typing import Protocol
 from holdfast.plan.cost.collectives import gather_s
 from holdfast.plan.cost.group_links import GroupLinks
 from holdfast.plan.cost.workload import Layer, PassTimes, Product, Workload
-from holdfast.plan.hardware.devices import DeviceType, Efficiency
+from holdfast.plan.hardware.devices import DeviceType
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, as a multiple of its forward's."""
+
+ATTENTION_OF_COMPUTE = 0.45
+"""Rate of attention as a share of that of products, for devices without a fit. Fits of A100 give
+0.43 and 0.46. On H100 kernels that were written for A100 give 0.32."""
 
 SCORE_MOVES = 6.5
 """Elements moved for each score where kernels are not fused. A product writes it. The softmax and
@@ -36,16 +40,15 @@ NARROW = {"fp8": 1.0, "fp4": 0.5}
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a layer. tokens: of its microbatch, before tp cuts them. sequence: tokens
-    of a sample that attention sees. recompute: a word of `train.recompute`."""
+    """What a rank has of a layer."""
 
-    tokens: float
-    sequence: int
+    tokens: float  # of its microbatch, before tp cuts them
+    sequence: int  # tokens of a sample that attention sees
     tp: int = 1
     cp: int = 1
     ep: int = 1
     sequence_parallel: bool = True
-    recompute: str = "none"
+    recompute: str = "none"  # a word of `train.recompute`
 
 
 class LayerTimes(Protocol):
@@ -56,11 +59,10 @@ class LayerTimes(Protocol):
 
 @dataclass(frozen=True)
 class ShapeTimes:
-    """From shapes. item: bytes of an element between kernels. repeats_all, is_compiled: see
-    `Workload`."""
+    """From shapes; see `Workload`."""
 
     precision: str
-    item: float
+    item: float  # bytes of an element between kernels
     repeats_all: bool = False
     is_compiled: bool = True
 
@@ -78,9 +80,7 @@ class ShapeTimes:
         cut = part.tp if part.sequence_parallel else 1
         moved = layer.whole_moved / cut + layer.cut_moved / part.tp
         moved *= 1.0 if self.is_compiled else device.steps.moves
-        other = one.moved_s(part.tokens * moved, layer.kernels)
-        rounding = one.rounding_s(layer, part)
-        other += rounding
+        other = one.moved_s(part.tokens * moved, layer.kernels) + one.rounding_s(layer, part)
         sent = self._sent_s(layer, part, links)
         forward = products + attention + other + sum(sent.values())
         # the backward does not need the output of the last product, so torch does not repeat it
@@ -158,17 +158,16 @@ def _with_host(times: PassTimes, layer: Layer, part: Part, device: DeviceType) -
 
 @dataclass(frozen=True)
 class _Device:
-    """products, attention: FLOP/s. bytes: of memory a second. item, operand: bytes of an element,
-    and of one that a product reads. slower: see `StepCosts.products`."""
+    """A device's speed in one precision."""
 
-    products: float
-    attention: float
-    bytes: float
+    products: float  # FLOP/s
+    attention: float  # FLOP/s
+    bytes: float  # of memory a second
     ramp_s: float
     launch_s: float
-    item: float
-    operand: float
-    slower: float
+    item: float  # bytes of an element
+    operand: float  # bytes of an element that a product reads
+    slower: float  # see `StepCosts.products`
 
     @staticmethod
     def of(device: DeviceType, precision: str, item: float) -> _Device:
@@ -176,7 +175,7 @@ class _Device:
         wide = "bf16" if precision in NARROW and "bf16" in device.flops else precision
         return _Device(
             device.peak(precision) * reached.compute,
-            device.peak(wide) * _attention_share(reached),
+            device.peak(wide) * (reached.attention or ATTENTION_OF_COMPUTE * reached.compute),
             device.bandwidth * reached.memory,
             reached.ramp_s,
             reached.launch_s,
@@ -205,12 +204,3 @@ class _Device:
 
     def moved_s(self, elements: float, kernels: int) -> float:
         return kernels * self.launch_s + self.item * elements / self.bytes
-
-
-def _attention_share(reached: Efficiency) -> float:
-    return reached.attention or ATTENTION_OF_COMPUTE * reached.compute
-
-
-ATTENTION_OF_COMPUTE = 0.45
-"""Rate of attention as a share of that of products, for devices without a fit. Fits of A100 give
-0.43 and 0.46. On H100 kernels that were written for A100 give 0.32."""

@@ -42,11 +42,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Times:
-    """works: seconds by (stage, kind). sends: seconds by link; the first is of no
-    link."""
+    """Durations of a pipeline, in seconds."""
 
-    works: Mapping[tuple[int, ActionKind], float]
-    sends: Sequence[float]
+    works: Mapping[tuple[int, ActionKind], float]  # by (stage, kind)
+    sends: Sequence[float]  # by link; the first is of no link
     is_blocking: bool = False
 
     def run(self, program: CompiledSchedule) -> EntryTimes:
@@ -57,68 +56,47 @@ class Times:
 
 def makespan(pipeline: Pipeline, times: Times) -> float:
     """Seconds from the begin of the first action to the end of the last."""
-    wanted, most = pipeline.microbatches, _first_try(pipeline)
+    wanted, pp = pipeline.microbatches, pipeline.pp
+    most = (4 if pipeline.virtual == 1 else 6) * pp  # executed at least
+    most += (wanted - most) % pp  # the rest is a multiple of pp
     while _TABLES * most < wanted:
-        rounds = _rounds(pipeline.schedule, pipeline.pp, most, pipeline.virtual)
+        rounds = _rounds(pipeline.schedule, pp, most, pipeline.virtual)
         found = rounds and rounds.repeated(times)
         if rounds and found:
-            number = (wanted - most) // rounds.step
-            return _extended(pipeline, times, most, rounds.step, number, found)
-        most += (most // 2 // pipeline.pp + 1) * pipeline.pp
+            number, seconds = found  # of rounds, and what they cost together
+            whole, more = divmod((wanted - most) // rounds.step, number)
+            done = times.run(pipeline.of(most + more * rounds.step)).makespan
+            return done + whole * seconds
+        most += (most // 2 // pp + 1) * pp
     return times.run(pipeline.of(wanted)).makespan
-
-
-def _first_try(pipeline: Pipeline) -> int:
-    """The least microbatches to execute. The rest is a multiple of pp."""
-    most = (4 if pipeline.virtual == 1 else 6) * pipeline.pp
-    return most + (pipeline.microbatches - most) % pipeline.pp
-
-
-def _extended(
-    pipeline: Pipeline, times: Times, most: int, step: int, number: int, found: _Repeated
-) -> float:
-    """number: of rounds that are not executed."""
-    whole, more = divmod(number, found.rounds)
-    done = times.run(pipeline.of(most + more * step)).makespan
-    return done + whole * found.seconds
-
-
-@dataclass(frozen=True)
-class _Repeated:
-    """So many rounds together cost so many seconds."""
-
-    rounds: int
-    seconds: float
 
 
 @dataclass(frozen=True)
 class _Rounds:
     """Of a table whose rows have a cut, by rank: a table with `step` more microbatches has one more
-    round of `lengths` entries there. most: rounds before the cut that are alike, by which times may
-    be compared. windows: entries before the cut that later ones need."""
+    round of `lengths` entries there."""
 
     program: CompiledSchedule
     step: int
     cuts: tuple[int, ...]
     lengths: tuple[int, ...]
-    windows: tuple[int, ...]
-    most: int
+    windows: tuple[int, ...]  # entries before the cut that later ones need
+    most: int  # rounds before the cut that are alike, by which times may be compared
 
-    def repeated(self, times: Times) -> _Repeated | None:
-        """The rounds after which all times before the cut are the same but for a constant."""
+    def repeated(self, times: Times) -> tuple[int, float] | None:
+        """The rounds after which all times before the cut are the same but for a constant, and that
+        constant."""
         found = times.run(self.program)
         small = _SAME * found.makespan
         for rounds in range(1, self.most + 1):
             seconds = self._differ(found, rounds, small)
             if seconds is not None:
-                return _Repeated(rounds, seconds)
+                return rounds, seconds
         return None
 
     def _differ(self, times: EntryTimes, rounds: int, small: float) -> float | None:
-        row = self.program.rows[-1]
-        cut = self.cuts[-1] - 1
-        one, other = row[cut], row[cut - rounds * self.lengths[-1]]
-        seconds = times.stopped[one] - times.stopped[other]
+        row, cut = self.program.rows[-1], self.cuts[-1] - 1
+        seconds = times.stopped[row[cut]] - times.stopped[row[cut - rounds * self.lengths[-1]]]
         for rank, row in enumerate(self.program.rows):
             back = rounds * self.lengths[rank]
             for at in range(self.cuts[rank] - self.windows[rank], self.cuts[rank]):

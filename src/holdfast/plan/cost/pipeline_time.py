@@ -7,28 +7,30 @@ Each stage has its own durations, each boundary its own link, each rank its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.table import ActionKind, loop_stages, v_stages
+from holdfast.layout import stages_at
 from holdfast.plan.cost.compiled_schedule import compiled
 from holdfast.plan.cost.long_pipeline import Pipeline, Times, makespan
 from holdfast.plan.cost.workload import PassTimes
 
+_COMPUTED = ("forward", "inputs", "weights", "again")
+
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one stage and microbatch, in seconds. send: of its output to the next stage. waits: ranks
-    compute nothing while they send or receive."""
+    """Of one stage and microbatch, in seconds; see `PassTimes`."""
 
     forward: float
     inputs: float
     weights: float
     again: float
-    send: float
+    send: float  # of its output to the next stage
     communication: Mapping[str, float]
-    waits: bool = False
+    waits: bool = False  # ranks compute nothing while they send or receive
 
     @property
     def backward(self) -> float:
@@ -43,10 +45,9 @@ class StageTimes:
         """The same stage on a rank whose computing takes `factor` times as long."""
         if factor == 1:
             return self
-        own = self.forward, self.inputs, self.weights, self.again
-        forward, inputs, weights, again = (factor * seconds for seconds in own)
-        communication = {axis: factor * each for axis, each in self.communication.items()}
-        return StageTimes(forward, inputs, weights, again, self.send, communication, self.waits)
+        own = {name: factor * getattr(self, name) for name in _COMPUTED}
+        sent = {axis: factor * each for axis, each in self.communication.items()}
+        return replace(self, **own, communication=sent)
 
     @staticmethod
     def of(
@@ -60,15 +61,11 @@ class StageTimes:
         for layer, number in layers:
             for axis, seconds in (layer.communication or {}).items():
                 sent[axis] = sent.get(axis, 0.0) + number * seconds
-        return StageTimes(
-            sum(n * layer.forward for layer, n in layers) + fixed / 2,
-            sum(n * layer.inputs for layer, n in layers) + fixed / 2,
-            sum(n * layer.weights for layer, n in layers),
-            sum(n * layer.again for layer, n in layers),
-            send,
-            sent,
-            waits,
+        forward, inputs, weights, again = (
+            sum(n * getattr(layer, name) for layer, n in layers) for name in _COMPUTED
         )
+        half = fixed / 2
+        return StageTimes(forward + half, inputs + half, weights, again, send, sent, waits)
 
 
 @dataclass(frozen=True)
@@ -88,26 +85,15 @@ def pipeline_time(
         seconds = microbatches * (one.forward + one.backward)
         return PipelineTime(seconds, _parts([one], microbatches, seconds))
     seconds = makespan(Pipeline(schedule, pp, microbatches, virtual), _times(stages))
-    rank_of = stage_ranks(schedule, pp, len(stages) // pp)
-    waits = _waits(stages, rank_of)
-    by_rank = [
-        [
-            (stage, wait)
-            for stage, wait, on in zip(stages, waits, rank_of, strict=True)
-            if on == rank
-        ]
-        for rank in range(pp)
-    ]
+    is_folded = SCHEDULE_KINDS[schedule].is_folded
+    rank_of = v_stages(pp) if is_folded else loop_stages(pp, len(stages) // pp)
+    by_rank: list[list[tuple[StageTimes, float]]] = [[] for _ in range(pp)]
+    for stage, wait, rank in zip(stages, _waits(stages, rank_of), rank_of, strict=True):
+        by_rank[rank].append((stage, wait))
     busiest = max(by_rank, key=lambda own: sum(s.forward + s.backward + wait for s, wait in own))
     waited = sum(wait for _, wait in busiest)
-    return PipelineTime(
-        seconds, _parts([stage for stage, _ in busiest], microbatches, seconds, waited)
-    )
-
-
-def stage_ranks(schedule: str, pp: int, virtual: int) -> tuple[int, ...]:
-    """The index on pp of each stage."""
-    return v_stages(pp) if SCHEDULE_KINDS[schedule].is_folded else loop_stages(pp, virtual)
+    own = [stage for stage, _ in busiest]
+    return PipelineTime(seconds, _parts(own, microbatches, seconds, waited))
 
 
 def _times(stages: Sequence[StageTimes]) -> Times:
@@ -174,3 +160,78 @@ def _parts(
         parts["pp"] = max(0.0, min(microbatches * waits, seconds - busy))
     bubble = max(0.0, seconds - busy - parts.get("pp", 0.0))
     return {"compute": compute, "recompute": again, **parts, "bubble": bubble}
+
+
+def least_pipeline_time(
+    schedule: str, pp: int, virtual: int, microbatches: int, stages: Sequence[StageTimes]
+) -> PipelineTime:
+    """Return a time of at most that of `pipeline_time`, with the parts of the busiest rank."""
+    busy, kind = _busy(schedule, pp, stages), SCHEDULE_KINDS[schedule]
+    seconds = least_pipeline_seconds(schedule, pp, microbatches, stages)
+    busiest = max(range(pp), key=lambda rank: busy[rank])
+    chunks = stages_at(busiest, pp, len(stages), kind.is_folded) if pp > 1 else (0,)
+    own = [stages[chunk] for chunk in chunks]
+    return PipelineTime(seconds, _parts(own, microbatches, seconds))
+
+
+def least_pipeline_seconds(
+    schedule: str, pp: int, microbatches: int, stages: Sequence[StageTimes]
+) -> float:
+    """Return the seconds alone.
+
+    A rank is busy for all microbatches. Its first stage can begin when the first microbatch has
+    passed all stages before it, and the last gradient must pass them again. With like stages and
+    without transfers this is the time of 1F1B itself: (m + p - 1) times a stage.
+    """
+    splits, seconds, way = SCHEDULE_KINDS[schedule].splits_backward, 0.0, 0.0
+    for busy, first in zip(_busy(schedule, pp, stages), stages, strict=False):
+        ends = way + microbatches * busy
+        if ends > seconds:
+            seconds = ends
+        # gradients of weights may fill the way back
+        way += first.forward + first.send if splits else first.work + 2 * first.send
+    return seconds
+
+
+def _busy(schedule: str, pp: int, stages: Sequence[StageTimes]) -> list[float]:
+    """Seconds of a microbatch on each rank."""
+    works = [stage.work for stage in stages]
+    if pp == 1:
+        return works[:1]
+    if len(works) == pp:
+        return works
+    if SCHEDULE_KINDS[schedule].is_folded:
+        return [works[rank] + works[2 * pp - 1 - rank] for rank in range(pp)]
+    return [sum(works[rank::pp]) for rank in range(pp)]
+
+
+@lru_cache(maxsize=4096)
+def kept_microbatches(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:
+    """Return what `in_flight` does, by formula. microbatches: at least those that the schedule
+    needs."""
+    m, ranks = microbatches, range(pp)
+    if pp == 1:
+        return (1.0,)
+    if schedule == "gpipe":
+        return (float(m),) * pp
+    if schedule == "1f1b":
+        return tuple(float(min(m, pp - rank)) for rank in ranks)
+    if schedule == "interleaved":
+        ahead = (2 * (pp - rank - 1) + (virtual - 1) * pp + 1 for rank in ranks)
+        return tuple(_existing(forwards, pp, virtual, m) / virtual for forwards in ahead)
+    if schedule == "zb-h1" and m >= pp:
+        return (float(pp),) * pp
+    if schedule == "zbv" and m >= pp:
+        return tuple(min(m + 1 + rank, 2 * pp) / 2 for rank in ranks)
+    if schedule == "dualpipev" and m >= 2 * pp:
+        return (pp + 0.5,) * pp
+    return in_flight(schedule, pp, virtual, m)
+
+
+def _existing(forwards: int, pp: int, virtual: int, microbatches: int) -> int:
+    """Forwards of microbatches that exist, among the first so many of full groups of `pp`."""
+    groups, rest = divmod(forwards, pp * virtual)
+    found = min(groups * pp, microbatches) * virtual
+    last = min(pp, max(0, microbatches - groups * pp))
+    turns, more = divmod(rest, pp)
+    return found + turns * last + min(more, last)

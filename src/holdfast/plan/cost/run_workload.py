@@ -5,14 +5,7 @@ from __future__ import annotations
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE
-from holdfast.plan.cost.blocks import (
-    FeedForward,
-    Heads,
-    KeptByRuntime,
-    block,
-    embedding,
-    head,
-)
+from holdfast.plan.cost.blocks import FeedForward, Heads, KeptByRuntime, block, embedding, head
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 from holdfast.plan.memory.activations import device_kind
 from holdfast.plan.memory.pass_memory import CHUNK_ELEMENTS

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.collectives import allreduce_s, gather_s, scatter_s
+from holdfast.plan.cost.collectives import allreduce_s, gather_s
 from holdfast.plan.cost.group_links import GroupLinks
-from holdfast.plan.cost.workload import StateBytes
-from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
+from holdfast.plan.cost.workload import StateBytes, Workload
+from holdfast.plan.hardware.devices import DeviceType
 from holdfast.plan.memory.stage_bytes import (
     Held,
     expert_parameters,
@@ -25,31 +25,28 @@ from holdfast.plan.memory.stage_bytes import (
 
 
 def step_tail(
-    state: StateBytes,
+    workload: Workload,
     choice: Choice,
     group: ReplicaChoice,
+    device: DeviceType,
     links: GroupLinks,
     layers: Held,
     *,
     hidden: float,
     bucket_bytes: float,
-    touched_a_second: float,
-    host_bytes_s: float,
     update: float | None,
-    scatters: int = 1,
-    costs: StepCosts = NOT_MEASURED,
 ) -> dict[str, float]:
     """Return the seconds by part, for the ranks with these layers.
 
     Args:
         hidden: seconds of a backward that hides sums; inf: it hides all of them.
         bucket_bytes: of gradients that travel together; 0: all do.
-        touched_a_second: bytes that an update reads and writes in a second.
-        host_bytes_s: bytes a second to the host's memory, one way; 0: it is the device's own.
         update: measured seconds of the update of all parameters; None: from bytes.
-        scatters: how many times the shards of a replica sum their gradients.
     """
+    state, costs, host_bytes_s = workload.state, device.steps, device.host_bytes_s
     shards, number = group.dp_shard, choice.number_of_replicas
+    # how many times the shards of a replica sum their gradients
+    scatters = group.microbatches if workload.scatters_each and choice.zero == 2 else 1
     experts = expert_parameters(layers, group.tp, choice.ep)
     copies = max(1, shards * group.cp // choice.ep) if experts else 1
     dense = rank_parameters(layers, group.tp, choice.ep) - experts
@@ -62,12 +59,14 @@ def step_tail(
     if choice.zero < 3:
         gathers = gather_s(links.shards, dense * state.weights, shards)
         if experts:
-            sums += scatter_s(links.copies, experts * state.gradients, copies)
+            sums += gather_s(links.copies, experts * state.gradients, copies)
             gathers += gather_s(links.copies, experts * state.weights, copies)
     first = layer_parameters(layers[0][0], group.tp, choice.ep)  # its gradient comes last
     last = 0.0 if hidden == inf else of.all_s(max(min(first, dense), min(dense, of.bucket)))
+    touched_a_second = device.touched_a_second(workload.precision)
     moved_s = costs.update_moves * own * state.updated / touched_a_second
-    copied = _copied_s(own * moved_to_host(state, choice, group), host_bytes_s)
+    moved = own * moved_to_host(state, choice, group)  # from the host's memory, and back
+    copied = 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0
     return {
         "gradients": before + max(last, sums - hidden),
         "parameters": gathers,
@@ -94,15 +93,10 @@ class _Sums:
         pieces, size = self._in_buckets(parameters)
         if self.choice.zero == 3:
             return 0.0
-        return pieces * scatter_s(self.links.shards, size, self.group.dp_shard)
+        return pieces * gather_s(self.links.shards, size, self.group.dp_shard)
 
     def all_s(self, parameters: float) -> float:
         pieces, size = self._in_buckets(parameters)
         ranks = self.choice.number_of_replicas * self.group.cp
         reduced = allreduce_s(self.links.replicas, size / self.group.dp_shard, ranks)
         return pieces * reduced + self.scatters_s(parameters)
-
-
-def _copied_s(moved: float, host_bytes_s: float) -> float:
-    """Seconds in which state comes from the host's memory and is written back."""
-    return 2 * moved / host_bytes_s if moved and host_bytes_s else 0.0

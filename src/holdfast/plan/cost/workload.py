@@ -7,12 +7,17 @@ cp and ep. It also serves models that the project does not train itself, like GP
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 Cut = Literal["rows", "columns", ""]
 """How tp cuts a product: its inputs (rows of the matrix), its outputs, or not at all."""
+Counts = tuple[tuple[int, int], ...]
+"""Kinds of layers, by their index in the workload, with their number."""
+SLOWED = 0.126
+"""Share of a collective's time that it adds to simultaneous computing (Galvatron: 1.126). Its
+kernels take multiprocessors and memory bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +35,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Of one layer. window: tokens that one attends to; 0: all before it. is_fused: scores stay on
-    the chip. Kernels that are not fused compute the causal half too, which is then masked."""
+    """Of one layer. Kernels that are not fused compute the causal half too, which is masked."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    window: int = 0
+    window: int = 0  # tokens that one attends to; 0: all before it
     is_causal: bool = True
-    is_fused: bool = True
+    is_fused: bool = True  # scores stay on the chip
 
     def keys(self, sequence: int) -> float:
         """Keys that a token is computed with, on average."""
@@ -49,12 +53,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Experts of one layer. products: those of one expert. A token is computed by `top_k`.
-    is_fused: one kernel computes a product of all experts, the activation and the rounding."""
+    """Experts of one layer. is_fused: one kernel computes a product of all experts, the activation
+    and the rounding."""
 
     count: int
-    top_k: int
-    products: tuple[Product, ...]
+    top_k: int  # experts that compute a token
+    products: tuple[Product, ...]  # of one expert
     is_fused: bool = False
 
     @property
@@ -70,31 +74,24 @@ class ExpertGroup:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; kind: "embedding", "block", "head", as tables name it.
+    """One layer. moved: elements of a token that the forward's kernels without a product read and
+    write. kept: elements of a token that the backward pass needs. Those that begin with `whole` are
+    not cut by tp (sequence parallelism cuts them), those with `cut` are."""
 
-    width: elements of a token between layers. table_parameters: of a table that tp cuts and nothing
-    multiplies, the embedding. whole_parameters: those that tp does not cut, like norms. moved:
-    elements of a token that the forward's kernels without a product read and write. `whole_moved`:
-    in kernels that tp does not cut (sequence parallelism does); `cut_moved`: in those that it cuts.
-    kernels: their launches. reductions: sums over the tp group of `width` elements a token, in the
-    forward pass. kept: elements of a token that the backward pass needs, split in the same way;
-    held_kept: those that each rank of tp has.
-    """
-
-    kind: str
-    width: int
+    kind: str  # "embedding", "block", "head", as tables name it
+    width: int  # elements of a token between layers
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
     experts: ExpertGroup | None = None
-    table_parameters: int = 0
-    whole_parameters: int = 0
+    table_parameters: int = 0  # of the embedding: tp cuts it, and nothing multiplies it
+    whole_parameters: int = 0  # like those of norms
     whole_moved: float = 0.0
     cut_moved: float = 0.0
-    kernels: int = 0
-    reductions: int = 0
+    kernels: int = 0  # launches of those kernels
+    reductions: int = 0  # sums over tp of `width` elements a token, in the forward pass
     whole_kept: float = 0.0
     cut_kept: float = 0.0
-    held_kept: float = 0.0
+    held_kept: float = 0.0  # those that each rank of tp has
 
     @cached_property
     def cut_parameters(self) -> int:
@@ -110,14 +107,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of each parameter: weights as they are computed with, gradients as they are summed, and
-    the optimizer's own (fp32 weights and moments). touched: read and written by an update; 0: as
-    by a fused kernel."""
+    """Bytes of each parameter."""
 
-    weights: float = 2.0
-    gradients: float = 4.0
-    optimizer: float = 12.0
-    touched: float = 0.0
+    weights: float = 2.0  # as they are computed with
+    gradients: float = 4.0  # as they are summed
+    optimizer: float = 12.0  # its own: fp32 weights and moments
+    touched: float = 0.0  # read and written by an update; 0: as by a fused kernel
 
     @property
     def updated(self) -> float:
@@ -132,34 +127,28 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Workload:
-    """layers: in order, the embedding first and the head last. sequence: tokens of a sample.
-    batch: samples of a step. item: bytes of an element between kernels. vocabulary: for the
-    logits. is_tied: the head is the embedding's table. logits_at_once: elements of a chunk of them;
-    0: there are no chunks. sums_in_tree: gradients of microbatches are summed in the order of a
-    binary tree, which needs partial sums. loses_pieces: free memory lies in pieces, as on an
-    accelerator. repeats_all: full recomputation repeats the complete forward pass, as Megatron
-    does; torch leaves out each layer's last product. is_compiled: kernels are fused. cp_method: a
-    word of `layout.cp_method`. scatters_each: with ZeRO 2, shards sum the gradients of each
-    microbatch, not once a step."""
+    """A step. sums_in_tree: gradients of microbatches are summed in the order of a binary tree,
+    which needs partial sums. repeats_all: full recomputation repeats the complete forward pass, as
+    Megatron does; torch leaves out each layer's last product."""
 
     name: str
-    layers: tuple[Layer, ...]
-    sequence: int
-    batch: int
+    layers: tuple[Layer, ...]  # in order, the embedding first and the head last
+    sequence: int  # tokens of a sample
+    batch: int  # samples of a step
     precision: str = "bf16"
-    item: float = 2.0
+    item: float = 2.0  # bytes of an element between kernels
     state: StateBytes = StateBytes()
-    vocabulary: int = 0
-    is_tied: bool = False
-    logits_at_once: int = 0
+    vocabulary: int = 0  # for the logits
+    is_tied: bool = False  # the head is the embedding's table
+    logits_at_once: int = 0  # elements of a chunk of logits; 0: there are no chunks
     sums_in_tree: bool = False
-    loses_pieces: bool = True
+    loses_pieces: bool = True  # free memory lies in pieces, as on an accelerator
     repeats_all: bool = False
-    is_compiled: bool = True
-    cp_method: str = "allgather"
-    scatters_each: bool = False
+    is_compiled: bool = True  # kernels are fused
+    cp_method: str = "allgather"  # a word of `layout.cp_method`
+    scatters_each: bool = False  # ZeRO 2: shards sum gradients for each microbatch, not once a step
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Layer, ...]:
         """The layers that pipeline stages share out."""
         return self.layers[1:-1]
@@ -184,25 +173,19 @@ class Workload:
             rows[-1][kind] += 1
         return tuple(map(tuple, rows))
 
-    def counts(self, start: int, stop: int) -> dict[int, int]:
-        """Kinds, by index in `kinds`, of blocks [start, stop), with their number."""
-        before, after = self._kinds_before[start], self._kinds_before[stop]
-        return {k: b - a for k, (a, b) in enumerate(zip(before, after, strict=True)) if b > a}
-
     @cached_property
-    def _counts_of(self) -> dict[tuple[int, int, bool, bool], tuple[tuple[int, int], ...]]:
+    def _counts_of(self) -> dict[tuple[int, int, bool, bool], Counts]:
         return {}
 
-    def counts_of(
-        self, start: int, stop: int, is_first: bool, is_last: bool
-    ) -> tuple[tuple[int, int], ...]:
+    def counts_of(self, start: int, stop: int, is_first: bool, is_last: bool) -> Counts:
         """Kinds of a pipeline stage with blocks [start, stop), with their number. The first stage
         has the embedding, the last one the head."""
         key = (start, stop, is_first, is_last)
         if key not in self._counts_of:
-            ends = [(0, 1)] if is_first else []
-            head = [(len(self.kinds) - 1, 1)] if is_last else []
-            self._counts_of[key] = (*ends, *self.counts(start, stop).items(), *head)
+            pairs = zip(self._kinds_before[start], self._kinds_before[stop], strict=True)
+            inside = [(kind, b - a) for kind, (a, b) in enumerate(pairs) if b > a]
+            ends, head = [(0, 1)] * is_first, [(len(self.kinds) - 1, 1)] * is_last
+            self._counts_of[key] = (*ends, *inside, *head)
         return self._counts_of[key]
 
     @cached_property
@@ -218,18 +201,33 @@ class Workload:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one layer and one microbatch on one device. again: what recomputation runs
-    again before the backward. gather_s, scatter_s: collectives of shards that the passes may
-    hide. Communication of tp, cp and ep is inside `forward`, `inputs` and `weights`, and again in
-    `communication`, by axis, in the sum of the three."""
+    """Seconds of one layer and one microbatch on one device. Communication of tp, cp and ep is
+    inside `forward`, `inputs` and `weights`, and again in `communication`, in the sum of them."""
 
     forward: float
     inputs: float
     weights: float
-    again: float = 0.0
-    communication: Mapping[str, float] | None = None
+    again: float = 0.0  # what recomputation runs again before the backward
+    communication: Mapping[str, float] | None = None  # by axis
     update: float | None = None
 
     @property
     def backward(self) -> float:
         return self.again + self.inputs + self.weights
+
+    def with_collectives(self, forward_s: float, backward_s: float, hides: float) -> PassTimes:
+        """Return the passes, longer by what they do not hide of so many seconds of collectives.
+
+        While a layer computes, the parameters of the next one are gathered, and gradients of the
+        one before are summed. hides: see `DeviceType.hides`.
+        """
+        forward = _added(self.forward, forward_s, hides)
+        backward = _added(self.backward, backward_s, hides)
+        sent = {**(self.communication or {}), "shards": forward + backward}
+        longer = {"forward": self.forward + forward, "inputs": self.inputs + backward}
+        return replace(self, **longer, communication=sent)
+
+
+def _added(computing_s: float, sending_s: float, hides: float) -> float:
+    hidden_s = min(sending_s * hides, computing_s)
+    return sending_s - hidden_s + SLOWED * hidden_s

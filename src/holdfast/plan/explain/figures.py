@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from math import ceil
 from typing import Any
 
@@ -11,7 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.flops import flops_per_token
 from holdfast.layout import AXES
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster
 
 HOUR_S = 3600.0
@@ -21,23 +21,17 @@ TOKENS = 1e9
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one layout.
-
-    step_s: seconds of a step. mfu: model FLOPs (attention halved) over the devices' dense peak; 0
-    if no peak is known. memory: bytes of the fullest rank of each index on pp, of the replicas in
-    their order. rooms: bytes that their devices have. usd_per_hour: of all
-    nodes used, 0 if a price is unknown. kwh_per_hour: at the devices' limits of power.
-    """
+    """Of one layout."""
 
     step_s: float
     tokens_per_second: float
-    mfu: float
+    mfu: float  # model FLOPs (attention halved) over the dense peak; 0 if no peak is known
     devices: int
     nodes: int
-    memory: tuple[tuple[float, ...], ...]
-    rooms: tuple[tuple[float, ...], ...]
-    usd_per_hour: float
-    kwh_per_hour: float
+    memory: tuple[tuple[float, ...], ...]  # bytes of the fullest rank, by replica and pp
+    rooms: tuple[tuple[float, ...], ...]  # bytes that their devices have
+    usd_per_hour: float  # of all nodes used; 0 if a price is unknown
+    kwh_per_hour: float  # at the devices' limits of power
     grams_co2_per_hour: float
 
     @property
@@ -47,12 +41,8 @@ class Figures:
     @property
     def room(self) -> float:
         """Bytes that the device with most in use has."""
-        pairs = [
-            pair
-            for peaks, rooms in zip(self.memory, self.rooms, strict=True)
-            for pair in zip(peaks, rooms, strict=True)
-        ]
-        return max(pairs)[1]
+        peaks, rooms = chain.from_iterable(self.memory), chain.from_iterable(self.rooms)
+        return max(zip(peaks, rooms, strict=True))[1]
 
     @property
     def hours_per_tokens(self) -> float:
@@ -89,7 +79,7 @@ class Figures:
 def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token: float) -> Figures:
     """flops_per_token: model FLOPs, forward and backward."""
     workload, devices = problem.workload, problem.devices
-    used = devices_by_pool(problem.cluster, choice)
+    used = choice.devices_by_pool
     peak = usd = watts = grams = 0.0
     nodes, is_priced = 0, True
     for pool in (each for each in problem.cluster.pools if used.get(each.name)):
@@ -101,7 +91,7 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         is_priced = is_priced and pool.usd_per_hour > 0
         watts += count * device.power_w
         grams += count * device.power_w / 1000 * pool.grams_co2_per_kwh
-    tokens = workload.step_tokens / cost.step_s
+    tokens, rooms = workload.step_tokens / cost.step_s, Evaluator(problem).room
     return Figures(
         cost.step_s,
         tokens,
@@ -109,34 +99,16 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         choice.devices,
         nodes,
         tuple(tuple(stage.peak for stage in group.memory) for group in cost.groups),
-        tuple(tuple(_rooms(problem, group)) for group in choice.replicas),
+        tuple(tuple(rooms(each.pool_at(n)) for n in range(each.pp)) for each in choice.replicas),
         usd if is_priced else 0.0,
         watts / 1000,
         grams,
     )
 
 
-def _rooms(problem: Problem, group: ReplicaChoice) -> Iterator[float]:
-    """Of each index on pp."""
-    for index in range(group.pp):
-        device = problem.cluster.pool(group.pool_at(index)).device_type(problem.devices)
-        yield device.found_bytes * problem.memory_share
-
-
 def model_flops(config: RunConfig) -> float:
     """FLOPs of a token, with causal attention halved."""
     return flops_per_token(config.model, config.data.sequence_length, "causal")
-
-
-def devices_by_pool(cluster: Cluster, choice: Choice) -> dict[str, int]:
-    """Devices that a layout uses of each pool."""
-    found: dict[str, int] = {}
-    for group in choice.replicas:
-        stage = group.replica_size // group.pp * group.dp_replicate
-        for index in range(group.pp):
-            name = group.pool_at(index)
-            found[name] = found.get(name, 0) + stage
-    return found
 
 
 def words_of_degrees(group: ReplicaChoice) -> str:
@@ -151,22 +123,17 @@ def words_of_degrees(group: ReplicaChoice) -> str:
 def words_of_layout(choice: Choice, cluster: Cluster | None = None) -> str:
     """All kinds of replicas, and experts. cluster: for the pools of each, if it has several."""
     counts: dict[ReplicaChoice, int] = {}
-    for (
-        group
-    ) in choice.replicas:  # those that differ in microbatches or recompute count as one kind
+    for group in choice.replicas:  # microbatches and recompute make no other kind
         kind = replace(group, dp_replicate=1, stages=(), microbatches=0, recompute=())
         counts[kind] = counts.get(kind, 0) + group.dp_replicate
     has_pools = cluster is not None and len(cluster.pools) > 1
     words = " + ".join(
-        words_of_degrees(replace(kind, dp_replicate=count)) + (_place(kind) if has_pools else "")
+        words_of_degrees(replace(kind, dp_replicate=count))
+        + (f" on {' and '.join(dict.fromkeys(kind.pools))}" if has_pools else "")
         for kind, count in counts.items()
     )
     words += f", ep {choice.ep}" if choice.ep > 1 else ""
     return f"{words}, optimizer on the host" if "optimizer" in choice.host else words
-
-
-def _place(group: ReplicaChoice) -> str:
-    return f" on {' and '.join(dict.fromkeys(group.pools))}"
 
 
 def words_of_way(choice: Choice) -> tuple[str, str, str]:

@@ -22,13 +22,12 @@ _SAME = 0.001
 
 @dataclass(frozen=True)
 class Neighbour:
-    """choice: the layout. words: what differs. why: the reason, one clause. slower: share of the
-    chosen layout's step that it takes more; infinite if it cannot run."""
+    """A layout next to the chosen one."""
 
     choice: Choice
-    words: str
-    why: str
-    slower: float
+    words: str  # what differs
+    why: str  # the reason, one clause
+    slower: float  # share of the chosen layout's step that it takes more; inf: it cannot run
 
     @property
     def sentence(self) -> str:
@@ -56,9 +55,8 @@ def neighbours_of(
             continue
         cost = evaluator.cost(choice)
         slower = cost.step_s / found.cost.step_s - 1
-        out[choice] = Neighbour(choice, words, _reason(cost, found.cost, slower), slower)
-        if not cost.fits:
-            out[choice] = replace(out[choice], slower=float("inf"))
+        reason = _reason(cost, found.cost, slower)
+        out[choice] = Neighbour(choice, words, reason, slower if cost.fits else float("inf"))
     return sorted(out.values(), key=lambda each: each.slower)
 
 

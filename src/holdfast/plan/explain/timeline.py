@@ -6,7 +6,7 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.evaluate import Problem, times_of_stages
+from holdfast.plan.cost.evaluate import Evaluator, Problem
 
 MOST_DRAWN = 2
 """Rounds of a pipeline that are drawn: a long step repeats them."""
@@ -27,7 +27,7 @@ def timeline_of(problem: Problem, choice: Choice) -> tuple[Schedule, Timeline]:
     schedule = build_schedule(
         choice.schedule if group.pp > 1 else "1f1b", group.pp, number, virtual
     )
-    stages = times_of_stages(problem, choice, group)
+    stages = Evaluator(problem).stage_times(choice, group)
     return schedule, time_schedule(
         schedule,
         Durations(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast.errors import ConfigError
-from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.cluster import Cluster
 
 FORMS = "lost=3 (nodes), lost=3,2 (of each pool), lost=node:POOL, lost=rack:POOL or lost=zone:NAME"
 
@@ -29,12 +29,8 @@ def after_loss(cluster: Cluster, text: str) -> tuple[Cluster, str]:
         for pool in cluster.pools
         if pool.nodes > lost.get(pool.name, 0)
     )
-    words = " and ".join(_nodes(number, name) for name, number in lost.items() if number)
-    return replace(cluster, pools=left), words
-
-
-def _nodes(number: int, pool: str) -> str:
-    return f"{number} node{'s' if number > 1 else ''} of {pool}"
+    pairs = ((n, f"node{'s' if n > 1 else ''} of {name}") for name, n in lost.items() if n)
+    return replace(cluster, pools=left), " and ".join(f"{n} {what}" for n, what in pairs)
 
 
 def _lost_nodes(cluster: Cluster, what: str, text: str) -> dict[str, int]:
@@ -51,7 +47,14 @@ def _lost_nodes(cluster: Cluster, what: str, text: str) -> dict[str, int]:
             )
         return found
     if kind in ("node", "rack"):
-        pool = _pool(cluster, name, text) if colon else cluster.pools[0]
+        named = [pool for pool in cluster.pools if not colon or pool.name == name]
+        if not named:
+            raise ConfigError(
+                f"there is no pool {name!r}",
+                where=f"--what-if {text}",
+                remedy=f"use lost=node:{cluster.pools[0].name}",
+            )
+        pool = named[0]
         if kind == "rack" and not pool.nodes_per_rack:
             raise ConfigError(
                 f"the racks of the pool {pool.name} are not known",
@@ -65,17 +68,6 @@ def _lost_nodes(cluster: Cluster, what: str, text: str) -> dict[str, int]:
     if len(numbers) > len(cluster.pools) or not any(map(int, numbers)):
         raise _unreadable(text)
     return {pool.name: int(part) for pool, part in zip(cluster.pools, numbers, strict=False)}
-
-
-def _pool(cluster: Cluster, name: str, text: str) -> NodePool:
-    for pool in cluster.pools:
-        if pool.name == name:
-            return pool
-    raise ConfigError(
-        f"there is no pool {name!r}",
-        where=f"--what-if {text}",
-        remedy=f"use lost=node:{cluster.pools[0].name}",
-    )
 
 
 def _unreadable(text: str) -> ConfigError:

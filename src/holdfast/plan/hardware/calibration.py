@@ -11,45 +11,38 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.config.sections.run_place import cache_folder
 from holdfast.errors import DataError
-from holdfast.plan.hardware.devices import DeviceType, Efficiency
+from holdfast.plan.hardware.devices import NOT_MEASURED, DeviceType, Efficiency, StepCosts
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """device: a name of `devices.csv`, or what the driver reports. flops: peaks by precision: of
-    the table if it has the device, otherwise the best measured rates. bandwidth: likewise. inside:
-    what collectives of two devices of this machine see, None if there is one device alone.
-    messages: the same of single messages. host: copies between a device and the host's memory.
-    cache_bytes, cache_bandwidth: what a kernel may move for its data to be in a cache, and its
-    speed. call_s: of an operation that is in no training step, which pays no backward's
-    bookkeeping. steps: what steps take beyond that. ways: see `NodePool`."""
+    """What was measured. Peaks are those of the table if it has the device."""
 
     date: str
     node: str
-    device: str
+    device: str  # a name of `devices.csv`, or what the driver reports
     torch: str
-    flops: Mapping[str, float]
-    bandwidth: float
+    flops: Mapping[str, float]  # peaks by precision, or the best measured rates
+    bandwidth: float  # likewise, bytes a second
     efficiency: Mapping[str, Efficiency]
-    inside: Link | None = None
-    messages: Link | None = None
-    host: Link | None = None
-    cache_bytes: float = 0.0
-    cache_bandwidth: float = 0.0
-    call_s: float = 0.0
-    samples: tuple[Mapping[str, Any], ...] = field(default=())
-    steps: StepCosts = NOT_MEASURED
-    ways: tuple[tuple[str, Link], ...] = ()
+    inside: Link | None = None  # what collectives of two devices here see; None: there is one alone
+    messages: Link | None = None  # the same of single messages
+    host: Link | None = None  # copies between a device and the host's memory
+    cache_bytes: float = 0.0  # what a kernel may move for its data to be in a cache
+    cache_bandwidth: float = 0.0  # its speed
+    call_s: float = 0.0  # of an operation outside of training, without a backward's bookkeeping
+    samples: tuple[Mapping[str, Any], ...] = ()
+    steps: StepCosts = NOT_MEASURED  # what steps take beyond that
+    ways: tuple[tuple[str, Link], ...] = ()  # see `NodePool`
 
     @property
     def summary(self) -> str:
@@ -73,56 +66,29 @@ class Calibration:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "date": self.date,
-            "node": self.node,
-            "device": self.device,
-            "torch": self.torch,
-            "flops": dict(self.flops),
-            "bandwidth": self.bandwidth,
-            "efficiency": {name: vars(each) for name, each in self.efficiency.items()},
-            "cache_bytes": self.cache_bytes,
-            "cache_bandwidth": self.cache_bandwidth,
-            "call_s": self.call_s,
-            "steps": vars(self.steps),
-            "ways": {name: vars(link) for name, link in self.ways},
-            **{
-                name: vars(link) if link else None
-                for name, link in (
-                    ("inside", self.inside),
-                    ("messages", self.messages),
-                    ("host", self.host),
-                )
-            },
-            "samples": [dict(each) for each in self.samples],
-        }
+        ways = {name: vars(link) for name, link in self.ways}
+        return {"version": VERSION, **asdict(self), "ways": ways}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
         """Raises KeyError, TypeError or ValueError for what is none."""
         if data["version"] != VERSION:
             raise ValueError(f"version {data['version']}")
-        inside, messages, host = (
-            Link(**data[name]) if data[name] else None for name in ("inside", "messages", "host")
-        )
+        values: dict[str, Any] = {
+            name: str(data[name]) for name in ("date", "node", "device", "torch")
+        }
+        for name in ("bandwidth", "cache_bytes", "cache_bandwidth"):
+            values[name] = float(data[name])
+        for name in ("inside", "messages", "host"):
+            values[name] = Link(**data[name]) if data[name] else None
         return cls(
-            str(data["date"]),
-            str(data["node"]),
-            str(data["device"]),
-            str(data["torch"]),
-            {name: float(rate) for name, rate in data["flops"].items()},
-            float(data["bandwidth"]),
-            {name: Efficiency(**each) for name, each in data["efficiency"].items()},
-            inside,
-            messages,
-            host,
-            float(data["cache_bytes"]),
-            float(data["cache_bandwidth"]),
-            float(data.get("call_s", 0.0)),
-            tuple(data["samples"]),
-            StepCosts(**data.get("steps", {})),
-            tuple((name, Link(**link)) for name, link in data.get("ways", {}).items()),
+            **values,
+            flops={name: float(rate) for name, rate in data["flops"].items()},
+            efficiency={name: Efficiency(**each) for name, each in data["efficiency"].items()},
+            call_s=float(data.get("call_s", 0.0)),
+            samples=tuple(data["samples"]),
+            steps=StepCosts(**data.get("steps", {})),
+            ways=tuple((name, Link(**link)) for name, link in data.get("ways", {}).items()),
         )
 
 

@@ -16,32 +16,25 @@ ACROSS_ZONES = Link(500e-6, 2.5e9 / 8)
 
 @dataclass(frozen=True)
 class NodePool:
-    """Like nodes in one place.
-
-    devices: of one node. device: a name that `device_named` reads. inside: between two devices of a
-    node. outside: of one device to a device of another node, while all devices of the node send.
-    nodes_per_rack: 0 where racks are not known. usd_per_hour: of one node. losses_per_day: of one
-    node; several may go at once, see `burst`: the nodes that an interruption takes on average.
-    nodes_per_power_domain: 0 where they are not known. priced: date of the price. ways: what
-    collectives of an axis see of `inside` by its name (`group_links.py`), if that was measured.
-    """
+    """Like nodes in one place. ways: what collectives of an axis see of `inside` by its name
+    (`group_links.py`), if that was measured."""
 
     name: str
     nodes: int
-    devices: int
-    device: str
-    inside: Link
-    outside: Link
+    devices: int  # of one node
+    device: str  # a name that `device_named` reads
+    inside: Link  # between two devices of a node
+    outside: Link  # of one device to another node, while all devices of the node send
     zone: str = ""
-    nodes_per_rack: int = 0
+    nodes_per_rack: int = 0  # 0: racks are not known
     across_racks: Link | None = None
     is_spot: bool = False
-    usd_per_hour: float = 0.0
-    losses_per_day: float = 0.0
-    burst: float = 1.0
+    usd_per_hour: float = 0.0  # of one node
+    losses_per_day: float = 0.0  # of one node
+    burst: float = 1.0  # nodes that an interruption takes on average
     grams_co2_per_kwh: float = 0.0
-    nodes_per_power_domain: int = 0
-    priced: str = ""
+    nodes_per_power_domain: int = 0  # 0: not known
+    priced: str = ""  # date of the price
     ways: tuple[tuple[str, Link], ...] = ()
 
     @property
@@ -56,12 +49,11 @@ class NodePool:
 
 @dataclass(frozen=True)
 class Cluster:
-    """pools, and links between zones by (one zone, other zone) in either order. usd_per_gb: price
-    of 1e9 bytes between zones, in the same way."""
+    """Pools, and what lies between zones by (one zone, other zone) in either order."""
 
     pools: tuple[NodePool, ...]
     between: Mapping[tuple[str, str], Link] = field(default_factory=dict)
-    usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of 1e9 bytes
 
     @property
     def size(self) -> int:

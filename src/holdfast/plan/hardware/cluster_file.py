@@ -12,28 +12,132 @@ Every refusal names the line, and what would work.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from holdfast.config.loading.explain import nearest_value, what_is_wrong
+from holdfast.config.loading.fields import field_at, siblings
 from holdfast.config.loading.yaml_tree import parse_file
-from holdfast.errors import ConfigError, DataError, nearest_of, unknown_name
+from holdfast.config.sections.base import Section
+from holdfast.errors import ConfigError, DataError, nearest_of, unknown_name, use_one_of
 from holdfast.plan.catalogue import MachineType, load_catalogue
 from holdfast.plan.hardware.cluster import Cluster, NodePool
-from holdfast.plan.hardware.cluster_sections import (
-    HARDWARE_LOSSES_PER_DAY,
-    ClusterSections,
-    LinkSection,
-    PoolSection,
-)
 from holdfast.plan.hardware.devices import DeviceType, device_named, limits_text, load_devices
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import WIDE, LinkType, link_named, load_links
-from holdfast.plan.hardware.refusals import Where, place_in, refuse_all
+from holdfast.plan.hardware.link import WIDE, Link, LinkType, link_named, load_links
 from holdfast.plan.hardware.tables import read_rows
+
+HARDWARE_LOSSES_PER_DAY = 0.0038
+"""Of one on-demand node: Llama 3 lost 3.79 of 1,000 nodes of eight devices a day."""
+
+
+class LinkSection(Section):
+    """A link. Its name alone may stand in place of the section."""
+
+    type: str | None = Field(
+        None, description="row of links.csv, for latency and reach", examples=["ib-ndr"]
+    )
+    gbit_s: float | None = Field(
+        None, gt=0, description="Gbit/s, one way, in place of the type's", examples=[400]
+    )
+    latency_us: float | None = Field(
+        None,
+        gt=0,
+        description="microseconds of a small message, in place of the type's",
+        examples=[10],
+    )
+    per: Literal["device", "node"] | None = Field(
+        None,
+        description="whether the bandwidth is of one device or of a node. Left out: of a node "
+        "between zones and regions, otherwise of a device",
+        examples=["node"],
+    )
+
+
+class BetweenSection(LinkSection):
+    """The link between two zones."""
+
+    zones: Annotated[tuple[str, ...], Field(min_length=2, max_length=2)] = Field(
+        description="two zones that pools name", examples=["[zone-a, zone-b]"]
+    )
+    usd_per_gb: float = Field(0.0, ge=0, description="price of 1e9 bytes that leave a zone")
+
+
+class PoolSection(Section):
+    """Like nodes in one place."""
+
+    nodes: int = Field(ge=1, description="how many", examples=[8])
+    machine: str | None = Field(
+        None,
+        description="type of catalogue.csv as CLOUD/REGION/TYPE. It gives device, devices, "
+        "outside, usd_per_hour, and losses_per_day of spot, unless the pool gives them",
+        examples=["aws/us-east-1/p5.48xlarge"],
+    )
+    device: str | None = Field(
+        None, description="row of devices.csv, or one of its aliases", examples=["A100-80"]
+    )
+    devices: int | None = Field(None, ge=1, description="of one node", examples=[8])
+    inside: LinkSection | None = Field(
+        None,
+        description="between two devices of a node; left out: the device's own",
+        examples=["nvlink4"],
+    )
+    outside: LinkSection | None = Field(
+        None,
+        description="of one device to another node, while all devices of the node send; left out: "
+        "the machine's, or what is usual for the device",
+        examples=["ib-ndr"],
+    )
+    zone: str = Field("", description="its name; pools of one zone use their own links")
+    nodes_per_rack: int = Field(0, ge=0, description="0: racks are not known")
+    across_racks: LinkSection | None = Field(
+        None,
+        description="as outside, to a node of another rack; left out: the same",
+        examples=["ethernet-100"],
+    )
+    nodes_per_power_domain: int = Field(
+        0, ge=0, description="nodes that lose power together; 0: not known"
+    )
+    market: Literal["on-demand", "spot"] = Field(
+        "on-demand", description="spot: the cloud may take nodes back"
+    )
+    usd_per_hour: float | None = Field(
+        None, ge=0, description="of one node; left out: the machine's, or 0", examples=[27.4]
+    )
+    priced: str = Field("", description="date of the price", examples=["2026-07-22"])
+    losses_per_day: float | None = Field(
+        None,
+        ge=0,
+        description="of one node. Left out: the machine's for spot, "
+        f"{HARDWARE_LOSSES_PER_DAY} for on-demand (Llama 3's nodes)",
+        examples=[2.4],
+    )
+    burst: float = Field(1.0, ge=1, description="nodes that one interruption takes on average")
+    grams_co2_per_kwh: float = Field(0.0, ge=0, description="of the zone's power")
+    power_w: float | None = Field(
+        None, gt=0, description="limit of one device, at most the type's", examples=[300]
+    )
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="memory of one device that a run may use, at most the type's",
+        examples=[70],
+    )
+
+
+class ClusterSections(Section):
+    """The file."""
+
+    pools: Annotated[dict[str, PoolSection], Field(min_length=1)] = Field(
+        description="by their names"
+    )
+    between: tuple[BetweenSection, ...] = Field((), description="links between zones")
+
 
 HERE = "here"
 MACHINES_FILE = Path(__file__).with_name("machines.csv")
@@ -41,6 +145,9 @@ _GBIT = 1e9 / 8
 _SHORT = re.compile(
     r"(?P<nodes>\d+)x(?:(?P<devices>\d+)x)?(?P<name>[A-Za-z][\w./@,-]*?)(?P<spot>:spot)?"
 )
+KeyPath = tuple[str | int, ...]
+Where = Callable[[KeyPath], str]
+"""The place of a key, for messages."""
 _SECTIONS_OF_LINKS = ("inside", "outside", "across_racks")
 
 
@@ -89,7 +196,12 @@ def load_cluster(path: Path, tables: Tables | None = None) -> Cluster:
 def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster:
     """The cluster of a file's text."""
     value, lines = parse_file(text, name)
-    where = place_in(name, lines)
+
+    def where(path: KeyPath) -> str:
+        """Return the line of a key: its own, or that of the nearest key around it."""
+        lengths = (n for n in range(len(path), 0, -1) if path[:n] in lines)
+        return f"{name}:{lines[path[:length]]}" if (length := next(lengths, 0)) else name
+
     if not isinstance(value, dict):
         raise ConfigError(
             "a cluster file is made of sections and keys, and this is not",
@@ -99,7 +211,7 @@ def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster
     try:
         sections = ClusterSections.model_validate(_with_link_sections(value))
     except ValidationError as error:
-        raise refuse_all(error, ClusterSections, where) from None
+        raise _refuse_all(error, ClusterSections, where) from None
     return _build(sections, where, tables or Tables())
 
 
@@ -120,7 +232,7 @@ def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:
     between: dict[tuple[str, str], Link] = {}
     prices: dict[tuple[str, str], float] = {}
     for index, each in enumerate(sections.between):
-        path: tuple[str | int, ...] = ("between", index)
+        path: KeyPath = ("between", index)
         for zone in each.zones:
             if zone not in zones:
                 raise ConfigError(
@@ -164,7 +276,10 @@ def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePo
     device = device_named(device.name + limits, tables.devices, where((*path, key)))
     _check_numbers(name, given, where)
     inside = given.inside or LinkSection(type=device.scale_up_link or device.host_link)
-    outside = given.outside or _usual_network(device, machine, tables)
+    outside = given.outside or LinkSection(type=device.network_link)
+    if given.outside is None and machine is not None and machine.type in tables.networks:
+        link, gbit = tables.networks[machine.type]
+        outside = LinkSection(type=link, gbit_s=gbit, per="node")
     across = given.across_racks
     price = machine and (machine.spot if given.market == "spot" else machine.on_demand)
     return NodePool(
@@ -218,19 +333,14 @@ def _check_numbers(name: str, given: PoolSection, where: Where) -> None:
         )
 
 
-def _link(
-    given: LinkSection, devices: int, path: tuple[str | int, ...], where: Where, tables: Tables
-) -> Link:
+def _link(given: LinkSection, devices: int, path: KeyPath, where: Where, tables: Tables) -> Link:
     """A link as one device has it while all devices of its node send."""
     per = given.per or "device"
     if given.type is not None:
         kind = link_named(given.type, tables.links, where((*path, "type")))
         per = given.per or ("node" if kind.kind == WIDE else "device")
-        latency, reach, ramp = (
-            kind.link.latency_s,
-            kind.link.bandwidth / kind.peak,
-            kind.link.ramp,
-        )
+        latency, reach = kind.link.latency_s, kind.link.bandwidth / kind.peak
+        ramp = kind.link.ramp
         peak = kind.peak if given.gbit_s is None else given.gbit_s * _GBIT
     elif given.gbit_s is not None and given.latency_us is not None:
         latency, reach, ramp, peak = 0.0, 1.0, 0.0, given.gbit_s * _GBIT
@@ -245,16 +355,9 @@ def _link(
     return Link(latency, peak * reach / (devices if per == "node" else 1), ramp)
 
 
-def _usual_network(device: DeviceType, machine: MachineType | None, tables: Tables) -> LinkSection:
-    if machine is not None and machine.type in tables.networks:
-        link, gbit = tables.networks[machine.type]
-        return LinkSection(type=link, gbit_s=gbit, per="node")
-    return LinkSection(type=device.network_link)
-
-
 def _machine(name: str, where: str, tables: Tables) -> MachineType:
     """A row of the catalogue by CLOUD/REGION/TYPE, or by TYPE if one region alone has it."""
-    known = {f"{each.cloud}/{each.region}/{each.type}": each for each in tables.machines}
+    known = {each.name: each for each in tables.machines}
     if name in known:
         return known[name]
     fit = [full for full in known if full.endswith(f"/{name}")]
@@ -269,11 +372,14 @@ def _machine(name: str, where: str, tables: Tables) -> MachineType:
 
 def _short_cluster(parts: list[re.Match[str]], tables: Tables, where: str) -> Cluster:
     pools: dict[str, PoolSection] = {}
+    names = [each.name for each in tables.machines]
     for part in parts:
         given: dict[str, Any] = {"nodes": int(part["nodes"])}
         if part["devices"]:
             given |= {"devices": int(part["devices"]), "device": part["name"]}
-        elif part["name"] in tables.devices or not _is_machine(part["name"], tables):
+        elif part["name"] in tables.devices or not any(
+            f"/{each}".endswith(f"/{part['name']}") for each in names
+        ):
             given |= {"devices": int(part["nodes"]), "device": part["name"], "nodes": 1}
         else:
             given["machine"] = part["name"]
@@ -286,11 +392,33 @@ def _short_cluster(parts: list[re.Match[str]], tables: Tables, where: str) -> Cl
         try:
             pools[name] = PoolSection.model_validate(given)
         except ValidationError as error:
-            raise refuse_all(error, PoolSection, lambda path: where) from None
+            raise _refuse_all(error, PoolSection, lambda path: where) from None
     return _build(ClusterSections(pools=pools), lambda path: where, tables)
 
 
-def _is_machine(name: str, tables: Tables) -> bool:
-    return any(
-        f"/{each.cloud}/{each.region}/{each.type}".endswith(f"/{name}") for each in tables.machines
-    )
+def _refuse_all(error: ValidationError, model: type[BaseModel], where: Where) -> ConfigError:
+    """One error for all refusals of the schema: one sentence each, with what would work."""
+    refusals = [_refusal(details, model, where) for details in error.errors()]
+    return refusals[0] if len(refusals) == 1 else ConfigError("\n".join(map(str, refusals)))
+
+
+def _refusal(details: ErrorDetails, model: type[BaseModel], where: Where) -> ConfigError:
+    path: KeyPath = tuple(details["loc"])
+    key, place = ".".join(map(str, path)), where(path)
+    info, kind = field_at(path, model), details["type"]
+    if kind == "extra_forbidden":
+        remedy = use_one_of(siblings(path, model), str(path[-1]), cutoff=0.5)
+        return ConfigError(f"unknown key {key}", where=place, remedy=remedy)
+    if kind == "literal_error" and info is not None:
+        remedy = use_one_of(get_args(info.annotation), str(details["input"]))
+    else:
+        remedy = nearest_value(info, details["input"]) or f"write {_example(path, info)}"
+    return ConfigError(f"{key or 'the file'} {what_is_wrong(details)}", where=place, remedy=remedy)
+
+
+def _example(path: KeyPath, info: FieldInfo | None) -> str:
+    if path in ((), ("pools",)) or (path[0] == "pools" and len(path) == 2):
+        return "'pools:', below it a name, and below that for example 'nodes: 8'"
+    if info is not None and info.examples and isinstance(path[-1], str):
+        return f"for example '{path[-1]}: {info.examples[0]}'"
+    return f"a value after '{path[-1]}:', or remove the key"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import DataError, unknown_name, use_one_of
-from holdfast.plan.hardware.links import LinkType, load_links
-from holdfast.plan.hardware.step_costs import NOT_MEASURED, StepCosts
+from holdfast.plan.hardware.link import LinkType, load_links
 from holdfast.plan.hardware.tables import read_rows
 
 DEVICES_FILE = Path(__file__).with_name("devices.csv")
@@ -30,60 +29,70 @@ PRECISIONS = ("fp32", "bf16", "fp8", "fp4")
 class Efficiency:
     """How much of a device's peak its kernels reach: constants for a device and precision.
 
-    compute: share of the peak FLOP/s that a large matrix product reaches.
-    memory: share of the peak bandwidth that element-wise kernels reach.
-    ramp_s: seconds that one product takes beyond its share of the peak. It makes small products
-        slower: a product of f FLOPs takes ramp_s + f / (compute x peak).
-    launch_s: least seconds of any kernel.
-    attention: share of the 16-bit peak that attention kernels reach; 0: not known, so a share of
-        `compute` (`layer_times.py`).
+    A product of f FLOPs takes ramp_s + f / (compute x peak), so small products are slower.
     """
 
-    compute: float = 0.7
-    memory: float = 0.8
-    ramp_s: float = 20e-6
-    launch_s: float = 5e-6
-    attention: float = 0.0
+    compute: float = 0.7  # share of the peak FLOP/s that a large matrix product reaches
+    memory: float = 0.8  # share of the peak bandwidth that element-wise kernels reach
+    ramp_s: float = 20e-6  # seconds that one product takes beyond its share of the peak
+    launch_s: float = 5e-6  # least seconds of any kernel
+    attention: float = 0.0  # share of the 16-bit peak; 0: a share of `compute` (`layer_times.py`)
 
 
 ASSUMED = Efficiency()
 
 
 @dataclass(frozen=True)
-class DeviceType:
-    """One type of device. flops: dense peak FLOP/s by precision. memory_bytes: nominal. bandwidth:
-    bytes a second of its memory. scale_up: bytes a second, one way, to other devices of its node
-    (0: none but PCIe). power_w: the board's limit. idle_w: watts without work. efficiency: by
-    precision.
+class StepCosts:
+    """What a step takes beyond its products, its attention and the bytes of fused kernels.
 
-    usable_bytes: what a process finds, below the nominal size. scale_up_link, host_link,
-    network_link: names of `links.csv`. reported: words of the driver's name of it. assumed:
-    columns without a source. measured: date if `holdfast calibrate` measured it. hides:
-    share of a message's time that computing may hide; 0 if the cores that compute carry it.
-    steps: what steps take beyond that.
-    host_bytes_s: bytes a second, one way, to its host's memory; 0 if they share one memory.
+    Constants of one kind of device and its host. `holdfast calibrate` measures steps of small
+    models and fits them (`plan/probing`). The defaults change nothing.
+
+    kernel_s: host seconds of each kernel of a pass: Python, dispatch, bookkeeping of gradients. On
+        an accelerator they pass while the device computes. A CPU computes nothing meanwhile.
+    products: how many times as long products take in a step as alone: there a cache has lost their
+        operands, and some are transposed.
+    moves: elements that kernels of blocks that are not compiled move, for each one of fused kernels
+        (`Layer.whole_moved`).
     """
 
+    kernel_s: float = 0.0
+    microbatch_s: float = 0.0  # of the passes of a microbatch through a stage, whatever it holds
+    step_s: float = 0.0  # of a step, whatever it computes
+    products: float = 1.0
+    moves: float = 1.0
+    gradient_moves: float = 0.0  # times that a microbatch's gradients are moved to be summed
+    update_moves: float = 1.0  # times that the update, with the norm of gradients, moves its bytes
+
+
+NOT_MEASURED = StepCosts()
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """One type of device. The links are names of `links.csv`."""
+
     name: str
-    flops: Mapping[str, float]
-    memory_bytes: float
-    bandwidth: float
-    scale_up: float
-    power_w: float
-    idle_w: float
-    efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
-    usable_bytes: float = 0.0
+    flops: Mapping[str, float]  # dense peak FLOP/s by precision
+    memory_bytes: float  # nominal
+    bandwidth: float  # bytes a second of its memory
+    scale_up: float  # bytes a second, one way, to other devices of its node (0: none but PCIe)
+    power_w: float  # the board's limit
+    idle_w: float  # watts without work
+    efficiency: Mapping[str, Efficiency] = field(default_factory=dict)  # by precision
+    usable_bytes: float = 0.0  # what a process finds, below the nominal size
     scale_up_link: str = ""
     host_link: str = ""
     network_link: str = ""
-    reported: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()  # words of the driver's name of it
     aliases: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()  # columns without a source
     source: str = ""
-    measured: str = ""
-    hides: float = 1.0
+    measured: str = ""  # date if `holdfast calibrate` measured it
+    hides: float = 1.0  # share of a message's time that computing may hide; 0: the same cores do
     steps: StepCosts = NOT_MEASURED
-    host_bytes_s: float = 0.0
+    host_bytes_s: float = 0.0  # a second, one way, to the host's memory; 0 if it is the device's
 
     @property
     def found_bytes(self) -> float:
@@ -94,11 +103,13 @@ class DeviceType:
         """Dense peak FLOP/s. Raises DataError for a precision that the device does not have."""
         if precision not in self.flops:
             raise DataError(
-                f"no peak is known for {precision}",
-                where=self.name,
-                remedy=use_one_of(self.flops),
+                f"no peak is known for {precision}", where=self.name, remedy=use_one_of(self.flops)
             )
         return self.flops[precision]
+
+    def touched_a_second(self, precision: str) -> float:
+        """Bytes that element-wise kernels read and write in a second."""
+        return self.bandwidth * self.reached(precision).memory
 
     def reached(self, precision: str) -> Efficiency:
         """The device's constants in this precision; `ASSUMED` where none were fitted."""
@@ -131,7 +142,9 @@ def device_named(
     Raises DataError, with the nearest name, for what is not there.
     """
     name, at, limits = name.partition("@")
-    found = _device_of_table(name, devices, where)
+    found = devices.get(name) or next((d for d in devices.values() if name in d.aliases), None)
+    if found is None:
+        raise unknown_name(DataError, "device", name, devices, where)
     return _limited(found, limits, where) if at else found
 
 
@@ -177,15 +190,6 @@ def _check_limit(
         )
 
 
-def _device_of_table(name: str, devices: Mapping[str, DeviceType], where: str) -> DeviceType:
-    if name in devices:
-        return devices[name]
-    for device in devices.values():
-        if name in device.aliases:
-            return device
-    raise unknown_name(DataError, "device", name, devices, where)
-
-
 def device_reported(
     reported: str, memory_bytes: float, devices: Mapping[str, DeviceType]
 ) -> DeviceType | None:
@@ -204,14 +208,11 @@ def device_reported(
     )
 
 
-def _host_bytes_s(link: LinkType | None) -> float:
-    return link.link.bandwidth if link is not None and link.kind == "host" else 0.0
-
-
 def _device(
     row: dict[str, str], efficiency: Mapping[str, Efficiency], links: Mapping[str, LinkType]
 ) -> DeviceType:
     flops = {each: float(row[each]) * 1e12 for each in PRECISIONS if row[each]}
+    host = links.get(row["host_link"])
     return DeviceType(
         row["name"],
         flops,
@@ -230,5 +231,5 @@ def _device(
         assumed=tuple(row["assumed"].split()),
         source=row["source"],
         hides=float(row["hides"]) if row["hides"] else 1.0,
-        host_bytes_s=_host_bytes_s(links.get(row["host_link"])),
+        host_bytes_s=host.link.bandwidth if host and host.kind == "host" else 0.0,
     )

@@ -15,6 +15,8 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from holdfast.plan.hardware.calibration import Calibration
 from holdfast.plan.hardware.devices import ASSUMED, CPU, DeviceType, Efficiency
 from holdfast.plan.hardware.link import Link
@@ -40,18 +42,16 @@ class Sample:
 
     kind: product, attention (fused, causal, forward and backward), kernel (element-wise), copy,
         message or allreduce. host: to or from the host's memory. call: a kernel of one element.
-        launch: the same in a training step. step: of the engine, on the probe `name`.
-    size: bytes that move, or the message's; 0: none. flops: 0: none.
-    precision: "" if it has no part in it.
+        launch: the same in a training step. step: of the engine.
     """
 
     kind: str
     seconds: float
-    size: float = 0.0
-    flops: float = 0.0
-    precision: str = ""
+    size: float = 0.0  # bytes that move, or the message's; 0: none
+    flops: float = 0.0  # 0: none
+    precision: str = ""  # "" if it has no part in it
     ranks: int = 1
-    name: str = ""
+    name: str = ""  # of the probe
 
     @property
     def steps(self) -> int:
@@ -85,36 +85,30 @@ def least_squares(
     Each row is one measurement's terms, divided by its time. right: what they add up to, likewise
     divided; None: the complete time, so 1.
     """
-    wanted = [1.0] * len(rows) if right is None else right
-    kept = list(range(len(rows[0])))
+    matrix, wanted = np.array(rows), np.ones(len(rows)) if right is None else np.array(right)
+    scale = np.linalg.norm(matrix, axis=0)  # columns differ by many powers
+    matrix = matrix / np.where(scale == 0, 1.0, scale)
+    kept = list(range(len(scale)))
     while True:
-        found = _solve(
-            [[sum(row[i] * row[j] for row in rows) for j in kept] for i in kept],
-            [sum(row[i] * one for row, one in zip(rows, wanted, strict=True)) for i in kept],
-        )
-        worst = min(range(len(kept)), key=lambda at: found[at])
+        found = np.linalg.lstsq(matrix[:, kept], wanted, rcond=1e-6)[0]
+        worst = int(found.argmin())
         if found[worst] >= 0 or len(kept) == 1:
-            values = dict(zip(kept, found, strict=True))
-            return [max(0.0, values.get(i, 0.0)) for i in range(len(rows[0]))]
+            break
         del kept[worst]
+    values = dict(zip(kept, found, strict=True))
+    return [max(0.0, float(values.get(i, 0.0) / (s or 1.0))) for i, s in enumerate(scale)]
 
 
 def fit_link(samples: Sequence[Sample]) -> Link | None:
     """The link of these messages and all-reduces, None without any."""
     if not samples:
         return None
-
-    def terms(ramp: bool) -> list[list[float]]:
-        rows = []
-        for each in samples:
-            share, size = each.steps / each.seconds, each.message_size
-            rows.append([share, share * size] + ([share * sqrt(size)] if ramp else []))
-        return rows
-
-    latency, per_byte, root = least_squares(terms(ramp=True))
+    shares = [(each.steps / each.seconds, each.message_size) for each in samples]
+    rows = [[share, share * size, share * sqrt(size)] for share, size in shares]
+    latency, per_byte, root = least_squares(rows)
     ramp = root / sqrt(latency * per_byte) if latency and per_byte else 0.0
     if not latency or not per_byte or ramp > MOST_RAMP:
-        latency, per_byte = least_squares(terms(ramp=False))
+        latency, per_byte = least_squares([row[:2] for row in rows])
         ramp = 0.0
     smallest = min(each.seconds / each.steps for each in samples)
     return Link(latency or smallest, 1 / per_byte if per_byte else 1e15, ramp)
@@ -150,7 +144,8 @@ def fit_calibration(
         highest = max(rate, *(each.flops / each.seconds for each in products))
         peak = known.flops.get(precision, highest) if known else highest
         flops[precision] = peak
-        attended = _attention_rate([e for e in samples if e.precision == precision])
+        attention = [e for e in samples if e.kind == "attention" and e.precision == precision]
+        attended = median([e.flops / e.seconds for e in attention]) if attention else 0.0
         efficiency[precision] = Efficiency(rate / peak, memory, ramp, launch, attended / peak)
     inside, messages, host = (
         fit_link([each for each in samples if each.kind == kind]) for kind in LINK_KINDS
@@ -176,12 +171,8 @@ def fit_calibration(
 
 def compare(samples: Sequence[Sample], fitted: Calibration) -> list[FittedSample]:
     """Each measured time next to what the constants say. Copies and launches are inputs."""
-    found = []
-    for each in samples:
-        seconds = _fitted_s(each, fitted)
-        if seconds is not None:
-            found.append(FittedSample(each, seconds))
-    return found
+    pairs = [(each, _fitted_s(each, fitted)) for each in samples]
+    return [FittedSample(each, seconds) for each, seconds in pairs if seconds is not None]
 
 
 def _fitted_s(sample: Sample, fitted: Calibration) -> float | None:
@@ -213,12 +204,6 @@ def _longer_than_host(samples: Sequence[Sample]) -> list[Sample]:
     least = min(each.seconds for each in samples)
     longer = [each for each in samples if each.seconds > HOST_BOUND * least]
     return longer or [max(samples, key=lambda each: each.seconds)]
-
-
-def _attention_rate(samples: Sequence[Sample]) -> float:
-    """FLOP/s of attention; 0 if it was not measured."""
-    found = [e for e in samples if e.kind == "attention"]
-    return median([e.flops / e.seconds for e in found]) if found else 0.0
 
 
 def _fit_products(products: Sequence[Sample], per_byte: float) -> tuple[float, float]:
@@ -260,26 +245,6 @@ def _slope(found: Sequence[Sample], fixed: float) -> float:
     rows = [(each.size / each.seconds, 1 - fixed / each.seconds) for each in found]
     slope = sum(row * rest for row, rest in rows) / sum(row * row for row, _ in rows)
     return slope if slope > 0 else min(each.seconds / each.size for each in found)
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small symmetric system; columns are scaled first, for they differ by many powers."""
-    size = len(right)
-    scale = [sqrt(matrix[i][i]) or 1.0 for i in range(size)]
-    rows = [
-        [matrix[i][j] / scale[i] / scale[j] for j in range(size)] + [right[i] / scale[i]]
-        for i in range(size)
-    ]
-    for at in range(size):
-        pivot = max(range(at, size), key=lambda row: abs(rows[row][at]))
-        rows[at], rows[pivot] = rows[pivot], rows[at]
-        if abs(rows[at][at]) < 1e-12:  # the column depends on earlier ones: leave it at 0
-            rows[at] = [1.0 if j == at else 0.0 for j in range(size)] + [0.0]
-        for row in range(size):
-            if row != at:
-                factor = rows[row][at] / rows[at][at]
-                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[at], strict=True)]
-    return [rows[i][size] / rows[i][i] / scale[i] for i in range(size)]
 
 
 def samples_from_json(found: Sequence[Mapping[str, Any]]) -> list[Sample]:

@@ -12,18 +12,16 @@ from holdfast.machine.links import detect_links
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import CPU, DeviceType, device_reported, load_devices
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import Link, load_links
 
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """cluster: one node. devices: the table, with this machine's numbers in it. calibration: None
-    if nothing was measured here."""
+    """This machine, as a planner knows it."""
 
-    cluster: Cluster
-    devices: Mapping[str, DeviceType]
-    calibration: Calibration | None
+    cluster: Cluster  # of one node
+    devices: Mapping[str, DeviceType]  # the table, with this machine's numbers in it
+    calibration: Calibration | None  # None: nothing was measured here
 
 
 def this_machine() -> Cluster:

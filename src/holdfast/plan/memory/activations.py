@@ -39,6 +39,20 @@ outputs. They are i T (4 D + 2 Q + 2 K + 3 F) a block. It also leaves gradients 
 and of the head, i D for each row. How much a rank keeps then follows from its row of the schedule's
 table (`pass_order.py`). 1F1B keeps min(m, stages - stage) microbatches of the m that a replica has.
 GPipe keeps all of them.
+
+How many tokens an expert gets is known in the run alone. Here each expert gets as many as any
+other: the expected load, not a bound. T tokens of a rank make N = T k choices, and as many arrive
+at its experts under `layout.ep`. E is all experts, F their inner width, and S that of the shared
+expert. A forward pass through them keeps
+
+    experts      i N (2 D + 4 F), and 16 bytes for each choice; with ep 32
+    shared       4 i T S
+    router       T (w E + w k + 8 k), and w T (k + 1) where weights are normalised. With a z loss
+                 w T (E + 1) more; in bf16 w T D for a wide copy of the input, and i T k
+
+The products of a loop over experts have their gradients in a list. So the end of the backward has
+the gradients of three matrices of all experts, and one of them twice. A grouped product (bf16) has
+one matrix at a time.
 """
 
 from __future__ import annotations
@@ -46,6 +60,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.experts import ExpertsConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.sections.recompute import RecomputePolicy
@@ -53,15 +68,76 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.options.registry import option_costs
-from holdfast.options.tp_by.cost import (
-    ComponentTokens,
-    attention_tokens,
-    components,
-    ffn_tokens,
-)
-from holdfast.plan.memory.expert_memory import ExpertShape
+from holdfast.options.tp_by.cost import ComponentTokens, attention_tokens, components, ffn_tokens
 from holdfast.plan.memory.pass_order import StageBytes, fullest_forward
 from holdfast.plan.step_microbatches import microbatches
+
+_GROUPED_MULTIPLE = 8  # as `model/experts.py`
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What the formulas need of a rank's feed-forward of experts (`model/experts.py`)."""
+
+    config: ExpertsConfig
+    dim: int
+    here: int  # experts on the rank
+    inner: int  # width on the rank
+    shared: int  # width on the rank
+    tokens: int
+    item: int
+    wide: int
+    is_spread: bool  # tokens travel to experts of other ranks
+
+    @staticmethod
+    def of(
+        model: ModelConfig, tokens: int, item: int, wide: int, *, tp: int, ep: int
+    ) -> ExpertShape | None:
+        """Return None without experts. tp, ep: degrees of the replica."""
+        config = model.experts
+        if config is None:
+            return None
+        inner, here = model.inner_dim // tp, config.count // ep
+        shared = inner * config.shared
+        return ExpertShape(config, model.dim, here, inner, shared, tokens, item, wide, ep > 1)
+
+    @property
+    def choices(self) -> int:
+        """Of the rank's tokens, and by expectation of those that its experts compute."""
+        return self.tokens * self.config.top_k
+
+    @property
+    def kept(self) -> int:
+        """Bytes that a forward pass keeps, beyond the feed-forward's input."""
+        rows = self.item * self.choices * (2 * self.dim + 4 * self.inner)
+        numbers = self.choices * (32 if self.is_spread else 16)
+        shared = 4 * self.item * self.tokens * self.shared
+        return rows + numbers + shared + self._router
+
+    @property
+    def _router(self) -> int:
+        config, k = self.config, self.config.top_k
+        width = self.wide * (config.count + k) + 8 * k
+        width += self.wide * (k + 1) * config.normalise
+        width += self.wide * (config.count + 1) * (config.z_loss > 0)
+        if self.item < self.wide:
+            width += self.wide * self.dim + self.item * k
+        return self.tokens * width
+
+    @property
+    def working(self) -> int:
+        """Most bytes of a backward pass through it, beyond what is kept."""
+        rows = self.item * self.choices * self.dim
+        matrix = self.item * self.here * self.inner * self.dim
+        matrices = 1 if self._is_grouped else 4
+        return max(2 * rows, matrices * matrix + 2 * rows - self.kept)
+
+    @property
+    def _is_grouped(self) -> bool:
+        return self.item == 2 and not (
+            self.inner % _GROUPED_MULTIPLE or self.dim % _GROUPED_MULTIPLE
+        )
+
 
 _SCHEDULES = ("interleaved", "zb-h1", "zbv", "dualpipev")
 _COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}
@@ -69,13 +145,11 @@ _COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Bytes on one rank. kept: by all passes in flight, at the end of the forward pass at which
-    that is most. in_flight: how many these are, of one stage and one microbatch each. waiting: what
-    the last collective has sent, which stays until the next one."""
+    """Bytes on one rank."""
 
-    kept: int
-    in_flight: int
-    waiting: int = 0
+    kept: int  # by all passes in flight, at the end of the forward pass at which that is most
+    in_flight: int  # passes, of one stage and one microbatch each
+    waiting: int = 0  # what the last collective has sent, which stays until the next one
 
     @property
     def per_microbatch(self) -> int:
@@ -225,8 +299,7 @@ def _context_messages(config: RunConfig, ranks: int, rank: RankShape) -> int:
 
 @dataclass(frozen=True)
 class RankShape:
-    """What the formulas need of one rank: see the module. device: "cpu", or
-    "accelerator"."""
+    """What the formulas need of one rank: see the module."""
 
     model: ModelConfig
     tokens: int
@@ -239,7 +312,7 @@ class RankShape:
     item: int
     wide: int
     swaps: bool = False
-    device: str = "cpu"
+    device: str = "cpu"  # or "accelerator"
     experts: ExpertShape | None = None
 
     @staticmethod
@@ -262,12 +335,7 @@ class RankShape:
             replica.degree("cp") > 1 and config.layout.cp_method.startswith("ulysses"),
             device,
             ExpertShape.of(
-                model,
-                tokens,
-                item,
-                max(4, item),
-                tp=tp,
-                ep=replica.expert_degree(config.layout.ep),
+                model, tokens, item, max(4, item), tp=tp, ep=replica.expert_degree(config.layout.ep)
             ),
         )
 

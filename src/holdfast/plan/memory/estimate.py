@@ -46,22 +46,17 @@ _PACKED_BELOW, _PACK_BYTES = 1 << 16, 1 << 25
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """Bytes on one rank at the moment of a step at which it holds most. moment: which one.
-
-    gradients: with partial sums, and those of a microbatch that wait for the next one's.
-    gathered: parameters that FSDP2 has gathered. communication: buffers of messages.
-    working: results of operations that are not kept. fragmentation: 0 on a CPU.
-    """
+    """Bytes on one rank at the moment of a step at which it holds most."""
 
     parameters: int
-    gradients: int
+    gradients: int  # with partial sums, and those of a microbatch that wait for the next one's
     moments: int
     activations: int
     logits: int
-    gathered: int
-    communication: int
-    working: int
-    fragmentation: int
+    gathered: int  # parameters that FSDP2 has gathered
+    communication: int  # buffers of messages
+    working: int  # results of operations that are not kept
+    fragmentation: int  # 0 on a CPU
     moment: str
 
     @property
@@ -74,10 +69,8 @@ class RankEstimate:
 def rank_estimate(
     config: RunConfig, topology: Topology, at: Coordinate, device: str = "cpu"
 ) -> RankEstimate:
-    """Return the estimate of a run that `activations.has_formula`, at its largest batch.
-
-    device: "cpu", or "accelerator".
-    """
+    """Return the estimate of a run that `activations.has_formula`, at its largest batch. device:
+    "cpu", or "accelerator"."""
     replica, memory = topology.replicas[at.replica], config.train.memory
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     table = known_parameters(config)
@@ -114,22 +107,11 @@ def rank_estimate(
         worst.name,
     )
     staging = placed_memory(config, table, replica, at, held, 0).staging
-    return found if staging <= passing + base else _update(found, staging, base)
-
-
-def _update(found: RankEstimate, staging: int, waiting: int) -> RankEstimate:
-    """The estimate of a rank that holds most while an update brings state to the device."""
-    return replace(
-        found,
-        gradients=found.gradients - waiting,
-        activations=0,
-        logits=0,
-        gathered=0,
-        communication=0,
-        working=staging,
-        fragmentation=0,
-        moment="update",
-    )
+    if staging <= passing + base:
+        return found
+    # it holds most while an update brings state to the device
+    state = parameters, buffers.sums, found.moments
+    return RankEstimate(*state, 0, 0, 0, 0, staging, 0, "update")
 
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
@@ -211,6 +193,8 @@ def _stage(
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, (f"layers.{blocks[0]}.",))
+    ties = is_last and model.tied_embeddings and 0 not in stages_on(replica, at)
+    holds_table = embeds or ties
     moves = config.train.memory.moves_activations
     is_copied = policy.word == "none" and shape.copies_input
     stays = not is_copied and policy.input_parts == 1
@@ -232,22 +216,13 @@ def _stage(
         tp > 1 and config.layout.sequence_parallel,
         edges,
         unit,
-        _elements(config, replica, at, _outside(config, replica, at, number)),
+        _elements(config, replica, at, ("embed",) * holds_table + ("norm", "head") * is_last),
         gathers,
         replica.degree("dp_shard") if gathers and adds else 0,
         device,
         shape.moved(policy) if moves else 0,
         shape.stream() if moves and number > 0 and stays else 0,
     )
-
-
-def _outside(config: RunConfig, replica: Replica, at: Coordinate, number: int) -> tuple[str, ...]:
-    """What names of a stage's parameters outside of the blocks begin with."""
-    is_last = is_last_stage(replica, number)
-    has_embedding = number == 0 or (
-        is_last and config.model.tied_embeddings and 0 not in stages_on(replica, at)
-    )
-    return ("embed",) * has_embedding + ("norm", "head") * is_last
 
 
 def _elements(

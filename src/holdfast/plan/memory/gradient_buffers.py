@@ -34,12 +34,11 @@ SLICE_ELEMENTS, BUFFER_ELEMENTS = 16, 4096
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Bytes, whatever their place. sums: the buffers of the sum, and of partial sums. arrivals: of
-    pieces from other ranks. staying: places in the rank's share, of microbatches whose gradients
-    wait where they were computed for those of the next one."""
+    """Bytes, whatever their place. staying: places in the rank's share, of microbatches whose
+    gradients wait where they were computed for those of the next one."""
 
-    sums: int
-    arrivals: int
+    sums: int  # the buffers of the sum, and of partial sums
+    arrivals: int  # of pieces from other ranks
     staying: frozenset[int]
 
 
@@ -55,7 +54,9 @@ def gradient_buffers(
     pairs = config.train.precision not in MIXED and not in_fsdp and is_here
     bucket = 0 if by_unit else int(config.layout.bucket_mb * 1e6) // item
     cells = run_cells(config, topology, rank)
-    is_fast = config.layout.reduction == "fast" and len(cells) == 1 and _is_plain(cells[0])
+    is_fast = config.layout.reduction == "fast" and len(cells) == 1
+    # each member contributes and receives, one for each replica
+    is_fast &= all(m.contributes and m.receives and m.part == 0 for m in cells[0].members)
     sums = arrivals = 0
     staying, received = frozenset[int](), list[tuple[str, int]]()
     tree = ReductionTree(sum(map(len, shares)))
@@ -83,11 +84,6 @@ def gradient_buffers(
 
 def _round_up(number: int, to: int) -> int:
     return -(-number // to) * to
-
-
-def _is_plain(cell: Cell) -> bool:
-    """A team of which each member contributes and receives, one for each replica."""
-    return all(m.contributes and m.receives and m.part == 0 for m in cell.members)
 
 
 def _buckets(boxes: Sequence[Box], bucket: int, *, by_unit: bool) -> list[int]:

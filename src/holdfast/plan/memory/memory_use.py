@@ -46,14 +46,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. masters: those of the parameters that the model does not compute with.
-    shards: those from which FSDP2 gathers."""
+    """Bytes on one rank."""
 
     parameters: int
     gradients: int
     moments: int
-    masters: int = 0
-    shards: int = 0
+    masters: int = 0  # of the parameters that the model does not compute with
+    shards: int = 0  # from which FSDP2 gathers
 
     @property
     def total(self) -> int:

@@ -19,10 +19,10 @@ from holdfast.plan.placing.layouts import layouts_of
 
 @dataclass(frozen=True)
 class MicrobatchChoice:
-    """size: samples. peak: bytes of the rank that needs most."""
+    """A size that a run can have."""
 
-    size: int
-    peak: int
+    size: int  # samples
+    peak: int  # bytes of the rank that needs most
 
 
 def choose_microbatch_size(

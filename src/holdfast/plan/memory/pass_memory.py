@@ -49,15 +49,13 @@ _NORM_TEMPORARIES = 4
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at one moment, without the state. activations: that the pass keeps. logits: of a chunk,
-    and what the loss makes of them. gathered: parameters that other ranks hold. working: results of
-    operations that are not kept, gradients on their way among them."""
+    """Bytes at one moment, without the state."""
 
     name: str
-    activations: int = 0
-    logits: int = 0
-    gathered: int = 0
-    working: int = 0
+    activations: int = 0  # that the pass keeps
+    logits: int = 0  # of a chunk, and what the loss makes of them
+    gathered: int = 0  # parameters that other ranks hold
+    working: int = 0  # results that are not kept, gradients on their way among them
 
     @property
     def total(self) -> int:
@@ -66,34 +64,25 @@ class Moment:
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank's part of the model.
-
-    rows: of the head that it computes with; 0 on a stage that is not the last. held: rows of the
-    vocabulary that it holds. tied: embedding and head are one. embeds: it has the embedding.
-    is_cut: tokens are cut over tp. edges: bytes that it keeps of what came in and goes out.
-    unit, root: elements of a block, and of what is outside of the blocks. gathers: FSDP2's stage
-    of ZeRO, 2 or 3; 0 without it. shards: that it reduces to, where a sum is added to an earlier
-    one; 0 where it replaces that. device: a key of CHUNK_ELEMENTS. moved: bytes of a block that
-    leave the device between its passes. incoming: bytes of what comes in that stay there then.
-    """
+    """A rank's part of the model."""
 
     shape: RankShape
     blocks: int
     policy: RecomputePolicy
     vocabulary: int
-    rows: int
-    held: int
-    embeds: bool
-    tied: bool
-    is_cut: bool
-    edges: int
-    unit: int
-    root: int
-    gathers: int
-    shards: int
-    device: str = "cpu"
-    moved: int = 0
-    incoming: int = 0
+    rows: int  # of the head that it computes with; 0 on a stage that is not the last
+    held: int  # rows of the vocabulary that it holds
+    embeds: bool  # it has the embedding
+    tied: bool  # embedding and head are one
+    is_cut: bool  # tokens are cut over tp
+    edges: int  # bytes that it keeps of what came in and goes out
+    unit: int  # elements of a block
+    root: int  # elements outside of the blocks
+    gathers: int  # FSDP2's stage of ZeRO, 2 or 3; 0 without it
+    shards: int  # that it reduces to, where a sum is added to an earlier one; 0: it replaces that
+    device: str = "cpu"  # a key of CHUNK_ELEMENTS
+    moved: int = 0  # bytes of a block that leave the device between its passes
+    incoming: int = 0  # bytes of what comes in that stay on the device then
 
     @property
     def is_mixed(self) -> bool:
@@ -101,7 +90,11 @@ class Stage:
 
     @property
     def stream(self) -> int:
-        return self.shape.item * self.shape.stream_tokens * self.shape.model.dim
+        return self.shape.stream()
+
+    @property
+    def wide_stream(self) -> int:
+        return self.shape.wide * self.shape.stream_tokens * self.shape.model.dim
 
     @property
     def whole(self) -> int:
@@ -163,19 +156,14 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     waits = stays or bool(stage.gathers) or (stage.tied and stage.embeds)
     head = stage.head_gradient if has_head and waits else 0
     if has_head:
-        wide = 0 if shape.fuses_norms else shape.wide * shape.stream_tokens * shape.model.dim
-        working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
-        working += stage.is_mixed * stage.stream
-        kept = stage.kept(blocks, 1) + shape.norm()
-        yield Moment("norm", kept, 0, stage.gathered(blocks, 1), working)
+        yield _norm(stage, head, stage.gathered(blocks, 1))
     again = _again(stage)
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
     yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
     if stage.is_mixed and not shape.fuses_norms:
         done = shape.item * shape.ffn.computed * (shape.model.dim + 4 * shape.inner)
-        wide = shape.wide * shape.stream_tokens * shape.model.dim
         kept = stage.kept(blocks) + again - done
-        inside = head + stage.stream + _NORM_TEMPORARIES * wide
+        inside = head + stage.stream + _NORM_TEMPORARIES * stage.wide_stream
         yield Moment("block norm", kept, 0, stage.gathered(blocks, 2), inside)
     if stays:
         grown = (blocks - 1) * shape.item * stage.unit
@@ -205,14 +193,19 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
 
 def moments_of(stage: Stage, kind: ActionKind, *, stays: bool) -> Iterator[Moment]:
     """The moments of a pass. stays: the gradients of weights stay where they are computed."""
+    if kind is ActionKind.BACKWARD:
+        return backward_moments(stage, stays=stays)
     if kind is ActionKind.FORWARD:
-        yield from forward_moments(stage)
-    elif kind is ActionKind.BACKWARD:
-        yield from backward_moments(stage, stays=stays)
-    elif kind is ActionKind.BACKWARD_INPUT:
-        yield from input_moments(stage)
-    else:
-        yield from weight_moments(stage)
+        return forward_moments(stage)
+    return (input_moments if kind is ActionKind.BACKWARD_INPUT else weight_moments)(stage)
+
+
+def _norm(stage: Stage, head: int, gathered: int) -> Moment:
+    """The backward of the last norm. head: bytes of the head's gradient that wait."""
+    working = stage.whole + stage.stream * (stage.is_cut + stage.is_mixed) + head
+    working += 0 if stage.shape.fuses_norms else 2 * stage.wide_stream
+    kept = stage.kept(stage.blocks, 1) + stage.shape.norm()
+    return Moment("norm", kept, 0, gathered, working)
 
 
 def input_moments(stage: Stage) -> Iterator[Moment]:
@@ -220,10 +213,7 @@ def input_moments(stage: Stage) -> Iterator[Moment]:
     shape, blocks = stage.shape, stage.blocks
     head = stage.head_gradient if stage.rows else 0
     if stage.rows:
-        wide = 0 if shape.fuses_norms else shape.wide * shape.stream_tokens * shape.model.dim
-        working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
-        working += stage.is_mixed * stage.stream
-        yield Moment("norm", stage.kept(blocks, 1) + shape.norm(), 0, 0, working)
+        yield _norm(stage, head, 0)
     again, late = _again(stage), shape.late_block()
     inner = shape.item * shape.ffn.computed * shape.inner
     working = head + stage.stream + 3 * inner + (stage.ffn_input if stage.is_cut else 0)
@@ -266,8 +256,7 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
 def _reduce(stage: Stage, elements: int, last: int = 0) -> int:
     """Bytes while FSDP2 reduces gradients. last: elements of the unit's last gradient, which a
     variable of FSDP2 holds meanwhile."""
-    shape = stage.shape
-    return int(reduce_bytes(elements, shape.item, shape.wide, stage.shards, last))
+    return int(reduce_bytes(elements, stage.shape.item, stage.shape.wide, stage.shards, last))
 
 
 def reduce_bytes(

@@ -19,27 +19,24 @@ from holdfast.layout import Replica
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes that one microbatch keeps on one stage. kept: from its forward to its backward. late:
-    from the first half of a split backward to the second. carried: from the second half on, until
-    that of the rank's first stage."""
+    """Bytes that one microbatch keeps on one stage."""
 
-    kept: int
-    late: int = 0
-    carried: int = 0
+    kept: int  # from its forward to its backward
+    late: int = 0  # from the first half of a split backward to the second
+    carried: int = 0  # from the second half on, until that of the rank's first stage
 
 
 @dataclass(frozen=True)
 class RankPass:
-    """A pass of a rank. kept_besides: bytes that other passes keep while it runs. in_flight: passes
-    of which something is kept, its own included. waiting: stages whose gradients of the microbatch
-    before wait for the next one's. stays: so will those of this one."""
+    """A pass of a rank. waiting: stages whose gradients of the microbatch before wait for the next
+    one's."""
 
     stage: int
     kind: ActionKind
-    kept_besides: int
-    in_flight: int
+    kept_besides: int  # bytes that other passes keep while it runs
+    in_flight: int  # passes of which something is kept, its own included
     waiting: frozenset[int]
-    stays: bool
+    stays: bool  # its gradients will wait, too
 
 
 def rank_actions(schedule: str, replica: Replica, pp: int, number: int) -> tuple[Action, ...]:
@@ -60,14 +57,12 @@ def _actions(schedule: str, ranks: int, pp: int, number: int, virtual: int) -> t
     found = (action for cell in row for action in actions_of(cell))
     if not SCHEDULE_KINDS[schedule].splits_backward:
         return tuple(found)
-    return tuple(half for action in found for half in _halves(action))
-
-
-def _halves(action: Action) -> tuple[Action, ...]:
-    if action.kind is not ActionKind.BACKWARD:
-        return (action,)
-    kinds = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-    return tuple(Action(action.stage, kind, action.microbatch) for kind in kinds)
+    halves = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    return tuple(
+        Action(action.stage, kind, action.microbatch)
+        for action in found
+        for kind in (halves if action.kind is ActionKind.BACKWARD else (action.kind,))
+    )
 
 
 def fullest_forward(

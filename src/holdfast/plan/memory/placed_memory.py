@@ -16,12 +16,7 @@ from holdfast.config.sections.memory import DEVICE, FILE, PLACES
 from holdfast.core.sharding.optimizer_state import ParameterSettings, parameter_settings
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_parameters
-from holdfast.core.sharding.state_table import (
-    ITEM_BYTES,
-    STATE_DTYPE,
-    StateTable,
-    mesh_box,
-)
+from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE, StateTable, mesh_box
 from holdfast.core.sharding.update_pieces import cut_into_pieces, staged_elements
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.plan.memory.activations import RankShape, activations_of, device_kind, has_formula
@@ -35,14 +30,13 @@ _ALL_COMPUTED = 64
 
 @dataclass(frozen=True)
 class PlacedMemory:
-    """Bytes of one rank's state by place. staging: those of the device that the pieces of an update
-    take. gradients: all buffers that sum gradients, in their place."""
+    """Bytes of one rank's state by place."""
 
     device: int
     host: int
     file: int
-    staging: int
-    gradients: int
+    staging: int  # of the device, that the pieces of an update take
+    gradients: int  # all buffers that sum gradients, in their place
 
 
 def placed_memory(

@@ -39,11 +39,10 @@ They are its softmax, what dropout left of it, and half of one for the mask."""
 
 @dataclass(frozen=True)
 class MemoryOverhead:
-    """What a device holds that is no tensor. fragmentation: share of what is not state. context:
-    bytes of the driver, of kernels and of communicators."""
+    """What a device holds that is no tensor."""
 
-    fragmentation: float = FRAGMENTATION
-    context: float = 0.0
+    fragmentation: float = FRAGMENTATION  # share of what is not state
+    context: float = 0.0  # bytes of the driver, of kernels and of communicators
 
 
 ASSUMED_OVERHEAD = MemoryOverhead()
@@ -51,15 +50,14 @@ ASSUMED_OVERHEAD = MemoryOverhead()
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of the fullest rank of a stage. gradients: with partial sums. activations: of all
-    passes in flight. logits: with what the loss makes of them. buffers: parameters and gradients on
-    their way between ranks, and results that are not kept."""
+    """Bytes of the fullest rank of a stage. buffers: parameters and gradients on their way between
+    ranks, and results that are not kept."""
 
     weights: float
-    gradients: float
+    gradients: float  # with partial sums
     optimizer: float
-    activations: float
-    logits: float
+    activations: float  # of all passes in flight
+    logits: float  # with what the loss makes of them
     buffers: float
     overhead: MemoryOverhead = ASSUMED_OVERHEAD
 
@@ -115,22 +113,19 @@ def late_at(choice: Choice, group: ReplicaChoice, index: int) -> Late | None:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """What the fullest rank of a stage holds, for any number of microbatches in flight. each: bytes
-    of one of them. moments: when much is in use; the fullest counts. messages: buffers of all
-    moments. split: bytes of gradients in the second half of a split backward. late: those of a
-    microbatch between the halves. chunk: the share of a microbatch in one chunk. The rest is as in
+    """Bytes that the fullest rank of a stage holds, for any number of microbatches in flight; see
     `StageMemory`."""
 
     weights: float
     gradients: float
     optimizer: float
-    messages: float
+    messages: float  # buffers of all moments
     overhead: MemoryOverhead
-    each: float
-    moments: tuple[_Moment, ...]
-    split: float
-    late: float
-    chunk: float
+    each: float  # of one microbatch in flight
+    moments: tuple[_Moment, ...]  # when much is in use; the fullest counts
+    split: float  # of gradients in the second half of a split backward
+    late: float  # of a microbatch between the halves
+    chunk: float  # the share of a microbatch in one chunk
 
     def at(self, in_flight: float, late: Late | None) -> StageMemory:
         """in_flight: microbatches whose activations ranks keep; those of a chunk count as a
@@ -227,9 +222,8 @@ def kept_elements(workload: Workload, layer: Layer, tp: int, is_cut: bool, word:
     if scores:  # it runs attention again, of which the scores are the most
         return everything
     columns = sum(p.outputs / tp for p in layer.products if p.cut == "columns")
-    return (
-        layer.width / cut + columns + sum(p.outputs for p in layer.products if p.cut != "columns")
-    )
+    others = sum(p.outputs for p in layer.products if p.cut != "columns")
+    return layer.width / cut + columns + others
 
 
 def late_elements(layer: Layer, tp: int) -> float:
@@ -244,24 +238,19 @@ def late_elements(layer: Layer, tp: int) -> float:
 
 @dataclass(frozen=True)
 class StageShape:
-    """What layers need on a rank, whatever the shards, the microbatch and the ZeRO stage are.
+    """What layers need on a rank, whatever the shards, the microbatch and the ZeRO stage are. After
+    the parameters, in elements of a token. The block is the largest kind."""
 
-    parameters, experts: of all layers, and of their experts. unit, root: parameters of the largest
-    kind of block, and of all that is outside of blocks. The rest are elements of a token. kept: of
-    all layers. block_kept, block_all: of that block, with recompute and without. inner: its widest
-    result. late: between the two halves of a split backward. width: of what layers hand on.
-    """
-
-    parameters: float
-    experts: float
-    unit: float
-    root: float
-    kept: float
-    block_kept: float
-    block_all: float
-    inner: float
-    late: float
-    width: float
+    parameters: float  # of all layers
+    experts: float  # parameters of their experts
+    unit: float  # parameters of the block
+    root: float  # parameters outside of blocks
+    kept: float  # of all layers
+    block_kept: float  # of the block, with recompute
+    block_all: float  # of the block, without
+    inner: float  # its widest result
+    late: float  # between the two halves of a split backward
+    width: float  # of what layers hand on
     has_head: bool
 
     @staticmethod
@@ -295,17 +284,16 @@ class StageShape:
 
 @dataclass(slots=True)
 class _Stage:
-    """What the ranks at one index on pp hold. tokens: of a rank's microbatch. item: bytes of an
-    element of each token. each: bytes that a microbatch in flight keeps."""
+    """What the ranks at one index on pp hold."""
 
     workload: Workload
     choice: Choice
     group: ReplicaChoice
     index: int
     shape: StageShape
-    tokens: float = field(init=False)
-    item: float = field(init=False)
-    each: float = field(init=False)
+    tokens: float = field(init=False)  # of a rank's microbatch
+    item: float = field(init=False)  # bytes of an element of each token
+    each: float = field(init=False)  # bytes that a microbatch in flight keeps
 
     def __post_init__(self) -> None:
         group, shape = self.group, self.shape
@@ -362,11 +350,10 @@ class _Stage:
 
 @dataclass(frozen=True)
 class GradientCopies:
-    """In parts of all gradients that a rank sums. sums: the sum and partial ones. arrivals: pieces
-    of other ranks."""
+    """In parts of all gradients that a rank sums."""
 
-    sums: float = 1.0
-    arrivals: float = 0.0
+    sums: float = 1.0  # the sum and partial ones
+    arrivals: float = 0.0  # pieces of other ranks
 
 
 def gradient_copies(microbatches: int, replicas: int, ranks: int) -> GradientCopies:
@@ -387,7 +374,10 @@ def gradient_copies(microbatches: int, replicas: int, ranks: int) -> GradientCop
 def _pieces(microbatches: int, replicas: int) -> tuple[float, float, int]:
     """Copies that the fullest replica sums, and the mean and the least number of pieces."""
     pieces = [piece_sizes(microbatches, *share) for share in _shares(microbatches, replicas)]
-    sums = max((len(own) + _deepest(max(own)) for own in pieces if own), default=1)
+    # of the largest piece, partial sums at once without its own: the depth of a binary counter
+    deepest = (max(0, (max(own) - 1).bit_length() - 1) if own else 0 for own in pieces)
+    depths = zip(pieces, deepest, strict=True)
+    sums = max((len(own) + depth for own, depth in depths if own), default=1)
     numbers = [len(own) for own in pieces]
     return float(sums), sum(numbers) / len(numbers), min(numbers)
 
@@ -400,8 +390,3 @@ def _shares(microbatches: int, replicas: int) -> Sequence[tuple[int, int]]:
         return list(pairwise(ends))
     some = (number * replicas // _LOOKED_AT for number in range(_LOOKED_AT))
     return [(n * microbatches // replicas, (n + 1) * microbatches // replicas) for n in some]
-
-
-def _deepest(leaves: int) -> int:
-    """Partial sums of a piece at once, without its sum: the depth of a binary counter."""
-    return max(0, (leaves - 1).bit_length() - 1)

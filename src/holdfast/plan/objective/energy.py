@@ -1,15 +1,20 @@
-"""Energy of a step, from what the devices do in each part of it.
+"""Dollars, energy and CO2 of the nodes that a layout occupies.
 
 A device takes its busy power while it computes, its idle power while it waits, and something in
-between while it communicates. Only devices count: no host, no cooling, no network.
+between while it communicates. Only devices count: no host, no cooling, no network. A price that is
+not known is refused, never 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from holdfast.errors import ConfigError
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import GroupCost, Problem, StepCost
-from holdfast.plan.hardware.devices import DeviceType, device_named
-from holdfast.plan.objective.occupancy import devices_by_pool
+from holdfast.plan.hardware.cluster import Cluster
+from holdfast.plan.hardware.devices import DeviceType
+from holdfast.plan.objective.occupancy import nodes_used
 
 COMPUTING = ("compute", "recompute", "update")
 WAITING = ("bubble",)
@@ -22,8 +27,8 @@ def step_joules(problem: Problem, choice: Choice, cost: StepCost) -> dict[str, f
     """Joules of one step of all devices, by pool."""
     found: dict[str, float] = {}
     for group, each in zip(choice.replicas, cost.groups, strict=True):
-        for name, devices in devices_by_pool(group).items():
-            device = device_named(problem.cluster.pool(name).device, problem.devices)
+        for name, devices in group.devices_by_pool.items():
+            device = problem.cluster.pool(name).device_type(problem.devices)
             joules = group.dp_replicate * devices * _device_joules(device, each, cost.step_s)
             found[name] = found.get(name, 0.0) + joules
     return found
@@ -58,9 +63,33 @@ def co2_kg_per_step(problem: Problem, choice: Choice, cost: StepCost) -> float:
 
 def idle_watts(problem: Problem, choice: Choice) -> dict[str, float]:
     """Of all devices of a layout, by pool, while they do nothing."""
-    found: dict[str, float] = {}
-    for group in choice.replicas:
-        for name, devices in devices_by_pool(group).items():
-            device = device_named(problem.cluster.pool(name).device, problem.devices)
-            found[name] = found.get(name, 0.0) + group.dp_replicate * devices * device.idle_w
-    return found
+    return {
+        name: number * problem.cluster.pool(name).device_type(problem.devices).idle_w
+        for name, number in choice.devices_by_pool.items()
+    }
+
+
+def pools_without_price(cluster: Cluster) -> tuple[str, ...]:
+    return tuple(pool.name for pool in cluster.pools if pool.usd_per_hour <= 0)
+
+
+def refuse_without(key: str, cluster: Cluster, objective: str) -> None:
+    """Raises ConfigError if a pool does not give a key: its price, or the CO2 of its power."""
+    if pools := [pool.name for pool in cluster.pools if getattr(pool, key) <= 0]:
+        raise ConfigError(
+            f"the objective {objective} needs {key}, which the cluster does not have for "
+            f"{', '.join(pools)}",
+            where=f"pools.{pools[0]}.{key}",
+            remedy=f"give each pool its {key}, or use plan.objective=time",
+        )
+
+
+def usd_per_hour(
+    cluster: Cluster, choice: Choice, present: Mapping[str, float] | None = None
+) -> float:
+    """Of the nodes that have a rank. present: share of its time in which a node of the pool is
+    there; a node that is lost is not paid for."""
+    return sum(
+        number * cluster.pool(name).usd_per_hour * (present or {}).get(name, 1.0)
+        for name, number in nodes_used(cluster, choice).items()
+    )

@@ -1,7 +1,7 @@
 """Expected goodput of a layout under a cluster's failure rates: throughput times availability.
 
 The state of a run is how many nodes of each pool are absent. Each state has a chance
-(`absent_nodes.py`), a layout and its throughput. The layout is complete replicas of the same shape,
+(`losses.py`), a layout and its throughput. The layout is complete replicas of the same shape,
 or another shape on the rest if that is faster. Losses and returns of nodes pause the run. A pause
 that another loss interrupts begins again: it takes (e^(vR) - 1)/v seconds (Daly, 2006). What a loss
 needs says which tier must hold the state. `policy/saving/tier_choice.py` chooses the intervals of
@@ -14,21 +14,25 @@ with the pauses, saves and lost work in seconds for each second of training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import expm1, inf, prod
 
-from holdfast.plan.cost.choice import Choice
+from holdfast.plan.cost.choice import Choice, replicas_within
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
 from holdfast.plan.hardware.cluster import NodePool
-from holdfast.plan.hardware.devices import DeviceType, device_named
-from holdfast.plan.objective.absent_nodes import absent_chances, absent_share, losses_per_second
-from holdfast.plan.objective.losses import Loss, domain_losses, node_losses
+from holdfast.plan.objective.losses import (
+    Loss,
+    absent_chances,
+    absent_share,
+    domain_losses,
+    losses_per_second,
+    node_losses,
+)
 from holdfast.plan.objective.occupancy import (
     RECOMPUTE_WORDS,
     nodes_used,
-    replicas_left,
     reshaped,
     with_recompute,
     with_replicas,
@@ -56,20 +60,17 @@ MAX_INTERVAL_S = 86_400.0
 
 @dataclass(frozen=True)
 class ExpectedGoodput:
-    """tokens_per_s: what is expected. full: with all nodes and no failure. The rest are shares of
-    time. fewer: throughput that absent nodes take. pauses: by what the run needs. saves, lost_work:
-    of the tiers. interruptions_per_day: those that hit a rank. intervals_s: between saves, by tier.
-    """
+    """What a layout is expected to do. All but rates and intervals are shares of time."""
 
     tokens_per_s: float
-    full: float
-    fewer: float
-    pauses: Mapping[str, float]
+    full: float  # tokens a second with all nodes and no failure
+    fewer: float  # throughput that absent nodes take
+    pauses: Mapping[str, float]  # by what the run needs
     saves: float
     lost_work: float
-    interruptions_per_day: float
-    intervals_s: Mapping[int, float]
-    present: Mapping[str, float]
+    interruptions_per_day: float  # those that hit a rank
+    intervals_s: Mapping[int, float]  # between saves, by tier
+    present: Mapping[str, float]  # of a node, by pool
 
     @property
     def availability(self) -> float:
@@ -79,10 +80,10 @@ class ExpectedGoodput:
 
 @dataclass(frozen=True)
 class _State:
-    """nodes: present, by pool. counts: complete replicas of each kind of `layout`."""
+    """So many nodes are present."""
 
     chance: float
-    nodes: Mapping[str, int]
+    nodes: Mapping[str, int]  # by pool
     layout: Choice | None
     tokens_per_s: float
 
@@ -133,16 +134,16 @@ class GoodputModel:
     def present_of(self, choice: Choice) -> dict[str, float]:
         """Share of its time in which a node of each pool of a layout is there."""
         used = nodes_used(self.problem.cluster, choice)
-        return {name: 1 - self._absent(self.problem.cluster.pool(name)) for name in used}
+        pools = map(self.problem.cluster.pool, used)
+        return {pool.name: 1 - absent_share(*self._rates(pool)) for pool in pools}
 
     # --- states ---------------------------------------------------------------------------------
-    def _absent(self, pool: NodePool) -> float:
-        return absent_share(losses_per_second(pool), self.costs.return_s(pool.is_spot))
+    def _rates(self, pool: NodePool) -> tuple[float, float]:
+        """Losses of a node a second, and seconds until it returns."""
+        return losses_per_second(pool), self.costs.return_s(pool.is_spot)
 
     def _chances(self, pool: NodePool) -> list[float]:
-        return absent_chances(
-            pool.nodes, losses_per_second(pool), self.costs.return_s(pool.is_spot), pool.burst
-        )
+        return absent_chances(pool.nodes, *self._rates(pool), pool.burst)
 
     def _states(self, choice: Choice, cost: StepCost) -> list[_State]:
         used = nodes_used(self.problem.cluster, choice)
@@ -167,8 +168,9 @@ class GoodputModel:
     ) -> tuple[Choice | None, float]:
         """(layout, tokens a second) on so many nodes of each pool: the same replicas, fewer of
         them, or other shapes. (None, 0.0) if nothing fits: the run waits."""
-        counts = replicas_left(self.problem.cluster, choice, nodes)
-        same = with_replicas(choice, counts)
+        pool_of = self.problem.cluster.pool
+        devices = {name: number * pool_of(name).devices for name, number in nodes.items()}
+        same = with_replicas(choice, replicas_within(choice.replicas, devices))
         tokens = self.problem.workload.step_tokens
         if same is choice:
             return choice, tokens / cost.step_s
@@ -226,15 +228,17 @@ class GoodputModel:
                     rate = state.chance * loss.rate * chance
                     pauses[LOSS_CLASSES[need]] += rate * self._again(broken, takes[need])
                     needs[need] += rate
-            pauses["returns"] += state.chance * self._returns(state) * takes[RETURNS]
+            pools = map(self.problem.cluster.pool, state.nodes)
+            absent = ((pool, pool.nodes - state.nodes[pool.name]) for pool in pools)
+            returns = sum(n / self.costs.return_s(pool.is_spot) for pool, n in absent)
+            pauses["returns"] += state.chance * returns * takes[RETURNS]
         return pauses, needs, hits
 
     def _without_domains(self, choice: Choice, cost: StepCost, state: _State) -> float:
         """Seconds of throughput that lost domains take, for each second: from the most
         likely state, until they return."""
         cluster, lost = self.problem.cluster, 0.0
-        counts = tuple(group.dp_replicate for group in choice.replicas)
-        for loss in domain_losses(cluster, choice, counts):
+        for loss in domain_losses(cluster, choice):
             zone = cluster.pool(loss.pool).zone
             left = {
                 name: 0
@@ -251,18 +255,9 @@ class GoodputModel:
     def losses(self, layout: Choice, nodes: Mapping[str, int]) -> Iterator[Loss]:
         """Losses that hit a layout on so many nodes."""
         cluster = self.problem.cluster
-        counts = tuple(group.dp_replicate for group in layout.replicas)
         for name, present in nodes.items():
-            yield from node_losses(cluster.pool(name), cluster, layout, counts, present)
-        yield from domain_losses(cluster, layout, counts)
-
-    def _returns(self, state: _State) -> float:
-        """Nodes that return, a second."""
-        pools = (self.problem.cluster.pool(name) for name in state.nodes)
-        return sum(
-            (pool.nodes - state.nodes[pool.name]) / self.costs.return_s(pool.is_spot)
-            for pool in pools
-        )
+            yield from node_losses(cluster.pool(name), layout, present)
+        yield from domain_losses(cluster, layout)
 
     @staticmethod
     def _again(rate: float, seconds: float) -> float:
@@ -272,26 +267,23 @@ class GoodputModel:
     def pause_s(self, choice: Choice, need: int) -> float:
         """Seconds in which nothing is trained: by need of a loss, or RETURNS of nodes."""
         costs, pools = self.costs, nodes_used(self.problem.cluster, choice)
-        devices = [self._device(name) for name in pools]
-        groups = 0.0 if all(d.name == "cpu" for d in devices) else costs.communicator_s
+        types = (self.problem.cluster.pool(n).device_type(self.problem.devices) for n in pools)
+        groups = 0.0 if all(each.name == "cpu" for each in types) else costs.communicator_s
         state = self._state_bytes()
         if need == CONTINUES:
             return costs.detection_s + costs.rung_s[0] + groups
         if need == RETURNS:
             return costs.rung_s[5] + groups
-        slowest = min(
-            self.problem.cluster.pool(name).devices
-            * self.problem.cluster.pool(name).outside.bandwidth
-            for name in pools
-        )
-        nodes = sum(pools.values())
+        slowest, nodes = self._slowest_node(pools), sum(pools.values())
         if need == FROM_MEMORY:
             return costs.detection_s + costs.rung_s[4] + groups + state / nodes / slowest
         read = choice.number_of_replicas * state / nodes / costs.store_bandwidth
         return costs.detection_s + costs.rung_s[6] + groups + read
 
-    def _device(self, pool: str) -> DeviceType:
-        return device_named(self.problem.cluster.pool(pool).device, self.problem.devices)
+    def _slowest_node(self, pools: Iterable[str]) -> float:
+        """Bytes a second that the slowest node of these pools sends."""
+        found = map(self.problem.cluster.pool, pools)
+        return min(pool.devices * pool.outside.bandwidth for pool in found)
 
     def _state_bytes(self) -> float:
         workload = self.problem.workload
@@ -305,12 +297,7 @@ class GoodputModel:
         pools = nodes_used(self.problem.cluster, choice)
         nodes = sum(pools.values())
         each = self._state_bytes() / nodes
-        slowest = min(
-            self.problem.cluster.pool(name).devices
-            * self.problem.cluster.pool(name).outside.bandwidth
-            for name in pools
-        )
-        sent, pause = each / slowest, self.costs.save_pause_s
+        sent, pause = each / self._slowest_node(pools), self.costs.save_pause_s
         stored = each / self.costs.store_bandwidth
         memory_s, store_s = (self.pause_s(choice, need) for need in (FROM_MEMORY, FROM_STORE))
         costs = [

@@ -22,24 +22,14 @@ from holdfast.plan.objective.energy import (
     co2_kg_per_step,
     idle_watts,
     kwh_per_step,
-)
-from holdfast.plan.objective.goodput import GoodputModel
-from holdfast.plan.objective.money import (
-    refuse_without_carbon,
-    refuse_without_price,
+    refuse_without,
     usd_per_hour,
 )
+from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 
-OBJECTIVES = (
-    "time",
-    "tokens_per_usd",
-    "tokens_per_kwh",
-    "tokens_per_kg_co2",
-    "goodput",
-    "goodput_per_usd",
-    "finish_by",
-)
+_EXPECTED = ("goodput", "goodput_per_usd", "finish_by")
+OBJECTIVES = ("time", "tokens_per_usd", "tokens_per_kwh", "tokens_per_kg_co2", *_EXPECTED)
 TOKENS = 1e9
 """Prices and energy are of so many tokens."""
 LATE = 1e15
@@ -56,10 +46,10 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class Deadline:
-    """steps: of the run. hours: until it must be done."""
+    """When a run must be done."""
 
-    steps: int
-    hours: float
+    steps: int  # of the run
+    hours: float  # from now
 
 
 def objective_named(
@@ -74,16 +64,16 @@ def objective_named(
     if name not in OBJECTIVES:
         raise unknown_name(ConfigError, "objective", name, OBJECTIVES, "plan.objective")
     if name in ("tokens_per_usd", "goodput_per_usd", "finish_by"):
-        refuse_without_price(cluster, name)
+        refuse_without("usd_per_hour", cluster, name)
     if name == "tokens_per_kg_co2":
-        refuse_without_carbon(cluster, name)
+        refuse_without("grams_co2_per_kwh", cluster, name)
     if name == "finish_by" and deadline is None:
         raise ConfigError(
             "the objective finish_by needs a date",
             where="plan.finish_by",
             remedy="give the hours in which the run must be done",
         )
-    if name in ("goodput", "goodput_per_usd", "finish_by"):
+    if name in _EXPECTED:
         model = GoodputModel(problem, costs or RecoveryCosts())
         if name == "finish_by" and deadline is not None:
             return FinishBy(model, deadline)
@@ -187,11 +177,8 @@ class FinishBy:
         """One sentence: in time and for how much, or how late the earliest is."""
         seconds, usd = self.forecast(choice, cost)
         hours = seconds / 3600
+        given, dollars = f"{self.deadline.hours:.4g}", f"${usd:,.0f}"
         if hours <= self.deadline.hours:
-            return (
-                f"done after {hours:.1f} h, expected, of {self.deadline.hours:.4g}, for ${usd:,.0f}"
-            )
-        return (
-            f"no layout is done in {self.deadline.hours:.4g} h: the earliest takes {hours:.1f} h, "
-            f"expected, and ${usd:,.0f}"
-        )
+            return f"done after {hours:.1f} h, expected, of {given}, for {dollars}"
+        late = f"no layout is done in {given} h: the earliest takes {hours:.1f} h, expected"
+        return f"{late}, and {dollars}"

@@ -16,38 +16,12 @@ MAX_RESHAPED = 4
 """Other shapes that are costed for the nodes that are left. They are the largest that divide."""
 
 
-def devices_by_pool(group: ReplicaChoice) -> dict[str, int]:
-    """Devices of one replica in each pool."""
-    stage = group.replica_size // group.pp
-    found: dict[str, int] = {}
-    for index in range(group.pp):
-        name = group.pool_at(index)
-        found[name] = found.get(name, 0) + stage
-    return found
-
-
 def nodes_used(cluster: Cluster, choice: Choice) -> dict[str, int]:
     """Nodes in each pool that have a rank. A node with one rank counts."""
-    devices: dict[str, int] = {}
-    for group in choice.replicas:
-        for name, number in devices_by_pool(group).items():
-            devices[name] = devices.get(name, 0) + group.dp_replicate * number
-    return {name: ceil(number / cluster.pool(name).devices) for name, number in devices.items()}
-
-
-def replicas_left(cluster: Cluster, choice: Choice, nodes: Mapping[str, int]) -> tuple[int, ...]:
-    """Complete replicas of each kind that fit on so many nodes of each pool. Nodes of broken
-    replicas are put together, as the runtime does at a step boundary."""
-    free = {name: number * cluster.pool(name).devices for name, number in nodes.items()}
-    found = []
-    for group in choice.replicas:
-        needs = devices_by_pool(group)
-        fit = min(free.get(name, 0) // number for name, number in needs.items())
-        number = max(0, min(group.dp_replicate, fit))
-        for name, each in needs.items():
-            free[name] = free.get(name, 0) - number * each
-        found.append(number)
-    return tuple(found)
+    return {
+        name: ceil(number / cluster.pool(name).devices)
+        for name, number in choice.devices_by_pool.items()
+    }
 
 
 def with_replicas(choice: Choice, counts: tuple[int, ...]) -> Choice | None:
@@ -126,14 +100,8 @@ def _shapes(group: ReplicaChoice, choice: Choice, devices: int) -> Iterator[Repl
 
 def with_recompute(choice: Choice, word: str) -> Choice:
     """The layout with at least so much recomputation on each stage."""
-    least = RECOMPUTE_WORDS.index(word)
-    groups = tuple(
-        replace(
-            group,
-            recompute=tuple(
-                RECOMPUTE_WORDS[max(least, RECOMPUTE_WORDS.index(own))] for own in group.recompute
-            ),
-        )
-        for group in choice.replicas
-    )
-    return replace(choice, replicas=groups)
+    groups = list[ReplicaChoice]()
+    for group in choice.replicas:
+        words = tuple(max(word, own, key=RECOMPUTE_WORDS.index) for own in group.recompute)
+        groups.append(replace(group, recompute=words))
+    return replace(choice, replicas=tuple(groups))

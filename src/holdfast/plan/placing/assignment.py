@@ -3,16 +3,141 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import Layout, MeshShape, Replica, Stages
 from holdfast.plan.placing.domains import DomainChooser, placement_costs
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
-from holdfast.plan.placing.packing import PlacePool, WorkerSlot
 from holdfast.plan.placing.replica_counts import ReplicaCounts
 from holdfast.plan.placing.replica_shapes import AllowedShapes, StateOverlap
+
+
+class WorkerSlot(NamedTuple):
+    """A worker's place. old_rank: its rank in the present topology; None for a newcomer."""
+
+    node: int
+    old_rank: int | None
+
+
+class PlacePool:
+    """Free places by node, and the workers without a place that are on each. These count among the
+    free places of their node.
+
+    A replica goes to the fullest node that it fits on. One that fits on none fills the emptiest
+    nodes, in parts that tp divides, and the rest goes where it fits best. Nodes are indexed by the
+    number of their free places, so a choice does not scan the other nodes.
+    """
+
+    def __init__(self, free: Sequence[int], speeds: Sequence[float], held: Mapping[int, list[int]]):
+        self.free_places = list(free)
+        self.workers_by_node = {node: list(ranks) for node, ranks in held.items()}
+        self._speeds = speeds
+        self._empty = [n - len(self.workers_by_node.get(node, ())) for node, n in enumerate(free)]
+        self._by_free: dict[int, list[tuple[float, int]]] = {}
+        for node, n in enumerate(self.free_places):
+            self._by_free.setdefault(n, []).append((-speeds[node], node))
+        for heap in self._by_free.values():
+            heapify(heap)
+
+    def leave_idle(self, number: int, unit: int = 1) -> None:
+        """Give up this many places. Those come first that no group of `unit` workers fills. Then
+        come slow nodes, then nodes without held state, then complete nodes."""
+        if number <= 0:
+            return
+        for node, free in enumerate(self.free_places):
+            held = len(self.workers_by_node.get(node, ()))
+            given = min(number, free % unit, free - held)
+            if given > 0:
+                self.reserve(node, given)
+                number -= given
+        order = sorted(
+            (node for node, n in enumerate(self.free_places) if n),
+            key=lambda i: (
+                self._speeds[i],
+                len(self.workers_by_node.get(i, ())),
+                self.free_places[i] > number,
+                -self.free_places[i],
+                -i,
+            ),
+        )
+        for node in order:
+            given = min(number, self.free_places[node])
+            self.reserve(node, given)
+            number -= given
+
+    def reserve(self, node: int, number: int) -> None:
+        self.free_places[node] -= number
+        heap = self._by_free.setdefault(self.free_places[node], [])
+        heappush(heap, (-self._speeds[node], node))
+
+    def take_places(
+        self, size: int, unit: int = 1, among: Collection[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """(node, places) for a replica of `size` workers, of which `unit` in a row belong
+        together. There must be so many free places. among: nodes that may be used; None: all."""
+        if among is not None:
+            return self._take_among(size, unit, among)
+        parts: list[tuple[int, int]] = []
+        while size:
+            counts = sorted(n for n in self._by_free if n)
+            node = next(
+                (i for n in counts if n >= size and (i := self._fastest_node_with(n)) is not None),
+                None,
+            )
+            given = size
+            if node is None:
+                node = next(
+                    i for n in reversed(counts) if (i := self._fastest_node_with(n)) is not None
+                )
+                given = self.free_places[node]
+                given -= given % unit if given > unit else 0
+            self.reserve(node, given)
+            parts.append((node, given))
+            size -= given
+        return parts
+
+    def _take_among(self, size: int, unit: int, among: Collection[int]) -> list[tuple[int, int]]:
+        """As `take_places`, by a look at each of these nodes."""
+        parts: list[tuple[int, int]] = []
+        while size:
+            there = [node for node in among if self.free_places[node]]
+            speed_first = {node: (-self._speeds[node], node) for node in there}
+            enough = [node for node in there if self.free_places[node] >= size]
+            if enough:
+                node = min(enough, key=lambda i: (self.free_places[i], speed_first[i]))
+                given = size
+            else:
+                node = min(there, key=lambda i: (-self.free_places[i], speed_first[i]))
+                given = self.free_places[node]
+                given -= given % unit if given > unit else 0
+            self.reserve(node, given)
+            parts.append((node, given))
+            size -= given
+        return parts
+
+    def use_newcomer(self, node: int) -> WorkerSlot:
+        """Return a seat for a worker without state, or for a remaining worker if the node has no
+        free place."""
+        if self._empty[node] > 0 or not self.workers_by_node.get(node):
+            self._empty[node] -= 1
+            return WorkerSlot(node, None)
+        return WorkerSlot(node, self.workers_by_node[node].pop(0))
+
+    def use_worker(self, node: int, rank: int) -> WorkerSlot:
+        """A worker that is there."""
+        self.workers_by_node[node].remove(rank)
+        return WorkerSlot(node, rank)
+
+    def _fastest_node_with(self, free: int) -> int | None:
+        """The quickest node with so many free places."""
+        heap = self._by_free[free]
+        while heap and self.free_places[heap[0][1]] != free:
+            heappop(heap)
+        return heap[0][1] if heap else None
 
 
 class PresentReplicas:
@@ -37,9 +162,8 @@ class PresentReplicas:
         kinds = {shape.kind: shape for shape in shapes.configured}
         for r in present.topology.replicas:
             if not alive.issuperset(r.ranks):
-                self.broken_replicas.append(
-                    (r, [rank if rank in alive else None for rank in r.ranks])
-                )
+                left = [rank if rank in alive else None for rank in r.ranks]
+                self.broken_replicas.append((r, left))
             elif r.kind in kinds and shapes.fits_memory(kinds[r.kind]):
                 self.whole_replicas.append((r, kinds[r.kind]))
             elif shapes.is_allowed(r.mesh_shape):
@@ -56,11 +180,8 @@ class PresentReplicas:
         workers, workers of complete replicas stay first."""
         found: dict[int, list[tuple[bool, int]]] = {}
         for r in present.topology.replicas:
-            there = [
-                rank
-                for rank in r.ranks
-                if rank not in present.lost_ranks and self._names[rank] in self._node_index
-            ]
+            there = [rank for rank in r.ranks if rank not in present.lost_ranks]
+            there = [rank for rank in there if self._names[rank] in self._node_index]
             for rank in there:
                 found.setdefault(self.node_of(rank), []).append((len(there) < len(r.ranks), rank))
         return {
@@ -70,12 +191,11 @@ class PresentReplicas:
 
 @dataclass
 class PlacedReplica:
-    """A replica of the new topology. slots: in mesh order. sort_key: those that were there come
-    first, by their numbers. is_unchanged: nothing of it has changed."""
+    """A replica of the new topology."""
 
     shape: Layout
-    slots: list[WorkerSlot]
-    sort_key: tuple[int, int]
+    slots: list[WorkerSlot]  # in mesh order
+    sort_key: tuple[int, int]  # those that were there come first, by their numbers
     is_unchanged: bool = False
 
 
@@ -106,7 +226,9 @@ class ReplicaPlacer:
         pool = PlacePool(free, [node.speed for node in self.nodes], self._unplaced_workers())
         idle = sum(free) - sum(shape.replica_size * n for shape, n in due.items())
         if self._domains.is_of_use:  # the domains decide which places stay idle, but for slow ones
-            idle = min(idle, self._slow_places(free))
+            fastest = max(node.speed for node in self.nodes)
+            pairs = zip(self.nodes, free, strict=True)
+            idle = min(idle, sum(n for node, n in pairs if node.speed < fastest))
         pool.leave_idle(idle, max((s.tp for s in +due), default=1))
         self._repair_replicas(due, pool)
         domains = self._domains
@@ -119,11 +241,6 @@ class ReplicaPlacer:
             seats = self._assign_slots(shape, domains.in_order(parts), pool)
             self.replicas.append(PlacedReplica(shape, seats, (1, len(self.replicas))))
         return sorted(self.replicas, key=lambda each: each.sort_key)
-
-    def _slow_places(self, free: Sequence[int]) -> int:
-        """Free places on nodes that are slower than the fastest."""
-        fastest = max(node.speed for node in self.nodes)
-        return sum(n for node, n in zip(self.nodes, free, strict=True) if node.speed < fastest)
 
     def missing_bytes(self, replica: PlacedReplica) -> int:
         """Bytes that its workers lack."""
@@ -203,32 +320,22 @@ class ReplicaPlacer:
     def _fill_gaps(self, shape: Layout, seats: dict[int, WorkerSlot], pool: PlacePool) -> None:
         own = Counter(seat.node for seat in seats.values())
         gaps = [at for at in range(shape.replica_size) if at not in seats]
+
+        def fill(node: int, number: int) -> list[int]:
+            """Put workers of a node into some of the gaps; the gaps that are left."""
+            seats.update(self._match_workers(shape, node, number, gaps, pool))
+            return [at for at in gaps if at not in seats]
+
         for node, _ in own.most_common():
-            gaps = self._fill(
-                shape, node, min(len(gaps), pool.free_places[node]), gaps, pool, seats
-            )
+            if number := min(len(gaps), pool.free_places[node]):
+                pool.reserve(node, number)
+                gaps = fill(node, number)
         while gaps and (found := self._find_donors(shape, gaps, pool)):
-            node, number = found
-            gaps = self._fill(shape, node, number, gaps, pool, seats)
+            pool.reserve(*found)
+            gaps = fill(*found)
         near = self._domains.near(own, len(gaps), pool.free_places)
         for node, number in pool.take_places(len(gaps), among=near):
-            seats.update(self._match_workers(shape, node, number, gaps, pool))
-            gaps = [at for at in gaps if at not in seats]
-
-    def _fill(
-        self,
-        shape: Layout,
-        node: int,
-        number: int,
-        gaps: list[int],
-        pool: PlacePool,
-        seats: dict[int, WorkerSlot],
-    ) -> list[int]:
-        """Put `number` workers of a node into some of the gaps; the gaps that are left."""
-        if number:
-            pool.reserve(node, number)
-            seats.update(self._match_workers(shape, node, number, gaps, pool))
-        return [at for at in gaps if at not in seats]
+            gaps = fill(node, number)
 
     def _match_workers(
         self, shape: Layout, node: int, number: int, places: Sequence[int], pool: PlacePool
@@ -257,19 +364,11 @@ class ReplicaPlacer:
         """The node with the most workers that hold just what is missing, and their number."""
         kind = shape.kind
         wanted = set(gaps)
-        found = Counter(
-            {
-                node: len(
-                    {
-                        at
-                        for r in ranks
-                        if (at := self._was[r][2]) in wanted and self._was[r][:2] == kind
-                    }
-                )
-                for node, ranks in pool.workers_by_node.items()
-                if ranks and pool.free_places[node]
-            }
-        )
+        found = dict[int, int]()
+        for node, ranks in pool.workers_by_node.items():
+            if ranks and pool.free_places[node]:
+                places = {self._was[r][2] for r in ranks if self._was[r][:2] == kind}
+                found[node] = len(places & wanted)
         best = min(found, key=lambda node: (-found[node], node), default=None)
         if best is None or not found[best]:
             return None
@@ -297,15 +396,12 @@ class ReplicaPlacer:
             pool.workers_by_node.get(i) for i, _ in parts
         ):
             return parts
+        slots = [range(first, first + number) for first in range(0, len(parts) * number, number)]
         pairs = [
             (-common, slot, index)
             for index, (node, _) in enumerate(parts)
-            for slot in range(len(parts))
-            if (
-                common := self._held_bytes(
-                    shape, node, range(slot * number, (slot + 1) * number), pool
-                )
-            )
+            for slot, places in enumerate(slots)
+            if (common := self._held_bytes(shape, node, places, pool))
         ]
         order: dict[int, int] = {}
         used: set[int] = set()

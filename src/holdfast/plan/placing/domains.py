@@ -11,8 +11,13 @@ memory. Both are one sum here, in seconds lost for each second of training:
                      or of a start from a checkpoint if every replica has a node in the domain)
 
 A new replica takes the domain with the least sum, after the replicas that are placed already.
-Tensor groups stay inside a node in any case (`plan/placing/packing.py`). Nodes whose place is not
+Tensor groups stay inside a node in any case (`PlacePool`). Nodes whose place is not
 known have no domains, so nothing is chosen, and the packing alone decides.
+
+The table of links is for one accelerator of a usual node with eight, and is assumed where nothing
+was measured: it ranks layouts, and times none. Sources of its rows: Calculon (Isaev et al., SC'23)
+for links in a node and between nodes of a rack. Sailor (SOSP'25) for zones and regions of one
+cloud. Racks share half of their nodes' bandwidth (an assumption: fat trees with 2:1 are usual).
 """
 
 from __future__ import annotations
@@ -23,8 +28,46 @@ from dataclasses import dataclass, field
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.placing.network import ASSUMED_LINKS, LEVELS, meeting_level
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
+
+LEVELS = ("node", "rack", "zone", "region", "world")
+"""The smallest domain that two ranks share, the nearest first. Ranks that share a zone and no rack
+are in two racks of it; those that share only the world are in two regions."""
+
+
+ASSUMED_LINKS: Mapping[str, Link] = {
+    "node": Link(10e-6, 195e9),
+    "rack": Link(20e-6, 22.5e9),
+    "zone": Link(25e-6, 11.25e9),
+    "region": Link(500e-6, 2.5e9 / 8),
+    "world": Link(30e-3, 0.6e9 / 8),
+}
+"""By the level at which two ranks meet. Between zones 2.5 GB/s and between regions 0.6 GB/s are of
+a virtual machine, whose 8 ranks share them."""
+
+
+def meeting_level(one: Machine, other: Machine) -> str:
+    """Return the smallest domain of LEVELS that two machines share.
+
+    An unknown domain counts as shared: without a rack, all machines of a zone are taken for
+    neighbours. (For copies it is the other way round, `policy/placement.py`: there the doubt is
+    about a failure that they share.)"""
+    if one.domain("node") == other.domain("node"):
+        return "node"
+    if one.zone and other.zone and one.zone != other.zone:
+        return "region" if region_of(one.zone) == region_of(other.zone) else "world"
+    return "zone" if one.rack and other.rack and one.rack != other.rack else "rack"
+
+
+def region_of(zone: str) -> str:
+    """Return the region of a zone as the clouds name them: us-east-1a, us-central1-b, eastus-2."""
+    head, _, last = zone.rpartition("-")
+    if head and len(last) == 1 and last.isalpha():  # us-central1-b
+        return head
+    if last[:-1].isdigit() and last[-1:].isalpha():  # us-east-1a
+        return zone[:-1]
+    return head if last.isdigit() and head and "-" not in head else zone  # eastus-2
+
 
 _DAY_S = 86_400.0
 
@@ -42,18 +85,13 @@ The rest is assumed. A run's own history may replace them."""
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """What the sum is made of.
-
-    step_s: seconds of a step. inner_bytes: sent by a rank inside its replica in a step, over its
-    slowest link. gradient_bytes: of a rank, exchanged between replicas. recovery_s: lost if a
-    domain takes some replicas. restart_s: lost if it takes all of them: the start, and half of the
-    interval between checkpoints.
-    """
+    """What the sum is made of. restart_s: lost if a domain takes all replicas: the start, and half
+    of the interval between checkpoints."""
 
     step_s: float = 1.0
-    inner_bytes: float = 1e8
-    gradient_bytes: float = 1e8
-    recovery_s: float = 5.0
+    inner_bytes: float = 1e8  # sent by a rank inside its replica in a step, over its slowest link
+    gradient_bytes: float = 1e8  # of a rank, exchanged between replicas
+    recovery_s: float = 5.0  # lost if a domain takes some replicas
     restart_s: float = 600.0
     links: Mapping[str, Link] = field(default_factory=lambda: ASSUMED_LINKS)
     failures_per_day: Mapping[str, float] = field(default_factory=lambda: FAILURES_PER_DAY)
@@ -168,25 +206,16 @@ class DomainChooser:
         """Return the fewest nodes around those of a replica that have room for so many workers
         more; None: any."""
         own = set(nodes)
-        fit = [
-            scope
-            for scope in self._scopes
-            if own & scope and sum(free[node] for node in scope) >= size
-        ]
-        return min(
-            fit, key=lambda scope: (-len(own & scope), len(scope), sorted(scope)), default=None
-        )
+        fit = (s for s in self._scopes if own & s and sum(free[node] for node in s) >= size)
+        return min(fit, key=lambda s: (-len(own & s), len(s), sorted(s)), default=None)
 
     def in_order(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return (node, places) so that nodes of a rack follow each other: stages that send to each
         other are neighbours. Unlike parts stay in the order in which they were taken."""
         if not self.is_of_use or len({places for _, places in parts}) > 1:
             return list(parts)
-        return sorted(parts, key=lambda part: self._order_key(part[0]))
-
-    def _order_key(self, node: int) -> tuple[str, ...]:
-        machine = self._machines[node]
-        return () if machine is None else (machine.zone, machine.power, machine.rack, machine.name)
+        where = {n: (m.zone, m.power, m.rack, m.name) for n, m in enumerate(self._machines) if m}
+        return sorted(parts, key=lambda part: where.get(part[0], ()))
 
     def _likely(self, scope: frozenset[int], size: int, free: Sequence[int]) -> list[int]:
         """The nodes that packing would take: the smallest that is enough, or the emptiest."""

@@ -17,40 +17,35 @@ from holdfast.policy.placement import Machine
 
 @dataclass(frozen=True, slots=True)
 class NodePlaces:
-    """A present node, with its places for workers. speed: relative to that of other nodes. machine:
-    where it stands; None: not known."""
+    """A present node, with its places for workers."""
 
     name: str
     places: int
-    speed: float = 1.0
-    machine: Machine | None = None
+    speed: float = 1.0  # relative to that of other nodes
+    machine: Machine | None = None  # where it stands; None: not known
 
 
 @dataclass(frozen=True)
 class PresentPlacement:
-    """The present placement. lost_ranks: ranks whose process has exited, with the state that it
-    held."""
+    """The present placement."""
 
     topology: Topology
-    lost_ranks: frozenset[int] = frozenset()
+    lost_ranks: frozenset[int] = frozenset()  # whose process has exited, with its state
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """came_from[rank]: which rank of the present topology the process of a new rank was; None for
-    one that holds nothing. untouched_replicas: replicas without any change. moved_bytes: bytes of
-    state that have to travel, about. idle_places: places without a worker; why says the reason.
-    step_s: predicted seconds of a step; 0 where nothing was predicted. simple_because: why the
-    simple planner made it although a search was asked for; "" otherwise."""
+    """The layout of the next generation. came_from[rank]: which rank of the present topology the
+    process of a new rank was; None for one that holds nothing."""
 
     topology: Topology
     came_from: tuple[int | None, ...]
-    untouched_replicas: int
-    moved_bytes: int
-    idle_places: int = 0
+    untouched_replicas: int  # replicas without any change
+    moved_bytes: int  # of state that have to travel, about
+    idle_places: int = 0  # places without a worker
     idle_reason: str = ""
-    step_s: float = 0.0
-    simple_because: str = ""
+    step_s: float = 0.0  # predicted seconds of a step; 0: nothing was predicted
+    simple_because: str = ""  # why the simple planner made it although a search was asked for
 
 
 class Planner(Protocol):

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
 from math import prod
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.optimizer_state import bytes_like
 from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
 from holdfast.plan.memory.memory_use import known_parameters
+from holdfast.policy.recovery.survivors import missing_pieces
 
 
 @dataclass(frozen=True)
 class LossImpact:
-    """After the loss of some ranks.
+    """After the loss of some ranks. positions: where in the model the bytes without a copy lie (-1
+    embedding, i block i, layers norm and head)."""
 
-    broken: replicas that lost a rank; `whole`: those that could continue at once. waiting: ranks
-    that are alive in a broken replica. `gone`: bytes of state without a copy outside the lost
-    ranks; of: bytes of all state. positions: where in the model those bytes lie (-1 embedding, i
-    block i, layers norm and head).
-    """
-
-    broken: tuple[int, ...]
-    whole: tuple[int, ...]
-    waiting: tuple[int, ...]
-    gone: int
-    of: int
+    broken: tuple[int, ...]  # replicas that lost a rank
+    whole: tuple[int, ...]  # replicas that could continue at once
+    waiting: tuple[int, ...]  # ranks that are alive in a broken replica
+    gone: int  # bytes of state without a copy outside the lost ranks
+    of: int  # bytes of all state
     positions: tuple[int, ...]
 
 
@@ -76,8 +71,7 @@ def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
 
 
 def _missing_elements(spec: TensorSpec, replicas: tuple[Replica, ...], lost: frozenset[int]) -> int:
-    """Return the elements of a tensor that no rank outside `lost` holds. Every box's edges cut the
-    tensor into cells, and a cell that no box contains is missing."""
+    """Return the elements of a tensor that no rank outside `lost` holds."""
     boxes: set[Box] = set()
     for replica in replicas:
         for mesh_rank, rank in enumerate(replica.ranks):
@@ -86,14 +80,5 @@ def _missing_elements(spec: TensorSpec, replicas: tuple[Replica, ...], lost: fro
                     replica.index, mesh_rank, *coordinates_of(mesh_rank, replica.mesh_shape)
                 )
                 boxes.add(mesh_box(spec, replica, at))
-    boxes = {box for box in boxes if box.size}
-    edges = [
-        sorted({0, size} | {edge for b in boxes for edge in (b.offsets[dim], b.stops[dim])})
-        for dim, size in enumerate(spec.shape)
-    ]
-    missing = 0
-    for cell in product(*(pairwise(row) for row in edges)):
-        piece = Box(spec.name, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-        if not any(box.contains(piece) for box in boxes):
-            missing += piece.size
-    return missing
+    parts = [box for box in boxes if box.size]
+    return sum(piece.size for piece in missing_pieces(whole_box(spec.name, spec.shape), parts))

@@ -21,23 +21,17 @@ _MAX_REPLICAS_DROPPED = 8  # smaller numbers to try if workers would be idle
 
 @dataclass(frozen=True)
 class ReplicaCounts:
-    """The chosen replicas. `full_replicas`: how many of each of the run file's kinds.
-    kept_replicas: indices, in the given list, of the smaller replicas that stay. new_shapes: shapes
-    of smaller ones to be made."""
+    """The chosen replicas."""
 
-    full_replicas: Counter[Layout]
-    kept_replicas: tuple[int, ...] = ()
-    new_shapes: tuple[Layout, ...] = ()
+    full_replicas: Counter[Layout]  # how many of each of the run file's kinds
+    kept_replicas: tuple[int, ...] = ()  # indices, in the list, of smaller ones that stay
+    new_shapes: tuple[Layout, ...] = ()  # of smaller ones to be made
     workers: int = 0
 
     @property
     def score(self) -> tuple[int, int, int, int]:
-        return (
-            self.workers,
-            self.full_replicas.total(),
-            len(self.kept_replicas),
-            -len(self.new_shapes),
-        )
+        full = self.full_replicas.total()
+        return self.workers, full, len(self.kept_replicas), -len(self.new_shapes)
 
 
 def choose_replicas(

@@ -8,7 +8,7 @@ workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
@@ -22,17 +22,11 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
-from holdfast.layout import (
-    AXES,
-    Coordinate,
-    Layout,
-    MeshShape,
-    Stages,
-    coordinates_of,
-)
+from holdfast.layout import AXES, Coordinate, Layout, MeshShape, Stages, coordinates_of
 from holdfast.plan.memory.memory_use import known_parameters, memory_of
 from holdfast.plan.memory.placed_memory import bytes_in_memory
 from holdfast.plan.placing.balance import planned_stages
+from holdfast.policy.recovery.state_parts import overlap_share
 
 
 class AllowedShapes:
@@ -70,10 +64,11 @@ class AllowedShapes:
     def smaller_shapes(self) -> tuple[Layout, ...]:
         """At most two for a number of workers: the preferred one, and one that needs the fewest
         microbatches. Large ones first."""
-        allowed: dict[MeshShape, None] = {}
+        meshes: dict[MeshShape, None] = {}
         for shape in self.configured:
-            for mesh_shape in self._smaller_meshes(shape.mesh_shape):
-                allowed[mesh_shape] = None
+            pp, shards, cp, tp = (range(1, degree + 1) for degree in shape.mesh_shape)
+            meshes |= dict.fromkeys(product(pp, shards, cp, tp))
+        allowed = [mesh for mesh in meshes if mesh in self._degree_rules]
         by_size: dict[int, list[MeshShape]] = {}
         for mesh in sorted(allowed, key=lambda m: (-m[3], -m[2], -m[1], -m[0])):
             if self._mesh_fits(mesh):
@@ -90,8 +85,7 @@ class AllowedShapes:
             all(degree <= most for degree, most in zip(mesh_shape, s.mesh_shape, strict=True))
             for s in self.configured
         )
-        possible = mesh_shape in self._degree_rules
-        return inside and possible and self._mesh_fits(mesh_shape)
+        return inside and mesh_shape in self._degree_rules and self._mesh_fits(mesh_shape)
 
     def min_microbatches(self, shape: Layout) -> int:
         """Return the microbatches that a replica needs in every step."""
@@ -122,12 +116,6 @@ class AllowedShapes:
     @cached_property
     def _balanced_stages(self) -> dict[object, Stages]:
         return {}
-
-    def _smaller_meshes(self, mesh_shape: MeshShape) -> Iterable[MeshShape]:
-        pp, shards, cp, tp = (range(1, degree + 1) for degree in mesh_shape)
-        for smaller in product(pp, shards, cp, tp):
-            if smaller in self._degree_rules:
-                yield smaller
 
     @cached_property
     def _degree_rules(self) -> DegreeRules:
@@ -206,10 +194,8 @@ class StateOverlap:
         if key not in self._known:
             a, b = coordinates_of(old_rank, old), coordinates_of(new_rank, new)
             blocks = self._blocks(old_stages, a[0], new_stages, b[0], old[0], new[0])
-            part = 1.0
-            for axis in (1, 3):
-                part *= _overlap_share(a[axis], old[axis], b[axis], new[axis])
-            self._known[key] = round(blocks * part)
+            shard, tp = (overlap_share((a[n], old[n]), (b[n], new[n])) for n in (1, 3))
+            self._known[key] = round(blocks * (shard * tp))
         return self._known[key]
 
     def total_bytes(self, shape: Layout, at: int) -> int:
@@ -218,10 +204,8 @@ class StateOverlap:
         return self.common_bytes(mesh, stages, at, mesh, stages, at)
 
     def _blocks(self, was: Stages, a: int, will: Stages, b: int, pp_a: int, pp_b: int) -> int:
-        (low, high), (start, stop) = (
-            self._block_range(was, a, pp_a),
-            self._block_range(will, b, pp_b),
-        )
+        low, high = self._block_range(was, a, pp_a)
+        start, stop = self._block_range(will, b, pp_b)
         first, last = max(low, start), min(high, stop)
         found = self._before[last] - self._before[first] if first < last else 0
         found += self._first if a == b == 0 else 0
@@ -233,8 +217,3 @@ class StateOverlap:
             return 0, len(self._before) - 1
         before = sum(stages[:stage])
         return before, before + stages[stage]
-
-
-def _overlap_share(a: int, of_a: int, b: int, of_b: int) -> float:
-    """Of part `a` of `of_a` equal parts of a length 1 with part `b` of `of_b`."""
-    return max(0.0, min((a + 1) / of_a, (b + 1) / of_b) - max(a / of_a, b / of_b))

@@ -30,7 +30,6 @@ from holdfast.options.registry import unmodelled_option
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.run_workload import unmodelled_key
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
-from holdfast.plan.placing.likely_losses import kinds_of, nodes_left
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.replica_shapes import DegreeRules
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
@@ -56,13 +55,12 @@ _PLANS_KEPT = 32
 
 @dataclass(frozen=True)
 class _Scored:
-    """changed: the run file with the degrees of the plan. choice: its layout in the cost model.
-    moving_s: seconds in which state travels."""
+    """A placed candidate."""
 
-    changed: RunConfig
-    choice: Choice
+    changed: RunConfig  # the run file with the degrees of the plan
+    choice: Choice  # its layout in the cost model
     plan: LayoutPlan
-    moving_s: float
+    moving_s: float  # seconds in which state travels
     score: float
 
 
@@ -125,26 +123,21 @@ class SearchedPlanner:
     def _plan(
         self, config: RunConfig, nodes: Sequence[NodePlaces], present: PresentPlacement | None
     ) -> LayoutPlan:
-        prepared = self._next.get(_next_key(nodes, present))
-        scored = self._prepared(config, prepared, nodes, present) if prepared else None
+        scored: _Scored | None = None
+        if prepared := self._next.get(_next_key(nodes, present)):  # if it can be placed and fits
+            costs = TopologyCost(config, self._fleet, nodes)
+            trial = _Trial(self._fleet, costs, nodes, present)
+            trial.add(prepared.changed, prepared)
+            scored = next(iter(trial.scored), None)
         scored = scored or self._best(config, nodes, present, self._limit_s)
         if scored is None:
             why = f"the search took more than {self._limit_s:g} s"
             return _simple(config, nodes, 1, present, why)
-        return _with_reason(scored.plan)
-
-    def _prepared(
-        self,
-        config: RunConfig,
-        prepared: _Scored,
-        nodes: Sequence[NodePlaces],
-        present: PresentPlacement | None,
-    ) -> _Scored | None:
-        """The next plan, on the nodes that are left; None if it cannot be placed or does not fit
-        there."""
-        trial = _Trial(self._fleet, TopologyCost(config, self._fleet, nodes), nodes, present)
-        trial.add(prepared.changed, prepared)
-        return trial.scored[0] if trial.scored else None
+        plan = scored.plan
+        if plan.idle_places and plan.idle_reason.startswith("layout.workers"):
+            why = "with more workers a step would take longer (predicted)"
+            return replace(plan, idle_reason=why)
+        return plan
 
     def _best(
         self,
@@ -166,11 +159,9 @@ class SearchedPlanner:
             return _choose(trial.scored)
         if is_late:
             return None
-        raise (
-            trial.refused
-            if trial.refused and not trial.short_of
-            else _too_large_error(trial.short_of, nodes)
-        )
+        if trial.refused and not trial.short_of:
+            raise trial.refused
+        raise _too_large_error(trial.short_of, nodes)
 
     def _candidates(
         self,
@@ -247,16 +238,15 @@ class SearchedPlanner:
 
 @dataclass
 class _Trial:
-    """Places candidates on some nodes. scored: those that fit. refused: the first refusal of the
-    simple planner. short_of: bytes that the nearest of the rest lacks."""
+    """Places candidates on some nodes."""
 
     fleet: Fleet
     costs: TopologyCost
     nodes: Sequence[NodePlaces]
     present: PresentPlacement | None
-    scored: list[_Scored] = field(default_factory=list)
-    refused: LayoutError | None = None
-    short_of: float = 0.0
+    scored: list[_Scored] = field(default_factory=list)  # those that fit
+    refused: LayoutError | None = None  # the first refusal of the simple planner
+    short_of: float = 0.0  # bytes that the nearest of the rest lacks
     _seen: set[Topology] = field(default_factory=set)
 
     def add(self, changed: RunConfig, known: _Scored | None = None) -> None:
@@ -329,12 +319,6 @@ def _choose(scored: Sequence[_Scored]) -> _Scored:
     return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size))
 
 
-def _with_reason(plan: LayoutPlan) -> LayoutPlan:
-    if plan.idle_places and plan.idle_reason.startswith("layout.workers"):
-        return replace(plan, idle_reason="with more workers a step would take longer (predicted)")
-    return plan
-
-
 def _with_mesh(config: RunConfig, mesh: MeshShape, workers: int = 0) -> RunConfig:
     """The run file with these degrees. workers: 0 for those that it has."""
     own = config.layout
@@ -357,3 +341,33 @@ def _too_large_error(short_of: float, nodes: Sequence[NodePlaces]) -> LayoutErro
         where="layout",
         remedy="wait for more nodes, or use train.recompute=full",
     )
+
+
+_DOMAINS = ("rack", "power", "zone")
+
+
+def kinds_of(nodes: Sequence[NodePlaces]) -> tuple[tuple[int, float], ...]:
+    """Places and speed of each node, in order: nodes with the same ones are alike."""
+    return tuple(sorted((node.places, round(node.speed, 2)) for node in nodes))
+
+
+def nodes_left(nodes: Sequence[NodePlaces], is_spot: bool) -> Iterator[list[NodePlaces]]:
+    """Yield the nodes left after each likely loss. Of losses that leave like nodes, the first."""
+    seen = {kinds_of(nodes), ()}
+    for lost in _losses(nodes, is_spot):
+        left = [node for node in nodes if node.name not in lost]
+        if kinds_of(left) not in seen:
+            seen.add(kinds_of(left))
+            yield left
+
+
+def _losses(nodes: Sequence[NodePlaces], is_spot: bool) -> Iterator[set[str]]:
+    yield from ({node.name} for node in nodes)
+    for kind in _DOMAINS:
+        found: dict[str, set[str]] = {}
+        for node in nodes:
+            if node.machine is not None and (name := node.machine.domain(kind)):
+                found.setdefault(name, set()).add(node.name)
+        yield from found.values()
+    if is_spot:
+        yield {node.name for node in nodes[: -(-len(nodes) // 2)]}

@@ -30,14 +30,10 @@ _Kind = tuple[MeshShape, Stages, str, int]  # mesh, stages, pool, microbatches o
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a run's nodes are made of. devices: the table. node: the device and the links of every
-    node; its numbers of nodes and devices do not count."""
+    """What a run's nodes are made of."""
 
-    devices: Mapping[str, DeviceType]
-    node: NodePool
-
-    def pool_name(self, node: NodePlaces) -> str:
-        return f"{node.places} at {node.speed:.2f}"
+    devices: Mapping[str, DeviceType]  # the table
+    node: NodePool  # the device and the links of every node; its numbers do not count
 
     def cluster(self, nodes: Sequence[NodePlaces]) -> Cluster:
         """The pools of these nodes, the largest first."""
@@ -56,9 +52,13 @@ class Fleet:
 
     def devices_of(self, nodes: Sequence[NodePlaces]) -> Mapping[str, DeviceType]:
         """The table, with a type for each speed of these nodes."""
-        device = device_named(self.node.device, self.devices)
-        slow = {round(node.speed, 2) for node in nodes} - {1.0}
-        return {**self.devices, **{_slower_name(device.name, s): _slower(device, s) for s in slow}}
+        device, found = device_named(self.node.device, self.devices), dict(self.devices)
+        for speed in {round(node.speed, 2) for node in nodes} - {1.0}:
+            name = _slower_name(device.name, speed)
+            flops = {precision: speed * peak for precision, peak in device.flops.items()}
+            bandwidth = speed * device.bandwidth
+            found[name] = replace(device, name=name, flops=flops, bandwidth=bandwidth)
+        return found
 
 
 class TopologyCost:
@@ -82,8 +82,7 @@ class TopologyCost:
 
     def choice(self, topology: Topology) -> Choice:
         """The topology as the cost model takes it, with the microbatches that are dealt."""
-        config = self._config
-        number = max(microbatches(config).items())[1]
+        config, number = self._config, max(microbatches(self._config).items())[1]
         shares = dealer_of(topology, config.layout.schedule)(number, len(topology.replicas))
         return placed_choice(config, topology, shares, partial(self._pool_of, topology))
 
@@ -104,7 +103,7 @@ class TopologyCost:
     def _pool_of(self, topology: Topology, replica: Replica) -> str:
         names = {topology.nodes[rank] for rank in replica.ranks}
         slowest = min((self._nodes[name] for name in names), key=lambda n: (n.speed, n.places))
-        return self._fleet.pool_name(slowest)
+        return f"{slowest.places} at {slowest.speed:.2f}"
 
 
 def placed_choice(
@@ -147,9 +146,3 @@ def _choice(config: RunConfig, counts: Mapping[_Kind, int]) -> Choice:
 
 def _slower_name(device: str, speed: float) -> str:
     return device if speed == 1 else f"{device} at {speed:.2f}"
-
-
-def _slower(device: DeviceType, speed: float) -> DeviceType:
-    flops = {precision: speed * peak for precision, peak in device.flops.items()}
-    name = _slower_name(device.name, speed)
-    return replace(device, name=name, flops=flops, bandwidth=speed * device.bandwidth)

@@ -8,7 +8,8 @@ exchange of an axis takes as the engine does it: copies, Python and waits are in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from holdfast.config.run import RunConfig
@@ -21,26 +22,20 @@ HEAD = 32
 
 @dataclass(frozen=True)
 class Probe:
-    """One model and layout.
-
-    way: what of a pool's links it measures (`NodePool.ways`), "" for a rank alone. tokens: of a
-    sample. samples: of a microbatch. microbatches: of a step and replica. layout: keys of the run
-    file's `layout`. experts: of each block; 0: none. is_large: an accelerator computes longer than
-    its host.
-    """
+    """One model and layout."""
 
     name: str
-    way: str
+    way: str  # what of a pool's links it measures (`NodePool.ways`), "" for a rank alone
     layers: int
     dim: int
-    tokens: int
-    samples: int = 2
-    microbatches: int = 1
+    tokens: int  # of a sample
+    samples: int = 2  # of a microbatch
+    microbatches: int = 1  # of a step and replica
     vocabulary: int = 512
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    experts: int = 0
+    layout: Mapping[str, Any] = field(default_factory=dict)  # keys of the run file's `layout`
+    experts: int = 0  # of each block; 0: none
     precision: str = "fp32"
-    is_large: bool = False
+    is_large: bool = False  # an accelerator computes longer than its host
 
     @property
     def ranks(self) -> int:
@@ -48,11 +43,7 @@ class Probe:
 
     @property
     def replicas(self) -> int:
-        degrees = (int(self.layout.get(axis, 1)) for axis in AXES)
-        found = self.ranks
-        for degree in degrees:
-            found //= degree
-        return found
+        return self.ranks // prod(int(self.layout.get(axis, 1)) for axis in AXES)
 
     def config(self, device: str = "cpu") -> RunConfig:
         """The probe as a run file."""
@@ -139,19 +130,10 @@ _OF_PARAMETERS = ("replicas", "zero 1", "zero 2", "zero 3")
 def _of_ways() -> Iterator[Probe]:
     for way, layout in _WAYS.items():
         microbatches = 4 if way == "pp" else 1
-        experts = 4 if way == "ep" else 0
-
-        def probe(
-            size: str, layers: int, dim: int, tokens: int, way: str = way, more: Any = None
-        ) -> Probe:
-            return Probe(f"{way}: {size}", way, layers, dim, tokens, **more)
-
-        more = {"microbatches": microbatches, "layout": layout, "experts": experts}
-        yield probe("small", 4, 64, 32, more=more)
-        if way in _OF_PARAMETERS:
-            yield probe("large", 2, 448, 32, more=more)
-        else:
-            yield probe("large", 2, 192, 320, more=more)
+        large = (2, 448, 32) if way in _OF_PARAMETERS else (2, 192, 320)
+        for size, numbers in (("small", (4, 64, 32)), ("large", large)):
+            one = Probe(f"{way}: {size}", way, *numbers, microbatches=microbatches, layout=layout)
+            yield replace(one, experts=4 if way == "ep" else 0)
 
 
 PROBES = (*ALONE, *LARGE, *_of_ways())

@@ -8,15 +8,14 @@ that the axis sees. Errors are relative, so a small step counts as much as a lar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from holdfast.plan.hardware.calibration import Calibration
 from holdfast.plan.hardware.cluster import NodePool
-from holdfast.plan.hardware.devices import DeviceType
+from holdfast.plan.hardware.devices import DeviceType, StepCosts
 from holdfast.plan.hardware.fit import FittedSample, Sample, least_squares
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.step_costs import StepCosts
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 from holdfast.plan.probing.probes import NODE, PROBES, Probe
@@ -59,11 +58,7 @@ class _Machine:
 
 
 def with_steps(calibration: Calibration, device: DeviceType) -> Calibration:
-    """Return the calibration with the constants of its measured steps.
-
-    Args:
-        device: of the table.
-    """
+    """Return the calibration with the constants of its measured steps. device: of the table."""
     device = calibration.applied_to(device)
     steps = [each for each in calibration.samples if each.get("name")]
     measured = {each["name"]: float(each["seconds"]) for each in steps}
@@ -108,59 +103,53 @@ def _of_accelerator(machine: _Machine, found: Sequence[tuple[Probe, float]]) -> 
 
 
 def _step_costs(
-    machine: _Machine,
-    found: Sequence[tuple[Probe, float]],
-    start: StepCosts,
-    names: Sequence[str],
+    machine: _Machine, found: Sequence[tuple[Probe, float]], start: StepCosts, names: Sequence[str]
 ) -> StepCosts:
     """Least squares of what the probes take, for the named constants. An accelerator waits for the
     slower of host and device, so each round starts from the constants of the one before."""
-    costs = start
+
+    def costs(values: Sequence[float]) -> StepCosts:
+        return replace(start, **dict(zip(names, values, strict=True)))
+
+    values = [float(getattr(start, name)) for name in names]
     for _ in range(_ROUNDS):
-        rows = []
-        values = {name: float(getattr(costs, name)) for name in names}
-        more = {name: values[name] / 10 or getattr(_UNITS, name) for name in names}
-        for probe, seconds in found:
-            base = machine.with_costs(costs).step_s(probe)
-            slopes = {}
-            for name in names:
-                one = replace(costs, **{name: values[name] + more[name]})
-                slopes[name] = (machine.with_costs(one).step_s(probe) - base) / more[name]
-            known = sum(slopes[name] * values[name] for name in names)
-            terms = [slopes[name] / seconds for name in names]
-            rows.append((terms, max(0.0, seconds - base + known) / seconds))
-        costs = replace(costs, **dict(zip(names, _solve(rows), strict=True)))
+        more = [now / 10 or getattr(_UNITS, n) for n, now in zip(names, values, strict=True)]
+        values = _next(lambda own: machine.with_costs(costs(own)), found, values, more)
         if not machine.device.hides:
             break
-    return costs
+    return costs(values)
 
 
 def _link(machine: _Machine, way: str, found: Sequence[tuple[Probe, float]]) -> Link:
     """The link of a way, from what its probes take beyond their computing. A pipeline hides a part
     of its sends, so each round starts from the link of the one before."""
 
-    def step_s(probe: Probe, latency_s: float, per_byte: float) -> float:
-        link = Link(latency_s, 1 / per_byte if per_byte else INSTANT.bandwidth)
-        return machine.with_way(way, link).step_s(probe)
+    def link(values: Sequence[float]) -> Link:
+        latency_s, per_byte = values
+        return Link(latency_s, 1 / per_byte if per_byte else INSTANT.bandwidth)
 
-    latency_s, per_byte = 0.0, 0.0
-    more = _LATENCY_S, 1 / _BYTES_A_SECOND
+    values, more = [0.0, 0.0], [_LATENCY_S, 1 / _BYTES_A_SECOND]
     for _ in range(_ROUNDS):
-        rows = []
-        for probe, seconds in found:
-            base = step_s(probe, latency_s, per_byte)
-            slopes = (
-                (step_s(probe, latency_s + more[0], per_byte) - base) / more[0],
-                (step_s(probe, latency_s, per_byte + more[1]) - base) / more[1],
-            )
-            known = slopes[0] * latency_s + slopes[1] * per_byte
-            terms = [slope / seconds for slope in slopes]
-            rows.append((terms, max(0.0, seconds - base + known) / seconds))
-        latency_s, per_byte = _solve(rows)
-        more = max(_LEAST * _LATENCY_S, latency_s / 10), max(_LEAST * more[1], per_byte / 10)
-    return Link(latency_s, 1 / per_byte if per_byte else INSTANT.bandwidth)
+        values = _next(lambda own: machine.with_way(way, link(own)), found, values, more)
+        more = [max(_LEAST * _LATENCY_S, values[0] / 10), max(_LEAST * more[1], values[1] / 10)]
+    return link(values)
 
 
-def _solve(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
-    """x >= 0 with the least sum of (terms . x - right)^2."""
-    return least_squares([terms for terms, _ in rows], [right for _, right in rows])
+def _next(
+    machine: Callable[[Sequence[float]], _Machine],
+    found: Sequence[tuple[Probe, float]],
+    values: Sequence[float],
+    more: Sequence[float],
+) -> list[float]:
+    """One round: least squares of what the probes take, linear around these values. machine: with
+    other values. more: a step of each."""
+    rows, right = list[list[float]](), list[float]()
+    for probe, seconds in found:
+        base, slopes = machine(values).step_s(probe), list[float]()
+        for place, step in enumerate(more):
+            one = [value + step * (n == place) for n, value in enumerate(values)]
+            slopes.append((machine(one).step_s(probe) - base) / step)
+        known = sum(slope * value for slope, value in zip(slopes, values, strict=True))
+        rows.append([slope / seconds for slope in slopes])
+        right.append(max(0.0, seconds - base + known) / seconds)
+    return least_squares(rows, right)

@@ -24,12 +24,11 @@ _LINEAR = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of one microbatch on one device that has all layers. total: forward and backward
-    of all. forward: the least share of a layer that is forward. block: the fastest block."""
+    """Seconds of one microbatch on one device that has all layers."""
 
-    total: float
-    forward: float
-    block: float
+    total: float  # forward and backward of all layers
+    forward: float  # the least share of a layer that is forward
+    block: float  # the fastest block
 
 
 @dataclass
@@ -45,11 +44,8 @@ class Bounds:
         """Return the times of one microbatch, nothing gathered. word: of recompute."""
         key = (cut.local, cut.cp, cut.tp, cut.ep, pool, word)
         found = self._passes.get(key)
-        if found is None:
-            found = self._passes[key] = self._pass(cut, pool, word)
-        return found
-
-    def _pass(self, cut: Cut, pool: str, word: str) -> Pass:
+        if found is not None:
+            return found
         workload = self.evaluator.problem.workload
         group = ReplicaChoice(1, 1, 1, cut.cp, cut.tp, (), (pool,), 1)
         choice = Choice((group,), cut.local, ep=cut.ep)
@@ -63,7 +59,8 @@ class Bounds:
                 share = min(share, times.forward / each)
             if workload.kinds[kind].kind == "block":
                 least = min(least, each)
-        return Pass(total, share, least)
+        found = self._passes[key] = Pass(total, share, least)
+        return found
 
     def least_of_cut(self, cut: Cut) -> float:
         """Return seconds that no pipeline and no number of replicas beats."""
@@ -81,8 +78,10 @@ class Bounds:
         seconds it takes at most (S - what comes before it) / m for each of m microbatches. Then p
         stages take at most S (1 - (1 - 1/m)^p), and all layers must fit into that.
         """
-        if len(slots) > 1:
-            return microbatches * self._chain_seconds(cut, slots)
+        if len(slots) > 1:  # on the busiest rank, if all pools are as busy
+            pairs = zip(cut.site.pools, slots, strict=True)
+            rates = (number / self.pass_of(cut, name).total for name, number in pairs)
+            return microbatches * (1 / sum(rates))
         one, pp = self.pass_of(cut, cut.site.pools[0]), slots[0]
         if pp == 1:
             return microbatches * one.total
@@ -115,19 +114,9 @@ class Bounds:
         """
         if sum(map(int, most[0])) >= self._blocks or len(shape.site.pools) > 1:
             return seconds
-        return max(seconds, self._busiest(shape, variant, microbatches, most, seconds))
-
-    def _busiest(
-        self,
-        shape: Shape,
-        variant: Variant,
-        microbatches: int,
-        most: Sequence[Sequence[float]],
-        low: float,
-    ) -> float:
-        """Seconds in which the ranks can compute all blocks, as many each as a word allows."""
-        name, blocks = shape.site.pools[0], self._blocks
-        words = self.words(shape)
+        # seconds in which the ranks can compute all blocks, as many each as a word allows
+        name, blocks, low = shape.site.pools[0], self._blocks, seconds
+        words = shape.words(self.recompute)
         times = [self.pass_of(shape.cut, name, word).block * microbatches for word in words]
         way = times[0] / microbatches
         kind = SCHEDULE_KINDS[variant.schedule]
@@ -160,9 +149,6 @@ class Bounds:
                 low = middle
         return low
 
-    def words(self, shape: Shape) -> list[str]:
-        return [word for word in self.recompute if shape.ep == 1 or word != "selective"]
-
     def least_tail(self, shape: Shape, variant: Variant) -> float:
         """Return the seconds after the passes, of a rank with no more than its share of the
         blocks."""
@@ -182,8 +168,3 @@ class Bounds:
             )
         fixed = self.evaluator.device(pool).steps.step_s
         return fixed + (each - fixed) * (self._blocks / shape.pp) * _LINEAR
-
-    def _chain_seconds(self, cut: Cut, slots: tuple[int, ...]) -> float:
-        """Of one microbatch on the busiest rank, if all pools are as busy."""
-        pairs = zip(cut.site.pools, slots, strict=True)
-        return 1 / sum(number / self.pass_of(cut, name).total for name, number in pairs)

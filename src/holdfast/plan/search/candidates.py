@@ -1,4 +1,4 @@
-"""Complete layouts of one search: those that wait, and those whose timeline was executed."""
+"""Least scores of layouts, complete layouts that wait, and those whose timeline was executed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,71 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.evaluate import Evaluator
-from holdfast.plan.search.limits import Found
-from holdfast.plan.search.scores import Scores
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
+from holdfast.plan.search.limits import Found, Objective, step_seconds
+
+
+@dataclass
+class Scores:
+    """Asks the objective for its `least`. Without one, groups have no bound."""
+
+    problem: Problem
+    objective: Objective
+    _everywhere: dict[tuple[str, ...], Choice] = field(default_factory=dict)
+
+    @property
+    def is_time(self) -> bool:
+        return self.objective is step_seconds
+
+    @property
+    def _least(self) -> Callable[[Choice, float], float] | None:
+        return getattr(self.objective, "least", None)
+
+    def of_pools(self, seconds: float, pools: tuple[str, ...]) -> float:
+        """Return the least score for seconds on all devices of these pools. With fewer devices a
+        step takes as many times longer at least."""
+        if self.is_time:
+            return seconds
+        if self._least is None:
+            return -inf
+        if pools not in self._everywhere:
+            groups = tuple(
+                ReplicaChoice(pool.size, 1, 1, 1, 1, (), (pool.name,), 1)
+                for pool in map(self.problem.cluster.pool, pools)
+            )
+            self._everywhere[pools] = Choice(groups, 1)
+        return self._least(self._everywhere[pools], seconds)
+
+    def of_replicas(self, seconds: float, choice: Choice) -> float:
+        """Return the least score of a layout without stages."""
+        if self.is_time:
+            return seconds
+        return -inf if self._least is None else self._least(choice, seconds)
+
+    def of_layout(self, choice: Choice, cost: StepCost) -> float:
+        """Return the least score of a layout whose timeline was not executed."""
+        if not cost.fits:
+            return inf
+        if self._least is None:
+            return self.objective(choice, cost)
+        return self._least(choice, cost.step_s)
+
 
 RUNNERS_UP = 8
 
 
 @dataclass
 class Candidates:
-    """A heap of layouts by their least scores. is_wanted: False for layouts that are left out.
-    ceiling: a score that is known already.
-    executed: with their costs, in the order of execution. pushed: layouts that got a bound."""
+    """A heap of layouts by their least scores."""
 
     evaluator: Evaluator
     scores: Scores
-    is_wanted: Callable[[Choice], bool]
-    ceiling: float = inf
+    is_wanted: Callable[[Choice], bool]  # False for layouts that are left out
+    ceiling: float = inf  # a score that is known already
     best: Found | None = None
-    executed: list[Found] = field(default_factory=list)
-    pushed: int = 0
+    executed: list[Found] = field(default_factory=list)  # in the order of execution
+    pushed: int = 0  # layouts that got a bound
     _heap: list[tuple[float, int, Choice]] = field(default_factory=list)
 
     @property

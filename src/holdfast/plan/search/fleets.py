@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, pairwise, product
+from itertools import product
 from math import inf
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator
-from holdfast.plan.cost.least_pipeline_time import kept_microbatches
+from holdfast.plan.cost.pipeline_time import kept_microbatches
 from holdfast.plan.hardware.cluster import NodePool
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.memory.stage_bytes import layer_parameters
 from holdfast.plan.search.bounds import Bounds
-from holdfast.plan.search.layouts import Layouts, Shares, Variant, choice_of
+from holdfast.plan.search.layouts import Layouts, Variant, choice_of
 from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.room import Room
 from holdfast.plan.search.shares import dealt, with_best_shares
 from holdfast.plan.search.space import Shape, Site, cuts, shapes, slots_of, virtual_stages
+from holdfast.plan.search.splits import every_split
 
 SMALL = 4
 """Pools with at most so many devices are searched completely."""
@@ -36,12 +37,11 @@ _OFFERED = 3
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Layouts of several pools with the same variant. offers: shapes of each pool; empty at
-    first."""
+    """Layouts of several pools with the same variant."""
 
     variant: Variant
     pools: tuple[NodePool, ...]
-    offers: tuple[tuple[Shape, ...], ...] = ()
+    offers: tuple[tuple[Shape, ...], ...] = ()  # shapes of each pool; empty at first
 
     @property
     def work(self) -> float:
@@ -51,12 +51,11 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """step: seconds of a step with an even share. seconds: of a microbatch on all replicas. tail:
-    after the passes."""
+    """A shape with its seconds."""
 
-    step: float
-    seconds: float
-    tail: float
+    step: float  # of a step with an even share
+    seconds: float  # of a microbatch on all replicas
+    tail: float  # after the passes
     shape: Shape
 
 
@@ -105,7 +104,7 @@ class Fleets:
             rate += max(1 / each.seconds for each in found)
             tail = min(tail, min(each.tail for each in found))
             one = max(one, min(each.seconds * each.shape.most for each in found))
-            offers.append(tuple(_moved(each.shape, pool) for each in found))
+            offers.append(tuple(each.shape.in_pool(pool.name) for each in found))
         is_piped = any(shape.pp > 1 for own in offers for shape in own)
         if not is_piped and family.variant.schedule != self.limits.schedules[0]:
             return None  # the same as under the first schedule
@@ -239,14 +238,10 @@ class Fleets:
             )
 
     def _groups(self, variant: Variant, shape: Shape, total: int) -> list[ReplicaChoice]:
-        each = max(
-            1,
-            SCHEDULE_KINDS[variant.schedule].least_microbatches(shape.pp),
-            total // (shape.most + 1),
-        )
+        fewest = SCHEDULE_KINDS[variant.schedule].least_microbatches(shape.pp)
+        each = max(1, fewest, total // (shape.most + 1))
         own = variant if shape.pp > 1 else replace(variant, virtual=1)
-        shares = Shares(shape, min(shape.most, total), each)
-        return list(self.layouts.groups(own, shares, shape.most + 1))[:1]
+        return list(self.layouts.groups(own, shape, min(shape.most, total), each))[:1]
 
     def _shared(
         self, variant: Variant, groups: list[ReplicaChoice], total: int
@@ -262,27 +257,23 @@ class Fleets:
             for offers in family.offers
         ]
         for chosen in product(*options):
-            replicas = sum(number for number, _ in chosen)
-            for shared in _shares(total, [number for number, _ in chosen]):
+            for shared in every_split(total, len(chosen)):  # microbatches of each pool
                 found = [
-                    self._dealt_groups(family.variant, shape, number, own, replicas)
+                    self._dealt_groups(family.variant, shape, number, own)
                     for (number, shape), own in zip(chosen, shared, strict=True)
                 ]
                 for groups in product(*found):
                     yield choice_of(family.variant, tuple(g for own in groups for g in own))
 
     def _dealt_groups(
-        self, variant: Variant, shape: Shape, number: int, microbatches: int, replicas: int
+        self, variant: Variant, shape: Shape, number: int, microbatches: int
     ) -> list[tuple[ReplicaChoice, ...]]:
         each, more = divmod(microbatches, number)
-        if each < SCHEDULE_KINDS[variant.schedule].least_microbatches(shape.pp):
+        if each < max(1, SCHEDULE_KINDS[variant.schedule].least_microbatches(shape.pp)):
             return []
         own = variant if shape.pp > 1 else replace(variant, virtual=1)
-        shares = Shares(shape, number, each + (more > 0))
-        return [
-            tuple(dealt(group, number, each, more))
-            for group in self.layouts.groups(own, shares, replicas)
-        ]
+        groups = self.layouts.groups(own, shape, number, each + (more > 0))
+        return [tuple(dealt(group, number, each, more)) for group in groups]
 
 
 def _changes(
@@ -295,15 +286,6 @@ def _changes(
         if like not in seen:
             seen.add(like)
             yield from ((place, own) for own in options[place][1:])
-
-
-def _shares(total: int, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to give each of the groups at least a microbatch for each replica."""
-    for edges in combinations(range(1, total), len(numbers) - 1):
-        edges_ = (0, *edges, total)
-        found = tuple(b - a for a, b in pairwise(edges_))
-        if all(own >= number for own, number in zip(found, numbers, strict=True)):
-            yield found
 
 
 def first_of_each(evaluator: Evaluator) -> list[NodePool]:
@@ -325,8 +307,3 @@ def _likeness(evaluator: Evaluator, pool: NodePool) -> object:
     )
     is_even = len(set(links)) <= 1
     return replace(pool, name="", zone="" if is_even else pool.zone), tuple(links)
-
-
-def _moved(shape: Shape, pool: NodePool) -> Shape:
-    site = replace(shape.site, pools=(pool.name,))
-    return replace(shape, cut=replace(shape.cut, site=site))

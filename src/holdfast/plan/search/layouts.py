@@ -12,8 +12,7 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.layout import pp_of_stage, stages_at
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator
-from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_seconds
-from holdfast.plan.cost.pipeline_time import StageTimes
+from holdfast.plan.cost.pipeline_time import StageTimes, kept_microbatches, least_pipeline_seconds
 from holdfast.plan.memory.stage_bytes import late_at
 from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.room import Room
@@ -35,15 +34,6 @@ _ALL_WORDS = 32
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Replicas of one shape. number: of them, each with so many microbatches."""
-
-    shape: Shape
-    number: int
-    microbatches: int
-
-
-@dataclass(frozen=True)
 class Variant:
     """What all replicas of a layout have in common."""
 
@@ -59,13 +49,12 @@ class Variant:
 @dataclass
 class _Splits:
     """Splits of the blocks that are tried. least: seconds of a microbatch on the busiest rank that
-    no split beats; 0: not known. seconds: of a stage for a microbatch. times: of the stages of a
-    split."""
+    no split beats; 0: not known."""
 
     splits: tuple[Stages, ...]
     least: float = 0.0
-    seconds: StageCost | None = None
-    times: dict[Stages, Sequence[StageTimes]] = field(default_factory=dict)
+    seconds: StageCost | None = None  # of a stage for a microbatch
+    times: dict[Stages, Sequence[StageTimes]] = field(default_factory=dict)  # of a split's stages
 
 
 def _always(_: float) -> bool:
@@ -81,36 +70,34 @@ class Layouts:
     room: Room
     _splits: dict[object, _Splits] = field(default_factory=dict)
 
-    def variants(self, shapes: Sequence[Shape], schedule: str, virtual: int) -> Iterator[Variant]:
+    def variants(self, shape: Shape, schedule: str, virtual: int) -> Iterator[Variant]:
         """ZeRO stages, by the rules of a run file."""
-        ep = shapes[0].ep
-        is_cut = any(shape.is_sharded for shape in shapes)
         is_split = SCHEDULE_KINDS[schedule].splits_backward or virtual > 1
-        is_piped = is_split and any(shape.pp > 1 and shape.is_sharded for shape in shapes)
-        stages = [zero for zero in self.limits.zero if ep == 1 or zero > 1]
+        is_piped = is_split and shape.pp > 1 and shape.is_sharded
+        stages = [zero for zero in self.limits.zero if shape.ep == 1 or zero > 1]
         stages = [zero for zero in stages if zero == 1 or not is_piped]
-        for zero in stages if is_cut else stages[:1]:
+        for zero in stages if shape.is_sharded else stages[:1]:
             ways = self.limits.sequence_parallel, self.limits.offloads[0]
-            yield Variant(shapes[0].microbatch, schedule, virtual, zero, ep, *ways)
+            yield Variant(shape.microbatch, schedule, virtual, zero, shape.ep, *ways)
 
     def groups(
         self,
         variant: Variant,
-        shares: Shares,
-        replicas: int,
+        shape: Shape,
+        count: int,
+        microbatches: int,
         can_win: Callable[[float], bool] = _always,
     ) -> Iterator[ReplicaChoice]:
         """Every way to split and to recompute that fits; nothing if none does.
 
         Args:
-            replicas: of the layout.
+            count: replicas of this shape, each with so many microbatches.
             can_win: False if no step of at least so many seconds is of interest.
         """
-        shape, number = shares.shape, shares.shape.pp * variant.virtual
+        number = shape.pp * variant.virtual
 
         def with_stages(split: Stages) -> ReplicaChoice:
-            each = shares.microbatches
-            return ReplicaChoice(shares.number, *shape.mesh, split, shape.pools, each)
+            return ReplicaChoice(count, *shape.mesh, split, shape.pools, microbatches)
 
         group = with_stages(())
         if shape.pp == 1:
@@ -119,15 +106,15 @@ class Layouts:
                 yield fitting
             return
         kind = SCHEDULE_KINDS[variant.schedule]
-        if shares.microbatches < kind.least_microbatches(shape.pp):
+        if microbatches < kind.least_microbatches(shape.pp):
             return
         known = self._splits_for(variant, group, shape)
-        if known.least and not can_win(shares.microbatches * known.least):
+        if known.least and not can_win(microbatches * known.least):
             return
         found, slow = False, list[Stages]()
         for split in known.splits:
             times = self._times_of(known, variant, group, split)
-            least = least_pipeline_seconds(variant.schedule, shape.pp, shares.microbatches, times)
+            least = least_pipeline_seconds(variant.schedule, shape.pp, microbatches, times)
             if not can_win(least):
                 slow.append(split)
                 continue

@@ -35,27 +35,24 @@ def step_seconds(_: Choice, cost: StepCost) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run file fixes. A number of 0 is free. microbatch: samples of a logical microbatch.
-    schedules, recompute: what may be chosen, the preferred ones first. virtual: stages of
-    each rank, under a schedule that leaves them free. sequence_parallel: with tp. replicas,
-    devices: of a layout. effort: groups of layouts that are opened without a better layout; 0: by
-    the number of devices. offloads: kinds of state on the host, the preferred ones first
-    (`Choice.host`). Those after the first are tried if nothing fits, or on few devices."""
+    """What a run file fixes. A number of 0 is free. Of several words the preferred ones are first.
+    offloads: kinds of state on the host (`Choice.host`). Those after the first are tried if nothing
+    fits, or on few devices."""
 
     pp: int = 0
     dp_shard: int = 0
     cp: int = 0
     tp: int = 0
     ep: int = 0
-    microbatch: int = 0
+    microbatch: int = 0  # samples of a logical microbatch
     zero: tuple[int, ...] = (1, 2, 3)
     schedules: tuple[str, ...] = SYNCHRONOUS
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    virtual: int = 0
-    sequence_parallel: bool = True
-    replicas: int = 0
-    devices: int = 0
-    effort: int = 0
+    virtual: int = 0  # stages of each rank, under a schedule that leaves them free
+    sequence_parallel: bool = True  # with tp
+    replicas: int = 0  # of a layout
+    devices: int = 0  # of a layout
+    effort: int = 0  # groups that are opened without a better layout; 0: by the number of devices
     offloads: tuple[frozenset[str], ...] = (frozenset(),)
 
     @property
@@ -71,32 +68,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout with its cost. score: by the objective; the least is the best."""
+    """A layout with its cost."""
 
     choice: Choice
     cost: StepCost
-    score: float
+    score: float  # by the objective; the least is the best
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a search. work: groups that were opened. gap: as that of the result, at its end."""
+    """A part of a search."""
 
-    work: float
-    gap: float
+    work: float  # groups that were opened
+    gap: float  # as that of the result, at its end
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best first; `runners_up` follow it. tried: layouts whose timeline was executed. bounded:
-    layouts and groups of layouts that have a bound. gap: share by which a layout that was not
-    looked at may be better, at most. With 0 none is better. source: how it was found, in words.
-    phases: with like replicas, and with unlike ones."""
+    """What a search found. gap: share by which a layout that was not looked at may be better, at
+    most. With 0 none is better."""
 
     best: Found
-    runners_up: tuple[Found, ...]
-    tried: int
-    bounded: int = 0
+    runners_up: tuple[Found, ...]  # the best one first
+    tried: int  # layouts whose timeline was executed
+    bounded: int = 0  # layouts and groups of layouts that have a bound
     gap: float = 0.0
-    source: str = SEARCHED
-    phases: tuple[Phase, ...] = ()
+    source: str = SEARCHED  # how it was found, in words
+    phases: tuple[Phase, ...] = ()  # with like replicas, and with unlike ones

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice
@@ -29,8 +31,8 @@ def nothing_fits_error(problem: Problem, limits: Limits, fits: Fits) -> LayoutEr
     free = replace(kept.with_degrees(_FREE), replicas=0)
     for tried in dict.fromkeys((kept, free)):
         if nodes := _more_nodes(problem, tried, fits):
-            removed = [*_fixed(limits)] if tried == free else []
-            without = f", without {' and '.join(removed)}" if removed else ""
+            fixed = [f"layout.{axis}" for axis in DEGREES if getattr(limits, axis)]
+            without = f", without {' and '.join(fixed)}" if fixed and tried == free else ""
             name = problem.cluster.pools[0].name
             like = "like this machine" if name == CPU else f"of {name}"
             return LayoutError(
@@ -50,9 +52,7 @@ def _name(problem: Problem) -> str:
     return f"{problem.workload.name} on {size} device{'s' * (size > 1)}"
 
 
-def _changes(
-    limits: Limits,
-) -> Iterator[tuple[str, Limits, Callable[[Choice], str]]]:
+def _changes(limits: Limits) -> Iterator[tuple[str, Limits, Callable[[Choice], str]]]:
     """(what is too much, limits with one of them changed, the remedy for a layout that fits)."""
     no = "no layout fits with"
     if limits.devices:
@@ -67,19 +67,20 @@ def _changes(
         if "full" not in limits.recompute:
             yield f"{no} train.recompute {word}", changed, lambda _: "use train.recompute=full"
     if limits.zero and 3 not in limits.zero:
-        changed = replace(limits, zero=(3,), schedules=_plain(limits))
+        plain = tuple(name for name in limits.schedules if name in ("1f1b", "gpipe"))
+        changed = replace(limits, zero=(3,), schedules=plain or ("1f1b",))
         yield f"{no} layout.zero {limits.zero[-1]}", changed, lambda _: "use layout.zero=3"
     for axis in (each for each in DEGREES if getattr(limits, each)):
         yield (
             f"{no} layout.{axis} {getattr(limits, axis)}",
             limits.with_degrees({axis: 0}),
-            _degree_of(axis),
+            partial(_degrees_of, [axis]),
         )
     fixed = [axis for axis in DEGREES if getattr(limits, axis)]
     if len(fixed) > 1:
         given = " and ".join(f"layout.{axis} {getattr(limits, axis)}" for axis in fixed)
         changed = limits.with_degrees(_FREE)
-        yield f"{no} {given}", changed, lambda choice: _degrees_of(choice, fixed)
+        yield f"{no} {given}", changed, partial(_degrees_of, fixed)
     if limits.microbatch > 1:
         yield (
             f"{no} train.microbatch_size {limits.microbatch}",
@@ -88,20 +89,7 @@ def _changes(
         )
 
 
-def _fixed(limits: Limits) -> list[str]:
-    return [f"layout.{axis}" for axis in DEGREES if getattr(limits, axis)]
-
-
-def _plain(limits: Limits) -> tuple[str, ...]:
-    """Schedules that work with all ZeRO stages."""
-    return tuple(name for name in limits.schedules if name in ("1f1b", "gpipe")) or ("1f1b",)
-
-
-def _degree_of(axis: str) -> Callable[[Choice], str]:
-    return lambda choice: _degrees_of(choice, [axis])
-
-
-def _degrees_of(choice: Choice, axes: Sequence[str]) -> str:
+def _degrees_of(axes: Sequence[str], choice: Choice) -> str:
     degrees = {each: getattr(choice.replicas[0], each) for each in DEGREES if each != "ep"}
     degrees["ep"] = choice.ep
     return "use " + ", ".join(f"layout.{axis}={degrees[axis]}" for axis in axes)
@@ -115,14 +103,11 @@ def _more_nodes(problem: Problem, limits: Limits, fits: Fits) -> int:
         more *= 2
         if more > _MOST_TIMES * own:
             return 0
-    low, high = more // 2, more
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(_with_nodes(problem, own + middle), limits):
-            high = middle
-        else:
-            low = middle
-    return high
+    between = range(more // 2 + 1, more)
+    fitting = bisect_left(
+        between, True, key=lambda n: fits(_with_nodes(problem, own + n), limits) is not None
+    )
+    return between.start + fitting
 
 
 def _with_nodes(problem: Problem, nodes: int) -> Problem:

@@ -22,12 +22,11 @@ _SUMMED = 3
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """state: bytes of a block. kept: of a block and a rank's sample in flight. rest: what a stage
-    needs with no block."""
+    """Bytes of a stage."""
 
-    state: float
-    kept: float
-    rest: float
+    state: float  # of a block
+    kept: float  # of a block and a rank's sample in flight
+    rest: float  # with no block
 
     def blocks(self, room: float, in_flight: float) -> float:
         """Return the most blocks that fit."""
@@ -58,8 +57,7 @@ class Room:
         return min(most) >= 1 and sum(map(int, most)) >= self._blocks
 
     def words(self, shape: Shape) -> list[str]:
-        """Words of `train.recompute` that a run file may have."""
-        return [word for word in self.limits.recompute if shape.ep == 1 or word != "selective"]
+        return shape.words(self.limits.recompute)
 
     def most_blocks(
         self, shape: Shape, zero: int, kept: Sequence[float], word: str, microbatches: int = 1
@@ -117,18 +115,13 @@ class Room:
         fewer. A step's gradients are summed in a tree, where more of them have partial sums."""
         few = min(microbatches, _SUMMED) if shape.pp > 1 else 1
         key = (word, shape.mesh[1:], shape.ep, zero, shape.pp > 1, few)
-        found = self._bytes.get(key)
-        if found is None:
-            found = self._bytes[key] = self._measured(shape, zero, word, few)
-        return found
-
-    def _measured(self, shape: Shape, zero: int, word: str, microbatches: int) -> BlockBytes:
-        """Of the least of each, where blocks differ. The first rank has the fewest messages."""
+        if key in self._bytes:
+            return self._bytes[key]
+        # of the least of each, where blocks differ; the first rank has the fewest messages
         kinds = self.evaluator.problem.workload.kinds
         blocks = [number for number, layer in enumerate(kinds) if layer.kind == "block"]
         mesh = (3 if shape.pp > 1 else 1, *shape.mesh[1:])
-        pools = shape.site.pools[:1]
-        group = ReplicaChoice(1, *mesh, (1,) * mesh[0], pools, microbatches, (word,))
+        group = ReplicaChoice(1, *mesh, (1,) * mesh[0], shape.site.pools[:1], few, (word,))
         least = [inf, inf, inf]
         shards, host = mesh[1], self.limits.offloads[0]
         choice = Choice((group,), shards, zero=zero, ep=shape.ep, host=host)
@@ -140,4 +133,6 @@ class Room:
             state = second - base
             found = (state, two.peak(1.0, None) - second - (first - base), base - state)
             least = [min(pair) for pair in zip(least, found, strict=True)]
-        return BlockBytes(least[0], max(0.0, least[1]), max(0.0, least[2]))
+        bytes_ = BlockBytes(least[0], max(0.0, least[1]), max(0.0, least[2]))
+        self._bytes[key] = bytes_
+        return bytes_

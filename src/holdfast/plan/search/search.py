@@ -18,22 +18,13 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.search.bounds import Bounds
-from holdfast.plan.search.candidates import Candidates
-from holdfast.plan.search.fitting import Fitting, replicas_of
+from holdfast.plan.search.candidates import Candidates, Scores
 from holdfast.plan.search.fleets import Family, Fleets, first_of_each
-from holdfast.plan.search.groups import Group, Groups, Piped, Scheduled
-from holdfast.plan.search.layouts import Layouts, Shares, choice_of
-from holdfast.plan.search.limits import (
-    Found,
-    Limits,
-    Objective,
-    Phase,
-    SearchResult,
-    step_seconds,
-)
+from holdfast.plan.search.groups import Fitting, Group, Groups, Piped, Scheduled, replicas_of
+from holdfast.plan.search.layouts import Layouts, choice_of
+from holdfast.plan.search.limits import Found, Limits, Objective, Phase, SearchResult, step_seconds
 from holdfast.plan.search.nearest import nothing_fits_error
 from holdfast.plan.search.room import Room
-from holdfast.plan.search.scores import Scores
 from holdfast.plan.search.shares import dealt
 from holdfast.plan.search.space import (
     Cut,
@@ -240,14 +231,15 @@ class Search:
         return found
 
     def _open(self, node: Group) -> None:
-        if isinstance(node, Cut):
-            self._open_cut(node)
-        elif isinstance(node, Piped):
-            self._open_piped(node)
-        elif isinstance(node, Family):
-            self._open_family(node)
-        else:
-            self._open_scheduled(node)
+        match node:
+            case Cut():
+                self._open_cut(node)
+            case Piped():
+                self._open_piped(node)
+            case Family():
+                self._open_family(node)
+            case Scheduled():
+                self._open_scheduled(node)
 
     def _open_family(self, family: Family) -> None:
         if family.offers:
@@ -279,56 +271,53 @@ class Search:
 
     def _may_fit(self, shape: Shape, microbatches: int) -> bool:
         """microbatches: of a replica, or fewer."""
+        room, stages = self._room, self.limits.zero
         if len(shape.slots) > 1:
             half = [0.5] * shape.pp
-            return any(
-                self._room.can_fit(shape, zero, half, microbatches) for zero in self.limits.zero
-            )
-        return any(
-            self._room.shortest(shape, zero, microbatches) <= shape.pp for zero in self.limits.zero
-        )
+            return any(room.can_fit(shape, zero, half, microbatches) for zero in stages)
+        return any(room.shortest(shape, zero, microbatches) <= shape.pp for zero in stages)
 
     def _open_piped(self, node: Piped) -> None:
         for shape in shapes(self.problem, self.limits, node.cut, node.slots):
             numbers = replica_numbers(self.problem, self.limits, shape)
             if self._scores.is_time:
                 # with fewer replicas a step takes longer: they wait until the first is opened
-                self._push_scheduled(node, shape, numbers)
+                self._push_scheduled(shape, node.schedule, node.virtual, numbers)
             else:
                 for number in numbers:
-                    self._push_scheduled(node, shape, [number])
+                    self._push_scheduled(shape, node.schedule, node.virtual, [number])
 
-    def _push_scheduled(self, node: Piped, shape: Shape, numbers: list[int]) -> None:
+    def _push_scheduled(
+        self, shape: Shape, schedule: str, virtual: int, numbers: list[int]
+    ) -> None:
         """The first number of replicas with which the schedule runs."""
         total = self.problem.workload.batch // shape.microbatch
         for place, number in enumerate(numbers):
-            if total // number < SCHEDULE_KINDS[node.schedule].least_microbatches(shape.pp):
+            if total // number < SCHEDULE_KINDS[schedule].least_microbatches(shape.pp):
                 continue
             if self.limits.devices not in (0, number * shape.size):
                 continue
-            variants = tuple(self._layouts.variants([shape], node.schedule, node.virtual))
-            if variants:
-                rest = numbers[place + 1 :]
-                group = Scheduled(node, shape, variants, number, rest)
+            if variants := tuple(self._layouts.variants(shape, schedule, virtual)):
+                group = Scheduled(shape, variants, number, numbers[place + 1 :])
                 self._push(*self._fitting.scored(group))
             return  # fewer replicas wait until this group is opened
 
     def _open_scheduled(self, node: Scheduled) -> None:
         shape, one = node.shape, node.variants[0]
         if node.fewer:
-            self._push_scheduled(node.piped, shape, node.fewer)
+            self._push_scheduled(shape, one.schedule, one.virtual, node.fewer)
         each, more = divmod(self.problem.workload.batch // one.microbatch, node.number)
-        most = Shares(shape, node.number, each + (more > 0))
+        most = each + (more > 0)
         is_complete = self.problem.cluster.size <= _COMPLETE
         for variant in node.variants:
-            alike = replicas_of(shape, variant, node.number, most.microbatches)
+            alike = replicas_of(shape, variant, node.number, most)
             tail = self._bounds.least_tail(shape, variant)
 
             def can_win(seconds: float, alike: Choice = alike, tail: float = tail) -> bool:
                 least = self._scores.of_replicas(seconds + tail, alike)
                 return least < self._candidates.best_score
 
-            for fitting in self._layouts.groups(variant, most, node.number, can_win):
+            for fitting in self._layouts.groups(variant, shape, node.number, most, can_win):
                 slower = self._layouts.with_more_recompute(fitting, shape) if is_complete else ()
                 for group in (fitting, *slower):
                     groups = tuple(dealt(group, node.number, each, more))

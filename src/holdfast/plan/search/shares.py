@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +31,8 @@ def with_best_shares(evaluator: Evaluator, choice: Choice, total: int) -> Choice
     groups = [_Group(evaluator, choice, group) for group in choice.replicas]
     if sum(group.count * group.least for group in groups) > total:
         return None
-    limit, found = _first_limit(groups, total), None
+    each = -(-total // sum(group.count for group in groups))
+    limit, found = max(group.seconds(max(each, group.least)) for group in groups), None
     for _ in range(_ROUNDS):
         most = [min(group.most_within(limit), total) for group in groups]
         if any(own < group.least for own, group in zip(most, groups, strict=True)):
@@ -74,20 +76,7 @@ class _Group:
         low, high = 0, 1
         while self.seconds(high) <= limit:
             low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.seconds(middle) <= limit:
-                low = middle
-            else:
-                high = middle
-        return low
-
-
-def _first_limit(groups: list[_Group], total: int) -> float:
-    """Seconds in which the groups finish all, with equal shares."""
-    number = sum(group.count for group in groups)
-    each = -(-total // number)
-    return max(group.seconds(max(each, group.least)) for group in groups)
+        return low + bisect_right(range(low + 1, high), limit, key=self.seconds)
 
 
 def _trimmed(groups: list[_Group], most: list[int], total: int) -> list[int]:

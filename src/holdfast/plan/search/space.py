@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -22,34 +22,32 @@ SHORT_MODEL = 16
 
 @dataclass(frozen=True)
 class Site:
-    """Pools that share a kind of replica: one pool, or several that a pipeline goes through.
-    sizes: devices of each."""
+    """Pools that share a kind of replica: one pool, or several that a pipeline goes through."""
 
     pools: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # devices of each
     node: int
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sample and a block are cut on a site. local: samples that a rank computes at once."""
+    """How a sample and a block are cut on a site."""
 
     site: Site
     cp: int
     tp: int
     ep: int
-    local: int
+    local: int  # samples that a rank computes at once
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The degrees of one replica on a site. slots: indices on pp in each pool of the site. most:
-    replicas that the site has devices for."""
+    """The degrees of one replica on a site."""
 
     cut: Cut
     dp_shard: int
-    slots: tuple[int, ...]
-    most: int
+    slots: tuple[int, ...]  # indices on pp in each pool of the site
+    most: int  # replicas that the site has devices for
 
     @property
     def site(self) -> Site:
@@ -95,6 +93,14 @@ class Shape:
         pairs = zip(self.site.pools, self.slots, strict=True)
         return tuple(name for name, number in pairs for _ in range(number))
 
+    def in_pool(self, pool: str) -> Shape:
+        """The same in a pool that is like its own."""
+        return replace(self, cut=replace(self.cut, site=replace(self.site, pools=(pool,))))
+
+    def words(self, recompute: Sequence[str]) -> list[str]:
+        """Words of `train.recompute`, of these, that a run file may have."""
+        return [word for word in recompute if self.ep == 1 or word != "selective"]
+
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
@@ -113,7 +119,16 @@ def cuts(problem: Problem, limits: Limits, site: Site) -> Iterator[Cut]:
 
 def slots_of(problem: Problem, limits: Limits, cut: Cut) -> Iterator[tuple[int, ...]]:
     """Lengths of a pipeline of such ranks, by the part of it in each pool."""
-    yield from _slots(problem.workload, limits, cut.site, cut.tp * cut.cp)
+    blocks, inner = len(problem.workload.blocks), cut.tp * cut.cp
+    if len(cut.site.pools) == 1:
+        for pp in _allowed(limits.pp, pipeline_degrees(blocks, cut.site.sizes[0] // inner)):
+            yield (pp,)
+        return
+    one, other = (size // inner for size in cut.site.sizes)
+    for first in range(1, min(blocks - 1, one) + 1):
+        for second in range(1, min(blocks - first, other) + 1):
+            if limits.pp in (0, first + second):
+                yield first, second
 
 
 def shapes(problem: Problem, limits: Limits, cut: Cut, slots: tuple[int, ...]) -> Iterator[Shape]:
@@ -145,20 +160,6 @@ def replica_numbers(problem: Problem, limits: Limits, shape: Shape) -> list[int]
 
 def _allowed(fixed: int, degrees: Iterable[int]) -> list[int]:
     return [n for n in degrees if fixed in (0, n)]
-
-
-def _slots(workload: Workload, limits: Limits, site: Site, inner: int) -> Iterator[tuple[int, ...]]:
-    """Lengths of a pipeline, by the part of it in each pool."""
-    blocks = len(workload.blocks)
-    if len(site.pools) == 1:
-        for pp in _allowed(limits.pp, pipeline_degrees(blocks, site.sizes[0] // inner)):
-            yield (pp,)
-        return
-    one, other = (size // inner for size in site.sizes)
-    for first in range(1, min(blocks - 1, one) + 1):
-        for second in range(1, min(blocks - first, other) + 1):
-            if limits.pp in (0, first + second):
-                yield first, second
 
 
 @lru_cache(maxsize=4096)

@@ -74,23 +74,14 @@ def _within(blocks: int, stages: int, cost: StageCost, limit: float) -> Stages |
     """The split under a limit that gives the last stages as much as they may have."""
     found, stop = [0] * stages, blocks
     for stage in range(stages - 1, -1, -1):
-        least = stage  # each stage before it has a block
-        start = _first_within(cost, stage, least, stop, limit)
-        if start is None:
+        low, high = stage, stop - 1  # each stage before it has a block
+        if high < low or cost(stage, high, stop) > limit:
             return None
-        found[stage], stop = stop - start, start
+        while low < high:  # to the earliest first block with which it is within the limit
+            middle = (low + high) // 2
+            if cost(stage, middle, stop) <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        found[stage], stop = stop - low, low
     return tuple(found) if stop == 0 else None
-
-
-def _first_within(cost: StageCost, stage: int, least: int, stop: int, limit: float) -> int | None:
-    """The earliest first block with which the stage is within the limit."""
-    low, high = least, stop - 1
-    if high < low or cost(stage, high, stop) > limit:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if cost(stage, middle, stop) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return low

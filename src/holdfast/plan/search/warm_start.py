@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.choice import Choice, ReplicaChoice, replicas_within
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.search.limits import Limits, Objective
 from holdfast.plan.search.shares import dealt, with_best_shares
@@ -46,9 +46,11 @@ def _adapted(evaluator: Evaluator, choice: Choice, limits: Limits) -> Iterator[C
     total, rest = divmod(problem.workload.batch, choice.microbatch)
     if rest or not _is_within(choice, limits) or not all(_has_place(problem, g) for g in kinds):
         return
-    kept = _within_pools(problem, kinds, [group.dp_replicate for group in kinds])
-    most = _within_pools(problem, kinds, [total for _ in kinds])
-    for counts in dict.fromkeys((kept, most) if len(kinds) == 1 else (kept,)):
+    sizes = {pool.name: pool.size for pool in problem.cluster.pools}
+    numbers = [replicas_within(kinds, sizes)]
+    if len(kinds) == 1:
+        numbers.append(replicas_within([replace(kinds[0], dp_replicate=total)], sizes))
+    for counts in dict.fromkeys(numbers):
         groups = [replace(g, dp_replicate=n) for g, n in zip(kinds, counts, strict=True) if n]
         found = _with_shares(evaluator, choice, groups, total)
         if (
@@ -84,9 +86,9 @@ def _is_within(choice: Choice, limits: Limits) -> bool:
             or limits.virtual in (0, choice.virtual)
         )
         and all(
-            given in (0, own)
+            fixed in (0, own)
             for group in choice.replicas
-            for given, own in zip(limits.mesh, group.mesh_shape, strict=True)
+            for fixed, own in zip(limits.mesh, group.mesh_shape, strict=True)
         )
         and all(word in limits.recompute for g in choice.replicas for word in g.recompute)
     )
@@ -102,32 +104,14 @@ def _has_place(problem: Problem, group: ReplicaChoice) -> bool:
     )
 
 
-def _within_pools(
-    problem: Problem, kinds: list[ReplicaChoice], wanted: list[int]
-) -> tuple[int, ...]:
-    """Replicas of each kind for which the pools have devices, and no more than are wanted."""
-    free, found = {pool.name: pool.size for pool in problem.cluster.pools}, list[int]()
-    for group, number in zip(kinds, wanted, strict=True):
-        needs = dict[str, int]()
-        for index in range(group.pp):
-            name = group.pool_at(index)
-            needs[name] = needs.get(name, 0) + group.replica_size // group.pp
-        count = min(number, *(free[name] // need for name, need in needs.items()))
-        for name, need in needs.items():
-            free[name] -= count * need
-        found.append(count)
-    return tuple(found)
-
-
 def _with_shares(
     evaluator: Evaluator, choice: Choice, groups: list[ReplicaChoice], total: int
 ) -> Choice | None:
     """The layout with all microbatches of a step; None if a schedule needs more of them."""
-    if not groups:
-        return None
-    if len(groups) > 1:
-        return with_best_shares(evaluator, replace(choice, replicas=tuple(groups)), total)
-    one = groups[0]
+    if len(groups) != 1:
+        every = replace(choice, replicas=tuple(groups))
+        return with_best_shares(evaluator, every, total) if groups else None
+    [one] = groups
     number = min(one.dp_replicate, total)
     each, more = divmod(total, number)
     if each < SCHEDULE_KINDS[choice.schedule].least_microbatches(one.pp):

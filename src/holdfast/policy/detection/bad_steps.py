@@ -1,13 +1,8 @@
 """Decides what to do about a step that is not finite, or whose loss jumps. Pure.
 
-    calm --bad step--> again --bad again, and clear--> skipping --passed--> calm
-     ^                  | ^                               |
-     |                  | '------- bad again -------------'
-     '---- it passed ---'
-
 Nothing of a bad step was applied, so it is repeated from the state before it. The first time, the
 suspects (microbatches that may have caused it) are dealt to other devices. The result is evidence
-for `policy/detection/blame.py`. Data that is bad wherever it is computed is skipped with its
+(`assign_blame`). Data that is bad wherever it is computed is skipped with its
 reason. If a microbatch is bad on one device alone, that device is named, and left out if this
 repeats.
 
@@ -19,82 +14,97 @@ fault. A jump is accepted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from holdfast.core.data.skips import Skip, Skips
-from holdfast.policy.detection.blame import BlameVerdict, Culprit, Trial, assign_blame
+
+
+class Culprit(StrEnum):
+    DATA = "data"
+    DEVICE = "device"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One piece of data was computed on `device`, and came out bad or good."""
+
+    device: Hashable
+    is_bad: bool
+
+
+@dataclass(frozen=True)
+class BlameVerdict:
+    """device: the one it was seen on first. reason: a sentence."""
+
+    blame: Culprit
+    device: Hashable
+    reason: str
+
+
+def assign_blame(trials: Sequence[Trial], *, only_device: bool = False) -> BlameVerdict:
+    """From all trials of one piece of data, in order. It was bad on some device first; from then on
+    it is computed again, on other devices where there are any. A step computes the same bits
+    wherever and however often it is done, so:
+
+    | bad on          | good anywhere | to blame                                              |
+    |-----------------|---------------|-------------------------------------------------------|
+    | several devices | no            | the data                                              |
+    | one, repeatedly | no            | the data, where there is no other device to try it on |
+    | one             | yes           | the device, even if it computes the same well now     |
+    | several devices | yes           | undecided                                             |
+
+    only_device: there is no other device. Raises ValueError where none was bad.
+    """
+    bad = list(dict.fromkeys(trial.device for trial in trials if trial.is_bad))
+    if not bad:
+        raise ValueError("nothing was bad, so nothing is to blame")
+    good = list(dict.fromkeys(str(trial.device) for trial in trials if not trial.is_bad))
+    count = sum(trial.is_bad for trial in trials)
+    times = "once" if count == 1 else f"{count} times"
+    why = f"bad on {' and '.join(map(str, bad))}, {times}"
+    why += f"; good on {' and '.join(good)}" if good else "; good nowhere"
+    if good:
+        blame = Culprit.DEVICE if len(bad) == 1 else Culprit.UNKNOWN
+    else:
+        told_apart = len(bad) > 1 or (only_device and len(trials) > 1)
+        blame = Culprit.DATA if told_apart else Culprit.UNKNOWN
+    return BlameVerdict(blame, bad[0], why)
+
 
 DeviceName = str
 """The computer of a microbatch: the processes of a replica, in the words of messages."""
 
 
-class BadStepPhase(StrEnum):
-    NORMAL = "calm"
-    RETRYING = "again"  # a bad step is done again, its suspects elsewhere
-    SKIPPING = "skipping"  # it is done again without what is to blame
-
-
-BAD_STEP_TRANSITIONS: dict[BadStepPhase, frozenset[BadStepPhase]] = {
-    BadStepPhase.NORMAL: frozenset({BadStepPhase.RETRYING}),
-    BadStepPhase.RETRYING: frozenset(
-        {BadStepPhase.NORMAL, BadStepPhase.RETRYING, BadStepPhase.SKIPPING}
-    ),
-    BadStepPhase.SKIPPING: frozenset(
-        {BadStepPhase.NORMAL, BadStepPhase.RETRYING, BadStepPhase.SKIPPING}
-    ),
-}
-
-
-def advance(phase: BadStepPhase, to: BadStepPhase) -> BadStepPhase:
-    """The new mood. Raises ValueError for a transition that is not in the table."""
-    if to not in BAD_STEP_TRANSITIONS[phase]:
-        raise ValueError(f"from {phase} there is no way to {to}")
-    return to
-
-
 @dataclass(frozen=True)
 class BadStepLimits:
-    """Limits of the repetitions.
+    """Limits of the repetitions."""
 
-    Attributes:
-        max_unclear_failures: Repetitions of a step of unknown cause.
-        max_failures: Repetitions of any step.
-        max_skips: Microbatches that a run leaves out at most.
-        max_consecutive_skip_steps: Steps in a row of which it does.
-        max_device_errors: A device that was to blame this often is left out.
-    """
-
-    max_unclear_failures: int = 1
-    max_failures: int = 6
-    max_skips: int = 16
-    max_consecutive_skip_steps: int = 2
-    max_device_errors: int = 3
+    max_unclear_failures: int = 1  # repetitions of a step of unknown cause
+    max_failures: int = 6  # repetitions of any step
+    max_skips: int = 16  # microbatches that a run leaves out
+    max_consecutive_skip_steps: int = 2  # steps in a row of which it does
+    max_device_errors: int = 3  # a device that was to blame this often is left out
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that was not applied.
-
-    Attributes:
-        description: A phrase ("is not finite").
-        device_of: The device that computed each of its microbatches.
-        suspects: Microbatches that may have caused it.
-        is_reproduced: The same devices computed these once more at once, and they were bad again;
-        None:
-            they
-            did not.
-        can_be_accepted: It may be applied anyway.
-    """
+    """A step that was not applied. is_reproduced: the same devices computed the suspects once more
+    at once, and they were bad again; None: they did not."""
 
     step: int
-    description: str
-    device_of: Mapping[int, DeviceName]
-    suspects: frozenset[int]
+    description: str  # a phrase ("is not finite")
+    device_of: Mapping[int, DeviceName]  # that computed each of its microbatches
+    suspects: frozenset[int]  # microbatches that may have caused it
     is_reproduced: bool | None = None
-    can_be_accepted: bool = False
+    can_be_accepted: bool = False  # it may be applied anyway
+
+    @property
+    def what(self) -> str:
+        return f"step {self.step} {self.description}"
 
 
 class BadStepAction(StrEnum):
@@ -117,18 +127,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class BadStepDecision:
-    """avoided_devices: the device that is not to compute a microbatch. finding: what has become
-    clear; finding_if_passed: what will have, when the step is good this time. excluded_devices:
-    devices that are not to be used any more."""
+    """What to do about a bad step. avoided_devices: by microbatch, which is not to compute it."""
 
     action: BadStepAction
     step: int
     reason: str
     avoided_devices: Mapping[int, DeviceName] = field(default_factory=dict)
     skips: tuple[Skip, ...] = ()
-    finding: Finding | None = None
-    finding_if_passed: Finding | None = None
-    excluded_devices: tuple[DeviceName, ...] = ()
+    finding: Finding | None = None  # what has become clear
+    finding_if_passed: Finding | None = None  # what will have, when the step is good this time
+    excluded_devices: tuple[DeviceName, ...] = ()  # not to be used any more
 
 
 class BadStepPolicy:
@@ -136,7 +144,6 @@ class BadStepPolicy:
 
     def __init__(self, skips: Skips | None = None, limits: BadStepLimits | None = None) -> None:
         self.skips = skips or Skips()
-        self.phase = BadStepPhase.NORMAL
         self._limits = limits or BadStepLimits()
         self._trials: dict[int, list[Trial]] = {}  # by microbatch of the step
         # the newest, as long as its step has not passed
@@ -156,7 +163,6 @@ class BadStepPolicy:
         found = self._decision.finding_if_passed
         if found is not None and found.blame is Culprit.DEVICE:
             self._errors.update(found.devices)
-        self.phase = advance(self.phase, BadStepPhase.NORMAL)
         self._trials, self._decision = {}, None
         self._failures = self._unclear_failures = 0
 
@@ -169,28 +175,19 @@ class BadStepPolicy:
             tried.append(Trial(device, leaf in bad_step.suspects))
             if leaf in bad_step.suspects and bad_step.is_reproduced is not None:
                 tried.append(Trial(device, bad_step.is_reproduced))
-        self._decision = decision = (
-            self._decide_first_failure(bad_step)
-            if self._failures == 1
-            else self._decide_repeated_failure(bad_step)
-        )
-        self.phase = advance(
-            self.phase, BadStepPhase.SKIPPING if decision.skips else BadStepPhase.RETRYING
-        )
-        return decision
+        first = self._failures == 1
+        self._decision = (self._decide_first if first else self._decide_repeated)(bad_step)
+        return self._decision
 
     # --- what is done ---------------------------------------------------------------------------
-    def _decide_first_failure(self, bad_step: BadStep) -> BadStepDecision:
-        if self._are_previous_steps_skipped(bad_step.step):
-            why = f"step {bad_step.step} {bad_step.description}"
-            return self._accept_or_give_up(
-                bad_step, f"{why}, and so was what was left out of the steps before"
-            )
-        return self._retry(
-            bad_step, f"step {bad_step.step} {bad_step.description}: it is done again"
-        )
+    def _decide_first(self, bad_step: BadStep) -> BadStepDecision:
+        skipped, steps = {skip.step for skip in self.skips}, self._limits.max_consecutive_skip_steps
+        if skipped.issuperset(range(bad_step.step - steps, bad_step.step)):
+            why = f"{bad_step.what}, and so was what was left out of the steps before"
+            return self._accept_or_give_up(bad_step, why)
+        return self._retry(bad_step, f"{bad_step.what}: it is done again")
 
-    def _decide_repeated_failure(self, bad_step: BadStep) -> BadStepDecision:
+    def _decide_repeated(self, bad_step: BadStep) -> BadStepDecision:
         only = len(set(bad_step.device_of.values())) == 1
         found = {
             leaf: assign_blame(tried, only_device=only)
@@ -205,32 +202,19 @@ class BadStepPolicy:
             self._unclear_failures > self._limits.max_unclear_failures
             or self._failures > self._limits.max_failures
         ):
-            return self._accept_or_give_up(
-                bad_step,
-                f"step {bad_step.step} {bad_step.description}, {self._failures} times: nothing "
-                f"tells "
-                "the data from the device",
-            )
-        again = self._retry(
-            bad_step, f"step {bad_step.step} {bad_step.description} once more: it is done again"
-        )
+            why = f"{bad_step.what}, {self._failures} times: nothing tells the data from the device"
+            return self._accept_or_give_up(bad_step, why)
+        again = self._retry(bad_step, f"{bad_step.what} once more: it is done again")
         if len(devices) != 1:
             return again
         (device,) = devices
         self._errors[device] = max(self._errors[device], self._limits.max_device_errors)
-        why = (
-            f"step {bad_step.step} {bad_step.description} with whatever {device} computes; "
-            f"elsewhere it is good"
-        )
-        who = Finding(
-            bad_step.step, Culprit.DEVICE, tuple(sorted(bad_step.suspects)), (device,), why
-        )
-        return BadStepDecision(
-            BadStepAction.RETRY,
-            bad_step.step,
-            again.reason,
-            again.avoided_devices,
-            finding=who,
+        why = f"{bad_step.what} with whatever {device} computes; elsewhere it is good"
+        leaves = tuple(sorted(bad_step.suspects))
+        return replace(
+            again,
+            finding=Finding(bad_step.step, Culprit.DEVICE, leaves, (device,), why),
+            finding_if_passed=None,
             excluded_devices=self._faulty_devices(),
         )
 
@@ -243,13 +227,10 @@ class BadStepPolicy:
         }
         devices = tuple(dict.fromkeys(seen.values()))
         if len(devices) == 1:
-            step = f"step {bad_step.step} {bad_step.description}"
-            said = f"{step} when {devices[0]} computed it, and is well now"
+            said = f"{bad_step.what} when {devices[0]} computed it, and is well now"
             passed = Finding(bad_step.step, Culprit.DEVICE, tuple(seen), devices, said)
         else:
-            said = (
-                f"step {bad_step.step} {bad_step.description}, and is well now: nothing tells why"
-            )
+            said = f"{bad_step.what}, and is well now: nothing tells why"
             passed = Finding(bad_step.step, Culprit.UNKNOWN, tuple(seen), devices, said)
         return BadStepDecision(
             BadStepAction.RETRY,
@@ -265,18 +246,12 @@ class BadStepPolicy:
         before = [skip for skip in self.skips if skip.step == bad_step.step]
         number = len(bad_step.device_of)
         if number > 1 and 2 * (len(before) + len(guilty)) > number:
-            return self._accept_or_give_up(
-                bad_step,
-                f"step {bad_step.step} {bad_step.description} with most of its microbatches, "
-                "wherever they are computed",
-            )
+            why = f"{bad_step.what} with most of its microbatches, wherever they are computed"
+            return self._accept_or_give_up(bad_step, why)
         if len(self.skips) + len(guilty) > self._limits.max_skips:
-            return self._accept_or_give_up(
-                bad_step,
-                f"step {bad_step.step} {bad_step.description}, after {len(self.skips)} "
-                "microbatches were left out",
-            )
-        what = f"step {bad_step.step} {bad_step.description}"
+            why = f"{bad_step.what}, after {len(self.skips)} microbatches were left out"
+            return self._accept_or_give_up(bad_step, why)
+        what = bad_step.what
         skip = tuple(
             Skip(bad_step.step, at, f"{what}: {each.reason}") for at, each in guilty.items()
         )
@@ -300,13 +275,6 @@ class BadStepPolicy:
             finding=found,
         )
 
-    def _are_previous_steps_skipped(self, step: int) -> bool:
-        """Return True if something was left out of each of the steps just before."""
-        steps = {skip.step for skip in self.skips}
-        return all(
-            step - back in steps for back in range(1, self._limits.max_consecutive_skip_steps + 1)
-        )
-
     def _faulty_devices(self) -> tuple[DeviceName, ...]:
         return tuple(
             d for d, count in self._errors.items() if count >= self._limits.max_device_errors
@@ -315,18 +283,12 @@ class BadStepPolicy:
 
 @dataclass(frozen=True)
 class StepRetry:
-    """The ranks' notice of a bad step that their generation must repeat.
-
-    Attributes:
-        avoid: By microbatch, the replicas that must not compute it.
-        accept: It is applied whatever it is.
-        if_passed: Written to the journal once the step has passed.
-    """
+    """The ranks' notice of a bad step that their generation must repeat."""
 
     step: int
-    avoid: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    accept: bool = False
-    if_passed: Finding | None = None
+    avoid: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # replicas, by microbatch
+    accept: bool = False  # it is applied whatever it is
+    if_passed: Finding | None = None  # written to the journal once the step has passed
 
     def to_json(self) -> dict[str, Any]:
         return {

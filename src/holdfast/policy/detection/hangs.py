@@ -56,39 +56,26 @@ _UNHEARD_RUNNING_CPU_SHARE = 0.1  # of a core: this much, if the worker is not h
 
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
-    """The last sign of progress of a worker.
+    """The last sign of progress of a worker. is_waiting: it reports that it waits for other ranks,
+    so it is not the one that they wait for. is_blocked_in_collective: it reports that it sleeps
+    where ranks wait for each other, as the partner of a hung rank does."""
 
-    Attributes:
-        point: Progress of the worker. A higher point is further; equal points wait for the same
-            thing.
-        reached_at: When it came there, by the clock of the caller that compares.
-        cpu_seconds: Seconds of CPU used since then; None if not known.
-        is_waiting: It reports that it waits for other ranks, so it is not the one that they wait
-        for. silent_for_s: Seconds since its last message of any kind.
-        limit_factor: Factor on the limit for its current work.
-        is_blocked_in_collective: It reports that it sleeps where ranks wait for each other. The
-            partner of a hung rank
-            does.
-        device_progress: How far its device is with exchanges.
-    """
-
-    point: int
-    reached_at: float
-    cpu_seconds: float | None = None
+    point: int  # a higher one is further; equal points wait for the same thing
+    reached_at: float  # by the clock of the caller that compares
+    cpu_seconds: float | None = None  # of CPU used since then; None: not known
     is_waiting: bool = False
-    silent_for_s: float = 0.0
-    limit_factor: float = 1.0
+    silent_for_s: float = 0.0  # since its last message of any kind
+    limit_factor: float = 1.0  # on the limit, for its current work
     is_blocked_in_collective: bool = False
-    device_progress: tuple[GroupProgress, ...] = ()
+    device_progress: tuple[GroupProgress, ...] = ()  # how far its device is with exchanges
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A worker that is named. stalled_for_s: length of its hang. sign: silent, behind or
-    device."""
+    """A worker that is named."""
 
-    stalled_for_s: float
-    sign: str
+    stalled_for_s: float  # length of its hang
+    sign: str  # silent, behind or device
 
 
 def normal_step_s(steps: Sequence[float]) -> float | None:
@@ -103,11 +90,8 @@ def normal_step_s(steps: Sequence[float]) -> float | None:
 
 def stopped_process_limit(normal: float | None, wakeup_lag_s: float = 0.0) -> float:
     """Return the seconds after which a process stopped by the operating system is given up."""
-    return (
-        STOPPED_LIMIT_STEPS * (DEFAULT_STEP_S if normal is None else normal)
-        + STOPPED_LIMIT_EXTRA_S
-        + wakeup_lag_s
-    )
+    step_s = DEFAULT_STEP_S if normal is None else normal
+    return STOPPED_LIMIT_STEPS * step_s + STOPPED_LIMIT_EXTRA_S + wakeup_lag_s
 
 
 def hang_limit(normal: float, mark: ProgressMark, wakeup_lag_s: float = 0.0) -> float:
@@ -277,9 +261,8 @@ def find_furthest_behind(
 
 
 def _is_running(mark: ProgressMark, now: float, share: float = _RUNNING_CPU_SHARE) -> bool:
-    return mark.cpu_seconds is not None and mark.cpu_seconds >= share * max(
-        now - mark.reached_at, 1e-9
-    )
+    least = share * max(now - mark.reached_at, 1e-9)
+    return mark.cpu_seconds is not None and mark.cpu_seconds >= least
 
 
 def _is_idle(mark: ProgressMark, now: float) -> bool:

@@ -24,11 +24,11 @@ class LossJumpLimits:
 
 @dataclass(frozen=True)
 class LossJump:
-    """loss: of the step, mean per token. threshold: above which it has jumped. microbatches: those
-    that lie above it by half as much as the highest one, as each varies more than their mean."""
+    """A jump. microbatches: those that lie above the threshold by half as much as the highest one,
+    as each varies more than their mean."""
 
-    loss: float
-    threshold: float
+    loss: float  # of the step, mean per token
+    threshold: float  # above which it has jumped
     microbatches: tuple[int, ...]
 
 

@@ -70,28 +70,19 @@ class StragglerRule:
 
 @dataclass(frozen=True)
 class StragglerLimits:
-    """Limits of the comparison.
+    """Limits of the comparison."""
 
-    Attributes:
-        block_steps: Steps that one comparison takes.
-        rules: The least slow last.
-        normal_slowdown: Factor of slowness that still counts as quick.
-        standby_slowdown: Factor at which a slow worker gets no work, after `standby_after_blocks`
-        blocks. recover_after_blocks: Blocks as quick as the rest until a worker is well again.
-        standby_blocks: Blocks on standby before a trial.
-    """
-
-    block_steps: int = 8
-    rules: tuple[StragglerRule, ...] = (
+    block_steps: int = 8  # that one comparison takes
+    rules: tuple[StragglerRule, ...] = (  # the least slow last
         StragglerRule(4.0, 2, 2, 3.0),
         StragglerRule(2.0, 4, 4, 1.8),
         StragglerRule(1.35, 24, 18, 1.15),
     )
-    normal_slowdown: float = 1.15
-    standby_slowdown: float = 2.0
-    standby_after_blocks: int = 4
-    recover_after_blocks: int = 8
-    standby_blocks: int = 64
+    normal_slowdown: float = 1.15  # that still counts as quick
+    standby_slowdown: float = 2.0  # at which a slow worker gets no work
+    standby_after_blocks: int = 4  # as slow as that
+    recover_after_blocks: int = 8  # as quick as the rest, until a worker is well again
+    standby_blocks: int = 64  # on standby before a trial
 
     @property
     def max_blocks(self) -> int:
@@ -199,18 +190,12 @@ class StragglerDetector:
         if worker.pace is Pace.STANDBY:
             if worker.blocks_in_pace < self.limits.standby_blocks:
                 return None
-            return (
-                Pace.TRIAL,
-                1.0,
-                f"it has rested for {self.limits.standby_blocks * self.limits.block_steps} "
-                f"comparisons",
-            )
+            rest = self.limits.standby_blocks * self.limits.block_steps
+            return Pace.TRIAL, 1.0, f"it has rested for {rest} comparisons"
         if worker.pace is Pace.SLOW:
             return self._next_pace_of_slow(worker)
-        slower, steps = (
-            self._certain_slowdown(worker),
-            len(worker.block_slowdowns) * self.limits.block_steps,
-        )
+        slower = self._certain_slowdown(worker)
+        steps = len(worker.block_slowdowns) * self.limits.block_steps
         if slower is not None:
             again = worker.pace is Pace.TRIAL and slower >= self.limits.standby_slowdown
             why = f"{slower:.2g} times slower than the others in the last {steps} comparisons"

@@ -69,48 +69,29 @@ class PreVoteReply(StrEnum):
 
 @dataclass(frozen=True)
 class ElectionTimeouts:
-    """Waits before a claim, in seconds.
+    """Waits before a claim, in seconds."""
 
-    Attributes:
-        leader_timeout_s: Time for which a coordinator may not answer.
-        delay_per_place_s: Extra wait of each further name before it claims.
-        minority_wait_s: Wait of less than a majority.
-    """
-
-    leader_timeout_s: float = 6.0
-    delay_per_place_s: float = 1.0
-    minority_wait_s: float = 20.0
+    leader_timeout_s: float = 6.0  # for which a coordinator may not answer
+    delay_per_place_s: float = 1.0  # extra wait of each further name before it claims
+    minority_wait_s: float = 20.0  # wait of less than a majority
 
 
 @dataclass(frozen=True)
 class AgentState:
-    """One agent's place in the election; see the module.
-
-    Attributes:
-        term: The newest that it knows of; orders of older ones are refused.
-        leader_address: Where its coordinator listens; "" if that is not known, or this agent is it.
-        generation: The generation that it holds.
-        newest_seen_generation: The newest generation that it found in the run store while silent.
-        members: The agents of the newest generation that it took part in.
-        role_since: When its coordinator last answered, or the present state began.
-        last_answered_term: The newest term whose coordinator has answered it.
-        is_leader_dead: The coordinator of the newest term is known to be dead.
-        journal_sizes: The last sign of other agents' progress in the run store.
-        minority_candidacies: Claims with less than a majority since another agent last led it.
-    """
+    """One agent's place in the election; see the module."""
 
     name: str
     role: Role = Role.DISCOVERING
-    term: int = 0
-    leader_address: str = ""
-    generation: int = 0
-    newest_seen_generation: int = 0
-    members: tuple[str, ...] = ()
-    role_since: float = 0.0
-    last_answered_term: int = 0
-    is_leader_dead: bool = False
-    journal_sizes: str = ""
-    minority_candidacies: int = 0
+    term: int = 0  # the newest that it knows of; orders of older ones are refused
+    leader_address: str = ""  # of its coordinator; "": not known, or this agent is it
+    generation: int = 0  # that it holds
+    newest_seen_generation: int = 0  # that it found in the run store while silent
+    members: tuple[str, ...] = ()  # agents of the newest generation that it took part in
+    role_since: float = 0.0  # when its coordinator last answered, or the present state began
+    last_answered_term: int = 0  # the newest term whose coordinator has answered it
+    is_leader_dead: bool = False  # the coordinator of the newest term is known to be dead
+    journal_sizes: str = ""  # the last sign of other agents' progress in the run store
+    minority_candidacies: int = 0  # claims with less than a majority since another agent led it
 
 
 def newest_term_read(state: AgentState, term: int, leader_address: str, now: float) -> AgentState:
@@ -195,18 +176,12 @@ def pre_vote_ended(
     """
     if state.role is not Role.PRE_CANDIDATE:
         return state
-    newer, moved = (
-        newest_generation > max(state.generation, state.newest_seen_generation),
-        journal_sizes != state.journal_sizes,
-    )
-    state = replace(
-        state,
-        journal_sizes=journal_sizes,
-        newest_seen_generation=max(state.newest_seen_generation, newest_generation),
-    )
-    most = state.generation >= state.newest_seen_generation and _has_majority_missing(
-        state, replies
-    )
+    newer = newest_generation > max(state.generation, state.newest_seen_generation)
+    moved = journal_sizes != state.journal_sizes
+    newest = max(state.newest_seen_generation, newest_generation)
+    state = replace(state, journal_sizes=journal_sizes, newest_seen_generation=newest)
+    misses, alive = _missing_and_alive(state, replies)
+    most = state.generation >= newest and 2 * len(misses) > len(alive)  # miss the coordinator
     if newer or (moved and not most):
         # The other agents continue. That this agent cannot reach their coordinator is no reason to
         # disturb them.
@@ -240,12 +215,6 @@ def _candidate_place(state: AgentState, replies: Mapping[str, PreVoteReply]) -> 
     if 2 * len(misses) > len(alive) or not alive:
         return misses.index(state.name) if state.name in misses else len(misses)
     return None
-
-
-def _has_majority_missing(state: AgentState, replies: Mapping[str, PreVoteReply]) -> bool:
-    """Return True if most of the members miss the coordinator as this agent does."""
-    misses, alive = _missing_and_alive(state, replies)
-    return 2 * len(misses) > len(alive)
 
 
 def _missing_and_alive(

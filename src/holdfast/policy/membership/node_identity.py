@@ -15,16 +15,27 @@ Another processor may give other bits. What that means is the run file's to say.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from holdfast.core.json_parsing import JsonMessage, Parsers
 
 LikeProcessors = Literal["warn", "require", "ignore"]
 _UNSET = "unset"
 
 
 @dataclass(frozen=True)
-class NodeIdentity:
-    """The identity of one node's computation; see the module."""
+class NodeIdentity(JsonMessage):
+    """The identity of one node's computation; see the module. An agent of an older version sends
+    none, or parts of it."""
+
+    parsers: ClassVar[Parsers] = {
+        "code": str,
+        "torch": str,
+        "settings": dict,
+        "processor": lambda value: {str(k): str(v) for k, v in dict(value).items()},
+        "reference": str,
+    }
 
     code: str = ""
     torch: str = ""
@@ -32,30 +43,13 @@ class NodeIdentity:
     processor: Mapping[str, str] = field(default_factory=dict)
     reference: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> NodeIdentity:
-        """Parse an identity. An agent of an older version sends none, or parts of it."""
-        return NodeIdentity(
-            str(value.get("code", "")),
-            str(value.get("torch", "")),
-            dict(value.get("settings") or {}),
-            {str(k): str(v) for k, v in dict(value.get("processor") or {}).items()},
-            str(value.get("reference", "")),
-        )
-
 
 @dataclass(frozen=True)
 class JoinVerdict:
-    """Whether a node may join.
+    """Whether a node may join."""
 
-    refusal: why it may not; "" if it may. warning: what else differs.
-    """
-
-    refusal: str = ""
-    warning: str = ""
+    refusal: str = ""  # why it may not; "" if it may
+    warning: str = ""  # what else differs
 
 
 def judge_joiner(
@@ -66,10 +60,8 @@ def judge_joiner(
     like_processors: LikeProcessors,
 ) -> JoinVerdict:
     """Compare the identity of a node that wants to join with the coordinator's."""
-    for what, here, there in (
-        ("code (digest)", ours.code, theirs.code),
-        ("torch", ours.torch, theirs.torch),
-    ):
+    pairs = (("code (digest)", ours.code, theirs.code), ("torch", ours.torch, theirs.torch))
+    for what, here, there in pairs:
         if here and there and here != there:
             return JoinVerdict(
                 f"{their_name} runs another {what} than {our_name}: {there} there, {here} here; "

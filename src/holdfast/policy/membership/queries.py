@@ -34,12 +34,9 @@ def directive_for(state: CoordinatorState, node_name: str) -> Directive:
     if node.generation and (node.generation < state.generation or not inside):
         if node.stage not in STOPPED_STAGES:
             return Directive(NodeCommand.HALT, node.generation)
-        starts = inside and state.phase in (Phase.STARTING, Phase.TRAINING)
-        return (
-            Directive(NodeCommand.START, state.generation)
-            if starts
-            else Directive(NodeCommand.WAIT)
-        )
+        if inside and state.phase in (Phase.STARTING, Phase.TRAINING):
+            return Directive(NodeCommand.START, state.generation)
+        return Directive(NodeCommand.WAIT)
     if not inside:
         return Directive(NodeCommand.WAIT)
     match state.phase:
@@ -49,9 +46,8 @@ def directive_for(state: CoordinatorState, node_name: str) -> Directive:
         case Phase.HALTING:
             if node.generation != state.generation:
                 return Directive(NodeCommand.WAIT)  # it never began it
-            return Directive(
-                NodeCommand.PAUSE if state.at_step_end else NodeCommand.HALT, state.generation
-            )
+            command = NodeCommand.PAUSE if state.at_step_end else NodeCommand.HALT
+            return Directive(command, state.generation)
         case Phase.GATHERING if node.generation and node.stage not in STOPPED_STAGES:
             # All had been given up, as after a sleep of the coordinator's own, and speak again.
             return Directive(NodeCommand.HALT, state.generation)
@@ -62,10 +58,7 @@ def next_deadline(state: CoordinatorState, rules: MembershipRules, now: float) -
     """Return when, after `now`, `tick` may change something if no message comes before."""
     times = [min(node.last_heard + rules.node_timeout_s, node.leaving_at) for node in state.nodes]
     if state.phase is Phase.GATHERING:
-        times += [
-            state.phase_since + rules.gather_wait_s,
-            state.phase_since + rules.gather_timeout_s,
-        ]
+        times += [state.phase_since + s for s in (rules.gather_wait_s, rules.gather_timeout_s)]
     if state.phase is Phase.TRAINING:
         times += [settled_at(state, n, rules) for n in state.nodes if has_spare_workers(state, n)]
         times += [pair.retry_at for pair in state.unreachable_pairs]
@@ -129,6 +122,5 @@ def settled_at(state: CoordinatorState, node: NodeRecord, rules: MembershipRules
     """Return the time from which the node is reason enough to end a generation."""
     if node.name not in state.members:
         return max(node.joined_at, node.ready_changed_at) + rules.settle_time_s
-    return max(node.ready_changed_at, state.phase_since) + rules.settle_time_s * 2.0 ** min(
-        state.failed_growths, 10
-    )
+    wait_s = rules.settle_time_s * 2.0 ** min(state.failed_growths, 10)
+    return max(node.ready_changed_at, state.phase_since) + wait_s

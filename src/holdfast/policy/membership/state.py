@@ -93,40 +93,31 @@ class StageReport:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node as its coordinator knows it. Times are of the coordinator's clock.
-
-    Attributes:
-        incarnation: Its agent's process; a restarted agent has another one.
-        generation: The generation that it holds, with its workers' stage there.
-        ready_workers: Number of its places with a process that works or could at once; None if
-        unknown. ready_changed_at: When `ready_workers` changed.
-        used_places: Number of places that the generation uses.
-    """
+    """A node as its coordinator knows it. Times are of the coordinator's clock."""
 
     name: str
-    incarnation: str
+    incarnation: str  # its agent's process; a restarted agent has another one
     places: int
     joined_at: float
     last_heard: float
-    generation: int = 0
-    stage: NodeStage = NodeStage.IDLE
+    generation: int = 0  # that it holds
+    stage: NodeStage = NodeStage.IDLE  # of its workers there
     leaving_at: float = inf  # it said that it will be lost by then
     is_banned: bool = False  # sick: not taken again in this term
     must_report: bool = False  # it has to speak, or be lost, before a next generation is made
-    ready_workers: int | None = None
-    ready_changed_at: float = -inf
-    used_places: int = 0
+    ready_workers: int | None = None  # places with a process that works or could; None: not known
+    ready_changed_at: float = -inf  # when `ready_workers` changed
+    used_places: int = 0  # that the generation uses
 
 
 @dataclass(frozen=True)
 class UnreachablePair:
-    """Two nodes that reach the coordinator, and not each other. retry_at: when it is tried again;
-    wait: for how long it was not."""
+    """Two nodes that reach the coordinator, and not each other."""
 
     one: str
     other: str
-    retry_at: float
-    wait: float
+    retry_at: float  # when it is tried again
+    wait: float  # for how long it was not
 
 
 MISSED_HEARTBEATS_UNTIL_LOST = 3
@@ -144,24 +135,14 @@ SelectNodes = Callable[[Sequence[NodeRecord]], Sequence[str]]
 
 @dataclass(frozen=True)
 class MembershipRules:
-    """Limits, in seconds.
-
-    Attributes:
-        node_timeout_s: Silence after which a node is lost.
-        gather_wait_s: Wait of the first generation for more nodes, if more than the present ones
-            would be used.
-        settle_time_s: Time that a newcomer has been there before a generation is ended for it.
-        gather_timeout_s: Wait of too few nodes for more.
-        retry_pair_after_s: Time that two nodes that do not reach each other are kept apart; it
-            doubles each time.
-    """
+    """Limits, in seconds."""
 
     select_nodes: SelectNodes
-    node_timeout_s: float = 6.0
-    gather_wait_s: float = 5.0
-    settle_time_s: float = 2.0
-    gather_timeout_s: float = inf
-    retry_pair_after_s: float = 60.0
+    node_timeout_s: float = 6.0  # silence after which a node is lost
+    gather_wait_s: float = 5.0  # of the first generation for more nodes, if they would be used
+    settle_time_s: float = 2.0  # that a newcomer was there before a generation is ended for it
+    gather_timeout_s: float = inf  # wait of too few nodes for more
+    retry_pair_after_s: float = 60.0  # two nodes are kept apart so long; it doubles each time
     is_full: Callable[[Sequence[NodeRecord]], bool] = lambda nodes: False
     """Return True if more nodes than these would not be used."""
     can_add_workers: Callable[[Sequence[NodeRecord]], bool] = lambda nodes: False
@@ -170,28 +151,22 @@ class MembershipRules:
 
 @dataclass(frozen=True)
 class CoordinatorState:
-    """The knowledge of the coordinator of `term`; see the module.
-
-    members: names of the generation's nodes. nodes: in the order of their names, which `node_names`
-    repeats, to be looked up by. phase_since: when the phase began. pending_nodes: the nodes of the
-    generation that is being made. lost_members: which members were lost, and why, since it began.
-    failed_growths: how often in turn a generation that was made to grow broke before it worked.
-    """
+    """The knowledge of the coordinator of `term`; see the module."""
 
     term: int
     phase: Phase = Phase.GATHERING
     generation: int = 0
-    members: frozenset[str] = frozenset()
-    nodes: tuple[NodeRecord, ...] = ()
-    node_names: tuple[str, ...] = ()
-    phase_since: float = 0.0
+    members: frozenset[str] = frozenset()  # names of the generation's nodes
+    nodes: tuple[NodeRecord, ...] = ()  # in the order of their names
+    node_names: tuple[str, ...] = ()  # the same names, to be looked up by
+    phase_since: float = 0.0  # when the phase began
     reason: str = "start"
     at_step_end: bool = False  # the change can wait for the end of a step
-    pending_nodes: frozenset[str] = frozenset()
-    lost_members: tuple[tuple[str, str], ...] = ()
+    pending_nodes: frozenset[str] = frozenset()  # of the generation that is being made
+    lost_members: tuple[tuple[str, str], ...] = ()  # since it began, each with the reason
     unreachable_pairs: tuple[UnreachablePair, ...] = ()
     end_reason: str = ""  # why it ended without being done
-    failed_growths: int = 0
+    failed_growths: int = 0  # times in turn that a grown generation broke before it worked
 
     def __post_init__(self) -> None:
         if len(self.node_names) != len(self.nodes):
@@ -239,17 +214,8 @@ def begin_term(
 ) -> CoordinatorState:
     """Begin a term. `generation` is the newest in the run store, with its nodes as stored there;
     these have the usual time to be heard."""
-    expected = tuple(
-        replace(
-            node,
-            joined_at=now,
-            last_heard=now,
-            generation=0,
-            stage=NodeStage.IDLE,
-            must_report=True,
-        )
-        for node in members
-    )
+    fresh = (replace(n, generation=0, stage=NodeStage.IDLE, must_report=True) for n in members)
+    expected = tuple(replace(node, joined_at=now, last_heard=now) for node in fresh)
     return CoordinatorState(
         term,
         Phase.STARTING if expected else Phase.GATHERING,

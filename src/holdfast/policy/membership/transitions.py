@@ -95,9 +95,8 @@ def node_joined(
         old = None
     known = replace(node, joined_at=now, generation=0, stage=NodeStage.IDLE) if old is None else old
     known = replace(known, incarnation=node.incarnation, places=node.places, last_heard=now)
-    report = StageReport(
-        node.name, node.incarnation, node.generation, node.stage, node.ready_workers
-    )
+    ready = node.ready_workers
+    report = StageReport(node.name, node.incarnation, node.generation, node.stage, ready)
     return reports_received(state.with_node(known), [report], now, rules)
 
 
@@ -132,17 +131,9 @@ def _apply_report(state: CoordinatorState, report: StageReport, now: float) -> C
     if at < node.generation:  # held up on the way: what it says is older than what is known
         return state.with_node(replace(node, last_heard=now))
     grew = now if report.ready_workers != node.ready_workers else node.ready_changed_at
-    state = state.with_node(
-        replace(
-            node,
-            last_heard=now,
-            generation=at,
-            stage=stage,
-            must_report=False,
-            ready_workers=report.ready_workers,
-            ready_changed_at=grew,
-        )
-    )
+    node = replace(node, last_heard=now, generation=at, stage=stage, must_report=False)
+    node = replace(node, ready_workers=report.ready_workers, ready_changed_at=grew)
+    state = state.with_node(node)
     current = at == state.generation and report.name in state.members
     if current and stage is NodeStage.BROKEN:
         return halt(state, "worker_lost", now)
@@ -272,15 +263,9 @@ def generation_created(
     it at once. used_places: places that it uses of each; None: as many as are ready."""
     if state.pending_generation is None or generation != state.generation + 1:
         return state
-    nodes = tuple(
-        replace(
-            node,
-            used_places=(node.ready_workers or 0)
-            if used_places is None
-            else used_places.get(node.name, 0),
-        )
-        for node in state.nodes
-    )
+    if used_places is None:
+        used_places = {node.name: node.ready_workers or 0 for node in state.nodes}
+    nodes = tuple(replace(n, used_places=used_places.get(n.name, 0)) for n in state.nodes)
     started = replace(
         _enter_phase(state, Phase.STARTING, now),
         generation=generation,
@@ -291,10 +276,10 @@ def generation_created(
         at_step_end=False,
     )
     there = {node.name for node in state.nodes if node.joined_at <= state.phase_since}
-    if not names <= there:  # lost, or another process of that name by now
-        started = replace(_enter_phase(started, Phase.HALTING, now), reason="node_lost")
-    elif has_unreachable_pair(started, names, now):
-        started = replace(_enter_phase(started, Phase.HALTING, now), reason="link_cut")
+    is_there = names <= there  # not lost, nor another process of that name by now
+    if not is_there or has_unreachable_pair(started, names, now):
+        reason = "link_cut" if is_there else "node_lost"
+        started = replace(_enter_phase(started, Phase.HALTING, now), reason=reason)
     return _advance(started, now, rules)
 
 
@@ -352,9 +337,7 @@ def _can_continue_without_leavers(
     state: CoordinatorState, now: float, rules: MembershipRules
 ) -> bool:
     """Return True if the nodes that stay are enough. A node that leaves is better than too few."""
-    return bool(
-        _select_nodes(state, [node for node in state.nodes if is_staying(node)], now, rules)
-    )
+    return bool(_select_nodes(state, list(filter(is_staying, state.nodes)), now, rules))
 
 
 def _select_nodes(

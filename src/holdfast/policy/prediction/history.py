@@ -88,11 +88,8 @@ class ZoneRecord:
 
 
 class NodeSignals(NamedTuple):
-    """What is known of a working node at one moment.
-
-    node, zone_count: as of now. since_*_loss_s: seconds since the last loss; None if none is
-    remembered.
-    """
+    """What is known of a working node at one moment. since_*_loss_s: seconds since the last loss;
+    None if none is remembered."""
 
     zone: str
     age_s: float
@@ -105,13 +102,10 @@ class NodeSignals(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterHistory:
-    """The nodes and zones so far.
+    """The nodes and zones so far."""
 
-    half_lives_s: of the forgetting. memory_s: how far back timelines and times of losses reach.
-    """
-
-    half_lives_s: tuple[float, ...]
-    memory_s: float
+    half_lives_s: tuple[float, ...]  # of the forgetting
+    memory_s: float  # how far back timelines and times of losses reach
     nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
     zones: Mapping[str, ZoneRecord] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import expm1, inf, pow
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from holdfast.policy.prediction.history import NodeSignals
 
@@ -84,12 +84,16 @@ class LastEventModel:
 
 @dataclass(frozen=True)
 class HazardModel:
-    """Losses a second by age. edges_s: lower ends of the ages, from 0. rates: by zone; "" for a
-    zone that the fit has not seen."""
+    """Losses a second by age."""
 
-    edges_s: tuple[float, ...]
-    rates: Mapping[str, tuple[float, ...]]
+    edges_s: tuple[float, ...]  # lower ends of the ages, from 0
+    rates: Mapping[str, tuple[float, ...]]  # by zone; "" for a zone that the fit has not seen
     name: str = "hazard"
+
+    def __post_init__(self) -> None:
+        lengths = {len(row) for row in self.rates.values()}
+        if "" not in self.rates or lengths != {len(self.edges_s)}:
+            raise ValueError("a hazard table has one rate for each age, and a row for other zones")
 
     def rate(self, zone: str, age_s: float) -> float:
         table = self.rates.get(zone) or self.rates[""]
@@ -108,17 +112,13 @@ class HazardModel:
 
 @dataclass(frozen=True)
 class SmoothingModel:
-    """Exponential smoothing.
+    """Exponential smoothing."""
 
-    zone_half, node_half: which half-life of the history each takes. usual_rate: of a node.
-    zone_weight, node_weight: losses that the prior is worth. node_weight infinite: nodes are alike.
-    """
-
-    zone_half: int
-    node_half: int
-    usual_rate: float
-    zone_weight: float
-    node_weight: float
+    zone_half: int  # which half-life of the history a zone takes
+    node_half: int  # the same of a node
+    usual_rate: float  # of a node
+    zone_weight: float  # losses that the prior is worth
+    node_weight: float  # the same; infinite: nodes are alike
     name: str = "smoothing"
 
     def rate(self, signals: NodeSignals) -> float:
@@ -153,36 +153,16 @@ def model_to_json(model: Any) -> dict[str, Any]:
 
 def model_from_json(value: Mapping[str, Any]) -> Model:
     """Read what `model_to_json` wrote. Raises KeyError, TypeError and ValueError."""
-    name = str(value["name"])
-    if name == "never":
-        return NeverModel()
-    if name == "base rate":
-        return BaseRateModel(float(value["rate"]))
-    if name == "last event":
-        return LastEventModel(
-            float(value["within_s"]), float(value["rate_after"]), float(value["rate_else"])
-        )
-    if name == "hazard":
-        return _hazard(value)
-    if name == "smoothing":
-        weight = value["node_weight"]
-        return SmoothingModel(
-            int(value["zone_half"]),
-            int(value["node_half"]),
-            float(value["usual_rate"]),
-            float(value["zone_weight"]),
-            inf if weight is None else float(weight),
-        )
-    raise ValueError(f"there is no model {name!r}")
+    fields = {key: _parsed(each) for key, each in value.items() if key != "name"}
+    for kind in (NeverModel, BaseRateModel, LastEventModel, HazardModel, SmoothingModel):
+        if kind.name == value["name"]:
+            return cast(Model, kind(**fields))
+    raise ValueError(f"there is no model {value['name']!r}")
 
 
-def _hazard(value: Mapping[str, Any]) -> HazardModel:
-    rates = {str(zone): _floats(row) for zone, row in value["rates"].items()}
-    edges = _floats(value["edges_s"])
-    if "" not in rates or any(len(row) != len(edges) for row in rates.values()):
-        raise ValueError("a hazard table has one rate for each age, and a row for other zones")
-    return HazardModel(edges, rates)
-
-
-def _floats(values: Any) -> tuple[float, ...]:
-    return tuple(map(float, values))
+def _parsed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {zone: _parsed(row) for zone, row in value.items()}
+    if isinstance(value, list):
+        return tuple(map(float, value))
+    return inf if value is None else value if isinstance(value, int) else float(value)

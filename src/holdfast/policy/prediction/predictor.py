@@ -12,10 +12,9 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
-from holdfast.policy.prediction.bilstm import BiLstm
+from holdfast.policy.prediction.bilstm import BiLstm, window_of
 from holdfast.policy.prediction.history import ClusterHistory, NodeChange
 from holdfast.policy.prediction.models import Model, model_from_json, model_to_json, rescale
-from holdfast.policy.prediction.windows import window_of
 
 FORMAT = "holdfast-prediction-1"
 
@@ -31,31 +30,24 @@ class TrainingSource:
 
 @dataclass(frozen=True)
 class ModelVerdict:
-    """One model on the part of the training time that its fit has not seen.
+    """One model on the part of the training time that its fit has not seen."""
 
-    threshold: the chance from which it raises an alarm. average_precision: 0 to 1.
-    """
-
-    threshold: float
+    threshold: float  # the chance from which it raises an alarm
     precision: float
     recall: float
-    average_precision: float
+    average_precision: float  # 0 to 1
 
 
 @dataclass(frozen=True)
 class FittedModels:
-    """What a fit made.
+    """What a fit made."""
 
-    horizon_s: for which the chances are. half_lives_s: of the smoothing. memory_s: how far back
-    the history reaches. chosen: the model with the best average precision in the validation.
-    """
-
-    horizon_s: float
-    half_lives_s: tuple[float, ...]
-    memory_s: float
+    horizon_s: float  # for which the chances are
+    half_lives_s: tuple[float, ...]  # of the smoothing
+    memory_s: float  # how far back the history reaches
     models: tuple[Model, ...]
     bilstm: BiLstm | None
-    chosen: str
+    chosen: str  # the model with the best average precision in the validation
     verdicts: Mapping[str, ModelVerdict]
     trained_on: tuple[TrainingSource, ...]
 

@@ -33,28 +33,22 @@ MIN_GAIN_SHARE = 0.1
 
 @dataclass(frozen=True)
 class ResponsePrices:
-    """Prices in seconds of training.
+    """Prices in seconds of training."""
 
-    save_s: a save of the parts in danger. save_every_s: between saves without an alarm; infinite
-    without any. recovery_s: of a loss that was not foreseen, without the work that is redone.
-    move_s: of a planned handover; infinite if no other node can take over.
-    """
-
-    save_s: float
-    save_every_s: float
-    recovery_s: float
-    move_s: float = inf
+    save_s: float  # a save of the parts in danger
+    save_every_s: float  # between saves without an alarm; infinite without any
+    recovery_s: float  # of a loss that was not foreseen, without the work that is redone
+    move_s: float = inf  # of a planned handover; infinite if no other node can take over
 
 
 @dataclass(frozen=True)
 class Response:
-    """A decision. every_s: between saves in the horizon, for "save". gain_s: expected seconds
-    against doing nothing. false_alarm_s: what it costs if nothing is lost."""
+    """A decision."""
 
     action: Action
-    every_s: float
-    gain_s: float
-    false_alarm_s: float
+    every_s: float  # between saves in the horizon, for "save"
+    gain_s: float  # expected seconds against doing nothing
+    false_alarm_s: float  # what it costs if nothing is lost
     reason: str
 
 

@@ -12,7 +12,7 @@ The remaining ranks are for newcomers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.layout import Topology
@@ -20,11 +20,10 @@ from holdfast.layout import Topology
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """By rank of the new topology. processes: who takes it, None for a newcomer. came_from: the
-    old rank whose state that process holds, None where it holds none."""
+    """By rank of the new topology."""
 
-    processes: tuple[int | None, ...]
-    came_from: tuple[int | None, ...]
+    processes: tuple[int | None, ...]  # that takes it; None: a newcomer
+    came_from: tuple[int | None, ...]  # old rank whose state that process holds; None: it has none
 
 
 def assign_ranks(
@@ -63,9 +62,6 @@ class _RankAssigner:
     def has_same_boxes(self, old_rank: int, rank: int) -> bool:
         return self._old_boxes[old_rank] == self._new_boxes[rank]
 
-    def _is_on_same_node(self, old_rank: int, rank: int) -> bool:
-        return self.old.nodes[old_rank] == self.new.nodes[rank]
-
     def _assign(self, old_rank: int, rank: int) -> None:
         self.old_rank_of[rank] = old_rank
         self.unassigned[self.old.nodes[old_rank]].remove(old_rank)
@@ -73,21 +69,16 @@ class _RankAssigner:
     def assign_whole_replicas(self) -> None:
         """Give each new replica a complete old one: its own number first."""
         free = [r for r in self.old.replicas if self.has_state.issuperset(r.ranks)]
+        old, new = self.old.nodes, self.new.nodes
         for same in (True, False):
             for target in self.new.replicas:
                 if target.ranks[0] in self.old_rank_of:
                     continue
-                found = next(
-                    (
-                        r
-                        for r in free
-                        if r.kind == target.kind
-                        and (r.ranks == target.ranks or not same)
-                        and all(map(self._is_on_same_node, r.ranks, target.ranks))
-                    ),
-                    None,
-                )
-                if found is not None:
+                nodes = [new[rank] for rank in target.ranks]
+                alike = (r for r in free if r.kind == target.kind)
+                alike = (r for r in alike if r.ranks == target.ranks or not same)
+                fitting = (r for r in alike if [old[was] for was in r.ranks] == nodes)
+                if (found := next(fitting, None)) is not None:
                     free.remove(found)
                     for was, rank in zip(found.ranks, target.ranks, strict=True):
                         self._assign(was, rank)
@@ -95,16 +86,12 @@ class _RankAssigner:
     def assign_where(self, fits: Callable[[int, int], bool], *, has_state: bool) -> None:
         """Give each free rank the first process of its node that fits. has_state: only processes
         with a state."""
-        for rank in self._free_ranks():
+        free = [rank for rank in range(self.new.world_size) if rank not in self.old_rank_of]
+        for rank in free:
             able = self.unassigned.get(self.new.nodes[rank], ())
-            found = next(
-                (w for w in able if fits(w, rank) and (w in self.has_state or not has_state)), None
-            )
-            if found is not None:
+            able = [was for was in able if was in self.has_state or not has_state]
+            if (found := next((was for was in able if fits(was, rank)), None)) is not None:
                 self._assign(found, rank)
-
-    def _free_ranks(self) -> Iterator[int]:
-        return iter([rank for rank in range(self.new.world_size) if rank not in self.old_rank_of])
 
 
 def _boxes_by_rank(topology: Topology) -> dict[int, tuple[object, int]]:

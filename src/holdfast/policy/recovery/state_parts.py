@@ -52,7 +52,7 @@ class StatePart:
 
     def common_bytes(self, other: StatePart, sizes: StateSizes) -> float:
         """Return the bytes that both ranks hold."""
-        share = _overlap(self.shard, other.shard) * _overlap(self.tp, other.tp)
+        share = overlap_share(self.shard, other.shard) * overlap_share(self.tp, other.tp)
         if not share:
             return 0.0
         size = sum(sizes.blocks[block] for block in self.blocks & other.blocks)
@@ -114,7 +114,7 @@ def _parts(topology: Topology, blocks: int) -> dict[int, StatePart]:
     }
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> float:
+def overlap_share(one: tuple[int, int], other: tuple[int, int]) -> float:
     """Return the common length of the `index`th of `degree` equal parts of the line 0 to 1."""
     (a, m), (b, n) = one, other
     return max(0.0, min((a + 1) / m, (b + 1) / n) - max(a / m, b / n))

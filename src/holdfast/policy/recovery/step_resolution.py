@@ -30,12 +30,10 @@ class StepStage(StrEnum):
 
 
 TRANSITIONS: dict[StepStage, frozenset[StepStage]] = {
-    StepStage.COMPUTING: frozenset(
-        {StepStage.COMPUTING, StepStage.REDUCED}
-    ),  # given up, and begun again
-    StepStage.REDUCED: frozenset(
-        {StepStage.VOTED, StepStage.COMPUTING}
-    ),  # the vote was lost, or against it
+    # given up, and begun again
+    StepStage.COMPUTING: frozenset({StepStage.COMPUTING, StepStage.REDUCED}),
+    # the vote was lost, or against it
+    StepStage.REDUCED: frozenset({StepStage.VOTED, StepStage.COMPUTING}),
     StepStage.VOTED: frozenset({StepStage.APPLIED}),  # final: another rank may have applied it
     StepStage.APPLIED: frozenset({StepStage.COMPUTING}),
 }
@@ -50,18 +48,11 @@ def advance(stage: StepStage, to: StepStage) -> StepStage:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """State and progress of one process that has stopped.
+    """State and progress of one process that has stopped. is_summed: some of the step after its
+    state was summed into what it computed, so that its own part of the sum is lost."""
 
-    Attributes:
-        applied_step: Its state is that after this step; None: it has no state, as a newcomer.
-        stage: Stage of the step after it; APPLIED counts as COMPUTING, of which nothing was done.
-        is_summed: Some of that step was summed into what this process computed, so that its own
-            part of
-            the sum is lost.
-    """
-
-    applied_step: int | None
-    stage: StepStage = StepStage.COMPUTING
+    applied_step: int | None  # its state is that after this step; None: none, as a newcomer
+    stage: StepStage = StepStage.COMPUTING  # of the step after it; APPLIED: nothing was done
     is_summed: bool = False
 
     @property
@@ -72,19 +63,12 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class StepResolution:
-    """The decision for all processes, by their index in the holdings.
+    """The decision for all processes, by their index in the holdings. can_continue_step: nothing of
+    the step after `step` was summed anywhere, so what was computed may stay."""
 
-    Attributes:
-        step: The state of all is that after this step, once `appliers` have applied it.
-        appliers: Apply `step` with the gradient that they hold.
-        receivers: Have no state of `step` and cannot make it; they receive it, as newcomers do.
-        can_continue_step: Nothing of the step after it was summed anywhere: what was computed may
-        stay.
-    """
-
-    step: int
-    appliers: frozenset[int]
-    receivers: frozenset[int]
+    step: int  # the state of all is that after it, once `appliers` have applied it
+    appliers: frozenset[int]  # apply `step` with the gradient that they hold
+    receivers: frozenset[int]  # have no state of `step` and cannot make it: they receive it
     can_continue_step: bool
 
 

@@ -11,106 +11,73 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any
+from typing import ClassVar, Self
 
+from holdfast.core.json_parsing import JsonMessage, ParsedJson, Parsers, tuple_of
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.layout import Topology
 
 
 @dataclass(frozen=True)
-class RejectedStep:
-    """A step that all ranks found bad alike, and did not apply.
+class RejectedStep(JsonMessage):
+    """A step that all ranks found bad alike, and did not apply."""
 
-    Attributes:
-        what: A phrase.
-        dealt: The microbatches of each replica.
-        suspects: Those of them that may have caused it.
-        again: Computed once more in the same place, they were bad again; None: they were not.
-        bearable: It may be applied anyway.
-    """
+    parsers: ClassVar[Parsers] = {
+        "step": int,
+        "what": str,
+        "dealt": tuple_of(tuple_of(int)),
+        "suspects": tuple_of(int),
+        "again": bool,
+        "bearable": bool,
+    }
 
     step: int
-    what: str
-    dealt: tuple[tuple[int, ...], ...]
-    suspects: tuple[int, ...]
-    again: bool | None = None
-    bearable: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> RejectedStep:
-        """Raises KeyError, TypeError and ValueError for what is none."""
-        return RejectedStep(
-            int(value["step"]),
-            str(value["what"]),
-            tuple(tuple(int(leaf) for leaf in share) for share in value["dealt"]),
-            tuple(int(leaf) for leaf in value["suspects"]),
-            None if (again := value.get("again")) is None else bool(again),
-            bool(value.get("bearable", False)),
-        )
+    what: str  # a phrase
+    dealt: tuple[tuple[int, ...], ...]  # the microbatches of each replica
+    suspects: tuple[int, ...]  # those of them that may have caused it
+    again: bool | None = None  # computed again in the same place, they were bad; None: they weren't
+    bearable: bool = False  # it may be applied anyway
 
 
 @dataclass(frozen=True)
-class HeldState:
-    """One worker's own report of what it holds.
+class HeldState(JsonMessage):
+    """One worker's own report of what it holds."""
 
-    Attributes:
-        generation, rank: Its place.
-        applied: The step after which its state is.
-        `whole`: The step of which it holds the complete reduced gradient, if any.
-        torn: It has no usable state.
-        kind: Why it stopped: peer, halt, error, non_finite, `rotten`, paused.
-        text: The same in a sentence.
-        state: Generation and rank whose boxes it holds; None if it holds none.
-        bad: The step because of which it stopped.
-    """
+    parsers: ClassVar[Parsers] = {
+        **dict.fromkeys(("generation", "rank", "applied", "whole"), int),
+        "torn": bool,
+        "kind": str,
+        "text": str,
+        "state": lambda place: (int(place[0]), int(place[1])),
+        "bad": RejectedStep.from_json,
+    }
 
     generation: int
     rank: int
-    applied: int
-    whole: int | None = None
-    torn: bool = False
-    kind: str = "halt"
-    text: str = ""
-    state: tuple[int, int] | None = None
-    bad: RejectedStep | None = None
+    applied: int  # the step after which its state is
+    whole: int | None = None  # the step of which it holds the complete reduced gradient, if any
+    torn: bool = False  # it has no usable state
+    kind: str = "halt"  # why it stopped: peer, halt, error, non_finite, `rotten`, paused
+    text: str = ""  # the same in a sentence
+    state: tuple[int, int] | None = None  # generation and rank whose boxes it holds
+    bad: RejectedStep | None = None  # the step because of which it stopped
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HeldState:
-        """Keys of a newer version are dropped. Raises KeyError, TypeError and ValueError for what
-        is none."""
-        generation, rank, applied = (int(value[key]) for key in ("generation", "rank", "applied"))
-        whole, state = value.get("whole"), value.get("state", (generation, rank))
-        torn = bool(value.get("torn", False)) or state is None
-        return HeldState(
-            generation,
-            rank,
-            applied,
-            None if whole is None else int(whole),
-            torn,
-            str(value.get("kind", "halt")),
-            str(value.get("text", "")),
-            None if torn else (int(state[0]), int(state[1])),
-            None if (bad := value.get("bad")) is None else RejectedStep.from_json(bad),
-        )
+    @classmethod
+    def from_json(cls, value: ParsedJson) -> Self:
+        """As of `JsonMessage`. Without a state, that of its own place counts."""
+        held = super().from_json({"state": (value["generation"], value["rank"]), **value})
+        torn = held.torn or held.state is None
+        return replace(held, torn=torn, state=None if torn else held.state)
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The survivors continue live.
-
-    step: some survivor's state is that after it, and none is after a later one. The remaining ranks
-    have that state, or the gradient that leads there. ranks: all of these survivors.
-    """
+    """The survivors continue live. Some survivor's state is that after `step`, and none is after a
+    later one. The remaining ranks have that state, or the gradient that leads there."""
 
     step: int
     ranks: frozenset[int]
@@ -157,26 +124,21 @@ def first_missing_tensor(
     boxes = [local_boxes(topology, table, rank) for rank in sorted(unlike.values())]
     for row, spec in enumerate(table):
         parts = {held[row] for held in boxes if held[row].size}
-        if not _covers(whole_box(spec.name, spec.shape), parts):
+        if next(missing_pieces(whole_box(spec.name, spec.shape), parts), None):
             return spec.name
     return None
 
 
-def _covers(wanted: Box, parts: Collection[Box]) -> bool:
-    """Return True if `parts`, which may overlap, hold every element of `wanted`.
+def missing_pieces(wanted: Box, parts: Collection[Box]) -> Iterator[Box]:
+    """Yield the pieces of `wanted` that none of the parts, which may overlap, holds.
 
     It is cut along all their edges, so that each cell lies inside or outside of each of them.
     """
     edges = [
-        sorted(
-            {wanted.offsets[dim], wanted.stops[dim]}.union(
-                *((part.offsets[dim], part.stops[dim]) for part in parts)
-            )
-        )
+        sorted({edge for each in (wanted, *parts) for edge in (each.offsets[dim], each.stops[dim])})
         for dim in range(len(wanted.lengths))
     ]
     for cell in product(*(pairwise(edge) for edge in edges)):
         piece = Box(wanted.name, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
         if piece.size and not any(part.contains(piece) for part in parts):
-            return False
-    return True
+            yield piece

@@ -42,12 +42,11 @@ def why_save_now(
 
 @dataclass(frozen=True)
 class SaveDestinations:
-    """Destinations of a snapshot beyond its node's memory. to_peers: to peers; None: as their rule
-    by steps says. to_bucket: a durable one also goes into the bucket, if there is one."""
+    """Destinations of a snapshot beyond its node's memory."""
 
     is_durable: bool
-    to_peers: bool | None = None
-    to_bucket: bool = True
+    to_peers: bool | None = None  # None: as their rule by steps says
+    to_bucket: bool = True  # a durable one also goes into the bucket, if there is one
 
 
 DURABLE = SaveDestinations(is_durable=True)

@@ -26,12 +26,11 @@ other nodes on the same switch have had the same notice."""
 
 @dataclass(frozen=True)
 class SaveRoute:
-    """A way into a tier, as measured. overhead_s: fixed cost of a save there (the copy out of
-    training's memory, opening, committing), without that of its bytes."""
+    """A way into a tier, as measured."""
 
     tier: int
     bytes_per_second: float
-    overhead_s: float = 0.0
+    overhead_s: float = 0.0  # of a save without its bytes: copy, opening, committing
     survives_loss: bool = True  # what goes: tier 0, and tier 2 on the same node, go with it
     link: str = "network"
 
@@ -45,11 +44,10 @@ class SaveRoute:
 
 @dataclass(frozen=True)
 class EmergencyPlan:
-    """The decision: save into `tiers`, in this order. done_after_s: seconds from now, one per
-    tier."""
+    """The decision: save into `tiers`, in this order."""
 
     tiers: tuple[int, ...]
-    done_after_s: tuple[float, ...]
+    done_after_s: tuple[float, ...]  # from now, one per tier
     reason: str
 
 
@@ -74,9 +72,8 @@ def plan_emergency(deadline_s: float, nbytes: int, routes: Sequence[SaveRoute]) 
     told = f"of the {format_duration(deadline_s)} left, {format_duration(usable)} are planned with"
     others = ", ".join(late)
     if not tiers:
-        return EmergencyPlan(
-            (), (), f"nothing can be complete in time: {told}, and for {size} {others}"
-        )
+        why = f"nothing can be complete in time: {told}, and for {size} {others}"
+        return EmergencyPlan((), (), why)
     saved = ", then ".join(
         f"tier {t} by {format_duration(d)}" for t, d in zip(tiers, done, strict=True)
     )

@@ -5,7 +5,7 @@
     2  several machines at once, peers among them: the run store has it
     3  the run store: the bucket has it
 
-`hazard` estimates how often the run breaks. This module estimates the share of each class. It
+`failure_rate` estimates how often the run breaks. This module estimates the share of each class. It
 counts failures of each class and begins with a prior (the mean of a Dirichlet distribution). So the
 first failures of a run move the shares by about as much as the prior is worth.
 """
@@ -14,6 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from holdfast.events import (
+    GenerationStarted,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStopped,
+    WorkerHeld,
+    WorkerLost,
+    WorkerReady,
+)
+from holdfast.policy.saving.failure_rate import FailureRate
 
 PRIOR_FAILURE_COUNTS = (1.0, 0.8, 0.15, 0.05)
 """Failures of each class that are assumed in advance: two in all. Every second took a process
@@ -45,3 +57,47 @@ class FailureClassCounts:
                     break
             out[tier] += rate * count / total
         return out
+
+
+class FailureHistory:
+    """Takes the records of a run, generation by generation; `failure_rate` is what those before the
+    newest say, and `failure_classes` what the failures took with them.
+
+    A generation is at risk from the moment its last worker is ready to its last record. It ended in
+    a failure if a worker was lost, or if no record says how it ended. In the second case its agent,
+    and perhaps the node, is lost. Recoveries are no time at risk, because they make nothing that
+    could be lost. All records of a generation are stamped by one clock.
+    """
+
+    def __init__(self, prior: FailureRate) -> None:
+        self.failure_rate, self.failure_classes = prior, FailureClassCounts()
+        self._generation, self._nodes = 0, 1
+        self._ready_at: float | None = None
+        self._last_record_at = 0.0
+        self._has_lost_worker = self._has_end_record = False
+
+    def observe(self, record: Record) -> None:
+        if record.generation != self._generation:
+            self._close_generation()
+            self._generation = record.generation
+        event, self._last_record_at = record.event, max(self._last_record_at, record.time)
+        if isinstance(event, GenerationStarted):
+            self._nodes = len(set(event.topology.get("nodes", ()))) or 1
+        elif isinstance(event, WorkerReady):
+            self._ready_at = record.time
+        elif isinstance(event, WorkerLost | WorkerHeld):  # its agent said so: that one lived
+            self._has_lost_worker = True
+        elif isinstance(event, RunStopped | RunFinished | RunFailed):
+            self._has_end_record = True
+
+    def _close_generation(self) -> None:
+        if self._ready_at is not None:
+            failures = int(self._has_lost_worker or not self._has_end_record)
+            passed = max(0.0, self._last_record_at - self._ready_at)
+            self.failure_rate = self.failure_rate.with_observation(passed, self._nodes, failures)
+            if failures:  # without a record of the end, the node's memory was lost with the agent
+                self.failure_classes = self.failure_classes.with_failure(
+                    0 if self._has_lost_worker else 1
+                )
+        self._nodes, self._ready_at, self._last_record_at = 1, None, 0.0
+        self._has_lost_worker = self._has_end_record = False

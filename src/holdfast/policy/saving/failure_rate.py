@@ -117,18 +117,14 @@ class FailureRate:
     A value that nothing changes. It is not frozen, as that takes thrice as long to make, and a
     replay makes one at each look. A quiet adds to `quiet` alone. A question and a failure work
     it into the weights.
-
-    last: the weights after the last failure. quiet: since then, seconds at risk of a single node,
-    by exponent. first_nodes: nodes of the first observation; 0: none yet. failures, seconds: seen
-    so far, for people.
     """
 
     mtbf: float
-    last: _Weights = field(repr=False)
-    quiet: tuple[float, float] = (0.0, 0.0)
-    first_nodes: float = 0.0
-    failures: int = 0
-    seconds: float = 0.0
+    last: _Weights = field(repr=False)  # the weights after the last failure
+    quiet: tuple[float, float] = (0.0, 0.0)  # since then, node-seconds at risk by exponent
+    first_nodes: float = 0.0  # nodes of the first observation; 0: none yet
+    failures: int = 0  # seen so far, for people
+    seconds: float = 0.0  # seen so far, for people
     _means: tuple[float, float] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -193,13 +189,11 @@ class FailureRate:
         now.last, now.quiet = _Weights(weights.tobytes()), (0.0, 0.0)
         return now
 
-    @property
-    def evidence(self) -> str:
-        """For the reason of a decision: '3 failures in 2 h'."""
-        if not self.failures:
-            return f"no failure in {format_duration(self.seconds)}"
-        noun = "failure" if self.failures == 1 else "failures"
-        return f"{self.failures} {noun} in {format_duration(self.seconds)}"
+    def evidence_on(self, nodes: float) -> str:
+        """For the reason of a decision: '3 failures in 2 h on 2 nodes'."""
+        count = f"{self.failures or 'no'} failure{'s' if self.failures > 1 else ''}"
+        where = f"{nodes:g} {'node' if nodes == 1 else 'nodes'}"
+        return f"{count} in {format_duration(self.seconds)} on {where}"
 
     def to_json(self) -> dict[str, Any]:
         return {

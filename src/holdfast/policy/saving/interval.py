@@ -105,10 +105,8 @@ def _bounded(seconds: float, cost: TierCost, bounds: IntervalBounds) -> float:
 
 @dataclass(frozen=True, slots=True)
 class IntervalDecision:
-    """Save into `tier` every `seconds`; `inf`: never on its own account.
-
-    explain: writes the reason. Most decisions repeat the one in force, so few reasons are read.
-    """
+    """Save into `tier` every `seconds`; `inf`: never on its own account. explain: writes the
+    reason. Most decisions repeat the one in force, so few reasons are read."""
 
     tier: int
     seconds: float
@@ -161,13 +159,13 @@ def reason_of_tier(
             lose = f"; a restore takes {format_duration(cost.restore_s)}{lose}"
     else:
         expected, lose = "no failure is expected", ""
-    best = (
-        f"; the best interval would be {format_duration(daly_interval(spent, rate))}, but {limit}"
-    )
+    expected += f" ({evidence()})" if evidence else ""
+    if limit:
+        best = format_duration(daly_interval(spent, rate))
+        expected += f"; the best interval would be {best}, but {limit}"
     return (
         f"tier {cost.tier} is saved every {format_duration(seconds)}: a save costs "
-        f"{format_duration(spent)} and "
-        f"{expected}{f' ({evidence()})' if evidence else ''}{best if limit else ''}{lose}"
+        f"{format_duration(spent)} and {expected}{lose}"
     )
 
 
@@ -175,11 +173,9 @@ def reason_of_tier(
 class SaveCost:
     """Cost of a save for training, measured from the outside. It is the extra time of the step with
     the save and of the step after it, compared with usual steps. It is never less than the stall.
+    Begin with SaveCost(prior)."""
 
-    prior: seconds that are assumed before a save was seen. Begin with SaveCost(prior).
-    """
-
-    prior: float = 0.2
+    prior: float = 0.2  # seconds that are assumed before a save was seen
     usual: tuple[float, ...] = ()
     excesses: tuple[float, ...] = ()
     blocked: tuple[float, ...] = ()

@@ -67,14 +67,13 @@ def decide_tiers(
 
 @dataclass(frozen=True, slots=True)
 class _Subset:
-    """Tiers that may be saved into together, lowest first. highest_of: for each class of failures,
-    the place of the tier that survives it. decided: tiers whose intervals are not fixed."""
+    """Tiers that may be saved into together, lowest first."""
 
     costs: tuple[TierCost, ...]
     bounds: tuple[IntervalBounds, ...]
     fixed_s: tuple[float | None, ...]
-    highest_of: tuple[int, ...]
-    decided: frozenset[int]
+    highest_of: tuple[int, ...]  # by class of failures: place of the tier that survives it
+    decided: frozenset[int]  # tiers whose intervals are not fixed
 
     def handed(self, rates: Mapping[int, float]) -> list[float]:
         """The rate that each tier has to deal with: that of all classes up to its own."""
@@ -120,6 +119,11 @@ class TierChoices:
         ordered = tuple(sorted(costs, key=_TIER))
         if not ordered or len({c.tier for c in ordered}) < len(ordered):
             raise ValueError("each tier has one cost, and there is at least one tier")
+        limits = (
+            dict.fromkeys((cost.tier for cost in ordered), bounds)
+            if isinstance(bounds, IntervalBounds)
+            else bounds
+        )
         *lower, top = ordered
         free = [c for c in lower if c.tier not in required and c.tier not in fixed_intervals]
         always = [c for c in lower if c not in free] + [top]
@@ -128,15 +132,10 @@ class TierChoices:
             for picked in combinations(free, size):
                 chosen = tuple(sorted([*picked, *always], key=_TIER))
                 tiers = [cost.tier for cost in chosen]
-                limits = (
-                    [bounds] * len(tiers)
-                    if isinstance(bounds, IntervalBounds)
-                    else ([bounds[tier] for tier in tiers])
-                )
                 subsets.append(
                     _Subset(
                         chosen,
-                        tuple(limits),
+                        tuple(limits[tier] for tier in tiers),
                         tuple(fixed_intervals.get(tier) for tier in tiers),
                         tuple(sum(t < level for t in tiers) for level in range(top.tier + 1)),
                         frozenset(tiers).difference(fixed_intervals),
@@ -234,15 +233,12 @@ def _unused(
     if current is not None and current.seconds == inf:
         return current
     above = next(c.tier for c in used if c.tier > cost.tier)
-    return IntervalDecision(cost.tier, inf, partial(_reason_of_unused, cost, above))
 
+    def explain() -> str:
+        saves = f"its saves ({format_duration(cost.cost_s)}) cost more than they spare"
+        return f"tier {cost.tier} is not saved into for itself: {saves} with those of tier {above}"
 
-def _reason_of_unused(cost: TierCost, above: int) -> str:
-    return (
-        f"tier {cost.tier} is not saved into for itself: its saves "
-        f"({format_duration(cost.cost_s)}) cost "
-        f"more than they spare with those of tier {above}"
-    )
+    return IntervalDecision(cost.tier, inf, explain)
 
 
 def _ordinal(number: int) -> str:

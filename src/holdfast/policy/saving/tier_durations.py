@@ -37,21 +37,18 @@ _TIER_OF_SOURCE = {"memory": 0, "run store": 2, "bucket": 3}
 
 @dataclass(frozen=True)
 class TierDurations:
-    """Seconds by tier. save_s: until a save is done. restore_s: until a rank has read its state.
-    Tiers that nothing was seen of are left out."""
+    """Seconds by tier. Tiers that nothing was seen of are left out."""
 
-    save_s: Mapping[int, float] = field(default_factory=dict)
-    restore_s: Mapping[int, float] = field(default_factory=dict)
+    save_s: Mapping[int, float] = field(default_factory=dict)  # until a save is done
+    restore_s: Mapping[int, float] = field(default_factory=dict)  # until a rank has its state
 
     def to_json(self) -> dict[str, Any]:
         """Return the keys `durations` and, if any restore is known, `restores`."""
-        found = {
-            "durations": self.save_s,
-            **({"restores": self.restore_s} if self.restore_s else {}),
-        }
+        found = [("durations", self.save_s), ("restores", self.restore_s)]
         return {
             key: {str(tier): seconds for tier, seconds in by_tier.items()}
-            for key, by_tier in found.items()
+            for key, by_tier in found
+            if by_tier or key == "durations"
         }
 
     @staticmethod

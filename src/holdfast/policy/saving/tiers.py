@@ -21,12 +21,7 @@ from math import inf
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
-from holdfast.policy.saving.interval import (
-    IntervalBounds,
-    IntervalDecision,
-    SaveCost,
-    TierCost,
-)
+from holdfast.policy.saving.interval import IntervalBounds, IntervalDecision, SaveCost, TierCost
 from holdfast.policy.saving.tier_choice import TierChoices
 from holdfast.policy.saving.tier_durations import TierDurations
 
@@ -131,7 +126,7 @@ def decide_intervals(
     is as good.
     """
     rates = failure_classes.rate_by_tier(failure_rate.failures_per_second(nodes), tiers.present)
-    evidence = partial(_evidence_on, failure_rate, nodes)
+    evidence = partial(failure_rate.evidence_on, nodes)
     choices = tier_choices(tiers, tier_costs(tiers, costs, durations), fixed_intervals)
     return {made.tier: made for made in choices.decide(rates, current, evidence)}
 
@@ -159,16 +154,8 @@ def tier_choices(
 
     prices: of `tier_costs`. fixed_intervals: as of `decide_intervals`.
     """
-    fixed = {
-        tier: fixed_intervals.get(tier, 0.0)
-        for tier in tiers.present
-        if tier not in tiers.automatic
-    }
+    fixed = {t: fixed_intervals.get(t, 0.0) for t in tiers.present if t not in tiers.automatic}
     return TierChoices.among(prices, tiers.bounds, fixed, REQUIRED_TIERS)
-
-
-def _evidence_on(failure_rate: FailureRate, nodes: float) -> str:
-    return f"{failure_rate.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
 
 
 def due_tiers(
@@ -187,12 +174,7 @@ def due_tiers(
     """
     due = set(already_due)
     for tier in tiers.present:
-        if (
-            tier in due
-            or tier not in interval_s
-            or interval_s[tier] == inf
-            or interval_s[tier] <= 0
-        ):
+        if tier in due or not 0 < interval_s.get(tier, inf) < inf:
             continue
         if tier == BUCKET and DISK not in due:
             continue

@@ -11,7 +11,7 @@ import pytest
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import ActionKind
 from holdfast.core.schedule.timing import Durations, max_in_flight, time_schedule
-from holdfast.plan.cost import compiled_schedule
+from holdfast.plan.cost import long_pipeline
 from holdfast.plan.cost.compiled_schedule import compile_schedule, compiled
 from holdfast.plan.cost.long_pipeline import Pipeline, Times, makespan
 from holdfast.plan.cost.pipeline_time import StageTimes, in_flight, pipeline_time
@@ -94,13 +94,13 @@ def test_a_long_step_takes_what_its_complete_table_takes(
 
 def test_equal_stages_are_not_executed_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     executed = []
-    run = compiled_schedule._run_hidden
+    run = long_pipeline.run_entries
 
-    def counted(program, works, sends):  # type: ignore[no-untyped-def]
+    def counted(program, *durations):  # type: ignore[no-untyped-def]
         executed.append(len(program.entries))
-        return run(program, works, sends)
+        return run(program, *durations)
 
-    monkeypatch.setattr(compiled_schedule, "_run_hidden", counted)
+    monkeypatch.setattr(long_pipeline, "run_entries", counted)
     stages = [StageTimes(1.0, 1.0, 1.0, 0.0, 0.1, {})] * 8
     found = pipeline_time("1f1b", 8, 1, 4096, stages)
     assert found.seconds == pytest.approx(4096 * 3.2, rel=0.01)

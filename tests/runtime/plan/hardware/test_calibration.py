@@ -18,8 +18,7 @@ from holdfast.plan.hardware.calibration import (
     write_calibration,
 )
 from holdfast.plan.hardware.devices import GIB, Efficiency
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import Link, load_links
 from holdfast.plan.hardware.this_machine import describe_machine
 
 CPU_BOX = HardwareInfo("box", "Linux", 4, 8 * GIB, 0)

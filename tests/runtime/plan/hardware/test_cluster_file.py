@@ -11,15 +11,17 @@ from pydantic import BaseModel
 
 from holdfast.errors import UserError
 from holdfast.plan.hardware.cluster import ACROSS_ZONES, Cluster
-from holdfast.plan.hardware.cluster_file import load_cluster, parse_cluster, read_cluster
-from holdfast.plan.hardware.cluster_sections import (
+from holdfast.plan.hardware.cluster_file import (
     BetweenSection,
     ClusterSections,
     LinkSection,
     PoolSection,
+    load_cluster,
+    parse_cluster,
+    read_cluster,
 )
 from holdfast.plan.hardware.devices import GIB, load_devices
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import load_links
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples" / "clusters"
@@ -193,10 +195,7 @@ MISTAKES = {
         changed("    losses_per_day: 2.4\n", ""),
         r"c.yaml:7: pools.b is spot, and nothing says how often it loses a node; write 'losses_per",
     ),
-    "no pools": (
-        "pools: {}\n",
-        r"c.yaml:1: pools has 0 items; write 'pools:'",
-    ),
+    "no pools": ("pools: {}\n", r"c.yaml:1: pools has 0 items; write 'pools:'"),
     "a list": (
         "- a\n",
         r"c.yaml: a cluster file is made of sections and keys.*; begin with 'pools",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.links import load_links
+from holdfast.plan.hardware.link import Link, load_links
 
 LINKS = load_links()
 MIB = 2**20

@@ -20,7 +20,7 @@ from holdfast.plan.hardware.devices import (
     device_reported,
     load_devices,
 )
-from holdfast.plan.hardware.links import LINKS_FILE, link_named, load_links
+from holdfast.plan.hardware.link import LINKS_FILE, link_named, load_links
 from holdfast.plan.hardware.tables import read_rows
 
 DEVICES = load_devices()

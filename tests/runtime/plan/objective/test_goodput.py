@@ -10,8 +10,8 @@ from benchmarks.lab.layout_replay import run_layout
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.objective.absent_nodes import absent_chances, batch_chances
 from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.losses import absent_chances, batch_chances
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.saving.tiers import DISK
 from tests.runtime.plan.objective.problems import layout, pool, problem
@@ -71,10 +71,7 @@ def test_a_replica_on_nodes_of_its_own_keeps_the_run_alive() -> None:
     given = problem(spot, replace(kept, zone="b"))
     mixed = replace(
         layout(1, 8, 32),
-        replicas=(
-            *layout(1, 8, 40).replicas,
-            *layout(1, 4, 24, ("kept",)).replicas,
-        ),
+        replicas=(*layout(1, 8, 40).replicas, *layout(1, 4, 24, ("kept",)).replicas),
     )
     across = layout(1, 8, 64, ("spot",) * 4 + ("kept",) * 4)
     model = GoodputModel(given)

@@ -13,10 +13,9 @@ from holdfast.plan.cost.group_links import GroupLinks
 from holdfast.plan.cost.layer_times import Part, ShapeTimes
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.hardware.calibration import Calibration
-from holdfast.plan.hardware.devices import DeviceType, Efficiency, load_devices
+from holdfast.plan.hardware.devices import DeviceType, Efficiency, StepCosts, load_devices
 from holdfast.plan.hardware.fit import Sample, samples_from_json
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.step_costs import StepCosts
 from holdfast.plan.probing.probes import ALONE, PROBES, probes_for
 from holdfast.plan.probing.step_fit import compare_steps, with_steps
 

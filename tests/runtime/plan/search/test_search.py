@@ -14,12 +14,17 @@ from holdfast.errors import LayoutError
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.compiled_schedule import compiled
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
-from holdfast.plan.cost.least_pipeline_time import kept_microbatches, least_pipeline_time
-from holdfast.plan.cost.pipeline_time import StageTimes, in_flight, late_passes, pipeline_time
+from holdfast.plan.cost.pipeline_time import (
+    StageTimes,
+    in_flight,
+    kept_microbatches,
+    late_passes,
+    least_pipeline_time,
+    pipeline_time,
+)
 from holdfast.plan.hardware.cluster import Cluster, NodePool
-from holdfast.plan.hardware.devices import Efficiency, load_devices
+from holdfast.plan.hardware.devices import Efficiency, StepCosts, load_devices
 from holdfast.plan.hardware.link import Link
-from holdfast.plan.hardware.step_costs import StepCosts
 from holdfast.plan.search.search import Limits, SearchResult, search
 from holdfast.plan.search.shares import with_best_shares
 from holdfast.plan.search.splits import balanced_split

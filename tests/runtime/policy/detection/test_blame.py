@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.policy.detection.blame import Culprit, Trial, assign_blame
+from holdfast.policy.detection.bad_steps import Culprit, Trial, assign_blame
 
 
 def trials(words: str) -> list[Trial]:

@@ -53,11 +53,7 @@ def test_the_same_failure_before_the_first_step_ends_the_run_the_second_time() -
 
 
 def test_what_may_pass_is_tried_as_often_as_the_run_file_says() -> None:
-    for cause in (
-        "worker 0: SIGKILL",
-        "worker 0: ConnectionResetError: x",
-        "the mover ended",
-    ):
+    for cause in ("worker 0: SIGKILL", "worker 0: ConnectionResetError: x", "the mover ended"):
         assert _fail([cause] * 3) == [None] * 3
     other = ["worker 0: ValueError: a", "worker 0: ValueError: b", "worker 0: ValueError: a"]
     assert _fail(other) == [None] * 3

@@ -193,11 +193,7 @@ class Simulation:
         return reign.term, "", due, tuple(sorted(reign.members))
 
     def _answered(
-        self,
-        m: Machine,
-        mark: int,
-        asked: int,
-        answer: tuple[int, str, Directive, tuple[str, ...]],
+        self, m: Machine, mark: int, asked: int, answer: tuple[int, str, Directive, tuple[str, ...]]
     ) -> None:
         if not m.up or (m.mark, m.asked) != (mark, asked):
             return

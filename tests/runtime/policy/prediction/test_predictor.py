@@ -9,6 +9,7 @@ from math import exp, inf
 import pytest
 
 from holdfast.errors import DataError
+from holdfast.policy.prediction.bilstm import SIGNALS_PER_BIN, window_of
 from holdfast.policy.prediction.history import ClusterHistory, NodeChange
 from holdfast.policy.prediction.models import (
     BaseRateModel,
@@ -18,7 +19,6 @@ from holdfast.policy.prediction.models import (
     rescale,
 )
 from holdfast.policy.prediction.predictor import FittedModels, ModelVerdict, NodePredictor
-from holdfast.policy.prediction.windows import SIGNALS_PER_BIN, window_of
 
 JOINS = [NodeChange(0.0, "join", name, "z") for name in "abcd"]
 

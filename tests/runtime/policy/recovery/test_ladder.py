@@ -29,8 +29,7 @@ from holdfast.plan.objective.recoveries import recovery_of, state_sizes, topolog
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.policy.membership.state import CoordinatorState, NodeRecord, NodeStage
 from holdfast.policy.placement import Machine, place_copies
-from holdfast.policy.recovery.ladder import LOSS_CLASSES
-from holdfast.policy.recovery.loss_chances import class_chances
+from holdfast.policy.recovery.ladder import LOSS_CLASSES, class_chances
 from holdfast.policy.recovery.rank_assignment import fill_places
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast

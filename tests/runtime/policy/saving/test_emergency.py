@@ -70,10 +70,7 @@ def test_whatever_is_planned_is_done_in_time_and_survives(
         )
 
 
-TABLE = (
-    TensorSpec("model.a", "F32", (64, 8), 0),
-    TensorSpec("model.b", "F32", (32,), 0),
-)
+TABLE = (TensorSpec("model.a", "F32", (64, 8), 0), TensorSpec("model.b", "F32", (32,), 0))
 ALL = 4 * (64 * 8 + 32)
 
 

@@ -15,8 +15,7 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
-from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS
-from holdfast.policy.saving.failure_history import FailureHistory
+from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS, FailureHistory
 from holdfast.policy.saving.failure_rate import FailureRate
 
 DONE = StepDone(loss=1.0, tokens=1, grad_norm=1.0, learning_rate=0.1, seconds=1.0, step=1)

@@ -143,9 +143,13 @@ def test_a_state_of_other_rates_begins_anew() -> None:
 
 
 def test_evidence_is_said_in_words() -> None:
-    assert FailureRate.from_prior().with_observation(7200).evidence == "no failure in 2 h"
     assert (
-        FailureRate.from_prior().with_observation(7200, failures=1).evidence == "1 failure in 2 h"
+        FailureRate.from_prior().with_observation(7200).evidence_on(1)
+        == "no failure in 2 h on 1 node"
+    )
+    assert (
+        FailureRate.from_prior().with_observation(7200, failures=1).evidence_on(2)
+        == "1 failure in 2 h on 2 nodes"
     )
     assert [format_duration(s) for s in (0.004, 16.53, 200, 9000, 4e5, float("inf"))] == [
         "4 ms",

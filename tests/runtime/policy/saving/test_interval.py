@@ -92,7 +92,7 @@ def test_a_decision_stays_within_the_bounds_and_says_so(
 def test_a_reason_is_one_sentence_with_its_numbers() -> None:
     hazard = FailureRate.from_prior().with_observation(7200, nodes=4, failures=1)
     cost = SaveCost().with_step(1.0).with_step(1.2, blocked=0.2)
-    seen = f"{hazard.evidence} on 4 nodes"
+    seen = hazard.evidence_on(4)
     found = decide_tier(
         TierCost(2, cost.cost_s),
         hazard.failures_per_second(4),

@@ -22,11 +22,7 @@ from holdfast.events import (
 from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS, FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, SaveCost
-from holdfast.policy.saving.tier_durations import (
-    MEASURED_SAVES,
-    TierDurations,
-    TierMeasurements,
-)
+from holdfast.policy.saving.tier_durations import MEASURED_SAVES, TierDurations, TierMeasurements
 from holdfast.policy.saving.tiers import (
     BUCKET,
     DISK,
