@@ -8,7 +8,7 @@ older versions, and drops keys that it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
@@ -35,6 +35,14 @@ class Event:
     def body(self) -> dict[str, Any]:
         """Its fields by name, to be written and not to be changed: what they hold is no copy."""
         return {k: v for k, v in vars(self).items() if v or k not in self.absent_if_empty}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "event": self.body}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Event:
+        """Parse an event. Raises KeyError for an unknown kind."""
+        return event_from_json(value["kind"], value["event"])
 
 
 @dataclass(frozen=True)
@@ -403,7 +411,7 @@ def from_json(value: dict[str, Any]) -> Record | None:
     return Record(*place, event_from_json(value["kind"], value["event"]))
 
 
-def event_from_json(kind: str, value: dict[str, Any]) -> Event:
+def event_from_json(kind: str, value: Mapping[str, Any]) -> Event:
     """An event from its fields. Raises KeyError for an unknown kind."""
     cls = _KINDS[kind]
     known = {f.name for f in fields(cls)}

@@ -9,6 +9,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
     REPLACED_COMMAND,
     HeartbeatReply,
     NodeSituation,
+    RunEnd,
 )
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.policy.membership.transitions import (
@@ -53,7 +54,7 @@ class ReplyWriter:
             return replace(reply, reason=state.reason)
         if due.command is NodeCommand.LEAVE:
             self.dismissed_nodes.add(name)
-            return replace(reply, run_end=(state.end_reason, end_reason))
+            return replace(reply, run_end=RunEnd(state.end_reason, end_reason))
         return reply
 
     def _situation(self, state: CoordinatorState, name: str) -> NodeSituation:

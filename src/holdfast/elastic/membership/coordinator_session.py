@@ -31,6 +31,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
     HeartbeatReply,
     JoinRequest,
     NodeSituation,
+    RunEnd,
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
@@ -202,9 +203,9 @@ class CoordinatorSession:
                         self._workload.state_changed.set,
                     )
             case NodeCommand.LEAVE:
-                verdict, kind = reply.run_end or ("", "")
-                self._membership.run_end = verdict, kind
-                self._workload.on_run_ended(verdict)
+                end = reply.run_end or RunEnd()
+                self._membership.run_end = end.verdict, end.kind
+                self._workload.on_run_ended(end.verdict)
                 if self._membership.coordinator is None:
                     self._membership.leave_run()
                 else:

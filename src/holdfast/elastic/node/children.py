@@ -26,7 +26,7 @@ from holdfast.elastic.protocol.fork_channel import (
     WorkerExited,
     WorkerForked,
     encode_message,
-    fork_event_from_json,
+    parse_fork_event,
 )
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
@@ -104,7 +104,7 @@ class ForkServer(Child):
     ) -> None:
         super().__init__("fork server", process, output, on_exit)
         self._control = control
-        self._line_decoder = LineDecoder(fork_event_from_json)
+        self._line_decoder = LineDecoder(parse_fork_event)
         self.reference = ""
         """Checksum of its reference computation; "" if it made none."""
         self._on_message = on_message
@@ -163,7 +163,7 @@ class ForkServer(Child):
 
     async def fork(self, spec: WorkerSpec, secret: Secret, output_fd: int) -> None:
         """Ask for a fork, whose standard output and error are `output_fd`."""
-        await self._send(ForkWorker(spec, secret), output_fd)
+        await self._send(ForkWorker(spec, secret.hex()), output_fd)
 
     async def kill_workers(self) -> None:
         """Kill every worker, including workers whose fork was requested and is not yet reported."""

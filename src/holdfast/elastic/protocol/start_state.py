@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
 from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, JsonObject, Key
 
 
 @dataclass(frozen=True)
-class StartState:
+class StartState(JsonMessage):
     """
     step            the step after which the state is; 0: initial weights
     restore_point   what the workers restore; None just where they hold the state themselves
@@ -24,34 +23,15 @@ class StartState:
     """
 
     step: int = 0
-    restore_point: RestorePoint | None = None
-    peers: tuple[Peer, ...] | None = None
-    extra_sources: tuple[Peer, ...] = ()
-    rendezvous: str = ""
-
-    def to_json(self) -> JsonObject:
-        return self._json
+    restore_point: Annotated[RestorePoint | None, Key("newest")] = None
+    peers: Annotated[tuple[Peer, ...] | None, Key("machines")] = None
+    extra_sources: Annotated[tuple[Peer, ...], Key("sources")] = ()
+    rendezvous: Annotated[str, Key("meet")] = ""
 
     @cached_property
     def _json(self) -> JsonObject:
         """Return the JSON value. Made once: it is sent to every node, and names every node."""
-        peers, newest = self.peers, self.restore_point
-        return {
-            "step": self.step,
-            "newest": None if newest is None else newest.to_json(),
-            "machines": None if peers is None else [peer.to_json() for peer in peers],
-            "sources": [peer.to_json() for peer in self.extra_sources],
-            "meet": self.rendezvous,
-        }
+        return super().to_json()
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> StartState:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        newest, machines = value.get("newest"), value["machines"]
-        return StartState(
-            int(value["step"]),
-            None if newest is None else RestorePoint.from_json(newest),
-            None if machines is None else tuple(Peer.from_json(row) for row in machines),
-            tuple(Peer.from_json(row) for row in value["sources"]),
-            str(value["meet"]),
-        )
+    def to_json(self) -> JsonObject:
+        return self._json

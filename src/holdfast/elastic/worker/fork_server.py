@@ -40,7 +40,7 @@ from holdfast.elastic.protocol.fork_channel import (
     WorkerExited,
     WorkerForked,
     encode_message,
-    fork_order_from_json,
+    parse_fork_order,
     receive_messages,
 )
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerSpec
@@ -72,7 +72,7 @@ class ForkServerLoop:
         self._control = control
         self._lifeline = lifeline_fd
         self._entry = entry
-        self._lines = LineDecoder(fork_order_from_json)
+        self._lines = LineDecoder(parse_fork_order)
         self._output_fds: deque[int] = deque()  # of workers that are not forked yet
         self._ranks_by_pid: dict[int, int] = {}  # pid -> rank
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -105,7 +105,7 @@ class ForkServerLoop:
     def _handle_order(self, order: ForkOrder) -> None:
         match order:
             case ForkWorker(spec, secret):
-                self._fork(spec, secret)
+                self._fork(spec, Secret.from_hex(secret))
             case KillWorkers():
                 for pid in self._ranks_by_pid:
                     self._kill_group(pid)
