@@ -15,7 +15,18 @@ from enum import Enum
 from functools import cache
 from inspect import get_annotations, isclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """The value of a JSON text."""
@@ -37,14 +48,23 @@ class Key(str):
     """In `Annotated` of a field: its key in the JSON object, where that is not its name."""
 
 
-@dataclass(frozen=True)
-class _JsonField:
+class _Codec(NamedTuple):
+    """How the values of a type travel."""
+
+    parse: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+
+class _JsonField(NamedTuple):
+    """How a field travels."""
+
     name: str
     key: str
     parse: Callable[[Any], Any]
-    is_plain: bool  # its value is as JSON has it
-    merged_keys: Set[str]  # of the message that is merged
+    write: Callable[[Any], Any]
     default: Any
+    absent: Any  # the value that does not travel, if any
+    merged_keys: Set[str]  # of the message that is merged
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,7 @@ class _Parsed:
     """Base of what travels field by field."""
 
     absent_if_default: ClassVar[Set[str]] = frozenset()  # fields that travel only if they differ
+    empty_if_none: ClassVar[Set[str]] = frozenset()  # fields whose None travels as {}
     merged: ClassVar[Set[str]] = frozenset()  # fields whose keys stand in the message's own object
 
     @classmethod
@@ -63,15 +84,16 @@ class _Parsed:
             types |= get_annotations(base, eval_str=True)
         rows = []
         for field in fields(cls):
-            kind, key = types[field.name], field.name
+            name, kind, key = field.name, types[field.name], field.name
             if get_origin(kind) is Annotated:
                 kind, key = get_args(kind)
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            parse, merged_keys = _parser_of(kind), frozenset[str]()
-            if field.name in cls.merged:
+            absent = default if name in cls.absent_if_default else MISSING
+            merged_keys = frozenset[str]()
+            if name in cls.merged:
                 merged_keys = frozenset(each.key for each in get_args(kind)[0].json_fields())
-            is_plain = parse in (bool, int, float, str)
-            rows.append(_JsonField(field.name, key, parse, is_plain, merged_keys, default))
+            codec = _codec_of(kind, {} if name in cls.empty_if_none else None)
+            rows.append(_JsonField(name, key, *codec, default, absent, merged_keys))
         return tuple(rows)
 
 
@@ -79,24 +101,22 @@ class _Parsed:
 class JsonMessage(_Parsed):
     """Base of a message. Its fields travel in a JSON object, under their names or a `Key`.
 
-    The type of a field says how its value is parsed: numbers, text, enums, classes with a
+    The type of a field says how its value travels: numbers, text, enums, classes with `to_json` and
     `from_json`, and tuples, lists and mappings of these. Bytes travel as base64. A value of any
-    other type is taken as JSON has it.
+    other type travels as it is. In a union, the tags tell the messages apart.
     """
 
     tag: ClassVar[Mapping[str, str]] = {}  # a key that tells messages apart, and its value
-    empty_if_none: ClassVar[Set[str]] = frozenset()  # fields whose None travels as {}
 
     def to_json(self) -> JsonObject:
         message: JsonObject = dict(self.tag)
-        for field in self.json_fields():
-            value = getattr(self, field.name)
-            if field.merged_keys:
-                message |= {} if value is None else value.to_json()
-            elif value is None and field.name in self.empty_if_none:
-                message[field.key] = {}
-            elif field.name not in self.absent_if_default or value != field.default:
-                message[field.key] = value if field.is_plain else _to_json(value)
+        values = vars(self)
+        for name, key, _, write, _, absent, merged_keys in self.json_fields():
+            value = values[name]
+            if merged_keys:
+                message |= write(value) or {}
+            elif absent is MISSING or value != absent:
+                message[key] = write(value)
         return message
 
     @classmethod
@@ -104,18 +124,14 @@ class JsonMessage(_Parsed):
         """Parse the message; keys of a newer version are dropped. Raises KeyError, TypeError and
         ValueError if it is malformed."""
         values = {}
-        for field in cls.json_fields():
-            if field.merged_keys:
-                is_there = not field.merged_keys.isdisjoint(value)
-                values[field.name] = field.parse(value) if is_there else None
-            elif field.key in value:
-                values[field.name] = field.parse(value[field.key])
-            elif field.default is MISSING:
-                raise KeyError(field.key)
+        for name, key, parse, _, default, _, merged_keys in cls.json_fields():
+            if merged_keys:
+                values[name] = None if merged_keys.isdisjoint(value) else parse(value)
+            elif key in value:
+                values[name] = parse(value[key])
+            elif default is MISSING:
+                raise KeyError(key)
         return cls(**values)
-
-
-Tagged = TypeVar("Tagged", bound=JsonMessage, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -126,9 +142,9 @@ class JsonRow(_Parsed):
     def to_json(self) -> list[Json]:
         values = [(field, getattr(self, field.name)) for field in self.json_fields()]
         return [
-            _to_json(value)
+            field.write(value)
             for field, value in values
-            if field.name not in self.absent_if_default or value != field.default
+            if field.absent is MISSING or value != field.absent
         ]
 
     @classmethod
@@ -137,39 +153,11 @@ class JsonRow(_Parsed):
         fields = cls.json_fields()
         if len(row) > len(fields):
             raise ValueError(f"{len(row)} values in a row of {len(fields)}")
-        pairs = zip(fields, row, strict=False)  # the last field may be absent
-        return cls(**{field.name: field.parse(value) for field, value in pairs})
+        # the last field may be absent
+        return cls(*(field.parse(value) for field, value in zip(fields, row, strict=False)))
 
 
-def _parser_of(kind: Any) -> Callable[[Any], Any]:
-    """Return the parser of the values of a type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return _optional_parser([each for each in arguments if each is not NoneType])
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        parsers = [_parser_of(each) for each in arguments]
-        return lambda row: tuple(p(value) for p, value in zip(parsers, row, strict=True))
-    if origin in (tuple, list):
-        parse = _parser_of(arguments[0])
-        return lambda rows: origin(map(parse, rows))
-    if origin in (dict, Mapping):
-        of_key, of_item = map(_parser_of, arguments)
-        return lambda items: {of_key(k): of_item(v) for k, v in dict(items).items()}
-    if kind is bytes:
-        return lambda text: b64decode(text, validate=True)
-    if hasattr(kind, "from_json"):
-        parser: Callable[[Any], Any] = kind.from_json
-        return parser
-    is_called = kind in (bool, int, float, str) or (isclass(kind) and issubclass(kind, Enum))
-    return kind if is_called else _as_it_is
-
-
-def _optional_parser(kinds: list[Any]) -> Callable[[Any], Any]:
-    is_message = all(hasattr(kind, "from_json") for kind in kinds)
-    if len(kinds) > 1 and not is_message:
-        return _as_it_is
-    parse = _parser_of(kinds[0]) if len(kinds) == 1 else tagged_parser(*kinds)
-    return lambda value: None if value is None or (is_message and not value) else parse(value)
+Tagged = TypeVar("Tagged", bound=JsonMessage, covariant=True)
 
 
 def tagged_parser(*kinds: type[Tagged]) -> Callable[[ParsedJson], Tagged]:
@@ -186,17 +174,50 @@ def tagged_parser(*kinds: type[Tagged]) -> Callable[[ParsedJson], Tagged]:
     return parse
 
 
+def _codec_of(kind: Any, none: Any = None) -> _Codec:
+    """Return the codec of a type. none: how None travels, where the type allows it."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _optional_codec([each for each in arguments if each is not NoneType], none)
+    codecs = [_codec_of(each) for each in arguments if each is not Ellipsis]
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return _Codec(
+            lambda row: tuple(c.parse(value) for c, value in zip(codecs, row, strict=True)),
+            lambda row: [codec.write(value) for codec, value in zip(codecs, row, strict=True)],
+        )
+    if origin in (tuple, list):
+        parse, write = codecs[0]
+        return _Codec(lambda rows: origin(map(parse, rows)), lambda rows: list(map(write, rows)))
+    if origin in (dict, Mapping):
+        of_key, of_item = codecs
+        return _Codec(
+            lambda items: {of_key.parse(k): of_item.parse(v) for k, v in dict(items).items()},
+            lambda items: {k: of_item.write(v) for k, v in items.items()},
+        )
+    if hasattr(kind, "from_json"):
+        return _Codec(kind.from_json, lambda value: value.to_json())
+    if kind is bytes:
+        return _Codec(lambda text: b64decode(text, validate=True), lambda v: b64encode(v).decode())
+    if isclass(kind) and issubclass(kind, Enum):
+        return _Codec(kind, lambda value: value.value)
+    return _Codec(kind if kind in (bool, int, float, str) else _as_it_is, _as_it_is)
+
+
+def _optional_codec(kinds: list[Any], none: Any) -> _Codec:
+    if not all(hasattr(kind, "from_json") for kind in kinds):
+        if len(kinds) > 1:
+            return _Codec(_as_it_is, _as_it_is)
+        parse, write = _codec_of(kinds[0])
+        return _Codec(
+            lambda value: None if value is None else parse(value),
+            lambda value: none if value is None else write(value),
+        )
+    parse_message = tagged_parser(*kinds) if len(kinds) > 1 else kinds[0].from_json
+    return _Codec(
+        lambda value: parse_message(value) if value else None,
+        lambda value: none if value is None else value.to_json(),
+    )
+
+
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _to_json(value: Any) -> Any:
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    if isinstance(value, bytes):
-        return b64encode(value).decode("ascii")
-    if isinstance(value, Mapping):
-        return {key: _to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
