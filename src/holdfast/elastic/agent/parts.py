@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from holdfast.elastic.agent.group_end import GroupEnd
 from holdfast.elastic.agent.monitors import make_refusal_counter
 from holdfast.elastic.agent.node_processes import NodeProcesses
 from holdfast.elastic.agent.run_folder_monitor import (
@@ -17,9 +17,8 @@ from holdfast.elastic.agent.run_folder_monitor import (
     RunFolder,
     RunFolderMonitor,
 )
-from holdfast.elastic.agent.run_records import RunRecords
+from holdfast.elastic.agent.run_records import RunRecords, StoredReports
 from holdfast.elastic.agent.shutdown import ShutdownController
-from holdfast.elastic.agent.stored_reports import StoredReports
 from holdfast.elastic.agent.term_monitor import TermMonitor
 from holdfast.elastic.agent.tracker_supervisor import TrackerSupervisor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
@@ -31,7 +30,13 @@ from holdfast.elastic.event_log import Say
 from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.node.launch_specs import NodeContext
 from holdfast.elastic.node.node_runner import NodeRunner
+from holdfast.elastic.protocol.generation_outcome import (
+    FinishedOutcome,
+    GenerationOutcome,
+    LeftOutcome,
+)
 from holdfast.elastic.run_context import RunContext
+from holdfast.events import RunStopped
 from holdfast.plan.placing.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.state import node_timeout_s
@@ -214,3 +219,52 @@ class AgentParts:
     def _time_left_s(self) -> float:
         """Return the seconds until this node must have left; 0 if not known."""
         return self.records.notice_handler.time_left_s() or self.role_loop.leave_within_s
+
+
+@dataclass(frozen=True)
+class GroupEnd:
+    """The end of this node's worker groups."""
+
+    records: RunRecords
+    processes: NodeProcesses
+    node_runner: NodeRunner
+    role_loop: RoleLoop
+    run_controller: RunController
+    shutdown_controller: ShutdownController
+
+    async def on_group_ended(self, outcome: GenerationOutcome) -> GenerationOutcome:
+        """Finish saves and uploads after this node's workers have ended, before it is reported."""
+        if not isinstance(outcome, FinishedOutcome | LeftOutcome):
+            return outcome
+        generation = self.records.progress.newest_generation
+        if isinstance(outcome, LeftOutcome) and outcome.unsaved_reason is None:
+            outcome = replace(
+                outcome,
+                unsaved_reason=await self.records.notice_handler.wait_for_peer_copy(outcome.step),
+            )
+        if outcome.unsaved_reason is None:
+            missing = await self._wait_for_bucket(outcome, generation)
+            outcome = replace(outcome, missing_upload=missing)
+        await self.processes.mover.drain_events(generation)
+        return outcome
+
+    async def _wait_for_bucket(
+        self, outcome: FinishedOutcome | LeftOutcome, generation: int
+    ) -> str | None:
+        """Wait for the bucket; return what it lacks at the end. An agent that leaves writes its
+        stop into the journal first, because it may be killed while it waits."""
+
+        async def written() -> None:
+            why = (
+                self.shutdown_controller.stop_reason
+                or self.node_runner.closing_reason
+                or "the workers left"
+            )
+            self.run_controller.result_reporter.write_event(RunStopped(why, step=outcome.step))
+            await self.records.event_log.flush(sync=True)
+
+        leads = self.role_loop.coordinator is not None
+        before = written if leads and isinstance(outcome, LeftOutcome) else None
+        return await self.processes.final_upload.wait(
+            generation, before, self.records.notice_handler.time_left_s
+        )

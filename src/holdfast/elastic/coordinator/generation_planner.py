@@ -21,10 +21,9 @@ from holdfast.elastic.coordinator.bad_steps import BadStepTracker
 from holdfast.elastic.coordinator.coordinator import PlanOutdatedError
 from holdfast.elastic.coordinator.survivors import RecoveryPlan, RecoveryPlanner
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.coordinator_messages import NodeReport, StartState
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CheckpointError, LayoutError
 from holdfast.events import (
     Event,

@@ -15,13 +15,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from holdfast.elastic.coordinator.coordinator import Coordinator, CreationRejectedError, Made
-from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport
+from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport, StartState
 from holdfast.elastic.protocol.generation_record import (
     AgentEntry,
     GenerationRecord,
     read_record,
 )
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeRecord

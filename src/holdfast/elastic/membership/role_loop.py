@@ -25,8 +25,7 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.candidate import Candidate
 from holdfast.elastic.membership.coordinator_session import CoordinatorSession
 from holdfast.elastic.membership.pre_candidate import PreCandidate
-from holdfast.elastic.membership.run_membership import RunMembership
-from holdfast.elastic.membership.workload import Workload
+from holdfast.elastic.membership.run_membership import RunMembership, Workload
 from holdfast.elastic.protocol.coordinator_messages import (
     HEARTBEAT_PATH,
     JOIN_PATH,

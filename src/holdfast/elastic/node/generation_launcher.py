@@ -9,8 +9,8 @@ from holdfast.elastic.node.launch_specs import NodeContext, make_worker_specs
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.process_manager import NodeAssignment, ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
+from holdfast.elastic.protocol.coordinator_messages import StartState
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.machine.limits import usable_cores

@@ -30,6 +30,7 @@ from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.elastic.node.standby_keeper import StandbyKeeper
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.coordinator_messages import StartState, WorkerPace
 from holdfast.elastic.protocol.generation_outcome import (
     FailedOutcome,
     FinishedOutcome,
@@ -40,8 +41,6 @@ from holdfast.elastic.protocol.generation_outcome import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
-from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage
 from holdfast.policy.recovery.survivors import HeldState

@@ -17,6 +17,7 @@ from holdfast.elastic.node.hang_monitor import HangHooks, HangMonitor
 from holdfast.elastic.node.output_relay import ProcessLog
 from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.coordinator_messages import WorkerPace
 from holdfast.elastic.protocol.generation_outcome import (
     FailedOutcome,
     FinishedOutcome,
@@ -26,7 +27,6 @@ from holdfast.elastic.protocol.generation_outcome import (
 )
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, WorkerReport
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.events import (
     Event,
     StepDone,

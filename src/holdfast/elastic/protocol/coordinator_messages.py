@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
-from holdfast.core.json_parsing import JsonMessage, Key
+from holdfast.core.json_parsing import JsonMessage, JsonObject, JsonRow, Key
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.hung_worker import HungWorkers, StallReport
-from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.transitions import Directive, NodeStage
+
+
+@dataclass(frozen=True)
+class StartState(JsonMessage):
+    """
+    step            the step after which the state is; 0: initial weights
+    restore_point   what the workers restore; None just where they hold the state themselves
+    peers           the movers of the nodes that take part; None: one node alone, whose mover knows
+                    by itself whom to ask and to send to
+    extra_sources   movers of nodes that do not, but may have what is restored
+    rendezvous      "host:port" where the generation's workers find each other
+    """
+
+    step: int = 0
+    restore_point: Annotated[RestorePoint | None, Key("newest")] = None
+    peers: Annotated[tuple[Peer, ...] | None, Key("machines")] = None
+    extra_sources: Annotated[tuple[Peer, ...], Key("sources")] = ()
+    rendezvous: Annotated[str, Key("meet")] = ""
+
+    @cached_property
+    def _json(self) -> JsonObject:
+        """Return the JSON value. Made once: it is sent to every node, and names every node."""
+        return super().to_json()
+
+    def to_json(self) -> JsonObject:
+        return self._json
+
+
+@dataclass(frozen=True)
+class WorkerPace(JsonRow):
+    """A worker's time for its microbatches since it was last reported.
+
+    position: its place in its replica; workers with equal positions do the same work.
+    """
+
+    pid: int
+    position: str
+    seconds: float
+    microbatches: int
+
 
 JOIN_PATH, HEARTBEAT_PATH = "/join", "/beat"
 

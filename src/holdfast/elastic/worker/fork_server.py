@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib
 import logging
 import os
@@ -44,8 +45,6 @@ from holdfast.elastic.protocol.fork_channel import (
     receive_messages,
 )
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerSpec
-from holdfast.elastic.worker.output import redirect_output
-from holdfast.elastic.worker.reference import compute_in_child
 from holdfast.errors import UserError
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.process_title import set_process_title
@@ -250,3 +249,62 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def redirect_output(pipe_fd: int) -> None:
+    """Make `pipe_fd` standard output and error, and take input from nowhere. Closes `pipe_fd`."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(nothing, 0)
+    os.dup2(pipe_fd, 1)
+    os.dup2(pipe_fd, 2)
+    os.close(pipe_fd)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+# A computation of some milliseconds whose checksum tells whether two nodes give the same bits.
+#
+# It runs in a child of the fork server, so that the fork server itself never computes.
+
+DIGEST_BYTES = 8
+
+
+def reference_checksum() -> str:
+    """Return the checksum of matrix products, norms, exponentials and sums, in fp32 and bf16."""
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(1)
+    numbers = torch.arange(96 * 128, dtype=torch.int64) * 2654435761 % (1 << 24)
+    x = (numbers.to(torch.float32) / (1 << 23) - 1).reshape(96, 128).requires_grad_()
+    w = (numbers.flip(0).to(torch.float32) / (1 << 23) - 1).reshape(128, 96).requires_grad_()
+    hidden = functional.silu(x @ w)
+    weights = torch.softmax(functional.layer_norm(hidden, (96,)), dim=-1)
+    loss = (weights * hidden).sum() + torch.rsqrt(hidden.square().mean() + 1e-5)
+    gradients = torch.autograd.grad(loss, (x, w))
+    half = x.detach().bfloat16() @ w.detach().bfloat16()
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for tensor in (weights.detach(), loss.detach(), *gradients, half.float()):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def compute_in_child(compute: Callable[[], str] = reference_checksum) -> str:
+    """Return the checksum, computed in a forked child; "" if the child fails."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write_end, compute().encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as answer:
+        found = answer.read()
+    os.waitpid(pid, 0)
+    return found.decode()

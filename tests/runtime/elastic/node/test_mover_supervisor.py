@@ -16,9 +16,9 @@ from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
 from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
+from holdfast.elastic.agent.node_processes import MoverRestarter
 from holdfast.elastic.node import mover_supervisor
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor, StateLocations
-from holdfast.elastic.reviving import MoverRestarter
 from holdfast.errors import HoldfastError
 from holdfast.events import (
     CheckpointCommitted,

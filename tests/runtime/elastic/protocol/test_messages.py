@@ -21,6 +21,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
     Heartbeat,
     HeartbeatReply,
     JoinRequest,
+    StartState,
     TermReply,
 )
 from holdfast.elastic.protocol.fault_orders import CorruptLossRule, FaultHit, FaultOrder
@@ -44,7 +45,6 @@ from holdfast.elastic.protocol.rendezvous_messages import (
     ValueReply,
     WaitReply,
 )
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.protocol.worker_commands import CommandPoll, CommandReply
 from holdfast.elastic.protocol.worker_messages import WorkerReply, WorkerReport
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
