@@ -15,15 +15,17 @@ Another processor may give other bits. What that means is the run file's to say.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from holdfast.core.json_parsing import JsonMessage
 
 LikeProcessors = Literal["warn", "require", "ignore"]
 _UNSET = "unset"
 
 
 @dataclass(frozen=True)
-class NodeIdentity:
+class NodeIdentity(JsonMessage):
     """The identity of one node's computation; see the module."""
 
     code: str = ""
@@ -31,20 +33,6 @@ class NodeIdentity:
     settings: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, str] = field(default_factory=dict)
     reference: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> NodeIdentity:
-        """Parse an identity. An agent of an older version sends none, or parts of it."""
-        return NodeIdentity(
-            str(value.get("code", "")),
-            str(value.get("torch", "")),
-            dict(value.get("settings") or {}),
-            {str(k): str(v) for k, v in dict(value.get("processor") or {}).items()},
-            str(value.get("reference", "")),
-        )
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,18 @@ meanwhile.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any
+from typing import Self
 
+from holdfast.core.json_parsing import JsonMessage, ParsedJson
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.layout import Topology
 
 
 @dataclass(frozen=True)
-class RejectedStep:
+class RejectedStep(JsonMessage):
     """A step that all ranks found bad alike, and did not apply.
 
     Attributes:
@@ -40,24 +41,9 @@ class RejectedStep:
     again: bool | None = None
     bearable: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> RejectedStep:
-        """Raises KeyError, TypeError and ValueError for what is none."""
-        return RejectedStep(
-            int(value["step"]),
-            str(value["what"]),
-            tuple(tuple(int(leaf) for leaf in share) for share in value["dealt"]),
-            tuple(int(leaf) for leaf in value["suspects"]),
-            None if (again := value.get("again")) is None else bool(again),
-            bool(value.get("bearable", False)),
-        )
-
 
 @dataclass(frozen=True)
-class HeldState:
+class HeldState(JsonMessage):
     """One worker's own report of what it holds.
 
     Attributes:
@@ -81,27 +67,13 @@ class HeldState:
     state: tuple[int, int] | None = None
     bad: RejectedStep | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HeldState:
-        """Keys of a newer version are dropped. Raises KeyError, TypeError and ValueError for what
-        is none."""
-        generation, rank, applied = (int(value[key]) for key in ("generation", "rank", "applied"))
-        whole, state = value.get("whole"), value.get("state", (generation, rank))
-        torn = bool(value.get("torn", False)) or state is None
-        return HeldState(
-            generation,
-            rank,
-            applied,
-            None if whole is None else int(whole),
-            torn,
-            str(value.get("kind", "halt")),
-            str(value.get("text", "")),
-            None if torn else (int(state[0]), int(state[1])),
-            None if (bad := value.get("bad")) is None else RejectedStep.from_json(bad),
-        )
+    @classmethod
+    def from_json(cls, value: ParsedJson) -> Self:
+        """Parse a report. Raises KeyError, TypeError and ValueError if it is malformed."""
+        own_boxes = {"state": (value["generation"], value["rank"])}  # if an older worker says none
+        held = super().from_json(own_boxes | dict(value))
+        torn = held.torn or held.state is None
+        return replace(held, torn=torn, state=None if torn else held.state)
 
 
 @dataclass(frozen=True)
