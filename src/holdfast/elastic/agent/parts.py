@@ -82,9 +82,7 @@ class AgentParts:
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
         self.term_monitor = self._make_term_monitor()
-        self.processes.attach(
-            self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
-        )
+        self.processes.attach(self.role_loop.publish_mover, self.role_loop.publish_identity)
         self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         self._group_end = GroupEnd(
