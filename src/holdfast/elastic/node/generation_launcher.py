@@ -13,7 +13,6 @@ from holdfast.elastic.protocol.coordinator_messages import StartState
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.machine.limits import usable_cores
 
 MOVER_UPDATE_RETRY_S = 1.0
 """Seconds before a mover that did not answer gets its announcement again."""
@@ -51,30 +50,19 @@ class GenerationLauncher:
     ) -> None:
         """Give each of this node's ranks a process, and announce the generation to the mover, if
         `prepare` has not."""
-        topology, newest = current.topology, start_state.restore_point
+        topology = current.topology
         ranks = self._ranks_here(topology)
         processes = self._match_processes(record, ranks)
         current.expect_workers(
             {rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid}
         )
-        told = make_worker_specs(
-            self._context.config,
-            topology,
-            folder=self._context.folder,
-            agent_address=self._context.control_address,
-            mover_socket=self._mover.socket_path,
-            cores=usable_cores(),
-            restore_key=None if newest is None else newest.key,
-            start_step=start_state.step,
-            failure_history=self._context.failure_history,
-            node=self._context.node,
-            rendezvous_address=start_state.rendezvous,
-            record=record,
+        specs = make_worker_specs(
+            self._context, topology, self._mover.socket_path, record, start_state
         )
         beginning = self._process_manager.begin_generation(
             NodeAssignment(
                 topology.generation,
-                tuple(told),
+                tuple(specs),
                 tuple(processes),
                 record.came_from,
                 record.previous,

@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.devices import DEVICES, DeviceKind
-from holdfast.elastic.node.fork_server_supervisor import (
-    ForkServerSettings,
-    ForkServerSupervisor,
-)
+from holdfast.elastic.node.children import ForkServerSettings
+from holdfast.elastic.node.fork_server_supervisor import ForkServerSupervisor
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
