@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.node.launch_specs import NodeContext, make_worker_specs
-from holdfast.elastic.node.mover_supervisor import MoverSupervisor
+from holdfast.elastic.node.mover_supervisor import Announcement, MoverSupervisor
 from holdfast.elastic.node.process_manager import NodeAssignment, ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.protocol.coordinator_messages import StartState
@@ -86,12 +87,15 @@ class GenerationLauncher:
     ) -> None:
         newest, step = start_state.restore_point, start_state.step
         stored = record.came_from is None and newest is not None and newest.durable
-        if start_state.peers is None:  # this node is the run's only one
-            await self._mover.expect_generation(topology, step, is_stored=stored)
-            return
-        await self._mover.expect_generation(
-            topology, step, newest, start_state.peers, start_state.extra_sources, stored
-        )
+        announcement = Announcement(topology, step, is_stored=stored)
+        if (peers := start_state.peers) is not None:  # this node is not the run's only one
+            announcement = replace(
+                announcement,
+                restore_point=newest,
+                machines=peers,
+                sources=start_state.extra_sources,
+            )
+        await self._mover.expect_generation(announcement)
 
     async def _update_mover_in_background(
         self, topology: Topology, record: GenerationRecord, start_state: StartState

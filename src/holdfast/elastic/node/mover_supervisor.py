@@ -59,6 +59,18 @@ MOVER_POLL_RETRY_S = 1.0
 """Seconds before the next request to a mover that is alive and did not answer."""
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """A generation that begins from the state after step `start_step`, as its mover needs it."""
+
+    topology: Topology
+    start_step: int
+    restore_point: RestorePoint | None = None  # whichever node chose it; None: workers have it
+    machines: Sequence[Peer] | None = None  # of a run on several nodes, those that take part
+    sources: Sequence[Peer] = ()  # further machines whose memory may hold the restore point
+    is_stored: bool = True  # the state is a checkpoint in the run store
+
+
 class MoverSupervisor:
     """Runs one mover at a time. Its socket lies in a private folder (`mover/socket_place.py`)."""
 
@@ -85,7 +97,7 @@ class MoverSupervisor:
         self.run_name = config.name
         self.node_suffix = f".{node}" if node else ""
         """Suffix of this node's log names, if several nodes share the run folder."""
-        self._last_expect: _LastExpect | None = None
+        self._announcement: Announcement | None = None  # of the running generation
         self._state_locations = StateLocations()
         self._start_lock = asyncio.Lock()
         self._config, self._folder, self._secret = config, folder, secret
@@ -172,37 +184,19 @@ class MoverSupervisor:
             client.find_restore_point, corrupt_keys=rejected_checkpoints, machines=machines
         )
 
-    async def expect_generation(
-        self,
-        topology: Topology,
-        start_step: int,
-        restore_point: RestorePoint | None = None,
-        machines: Sequence[Peer] | None = None,
-        sources: Sequence[Peer] = (),
-        is_stored: bool = True,
-    ) -> None:
-        """Announce a generation that begins from the state after step `start_step`.
-
-        Args:
-            restore_point: the choice, whichever node made it; None if the workers have the state.
-            machines: of a run on several nodes, those that take part.
-            sources: further machines whose memory may hold the restore point.
-            is_stored: the state is a checkpoint in the run store.
-
-        Raises MoverGoneError, FencedError.
-        """
-        self._last_expect = _LastExpect(
-            topology, start_step, restore_point, machines, tuple(sources), is_stored
-        )
+    async def expect_generation(self, announcement: Announcement) -> None:
+        """Announce a generation. Raises MoverGoneError, FencedError."""
+        self._announcement = announcement
         if self._listen_task is None or self._listen_task.done():
             self._last_reply_at = time.monotonic()  # the agent has not listened for a while
         try:
-            await self._send_expect(self._last_expect)
+            await self._send_announcement(announcement)
             # rejected checkpoints, before the workers start
-            await self.drain_events(topology.generation)
+            await self.drain_events(announcement.topology.generation)
         finally:  # one that does not answer is listened to all the same: so it is replaced
             if self._listen_task is None or self._listen_task.done():
-                client = MoverClient(self.socket_path, self._secret, topology.generation)
+                generation = announcement.topology.generation
+                client = MoverClient(self.socket_path, self._secret, generation)
                 self._listen_task = asyncio.create_task(self._listen(client))
 
     async def restart(self, lifeline: int, on_exit: Callable[[], None]) -> None:
@@ -215,13 +209,10 @@ class MoverSupervisor:
             for event in self._state_locations.drop_memory():
                 self._on_event(event)
         await self.ensure_running(lifeline, on_exit)
-        said = self._last_expect
-        if said is not None:  # what was begun from has been read
-            await self.expect_generation(
-                said.topology, said.start_step, None, said.machines, said.sources, said.is_stored
-            )
+        if self._announcement is not None:  # what was begun from has been read
+            await self.expect_generation(replace(self._announcement, restore_point=None))
 
-    async def _send_expect(self, expect: _LastExpect) -> None:
+    async def _send_announcement(self, expect: Announcement) -> None:
         client = MoverClient(self.socket_path, self._secret, expect.topology.generation)
         table = run_state_table(self._config)
         placement = None if expect.restore_point is None else expect.restore_point.placement
@@ -307,18 +298,6 @@ class MoverSupervisor:
         for event in events:
             if self._state_locations.observe(event):
                 self._on_event(event)
-
-
-@dataclass(frozen=True)
-class _LastExpect:
-    """The announcement of the running generation, as sent to the mover."""
-
-    topology: Topology
-    start_step: int
-    restore_point: RestorePoint | None
-    machines: Sequence[Peer] | None
-    sources: tuple[Peer, ...]
-    is_stored: bool
 
 
 class StateLocations:
