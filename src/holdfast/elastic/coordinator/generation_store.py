@@ -12,7 +12,7 @@ import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast.elastic.coordinator.coordinator import Coordinator, CreationRejectedError, Made
 from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport, StartState
@@ -90,24 +90,15 @@ async def start_term(
     return coordinator
 
 
+@dataclass(eq=False)
 class GenerationCreator:
     """Creates generations' objects under one term; see `coordinator.CreateGeneration`."""
 
-    def __init__(
-        self,
-        term: Term,
-        store: RunStore,
-        plan_generation: PlanGeneration,
-        make_start_state: MakeStartState,
-        on_creation_refused: Callable[[UserError], None] = lambda error: None,
-    ) -> None:
-        self._term, self._store, self._plan_generation, self._make_start_state = (
-            term,
-            store,
-            plan_generation,
-            make_start_state,
-        )
-        self._on_creation_refused = on_creation_refused
+    term: Term
+    store: RunStore
+    plan_generation: PlanGeneration
+    make_start_state: MakeStartState
+    on_creation_refused: Callable[[UserError], None] = lambda error: None
 
     async def __call__(
         self,
@@ -116,7 +107,7 @@ class GenerationCreator:
         node_names: frozenset[str],
         node_reports: Mapping[str, NodeReport],
     ) -> Made:
-        record = await self._plan_generation(state, generation, node_names, node_reports)
+        record = await self.plan_generation(state, generation, node_names, node_reports)
         used = node_names if record.topology is None else node_names & set(record.topology.nodes)
         nodes = [node for name in sorted(used) if (node := state.node(name)) is not None]
         agents = {
@@ -128,25 +119,25 @@ class GenerationCreator:
             for node in nodes
         }
         record = replace(
-            record, term=self._term.number, reason=record.reason or state.reason, agents=agents
+            record, term=self.term.number, reason=record.reason or state.reason, agents=agents
         )
         try:
             await asyncio.to_thread(self._create_record, generation, record)
         except UserError as error:
-            self._on_creation_refused(error)
+            self.on_creation_refused(error)
             raise
         taken = None if record.topology is None else Counter(record.topology.nodes)
-        return Made(await self._make_start_state(generation, record), taken)
+        return Made(await self.make_start_state(generation, record), taken)
 
     def _create_record(self, generation: int, record: GenerationRecord) -> None:
         """Check the term, then create the object.
 
         The order matters. If another agent opens a newer term in between, it creates this number
         too, and one of the two agents comes too late."""
-        self._term.check()
+        self.term.check()
         try:
-            create_generation(self._store, generation, record.to_json())
+            create_generation(self.store, generation, record.to_json())
         except FencedError:
             raise CreationRejectedError(
-                newest_term(self._store)[0], newest_generation(self._store)
+                newest_term(self.store)[0], newest_generation(self.store)
             ) from None
