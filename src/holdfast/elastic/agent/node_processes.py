@@ -146,12 +146,10 @@ class MoverRestarter:
         (`MoverSupervisor.restart`). is_alive: returns True if a mover is alive. on_restarted:
         called when one is alive again. delays_s: the first and the longest pause between attempts,
         in seconds."""
-        self._restart, self._is_alive, self._say, self._on_restarted = (
-            restart,
-            is_alive,
-            say,
-            on_restarted,
-        )
+        self._restart = restart
+        self._is_alive = is_alive
+        self._say = say
+        self._on_restarted = on_restarted
         self._delays_s = delays_s
         self._task: asyncio.Task[None] | None = None
 

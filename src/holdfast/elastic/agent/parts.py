@@ -23,9 +23,7 @@ from holdfast.elastic.agent.term_monitor import TermMonitor
 from holdfast.elastic.agent.tracker_supervisor import TrackerSupervisor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
-from holdfast.elastic.coordinator.run_controller import (
-    RunController,
-)
+from holdfast.elastic.coordinator.run_controller import RunController
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.node.launch_specs import NodeContext
@@ -179,11 +177,7 @@ class AgentParts:
     def _make_term_monitor(self) -> TermMonitor:
         it = self.context
         return TermMonitor(
-            it.node,
-            self.role_loop,
-            lambda: self.run_controller.term,
-            it.single_node_term,
-            self.say,
+            it.node, self.role_loop, lambda: self.run_controller.term, it.single_node_term, self.say
         )
 
     def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:

@@ -87,14 +87,10 @@ class TermMonitor:
 
     def _observe_peers(self, coordinator: Coordinator) -> None:
         """Look at the other nodes. A node that was lost between two looks has joined again."""
-        before, self._peers = (
-            self._peers,
-            {
-                node.name: node.joined_at
-                for node in coordinator.state.nodes
-                if node.name != self._node
-            },
-        )
+        before = self._peers
+        self._peers = {
+            node.name: node.joined_at for node in coordinator.state.nodes if node.name != self._node
+        }
         if before and not before.items() & self._peers.items():
             self._observe("the other nodes", False)
         if self._peers:

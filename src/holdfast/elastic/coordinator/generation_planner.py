@@ -25,13 +25,7 @@ from holdfast.elastic.protocol.coordinator_messages import NodeReport, StartStat
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.errors import CheckpointError, LayoutError
-from holdfast.events import (
-    Event,
-    GenerationStarted,
-    RestorePointFound,
-    SettingIgnored,
-    WorkerLost,
-)
+from holdfast.events import Event, GenerationStarted, RestorePointFound, SettingIgnored, WorkerLost
 from holdfast.layout import Topology
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
 from holdfast.plan.placing.planner import reweight

@@ -16,21 +16,12 @@ from dataclasses import dataclass, replace
 
 from holdfast.elastic.coordinator.coordinator import Coordinator, CreationRejectedError, Made
 from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport, StartState
-from holdfast.elastic.protocol.generation_record import (
-    AgentEntry,
-    GenerationRecord,
-    read_record,
-)
+from holdfast.elastic.protocol.generation_record import AgentEntry, GenerationRecord, read_record
 from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeRecord
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
-from holdfast.wire.term import (
-    Term,
-    create_generation,
-    newest_generation,
-    newest_term,
-)
+from holdfast.wire.term import Term, create_generation, newest_generation, newest_term
 
 PlanGeneration = Callable[
     [CoordinatorState, int, frozenset[str], Mapping[str, NodeReport]], Awaitable[GenerationRecord]
@@ -112,9 +103,7 @@ class GenerationCreator:
         nodes = [node for name in sorted(used) if (node := state.node(name)) is not None]
         agents = {
             node.name: AgentEntry(
-                node_reports[node.name].facts.address,
-                node.incarnation,
-                node.places,
+                node_reports[node.name].facts.address, node.incarnation, node.places
             )
             for node in nodes
         }

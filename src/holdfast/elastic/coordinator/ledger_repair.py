@@ -102,12 +102,10 @@ class LedgerRepair:
         self.is_pending = False
         """True if entries may be missing: no snapshot is announced before its ledger."""
         self._last_problem = ""  # why the journal could not be read
-        self._ledger_coverage, self._event_log, self._say, self._retry_delay_s = (
-            ledger_coverage,
-            event_log,
-            say,
-            retry_delay_s,
-        )
+        self._ledger_coverage = ledger_coverage
+        self._event_log = event_log
+        self._say = say
+        self._retry_delay_s = retry_delay_s
 
     async def repair(self) -> None:
         """Rebuild and store missing entries, after all workers have sent theirs."""

@@ -39,13 +39,7 @@ from holdfast.elastic.run_result import (
     raise_if_failed,
     run_result,
 )
-from holdfast.errors import (
-    CheckpointError,
-    CorruptError,
-    HoldfastError,
-    RunFolderError,
-    UserError,
-)
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, UserError
 from holdfast.events import CheckpointRejected, Event, GenerationStarted, RunStarted, WorkerPaced
 from holdfast.layout import Topology
 from holdfast.plan.placing.interface import Planner
@@ -442,10 +436,8 @@ def apply_pace_changes(
             coordinator.readmit(node)
         elif coordinator.stragglers.is_node_excluded(node):
             coordinator.exclude_slow(node)
-    before, planner.relative_speeds = (
-        planner.relative_speeds,
-        coordinator.stragglers.relative_speeds,
-    )
+    before = planner.relative_speeds
+    planner.relative_speeds = coordinator.stragglers.relative_speeds
     if before != planner.relative_speeds:
         coordinator.halt("slow_worker", at_step_end=True)
 

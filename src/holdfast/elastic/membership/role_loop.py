@@ -37,11 +37,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.messages import handler_of
-from holdfast.elastic.run_result import (
-    EndReason,
-    RunEndedError,
-    refuse_join,
-)
+from holdfast.elastic.run_result import EndReason, RunEndedError, refuse_join
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role

@@ -84,11 +84,9 @@ class NodeRunner:
         process_manager.on_worker_held = self.on_worker_held
         self._replaces_all_workers = context.config.cluster.replaces_all_workers
         self._event_log, self._say = event_log, say
-        self._on_generation_started, self._on_group_started, self._on_group_ended = (
-            on_generation_started,
-            on_group_started,
-            on_group_ended,
-        )
+        self._on_generation_started = on_generation_started
+        self._on_group_started = on_group_started
+        self._on_group_ended = on_group_ended
         self._event_cursors: dict[str, int] = {}
         self._paces_taken_at = 0.0
         compiles = context.config.train.compile

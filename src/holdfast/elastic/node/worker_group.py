@@ -27,14 +27,7 @@ from holdfast.elastic.protocol.generation_outcome import (
 )
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, WorkerReport
-from holdfast.events import (
-    Event,
-    StepDone,
-    WorkerHeld,
-    WorkerLost,
-    WorkerReady,
-    WorkerStarted,
-)
+from holdfast.events import Event, StepDone, WorkerHeld, WorkerLost, WorkerReady, WorkerStarted
 from holdfast.layout import Topology
 from holdfast.policy.recovery.survivors import HeldState
 

@@ -47,10 +47,7 @@ class WorkerStatus:
     compute_time: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
     reported_compute_time: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
     # seconds of whole steps, without what lies between them
-    step_time: tuple[float, int] = (
-        0.0,
-        0,
-    )
+    step_time: tuple[float, int] = (0.0, 0)
 
     @property
     def is_alive(self) -> bool:

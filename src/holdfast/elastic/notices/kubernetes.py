@@ -41,11 +41,9 @@ from holdfast.elastic.notices.source import (
 )
 from holdfast.errors import ConfigError
 
-NODE, POD_NAME_VARIABLE, POD_NAMESPACE_VARIABLE = (
-    "HOLDFAST_NODE_NAME",
-    "HOLDFAST_POD_NAME",
-    "HOLDFAST_POD_NAMESPACE",
-)
+NODE = "HOLDFAST_NODE_NAME"
+POD_NAME_VARIABLE = "HOLDFAST_POD_NAME"
+POD_NAMESPACE_VARIABLE = "HOLDFAST_POD_NAMESPACE"
 """Environment variables that the downward API must set: spec.nodeName, metadata.name and
 metadata.namespace."""
 WATCH_TIMEOUT_S = 30
@@ -104,10 +102,8 @@ def make_kubernetes_source(
     Raises ConfigError for a process in no pod, unless the address is given, and for a taint that
     cannot be read.
     """
-    host, port = (
-        environment.get("KUBERNETES_SERVICE_HOST"),
-        environment.get("KUBERNETES_SERVICE_PORT", "443"),
-    )
+    host = environment.get("KUBERNETES_SERVICE_HOST")
+    port = environment.get("KUBERNETES_SERVICE_PORT", "443")
     if not cluster.notices_at and not host:
         raise ConfigError(
             "this process runs in no pod: KUBERNETES_SERVICE_HOST is not set",

@@ -95,10 +95,7 @@ class SaverFactory:
             return first
 
         capturer = ReconnectingCapturer(
-            connect_first,
-            connect,
-            self._on_capture_skipped,
-            in_background=in_background,
+            connect_first, connect, self._on_capture_skipped, in_background=in_background
         )
         return SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
 

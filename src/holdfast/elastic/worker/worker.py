@@ -142,10 +142,7 @@ class Worker:
                 session, saver, self.reporter, connection.rank, self.step, held.verdict, waking
             )
         membership = AgentMembership(
-            self.reporter,
-            self.generation,
-            self._on_outdated,
-            connection.has_replicas_across_nodes,
+            self.reporter, self.generation, self._on_outdated, connection.has_replicas_across_nodes
         )
         self._setup.open_batches()  # of what is left out a newer boot may know more
         retry = self._setup.spec.retry

@@ -89,11 +89,9 @@ class HttpConnection(asyncio.Protocol):
     """Made for each connection; lives in one event loop."""
 
     def __init__(self, application: Application, connections: set[HttpConnection]) -> None:
-        self._application, self._limiter, self._connections = (
-            application,
-            application.limiter,
-            connections,
-        )
+        self._application = application
+        self._limiter = application.limiter
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._proof_timer: asyncio.TimerHandle | None = None

@@ -141,9 +141,7 @@ def test_a_create_whose_answer_was_lost_is_known_as_our_own(proxy: Proxy) -> Non
 
 
 # --- large blobs -----------------------------------------------------------------------------
-def test_a_large_blob_arrives_whole_although_its_source_uses_one_buffer_again(
-    proxy: Proxy,
-) -> None:
+def test_a_large_blob_arrives_whole_although_its_source_uses_one_buffer_again(proxy: Proxy) -> None:
     content = secrets.token_bytes(3 * PART_BYTES + 12345)
 
     def source() -> Iterator[memoryview]:
