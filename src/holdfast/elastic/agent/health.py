@@ -27,7 +27,6 @@ from holdfast.wire.http.refusals import HEALTH, Refusals
 METRICS_MAX_AGE_S = 0.5
 """Greatest age of a rendering: a stranger's many requests then cost the agent little."""
 
-
 _STAGE_NAMES = {
     NodeStage.IDLE: "opening",
     NodeStage.BUILDING: "opening",

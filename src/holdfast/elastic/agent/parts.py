@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast.elastic.agent.monitors import make_refusal_counter
 from holdfast.elastic.agent.node_processes import NodeProcesses
@@ -83,14 +83,6 @@ class AgentParts:
         self.processes.attach(self.role_loop.publish_mover, self.role_loop.publish_identity)
         self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
-        self._group_end = GroupEnd(
-            records,
-            self.processes,
-            self.node_runner,
-            self.role_loop,
-            self.run_controller,
-            self.shutdown_controller,
-        )
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""
@@ -130,7 +122,7 @@ class AgentParts:
             self.say,
             self.records.progress.begin_generation,
             lambda worker_group: self.shutdown_controller.on_group_started(worker_group),
-            lambda outcome: self._group_end.on_group_ended(outcome),
+            self.on_group_ended,
         )
 
     def _make_run_controller(self, address: str, planner: Planner) -> RunController:
@@ -212,18 +204,7 @@ class AgentParts:
         """Return the seconds until this node must have left; 0 if not known."""
         return self.records.notice_handler.time_left_s() or self.role_loop.leave_within_s
 
-
-@dataclass(frozen=True)
-class GroupEnd:
-    """The end of this node's worker groups."""
-
-    records: RunRecords
-    processes: NodeProcesses
-    node_runner: NodeRunner
-    role_loop: RoleLoop
-    run_controller: RunController
-    shutdown_controller: ShutdownController
-
+    # --- the end of this node's worker groups ----------------------------------------------------
     async def on_group_ended(self, outcome: GenerationOutcome) -> GenerationOutcome:
         """Finish saves and uploads after this node's workers have ended, before it is reported."""
         if not isinstance(outcome, FinishedOutcome | LeftOutcome):

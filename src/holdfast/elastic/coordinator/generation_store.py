@@ -30,7 +30,6 @@ PlanGeneration = Callable[
 MakeStartState = Callable[[int, GenerationRecord], Awaitable[StartState]]
 """Returns what the nodes begin from, after the object is made and fences all older ones."""
 
-
 GC_THRESHOLDS = (20_000, 20, 100)
 """Thresholds of Python's garbage collector. The open requests of 4,096 agents are no garbage. To
 scan them repeatedly took a third of the time of a decision."""

@@ -38,7 +38,6 @@ CHILD_START_TIMEOUT_S = 180.0
 """Seconds that a fork server gets to import torch: few if the machine is quiet, far more if it is
 cold or busy."""
 
-
 SEND_RETRY_S = 0.01
 """Seconds until a message is sent again to a fork server that has not read the one before."""
 

@@ -48,7 +48,6 @@ MAX_STEP_SAMPLES = 32
 REPORTER_BUSY_ALLOWANCE_S = 10.0
 """Seconds that a worker's reporter may be busy with something else after its events were stored."""
 
-
 _FIRST_REPORT_EXTRA_S = 0.3  # more than a normal step: a hang of that length is reported
 # times as old as at the last report: it is reported again
 _NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (1.2, 2.0)

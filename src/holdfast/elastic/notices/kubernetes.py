@@ -16,8 +16,8 @@ server whose certificate is signed by the account's own authority.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from http.client import HTTPResponse
 from pathlib import Path
@@ -206,11 +206,17 @@ class KubernetesApi:
     def list_objects(self, path: str) -> dict[str, Any]:
         return parse_json_object(self._get(path))
 
-    def open_reply(self, path: str, timeout_s: float) -> AbstractContextManager[HTTPResponse]:
-        """Open a reply with status 200, to read from; anything else raises NoticeSourceError."""
-        return _CheckedReply(
-            self._client.open_reply("GET", path, self._headers(), None, timeout_s), path
-        )
+    @contextmanager
+    def open_reply(self, path: str, timeout_s: float) -> Iterator[HTTPResponse]:
+        """Yield a reply with status 200, to read from; anything else raises NoticeSourceError."""
+        with self._client.open_reply("GET", path, self._headers(), None, timeout_s) as answer:
+            if answer.status != 200:
+                why = STATUS_REASONS.get(answer.status)
+                place = path.partition("?")[0]
+                sentence = f"{place} answered {answer.status}{f': {why}' if why else ''}"
+                is_expired = answer.status == 410
+                raise (ResourceVersionExpiredError if is_expired else NoticeSourceError)(sentence)
+            yield answer
 
     def _headers(self) -> dict[str, str]:
         headers = {"Accept": "application/json"}
@@ -226,23 +232,6 @@ STATUS_REASONS = {
     401: "the token is not accepted",
     403: "the account may not (see docs/guide/notices.md)",
 }
-
-
-class _CheckedReply(AbstractContextManager[HTTPResponse]):
-    def __init__(self, reply: AbstractContextManager[HTTPResponse], path: str) -> None:
-        self._reply, self._path = reply, path.partition("?")[0]
-
-    def __enter__(self) -> HTTPResponse:
-        answer = self._reply.__enter__()
-        if answer.status == 200:
-            return answer
-        self._reply.__exit__(None, None, None)
-        why = STATUS_REASONS.get(answer.status)
-        sentence = f"{self._path} answered {answer.status}{f': {why}' if why else ''}"
-        raise (ResourceVersionExpiredError if answer.status == 410 else NoticeSourceError)(sentence)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._reply.__exit__(*error)
 
 
 class KubernetesObjectSource(NoticeSource):

@@ -56,10 +56,8 @@ class WorkerPace(JsonRow):
 
 JOIN_PATH, HEARTBEAT_PATH = "/join", "/beat"
 
-
 JOIN_FIRST_COMMAND, REPLACED_COMMAND = "join", "replaced"
 """Orders to an agent that the coordinator does not know, or knows as another process by now."""
-
 
 REFUSED_COMMAND = "refused"
 """Order to an agent that may not join; `reason` says why."""

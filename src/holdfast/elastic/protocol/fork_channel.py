@@ -42,7 +42,6 @@ class KillWorkers(JsonMessage):
 
 ForkOrder = ForkWorker | KillWorkers
 
-
 parse_fork_order: Callable[[ParsedJson], ForkOrder] = tagged_parser(ForkWorker, KillWorkers)
 
 
@@ -78,7 +77,6 @@ class WorkerExited(JsonMessage):
 
 
 ForkEvent = ForkServerReady | WorkerForked | WorkerExited
-
 
 parse_fork_event: Callable[[ParsedJson], ForkEvent] = tagged_parser(
     ForkServerReady, WorkerForked, WorkerExited

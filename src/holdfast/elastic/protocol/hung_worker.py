@@ -11,7 +11,6 @@ from holdfast.core.json_parsing import Json, JsonMessage, JsonRow, Key
 ALL_RANKS = -1
 """In place of a rank: all ranks are stalled, and no report names the rank that they wait for."""
 
-
 _PROGRESS_COUNT_BITS = 32
 
 

@@ -17,7 +17,6 @@ STEP_PHASES = ("compute", "reduce", "vote")
 SCRIPT_END = "finish"
 """The phase in which a script runs what comes after its loop."""
 
-
 MAX_POLL_WAIT_S = 20.0
 """Seconds after which an unfinished wait is answered, so that no connection looks dead."""
 

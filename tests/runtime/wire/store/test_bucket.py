@@ -27,7 +27,6 @@ MIB = 2**20
 QUICK = {"timeout": 1, "retries": 1}
 LARGE = PART_BYTES + 3 * MIB
 
-
 pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
