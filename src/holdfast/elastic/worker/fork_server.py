@@ -247,10 +247,6 @@ def main() -> None:
     _exit_now(exit_codes.DONE)
 
 
-if __name__ == "__main__":
-    main()
-
-
 def redirect_output(pipe_fd: int) -> None:
     """Make `pipe_fd` standard output and error, and take input from nowhere. Closes `pipe_fd`."""
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -308,3 +304,7 @@ def compute_in_child(compute: Callable[[], str] = reference_checksum) -> str:
         found = answer.read()
     os.waitpid(pid, 0)
     return found.decode()
+
+
+if __name__ == "__main__":
+    main()
