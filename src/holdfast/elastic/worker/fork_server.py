@@ -66,7 +66,7 @@ class ForkServerLoop:
     def __init__(
         self, control: socket.socket, lifeline_fd: int, entry: Entry, reference: str = ""
     ) -> None:
-        """reference: the checksum of `elastic.worker.reference`, for the agent."""
+        """reference: the checksum of the computation below, for the agent."""
         self._reference = reference
         self._control = control
         self._lifeline = lifeline_fd
