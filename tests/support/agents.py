@@ -15,12 +15,10 @@ from typing import Any
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_store import start_term
 from holdfast.elastic.membership.role_loop import RoleLoop
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.coordinator_messages import NodeReport, StartState, WorkerPace
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
-from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeStage
 from holdfast.wire.http.auth import Verifier

@@ -13,9 +13,9 @@ from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.protocol.rendezvous_messages import StoreRequest
 from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import MAX_BODY_BYTES, Handler, HttpListener, SignedApplication
-from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.http.server import MAX_BODY_BYTES, Handler, SignedApplication
 from holdfast.wire.secret import Secret
+from tests.support.listener import listening
 
 SECRET = Secret(b"e" * 32)
 
@@ -63,14 +63,8 @@ class Control:
     """The rendezvous at /store, and what else is given at its path."""
 
     def __init__(self, report: Handler | None, max_body: int, desk: Desk | None = None) -> None:
-        self._max_body = max_body
-        self._desk = desk
-        self._bound = bind_listener("127.0.0.1", 0, "cluster.interface")
-        self.address = address_of(self._bound)
-        self.generation = 1
-        self._report = report
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._max_body, self._desk, self._report = max_body, desk, report
+        self.address, self.generation = "", 1
 
     def begin(self, generation: int) -> None:
         """Open the next generation, as an agent does."""
@@ -84,7 +78,7 @@ class Control:
         self._loop.call_soon_threadsafe(now)
         assert done.wait(120)
 
-    async def _serve(self) -> None:
+    def make(self) -> SignedApplication:
         self._loop = asyncio.get_running_loop()
         self._rendezvous = RendezvousStore()
         self._rendezvous.begin_generation(1)
@@ -94,18 +88,14 @@ class Control:
             handlers["/report"] = self._report
         if self._desk is not None:
             handlers["/orders"] = self._desk.handle
-        verifier = Verifier(SECRET, time.time)
-        guard = SignedApplication(
+        return SignedApplication(
             handlers,
             SECRET,
-            verifier,
+            Verifier(SECRET, time.time),
             lambda: self.generation,
             max_body_bytes=self._max_body,
             generationless_paths=frozenset({"/orders"}),
         )
-        self._listener = HttpListener(guard, self._bound)
-        self._started.set()
-        await self._listener.serve()
 
 
 @contextmanager
@@ -113,10 +103,5 @@ def controlling(
     report: Handler | None = None, max_body: int = MAX_BODY_BYTES, desk: Desk | None = None
 ) -> Iterator[Control]:
     control = Control(report, max_body, desk)
-    control._thread.start()
-    assert control._started.wait(120)
-    try:
+    with listening(control.make) as control.address:
         yield control
-    finally:
-        control._loop.call_soon_threadsafe(control._listener.close)
-        control._thread.join(120)

@@ -7,13 +7,14 @@ exchange, in which the devices of the other ranks then wait. Pure: counts are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from holdfast.core.json_parsing import JsonRow
 
 
-@dataclass(frozen=True, slots=True)
-class GroupProgress:
+@dataclass(frozen=True)
+class GroupProgress(JsonRow):
     """Exchanges of one rank in one group: launched, reached by its device, and done there.
 
     group: its name, which is the same on all its ranks.
@@ -23,20 +24,6 @@ class GroupProgress:
     launched: int
     reached: int
     done: int
-
-    def to_json(self) -> list[str | int]:
-        return [self.group, self.launched, self.reached, self.done]
-
-    @staticmethod
-    def from_json(row: Iterable[Any]) -> GroupProgress:
-        """Parse a row. Raises TypeError and ValueError if it is malformed."""
-        group, launched, reached, done = row
-        return GroupProgress(str(group), int(launched), int(reached), int(done))
-
-
-def progress_from_json(rows: Iterable[Iterable[Any]]) -> tuple[GroupProgress, ...]:
-    """Parse rows. Raises TypeError and ValueError if one is malformed."""
-    return tuple(GroupProgress.from_json(row) for row in rows)
 
 
 def find_late_devices(

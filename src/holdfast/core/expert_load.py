@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
 
 from holdfast.events import Event
 
 
-@dataclass(frozen=True)
-class ExpertsRouted(Event):
+class ExpertsRouted(Event, kind="experts_routed", absent_if_empty={"dropped", "loads"}):
     """Choices that the routers made for tokens of one rank, since its last event of this kind."""
 
-    kind: ClassVar[str] = "experts_routed"
-    absent_if_empty = frozenset({"dropped", "loads"})
     rank: int
     counts: dict[str, list[int]]  # number of a block -> choices by expert
     dropped: int = 0  # of these choices: those that no expert computed, for lack of capacity

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from holdfast.events import Event
 
 
-@dataclass(frozen=True)
-class StepPredicted(Event):
+class StepPredicted(Event, kind="step_predicted"):
     """A generation's plan, written when the generation starts."""
 
-    kind: ClassVar[str] = "step_predicted"
     seconds: float  # of a step
     parts: dict[str, float]  # seconds by what they go to; they add up to `seconds`
     bytes: int  # on the fullest device

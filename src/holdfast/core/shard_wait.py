@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from holdfast.events import Event
 
 
-@dataclass(frozen=True)
-class ShardAwaited(Event):
+class ShardAwaited(Event, kind="shard_awaited"):
     """A batch waits for a shard, since the dataset's address does not answer. Written once for each
     wait, and once more, without a reason, when the shard is here."""
 
-    kind: ClassVar[str] = "shard_awaited"
     rank: int
     key: str
     reason: str = ""

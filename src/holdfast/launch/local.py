@@ -26,7 +26,7 @@ from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
 from holdfast.elastic.node.launch_specs import plan_single_node
-from holdfast.elastic.node.peer_config import make_peer_settings
+from holdfast.elastic.node.mover_supervisor import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError

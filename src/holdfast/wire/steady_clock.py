@@ -22,9 +22,7 @@ class SteadyClock:
     """Seconds since 1970, as the wall clock said when this was made, and counted since."""
 
     def __init__(
-        self,
-        wall: Callable[[], float] = time.time,
-        counted: Callable[[], float] = counted_seconds,
+        self, wall: Callable[[], float] = time.time, counted: Callable[[], float] = counted_seconds
     ) -> None:
         self._counted = counted
         self._origin = wall() - counted()

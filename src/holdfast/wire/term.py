@@ -122,10 +122,7 @@ class Term:
 
 
 def open_term(
-    store: RunStore,
-    address: str,
-    refuse_live_holder: Callable[[], None],
-    uses_tls: bool = False,
+    store: RunStore, address: str, refuse_live_holder: Callable[[], None], uses_tls: bool = False
 ) -> Term:
     """Open the next term, from `address`, where the caller listens already.
 
@@ -135,12 +132,7 @@ def open_term(
         newest, _ = newest_term(store)
         refuse_live_holder()
         term = create_term(
-            store,
-            newest + 1,
-            address,
-            platform.node(),
-            is_single_node=True,
-            uses_tls=uses_tls,
+            store, newest + 1, address, platform.node(), is_single_node=True, uses_tls=uses_tls
         )
         if term is not None:
             return term  # else another trainer was faster: the next look finds it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.device_progress import GroupProgress, find_late_devices, progress_from_json
+from holdfast.core.device_progress import GroupProgress, find_late_devices
 
 
 def at(group: str, reached: int, done: int) -> GroupProgress:
@@ -29,4 +29,4 @@ def test_nothing_is_known_of_ranks_that_tell_nothing_or_the_same() -> None:
 
 def test_counts_travel_as_rows() -> None:
     rows = [at("all", 4, 3).to_json()]
-    assert progress_from_json(rows) == (at("all", 4, 3),)
+    assert tuple(map(GroupProgress.from_json, rows)) == (at("all", 4, 3),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.connection_limits import ConnectionLimiter
-from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
-from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.http.server import Handler, SignedApplication
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import TERM_PATH
+from tests.support.listener import listening
 
 QUIET = 0.3  # Seconds without growth after which these tests take a holder for dead
 
@@ -46,33 +45,20 @@ def agent(
     """The address of something that answers as an agent's control does. handlers: path -> what
     answers more than the term's requests. limiter: instead of the usual one."""
     paths = {TERM_PATH, *(handlers or {})}
-    bound, loop, ended = (
-        bind_listener("127.0.0.1", 0, "cluster.interface"),
-        asyncio.new_event_loop(),
-        [],
-    )
 
     async def answer(_: int, body: dict[str, object]) -> dict[str, object]:
         return {"hears": False, "term": 1}
 
-    guard = SignedApplication(
-        {TERM_PATH: answer, **(handlers or {})},
-        secret,
-        Verifier(secret, time.time),
-        lambda: 0,
-        generationless_paths=frozenset(paths),
-    )
-    guard.limiter = limiter or guard.limiter
-    listener = HttpListener(guard, bound)
+    def make() -> SignedApplication:
+        guard = SignedApplication(
+            {TERM_PATH: answer, **(handlers or {})},
+            secret,
+            Verifier(secret, time.time),
+            lambda: 0,
+            generationless_paths=frozenset(paths),
+        )
+        guard.limiter = limiter or guard.limiter
+        return guard
 
-    def serve() -> None:
-        loop.run_until_complete(listener.serve())
-        loop.close()
-        ended.append(True)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield address_of(bound)
-    loop.call_soon_threadsafe(listener.close)
-    thread.join(120)
-    assert ended
+    with listening(make) as address:
+        yield address

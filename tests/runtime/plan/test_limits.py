@@ -13,7 +13,7 @@ import pytest
 from holdfast.checkpoint.memory.arena import Arena
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.doctor.checks import run_checks
-from holdfast.elastic.node.peer_config import make_peer_settings
+from holdfast.elastic.node.mover_supervisor import make_peer_settings
 from holdfast.errors import HoldfastError
 from holdfast.machine import limits
 from holdfast.machine.limits import available_memory, usable_cores, usable_memory

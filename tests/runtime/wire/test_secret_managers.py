@@ -213,10 +213,7 @@ def test_azure() -> None:
         def near(method: str, url: str, headers: Mapping[str, str], body: bytes) -> bytes:
             return ask(method, url.replace(vault, f"http://{address}"), headers, body)
 
-        environ = {
-            "AZURE_POD_IDENTITY_AUTHORITY_HOST": f"http://{address}",
-            "AZURE_CLIENT_ID": "c",
-        }
+        environ = {"AZURE_POD_IDENTITY_AUTHORITY_HOST": f"http://{address}", "AZURE_CLIENT_ID": "c"}
         given = {**environ, SECRET_SOURCE_VARIABLE: "azure:keys/run"}
         given_secret_file(given, near)
         assert open_secret("nowhere", given).key == KEY

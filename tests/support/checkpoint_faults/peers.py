@@ -31,8 +31,7 @@ from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.policy.placement import Machine
 from holdfast.wire.http.auth import Proof
-from holdfast.wire.http.connection import HttpResponse
-from holdfast.wire.http.file_sender import FileSender
+from holdfast.wire.http.connection import FileSender, HttpResponse
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import create_generation

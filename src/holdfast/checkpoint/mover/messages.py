@@ -10,8 +10,8 @@ from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.memory.arena import SlotHeader
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.peers.source import BlobHolder
-from holdfast.core.json_parsing import Json, JsonMessage, JsonObject, Parsers, tuple_of
-from holdfast.core.sharding.state_table import StateTable, TensorSpec
+from holdfast.core.json_parsing import Json, JsonMessage, JsonObject
+from holdfast.core.sharding.state_table import StateTable
 from holdfast.layout import Topology
 
 
@@ -32,13 +32,7 @@ class ExpectRequest(Request):
     """Begin a generation."""
 
     verb = "expect"
-    absent_if_none = frozenset({"machines", "sources", "placement", "key"})
-    parsers: ClassVar[Parsers] = {
-        "topology": Topology.from_json,
-        "table": tuple_of(TensorSpec.from_json),
-        "machines": tuple_of(Peer.from_json),
-        "sources": tuple_of(Peer.from_json),
-    }
+    absent_if_default = frozenset({"machines", "sources", "placement", "key"})
     topology: Topology
     table: StateTable
     start: int | None  # the step whose state the generation begins from
@@ -54,7 +48,7 @@ class ArenaRequest(Request):
     """Make or find a rank's arena; its descriptor comes with the answer."""
 
     verb = "arena"
-    absent_if_none = frozenset({"patience", "numa_node"})
+    absent_if_default = frozenset({"patience", "numa_node"})
     rank: int
     blob_bytes: int
     slots: int
@@ -145,8 +139,7 @@ class RestorePointRequest(Request):
     """Choose what a generation begins from."""
 
     verb = "newest"
-    absent_if_none = frozenset({"machines"})
-    parsers: ClassVar[Parsers] = {"machines": tuple_of(Peer.from_json)}
+    absent_if_default = frozenset({"machines"})
     drain: float  # seconds to wait for what is under way
     tried: dict[str, str] = field(default_factory=dict)  # keys that readers found corrupt, and why
     machines: tuple[Peer, ...] | None = None  # whose memory is searched too
@@ -156,10 +149,6 @@ class RestorePointRequest(Request):
 class RestorePoint(JsonMessage):
     """The state that a restart begins from."""
 
-    parsers: ClassVar[Parsers] = {
-        "rejected": tuple_of(tuple),
-        "placement": lambda value: {owner: tuple(peers) for owner, peers in value.items()},
-    }
     key: str | None  # None: no checkpoint has ever been committed
     step: int
     generation: int
@@ -182,7 +171,6 @@ class HoldingsRequest(Request):
 class MappedBlob(JsonMessage):
     """A blob in this mover's memory."""
 
-    parsers: ClassVar[Parsers] = {"header": SlotHeader.from_json}
     key: str
     file: int  # place of its memory file among the descriptors that come with the answer
     slot: int
@@ -191,10 +179,6 @@ class MappedBlob(JsonMessage):
 
 @dataclass(frozen=True)
 class HoldingsReply(JsonMessage):
-    parsers: ClassVar[Parsers] = {
-        "held": tuple_of(MappedBlob.from_json),
-        "peers": tuple_of(BlobHolder.from_json),
-    }
     commit: str  # the bytes of the commit object
     held: tuple[MappedBlob, ...]  # blobs in this mover's memory
     peers: tuple[BlobHolder, ...] = ()  # where the other blobs are
@@ -210,7 +194,6 @@ class HoldersRequest(Request):
 
 @dataclass(frozen=True)
 class HoldersReply(JsonMessage):
-    parsers: ClassVar[Parsers] = {"peers": tuple_of(BlobHolder.from_json)}
     peers: tuple[BlobHolder, ...]
 
 
@@ -252,7 +235,6 @@ class UploadRequest(Request):
 
 @dataclass(frozen=True)
 class UploadReply(JsonMessage):
-    parsers: ClassVar[Parsers] = {"left": PendingUpload.from_json}
     left: PendingUpload | None  # None: it has arrived, or there is no bucket
 
 
@@ -265,7 +247,7 @@ class StatusRequest(Request):
 
 @dataclass(frozen=True)
 class StatusReply(JsonMessage):
-    absent_if_none = frozenset({"peers"})
+    absent_if_default = frozenset({"peers"})
     generation: int
     arenas: JsonObject  # by rank
     saves: JsonObject  # counts of saves

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
-from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson, Parsers, tuple_of
-from holdfast.core.sharding.state_table import StateTable, TensorSpec
+from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson
+from holdfast.core.sharding.state_table import StateTable
 from holdfast.layout import Topology
 
 
@@ -15,10 +15,6 @@ from holdfast.layout import Topology
 class GenerationPlan(JsonMessage):
     """The writers of a generation, and the tensors that they write."""
 
-    parsers: ClassVar[Parsers] = {
-        "topology": Topology.from_json,
-        "table": tuple_of(TensorSpec.from_json),
-    }
     topology: Topology
     table: StateTable
 
@@ -50,8 +46,7 @@ class NewestReply(JsonMessage):
 class Offer(JsonMessage):
     """A snapshot that the receiver may pull."""
 
-    absent_if_none = frozenset({"plan"})
-    parsers: ClassVar[Parsers] = {"ranks": tuple_of(int), "plan": GenerationPlan.from_json}
+    absent_if_default = frozenset({"plan"})
     part: str  # its sealed part manifest
     run: str  # what is computed (`client.run_identity`)
     source: str  # "host:port" of who offers
@@ -63,6 +58,6 @@ class Offer(JsonMessage):
 class OfferReply(JsonMessage):
     """What became of an offer."""
 
-    absent_if_none = frozenset({"reused"})
+    absent_if_default = frozenset({"reused"})
     state: str  # "held", "pulling" (ask again), or "plan" (say who writes)
     reused: int | None = None  # bytes that the receiver had already; only if held

@@ -15,10 +15,10 @@ so it answers within milliseconds. One event loop runs everything:
     run folder       a lost run folder (`elastic/agent/run_folder_monitor.py`)
     term             a leader's term and links (`elastic/agent/term_monitor.py`)
     processes        mover, fork server and workers (`elastic/agent/node_processes.py`)
-    group end        finishes copies and uploads (`elastic/agent/group_end.py`)
+    group end        finishes copies and uploads (`elastic/agent/parts.py`)
     trackers         keeps them running if it leads (`elastic/agent/tracker_supervisor.py`)
     requests         answers the requests above (`elastic/agent/requests.py`)
-    result           tells the user the run's result (`elastic/agent/node_result.py`)
+    result           tells the user the run's result (`elastic/agent/agent.py`)
 
 A run of one node works the same way without other nodes. Its term is opened before, so that a
 second trainer is refused. The agent waits for no other node, and the run is over when its term is.
@@ -33,12 +33,12 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.elastic.agent.event_loop import run_to_end
 from holdfast.elastic.agent.health import HealthApplication
 from holdfast.elastic.agent.monitors import check_prediction_forever, check_progress_forever
-from holdfast.elastic.agent.node_result import NodeResult
 from holdfast.elastic.agent.parts import AgentParts
 from holdfast.elastic.agent.requests import RequestHandlers
 from holdfast.elastic.agent.run_records import RunRecords
@@ -47,8 +47,8 @@ from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.poller import NoticePoller
 from holdfast.elastic.notices.prediction import load_prediction_watch
 from holdfast.elastic.run_context import RunContext
-from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
-from holdfast.errors import HoldfastError, UserError
+from holdfast.elastic.run_result import EndReason, RunEndedError, RunResult, run_result
+from holdfast.errors import CannotGoOnError, HoldfastError, UserError
 from holdfast.events import RunStopped
 from holdfast.plan.placing.interface import Planner
 from holdfast.wire import lifeline, process_log
@@ -295,4 +295,73 @@ def check_node_name(node: str) -> None:
             f"{node!r} cannot be a node's name",
             where="cluster.node",
             remedy="use letters, digits, dots, dashes and underscores",
+        )
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """The result of the run as this node's agent reports it."""
+
+    parts: AgentParts
+
+    async def finish_run(self) -> int:
+        """Return the exit code; the coordinator's agent has written the result to the journal."""
+        await self.parts.run_controller.wait_for_ledger_repair()
+        end = await self._find_result()
+        if end is None:
+            self.parts.run_controller.result_reporter.say_last(
+                f"{self.parts.context.node} has left the run "
+                f"({self.parts.shutdown_controller.reason or 'as requested'})"
+            )
+            return self._left_code
+        return self.report_result(end)
+
+    def report_result(self, result: RunResult) -> int:
+        """Print the result and return the exit code. Raises the result's error."""
+        self.parts.run_controller.result_reporter.print_result(result)
+        if result.error is not None:
+            raise result.error
+        short = (
+            result.exit_code == 0
+            and self.parts.node_runner.closing_reason
+            and not self.parts.shutdown_controller.reason
+        )
+        if short:
+            return CannotGoOnError.exit_code
+        is_left = result.exit_code == 0 and result.is_resumable
+        return self._left_code if is_left else result.exit_code
+
+    @property
+    def _left_code(self) -> int:
+        """The exit code of a node that leaves while steps are left to do."""
+        return self.parts.context.config.cluster.left_exit_code
+
+    async def _find_result(self) -> RunResult | None:
+        """Return the run's result; None if the run continues without this node."""
+        over, coordinator = self.parts.role_loop.run_end, self.parts.role_loop.coordinator
+        if over is None and self.parts.context.single_node_term is not None:
+            try:
+                await asyncio.to_thread(self.parts.context.single_node_term.check)
+            except HoldfastError as error:
+                return run_result(
+                    str(error), EndReason.FENCED, (), "", self.parts.records.progress.committed_step
+                )
+        if over is None:
+            return None
+        if coordinator is not None:
+            return self.parts.run_controller.build_result(over[0])
+        why = (
+            self.parts.node_runner.closing_reason
+            or self.parts.shutdown_controller.reason
+            or "the workers left"
+        )
+        done = self.parts.node_runner.node_outcome.done
+        if not over[0] and done is None:  # this node had no part in the run
+            return RunResult(None, "", 0)
+        return run_result(
+            over[0],
+            over[1],
+            () if done is None else (done,),
+            why,
+            self.parts.records.progress.committed_step,
         )

@@ -16,9 +16,9 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, Key
 from holdfast.policy.membership.transitions import NodeStage
 from holdfast.wire.http.connection import HttpResponse, RequestHead
 from holdfast.wire.http.connection_limits import ConnectionLimiter
@@ -26,7 +26,6 @@ from holdfast.wire.http.refusals import HEALTH, Refusals
 
 METRICS_MAX_AGE_S = 0.5
 """Greatest age of a rendering: a stranger's many requests then cost the agent little."""
-
 
 _STAGE_NAMES = {
     NodeStage.IDLE: "opening",
@@ -44,7 +43,7 @@ def describe_state(stage: NodeStage, is_stopping: bool) -> str:
 
 
 @dataclass(frozen=True)
-class HealthStatus:
+class HealthStatus(JsonMessage):
     """The state of the run on this node, as `/healthz` answers it.
 
     role: of this agent in the term. committed_step: of the newest checkpoint. live_workers: on this
@@ -54,28 +53,14 @@ class HealthStatus:
 
     state: str
     term: int
-    role: str
+    role: Annotated[str, Key("standing")]
     generation: int
     step: int
-    committed_step: int
-    live_workers: int
+    committed_step: Annotated[int, Key("committed")]
+    live_workers: Annotated[int, Key("workers")]
     world_size: int = 0
     nodes: int = 0
     seconds_at_step: float = 0.0
-
-    def to_json(self) -> JsonObject:
-        return {
-            "state": self.state,
-            "term": self.term,
-            "standing": self.role,
-            "generation": self.generation,
-            "step": self.step,
-            "committed": self.committed_step,
-            "workers": self.live_workers,
-            "world_size": self.world_size,
-            "nodes": self.nodes,
-            "seconds_at_step": self.seconds_at_step,
-        }
 
 
 class HealthApplication:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.core.devices import device_kind
 from holdfast.elastic.agent.final_upload import FinalUpload
-from holdfast.elastic.agent.run_progress import LearntProgress
+from holdfast.elastic.agent.run_records import LearntProgress
 from holdfast.elastic.event_log import Say
-from holdfast.elastic.node.device_places import DevicePlaces
 from holdfast.elastic.node.identity import find_identity
 from holdfast.elastic.node.launch_specs import make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.node.node_runner import NodeRunner
-from holdfast.elastic.node.output_relay import ProcessLog
-from holdfast.elastic.node.process_manager import ProcessManager
-from holdfast.elastic.node.worker_group import WorkerGroup
+from holdfast.elastic.node.process_manager import DevicePlaces, ProcessManager
 from holdfast.elastic.protocol.worker_spec import modules_to_preload
-from holdfast.elastic.reviving import MoverRestarter
 from holdfast.elastic.run_context import RunContext
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.membership.node_identity import NodeIdentity
-from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire import lifeline
 
 
@@ -39,12 +35,13 @@ class NodeProcesses:
     ) -> None:
         """require_folder: raises an error if the run folder is missing."""
         it, self._say = context, say
-        self._is_killed = False
+        self.is_killed = False
+        """True if the agent exits at once."""
         self._config = it.config
-        self._node_runner: NodeRunner | None = None
         self._publish_mover: Callable[[Peer | None], None] = lambda peer: None
         self._publish_identity: Callable[[NodeIdentity], None] = lambda identity: None
-        self._lifeline_fd, self._line_end = lifeline.open_lifeline()
+        self.lifeline_fd, self._line_end = lifeline.open_lifeline()
+        """The read end is for children."""
         settings = make_mover_settings(it.config, it.config_hash, it.dataset_version)
         self.mover = MoverSupervisor(
             it.config,
@@ -56,7 +53,7 @@ class NodeProcesses:
             require_folder,
         )
         self._mover_restarter = MoverRestarter(
-            lambda: self.mover.restart(self._lifeline_fd, self._on_mover_exit),
+            lambda: self.mover.restart(self.lifeline_fd, self._on_mover_exit),
             lambda: self.mover.is_alive,
             self._say,
             self.publish_mover_address,
@@ -67,8 +64,7 @@ class NodeProcesses:
             it.secret,
             it.worker_entry,
             modules_to_preload(it.config),
-            self._lifeline_fd,
-            self,
+            self.lifeline_fd,
             on_mover_exit=self._on_mover_exit,
             on_fork_server_exit=self._on_fork_server_exit,
             say=self._say,
@@ -80,53 +76,37 @@ class NodeProcesses:
 
     def attach(
         self,
-        node_runner: NodeRunner,
         publish_mover: Callable[[Peer | None], None],
         publish_identity: Callable[[NodeIdentity], None],
     ) -> None:
         """Connect the processes to the node's part in the run. publish_mover: lets the coordinator
         know where this node's mover listens. publish_identity: what this node computes with."""
-        self._node_runner = node_runner
         self._publish_mover, self._publish_identity = publish_mover, publish_identity
-
-    @property
-    def lifeline_fd(self) -> int:
-        """Return the read end of the lifeline, for children."""
-        return self._lifeline_fd
-
-    @property
-    def is_killed(self) -> bool:
-        """True if the agent exits at once."""
-        return self._is_killed
-
-    @property
-    def _worker_group(self) -> WorkerGroup | None:
-        return None if self._node_runner is None else self._node_runner.worker_group
 
     def ignore_exits(self) -> None:
         """Ignore exits from here on: the agent exits at once."""
-        self._is_killed = True
+        self.is_killed = True
 
     async def stop(self) -> None:
         """End all processes; at once, if the agent exits at once."""
-        if self._is_killed:
+        if self.is_killed:
             os.close(self._line_end)  # ends every child
         await self._mover_restarter.stop()
         await self.process_manager.shut_down()
 
     def close(self) -> None:
         """Close the lifeline, after `stop`."""
-        if not self._is_killed:
+        if not self.is_killed:
             os.close(self._line_end)
-        os.close(self._lifeline_fd)
+        os.close(self.lifeline_fd)
 
     def _on_fork_server_exit(self) -> None:
-        if self._is_killed:
+        if self.is_killed:
             return
         self._say("the fork server has exited; training continues, a new one starts when needed")
 
     def _on_mover_exit(self) -> None:
-        if self._is_killed:
+        if self.is_killed:
             return
         self._mover_restarter.start()
 
@@ -140,28 +120,73 @@ class NodeProcesses:
             await asyncio.to_thread(find_identity, self._config, self.process_manager.reference)
         )
 
-    # --- events of processes (`process_manager`) ------------------------------------------------
-    def on_joined(self, generation: int, rank: int, pid: int) -> None:
-        current = self._worker_group
-        if current is not None and current.generation == generation:
-            current.on_joined(rank, pid)
 
-    def on_exited(
+# Restarts a mover that exits while training continues, and retries until one is alive.
+#
+# A cause that prevents the start may pass, such as an unreachable run folder. A new mover may
+# also exit before it learns of the generation. So the exit of a mover starts one task. The task
+# ends when a mover is alive that serves the run.
+
+FIRST_MOVER_RESTART_DELAY_S, MAX_MOVER_RESTART_DELAY_S = 1.0, 15.0
+"""Pause before the next attempt, in seconds: the first pause, and the longest."""
+
+
+class MoverRestarter:
+    """Restarts of the mover, at most one attempt at a time."""
+
+    def __init__(
         self,
-        generation: int,
-        rank: int,
-        pid: int,
-        exit_code: int,
-        log: ProcessLog,
-        kill_reason: str,
+        restart: Callable[[], Awaitable[None]],
+        is_alive: Callable[[], bool],
+        say: Callable[[str], None],
+        on_restarted: Callable[[], None] = lambda: None,
+        delays_s: tuple[float, float] = (FIRST_MOVER_RESTART_DELAY_S, MAX_MOVER_RESTART_DELAY_S),
     ) -> None:
-        current = self._worker_group
-        if current is not None and current.generation == generation:
-            current.on_exited(rank, pid, exit_code, log, kill_reason)
+        """restart: starts a mover and tells it of the running generation
+        (`MoverSupervisor.restart`). is_alive: returns True if a mover is alive. on_restarted:
+        called when one is alive again. delays_s: the first and the longest pause between attempts,
+        in seconds."""
+        self._restart = restart
+        self._is_alive = is_alive
+        self._say = say
+        self._on_restarted = on_restarted
+        self._delays_s = delays_s
+        self._task: asyncio.Task[None] | None = None
 
-    def on_held(self, generation: int, rank: int, held_state: HeldState) -> None:
-        current = self._worker_group
-        if current is not None and current.generation == generation:
-            current.on_held(rank, held_state)
-            assert self._node_runner is not None
-            self._node_runner.on_worker_held(rank, held_state)
+    def start(self) -> None:
+        """Start the restart task unless it runs: a running task notices a lost mover itself."""
+        if self._task is None or self._task.done():
+            self._say("the mover has exited; a new one is started while training continues")
+            self._task = asyncio.create_task(self._restart_until_alive())
+
+    async def stop(self) -> None:
+        """Start no further mover."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _restart_until_alive(self) -> None:
+        pause, most = self._delays_s
+        said = ""
+        while words := await self._try_restart():
+            if words != said:
+                self._say(f"there is no new mover yet, and no checkpoint: {words}")
+                said = words
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, most)
+
+    async def _try_restart(self) -> str:
+        """Try once; return why there is still no mover, "" if there is one."""
+        try:
+            await self._restart()
+        except FencedError:  # the mover learned of a newer generation meanwhile
+            pass
+        except (HoldfastError, OSError) as error:
+            return str(error)
+        except Exception as error:  # our own bug: training continues anyway
+            return f"{type(error).__name__}: {error}"
+        if not self._is_alive():
+            return "the new mover exited right after its start"
+        self._on_restarted()
+        return ""

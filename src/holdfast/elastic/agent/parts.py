@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 
-from holdfast.elastic.agent.group_end import GroupEnd
 from holdfast.elastic.agent.monitors import make_refusal_counter
 from holdfast.elastic.agent.node_processes import NodeProcesses
 from holdfast.elastic.agent.run_folder_monitor import (
@@ -17,21 +17,24 @@ from holdfast.elastic.agent.run_folder_monitor import (
     RunFolder,
     RunFolderMonitor,
 )
-from holdfast.elastic.agent.run_records import RunRecords
+from holdfast.elastic.agent.run_records import RunRecords, StoredReports
 from holdfast.elastic.agent.shutdown import ShutdownController
-from holdfast.elastic.agent.stored_reports import StoredReports
 from holdfast.elastic.agent.term_monitor import TermMonitor
 from holdfast.elastic.agent.tracker_supervisor import TrackerSupervisor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
-from holdfast.elastic.coordinator.run_controller import (
-    RunController,
-)
+from holdfast.elastic.coordinator.run_controller import RunController
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.node.launch_specs import NodeContext
 from holdfast.elastic.node.node_runner import NodeRunner
+from holdfast.elastic.protocol.generation_outcome import (
+    FinishedOutcome,
+    GenerationOutcome,
+    LeftOutcome,
+)
 from holdfast.elastic.run_context import RunContext
+from holdfast.events import RunStopped
 from holdfast.plan.placing.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.state import node_timeout_s
@@ -77,19 +80,9 @@ class AgentParts:
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
         self.term_monitor = self._make_term_monitor()
-        self.processes.attach(
-            self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
-        )
+        self.processes.attach(self.role_loop.publish_mover, self.role_loop.publish_identity)
         self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
-        self._group_end = GroupEnd(
-            records,
-            self.processes,
-            self.node_runner,
-            self.role_loop,
-            self.run_controller,
-            self.shutdown_controller,
-        )
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""
@@ -129,7 +122,7 @@ class AgentParts:
             self.say,
             self.records.progress.begin_generation,
             lambda worker_group: self.shutdown_controller.on_group_started(worker_group),
-            lambda outcome: self._group_end.on_group_ended(outcome),
+            self.on_group_ended,
         )
 
     def _make_run_controller(self, address: str, planner: Planner) -> RunController:
@@ -176,11 +169,7 @@ class AgentParts:
     def _make_term_monitor(self) -> TermMonitor:
         it = self.context
         return TermMonitor(
-            it.node,
-            self.role_loop,
-            lambda: self.run_controller.term,
-            it.single_node_term,
-            self.say,
+            it.node, self.role_loop, lambda: self.run_controller.term, it.single_node_term, self.say
         )
 
     def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:
@@ -214,3 +203,41 @@ class AgentParts:
     def _time_left_s(self) -> float:
         """Return the seconds until this node must have left; 0 if not known."""
         return self.records.notice_handler.time_left_s() or self.role_loop.leave_within_s
+
+    # --- the end of this node's worker groups ----------------------------------------------------
+    async def on_group_ended(self, outcome: GenerationOutcome) -> GenerationOutcome:
+        """Finish saves and uploads after this node's workers have ended, before it is reported."""
+        if not isinstance(outcome, FinishedOutcome | LeftOutcome):
+            return outcome
+        generation = self.records.progress.newest_generation
+        if isinstance(outcome, LeftOutcome) and outcome.unsaved_reason is None:
+            outcome = replace(
+                outcome,
+                unsaved_reason=await self.records.notice_handler.wait_for_peer_copy(outcome.step),
+            )
+        if outcome.unsaved_reason is None:
+            missing = await self._wait_for_bucket(outcome, generation)
+            outcome = replace(outcome, missing_upload=missing)
+        await self.processes.mover.drain_events(generation)
+        return outcome
+
+    async def _wait_for_bucket(
+        self, outcome: FinishedOutcome | LeftOutcome, generation: int
+    ) -> str | None:
+        """Wait for the bucket; return what it lacks at the end. An agent that leaves writes its
+        stop into the journal first, because it may be killed while it waits."""
+
+        async def written() -> None:
+            why = (
+                self.shutdown_controller.stop_reason
+                or self.node_runner.closing_reason
+                or "the workers left"
+            )
+            self.run_controller.result_reporter.write_event(RunStopped(why, step=outcome.step))
+            await self.records.event_log.flush(sync=True)
+
+        leads = self.role_loop.coordinator is not None
+        before = written if leads and isinstance(outcome, LeftOutcome) else None
+        return await self.processes.final_upload.wait(
+            generation, before, self.records.notice_handler.time_left_s
+        )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
 from holdfast.elastic.agent import health
 from holdfast.elastic.agent.health import HealthStatus
-from holdfast.elastic.agent.node_check import check_node
 from holdfast.elastic.agent.parts import AgentParts
+from holdfast.elastic.coordinator.liveness_probe import ProbeResult, probe
 from holdfast.elastic.protocol.messages import handler_of
-from holdfast.elastic.protocol.node_check import NODE_CHECK_PATH, NodeCheck, NodeCheckReply
+from holdfast.elastic.protocol.node_check import (
+    NODE_CHECK_PATH,
+    LinkResult,
+    NodeCheck,
+    NodeCheckReply,
+    NodeMemory,
+)
 from holdfast.elastic.protocol.notice_messages import (
     NOTICE_PATH,
     EmergencyReply,
@@ -21,6 +28,8 @@ from holdfast.elastic.protocol.rendezvous_messages import RENDEZVOUS_PATH, Store
 from holdfast.elastic.protocol.worker_commands import COMMANDS_PATH, CommandPoll
 from holdfast.elastic.protocol.worker_messages import REPORT_PATH, WorkerReply, WorkerReport
 from holdfast.errors import FencedError
+from holdfast.machine.hardware import detect_hardware
+from holdfast.machine.limits import available_memory
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.server import SignedApplication
 
@@ -118,3 +127,46 @@ class RequestHandlers:
             0 if current is None else current.topology.world_size,
             0 if current is None else len(set(current.topology.nodes)),
         )
+
+
+LINK_PROBES = 3
+"""Connections to each agent: the quickest one is the round trip."""
+LINK_PROBE_TIMEOUT_S = 1.5
+"""Seconds for one connection; the kernel can resend one lost packet within it."""
+MAX_PROBES_AT_A_TIME = 64
+
+
+async def check_node(health: HealthStatus, check: NodeCheck) -> NodeCheckReply:
+    """Probe the agents that the request names, and read this node's memory meanwhile."""
+    turns = asyncio.Semaphore(MAX_PROBES_AT_A_TIME)
+    memory, links = await asyncio.gather(
+        asyncio.to_thread(_read_memory),
+        asyncio.gather(*(_probe_link(address, turns) for address in check.agents.values())),
+    )
+    return NodeCheckReply(
+        health.state,
+        health.step,
+        health.committed_step,
+        memory,
+        dict(zip(check.agents, links, strict=True)),
+    )
+
+
+async def _probe_link(address: str, turns: asyncio.Semaphore) -> LinkResult:
+    """Connect to an address until it fails, `LINK_PROBES` times at most."""
+    quickest: float | None = None
+    async with turns:
+        for _ in range(LINK_PROBES):
+            begun = time.perf_counter()
+            found = await probe(address, LINK_PROBE_TIMEOUT_S)
+            seconds = time.perf_counter() - begun
+            if found is not ProbeResult.LISTENS:
+                return LinkResult(found.value)
+            quickest = seconds if quickest is None else min(quickest, seconds)
+    return LinkResult(ProbeResult.LISTENS.value, quickest)
+
+
+def _read_memory() -> NodeMemory:
+    machine = detect_hardware()
+    devices = tuple(one.memory_bytes for one in machine.accelerators)
+    return NodeMemory(machine.memory_bytes, available_memory(), devices)

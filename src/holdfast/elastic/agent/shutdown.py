@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.final_upload import FinalUpload
@@ -41,43 +42,32 @@ WARNING_SIGNAL_S = 60.0
 """Seconds from SIGUSR1 to what it warns of, where no notice source knows: Grid Engine's default."""
 
 
+@dataclass(eq=False)
 class ShutdownController:
-    """The shutdown controller of one agent. Lives in one event loop."""
+    """The shutdown controller of one agent. Lives in one event loop.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        node: str,
-        is_single_node: bool,
-        *,
-        event_log: EventLog,
-        say: Say,
-        node_runner: NodeRunner,
-        role_loop: RoleLoop,
-        run_controller: RunController,
-        notice_handler: NoticeHandler,
-        final_upload: FinalUpload,
-        exit_at_once: Callable[[str], None],
-        committed_step: Callable[[], int],
-    ) -> None:
-        """is_single_node: the run has no other node. exit_at_once: makes the agent exit without
-        waiting; it receives what is not saved then, "" for nothing. committed_step: returns the
-        newest step that a checkpoint has."""
-        self._committed_step = committed_step
+    is_single_node: the run has no other node. exit_at_once: makes the agent exit without
+    waiting; it receives what is not saved then, "" for nothing. committed_step: returns the
+    newest step that a checkpoint has.
+    """
+
+    config: RunConfig
+    node: str
+    is_single_node: bool
+    _: KW_ONLY
+    event_log: EventLog
+    say: Say
+    node_runner: NodeRunner
+    role_loop: RoleLoop
+    run_controller: RunController
+    notice_handler: NoticeHandler
+    final_upload: FinalUpload
+    exit_at_once: Callable[[str], None]
+    committed_step: Callable[[], int]
+
+    def __post_init__(self) -> None:
         self.reason: str | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
-        self._config, self._node, self._is_single_node = config, node, is_single_node
-        self._event_log, self._say = event_log, say
-        self._node_runner, self._role_loop, self._run_controller = (
-            node_runner,
-            role_loop,
-            run_controller,
-        )
-        self._notice_handler, self._final_upload, self._exit_at_once = (
-            notice_handler,
-            final_upload,
-            exit_at_once,
-        )
         self._deferred_notices = DeferredNotices()
         self._clock = asyncio.get_running_loop().time
         self._call_later: Callable[[float, Callable[[], None]], object]
@@ -89,10 +79,10 @@ class ShutdownController:
     @property
     def is_last_node(self) -> bool:
         """Return True if no other node takes part, so that leaving stops the run."""
-        coordinator = self._role_loop.coordinator
+        coordinator = self.role_loop.coordinator
         if coordinator is not None and len(coordinator.state.nodes) == 1:
             return True
-        return len(self._role_loop.agent_addresses) <= 1
+        return len(self.role_loop.agent_addresses) <= 1
 
     @property
     def stop_reason(self) -> str:
@@ -109,15 +99,15 @@ class ShutdownController:
         before its end. SIGINT leaves, and at once if it comes twice. The rest ask to leave, as
         SIGTERM does.
         """
-        name, grace = number.name, self._config.cluster.grace_seconds
+        name, grace = number.name, self.config.cluster.grace_seconds
         if number is signal.SIGUSR1:
-            self._say(f"{name}: saving; training continues")
+            self.say(f"{name}: saving; training continues")
             self.on_termination_warning(TerminationWarning(WARNING_SIGNAL_S, False, name, name))
-        elif self._final_upload.missing_upload:  # only the final upload is still under way
-            self._exit_at_once(f"{name}; {self._final_upload.missing_upload}")
+        elif self.final_upload.missing_upload:  # only the final upload is still under way
+            self.exit_at_once(f"{name}; {self.final_upload.missing_upload}")
         elif self.reason is not None:
             if number is signal.SIGINT:
-                self._exit_at_once("")
+                self.exit_at_once("")
         elif number is signal.SIGTERM and self.is_signal_explained(number):
             return  # the notice source will say how much time is left
         elif number is not signal.SIGINT and grace and self.is_last_node:
@@ -131,46 +121,46 @@ class ShutdownController:
             return
         self.reason = reason
         if not (self.is_last_node or self._is_whole_run_leaving):
-            self._say(f"{reason}: the run continues without {self._node}")
-            self._role_loop.leave_within_s = leave_within_s or DEFAULT_LEAVE_TIMEOUT_S
-            self._node_runner.state_changed.set()
+            self.say(f"{reason}: the run continues without {self.node}")
+            self.role_loop.leave_within_s = leave_within_s or DEFAULT_LEAVE_TIMEOUT_S
+            self.node_runner.state_changed.set()
             return
         # A run of one node may have its first object already: its session must end with a stop.
-        if not self._node_runner.generation and not self._is_single_node:
-            self._role_loop.leave_run()  # nothing has begun
+        if not self.node_runner.generation and not self.is_single_node:
+            self.role_loop.leave_run()  # nothing has begun
             return
-        self._say(f"{reason}: saving and leaving at the next step (Ctrl-C again: at once)")
+        self.say(f"{reason}: saving and leaving at the next step (Ctrl-C again: at once)")
         if reason != signal.SIGINT.name:  # Ctrl-C can be pressed again
             share = END_WITHOUT_STEP_SHARE * (leave_within_s or DEFAULT_GRACE_S)
             self._call_later(share, self.end_without_step)
-        if self._node_runner.generation:
-            self._event_log.emit("agent", StopRequested(reason, step=self._newest_step))
-        self._run_controller.stop_waiting(reason)  # acts if no node works
+        if self.node_runner.generation:
+            self.event_log.emit("agent", StopRequested(reason, step=self._newest_step))
+        self.run_controller.stop_waiting(reason)  # acts if no node works
 
     def end_without_step(self) -> None:
         """End a run that must stop, if its generation has not completed a step.
 
         A generation that begins, or a recovery, may take minutes until its first step. The kill
         would come before."""
-        group, stage = self._node_runner.worker_group, self._node_runner.stage
+        group, stage = self.node_runner.worker_group, self.node_runner.stage
         has_stepped = group is not None and group.reached_step > group.start_step
         if (stage is NodeStage.WORKING and has_stepped) or stage is NodeStage.DONE:
             return  # the workers leave at the next step boundary, or have left
         sentence = f"{self.reason}; the generation had completed no step when time was up"
-        coordinator = self._role_loop.coordinator
+        coordinator = self.role_loop.coordinator
         if coordinator is None:
-            self._say(sentence)
-            self._exit_at_once("")
+            self.say(sentence)
+            self.exit_at_once("")
             return
-        is_lossless = self._newest_step <= self._committed_step()
+        is_lossless = self._newest_step <= self.committed_step()
         coordinator.finish(sentence, EndReason.LEFT if is_lossless else EndReason.STOPPED)
 
     @property
     def _newest_step(self) -> int:
         return (
             0
-            if self._node_runner.worker_group is None
-            else self._node_runner.worker_group.reached_step
+            if self.node_runner.worker_group is None
+            else self.node_runner.worker_group.reached_step
         )
 
     # --- notices --------------------------------------------------------------------------------
@@ -181,7 +171,7 @@ class ShutdownController:
             return
         notice = Notice(warning.seconds_left, (), warning.must_leave, warning.source)
         if not self.is_last_node:
-            notice = Notice(warning.seconds_left, (self._node,), warning.must_leave, warning.source)
+            notice = Notice(warning.seconds_left, (self.node,), warning.must_leave, warning.source)
         if notice.must_leave and not self.is_last_node:
             self._log_notice(notice)
             self.begin_shutdown(notice.source, notice.seconds)
@@ -191,30 +181,30 @@ class ShutdownController:
             self.begin_shutdown(notice.source, notice.seconds)
 
     def _handle_notice(self, notice: Notice) -> None:
-        current = self._node_runner.worker_group
+        current = self.node_runner.worker_group
         if current is None:
             self._deferred_notices.add(notice, self._clock())
         elif not set(notice.nodes) <= set(current.topology.nodes):
             self._log_notice(notice)  # no worker sits there
         else:
-            self._notice_handler.handle_notice(notice, current.topology, self._newest_step)
+            self.notice_handler.handle_notice(notice, current.topology, self._newest_step)
 
     def check_prediction(self, watch: PredictionWatch) -> None:
         """Save this node's part early if a predictor says so. Called again and again."""
-        current = self._node_runner.worker_group
+        current = self.node_runner.worker_group
         if current is None or self.reason is not None:
             return
         watch.observe_nodes(frozenset(current.topology.nodes), self._clock())
-        prices = self._notice_handler.response_prices(current.topology)
+        prices = self.notice_handler.response_prices(current.topology)
         due = watch.check(self._clock(), prices)
-        if due is not None and self._node in current.topology.nodes:
-            self._notice_handler.handle_prediction(
-                due, self._node, current.topology, self._newest_step
+        if due is not None and self.node in current.topology.nodes:
+            self.notice_handler.handle_prediction(
+                due, self.node, current.topology, self._newest_step
             )
 
     def _log_notice(self, notice: Notice) -> None:
-        if self._node_runner.generation:
-            self._event_log.emit(
+        if self.node_runner.generation:
+            self.event_log.emit(
                 "agent",
                 NoticeReceived(
                     notice.seconds,
@@ -227,10 +217,10 @@ class ShutdownController:
 
     def on_group_started(self, worker_group: WorkerGroup) -> None:
         """Pass the notices that came while no generation was at work to the one that begins."""
-        self._notice_handler.begin_generation()
+        self.notice_handler.begin_generation()
         for notice in self._deferred_notices.take_all(self._clock()):
             if set(notice.nodes) <= set(worker_group.topology.nodes):
-                self._notice_handler.handle_notice(
+                self.notice_handler.handle_notice(
                     notice, worker_group.topology, worker_group.newest_step
                 )
 
@@ -238,18 +228,18 @@ class ShutdownController:
         """Handle `holdfast notice` about nodes that will be lost.
 
         Raises ValueError for an unknown node, or if another agent coordinates by now."""
-        coordinator, current = self._role_loop.coordinator, self._node_runner.worker_group
-        if coordinator is None and self._role_loop.state.role is not Role.LEADER:
+        coordinator, current = self.role_loop.coordinator, self.node_runner.worker_group
+        if coordinator is None and self.role_loop.state.role is not Role.LEADER:
             raise ValueError("another agent coordinates the run by now: ask again")
         if coordinator is not None and self._try_continue_without(notice, coordinator):
             names = ", ".join(notice.nodes)
             reason = f"the others go on without {names} after the step that is under way"
-            self._say(f"{names} will be gone in {notice.seconds:g} s: {reason}")
+            self.say(f"{names} will be gone in {notice.seconds:g} s: {reason}")
             return EmergencyReply((), reason, moves=notice.nodes)
         if current is None:
             self._deferred_notices.add(notice, self._clock())
             return EmergencyReply((), "kept for the generation that begins next")
-        plan = self._notice_handler.handle_notice(notice, current.topology, self._newest_step)
+        plan = self.notice_handler.handle_notice(notice, current.topology, self._newest_step)
         if notice.must_leave:
             self._is_whole_run_leaving = True
             self.begin_shutdown(notice.source)
@@ -266,7 +256,7 @@ class ShutdownController:
         if (
             not names
             or reign.phase is not Phase.TRAINING
-            or not self._run_controller.select_nodes(rest)
+            or not self.run_controller.select_nodes(rest)
         ):
             return False
         self._log_notice(notice)

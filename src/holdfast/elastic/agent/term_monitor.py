@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.event_log import Say
+from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.membership.link_health import MAX_OUTAGES, LinkHealth, link_observed
 from holdfast.wire.term import Term
@@ -23,21 +23,13 @@ SLOW_STORE_S = 10.0
 """Seconds from which a read of the term counts as an outage of the run store."""
 
 
-class LeadershipHandle(Protocol):
-    """What the monitor needs of the role loop."""
-
-    @property
-    def coordinator(self) -> Coordinator | None: ...
-    def give_up_lead(self) -> None: ...
-
-
 class TermMonitor:
     """The term monitor of one agent. Lives in one event loop."""
 
     def __init__(
         self,
         node: str,
-        role_loop: LeadershipHandle,
+        role_loop: RoleLoop,
         newest_own_term: Callable[[], Term | None],
         single_node_term: Term | None,
         say: Say,
@@ -87,14 +79,10 @@ class TermMonitor:
 
     def _observe_peers(self, coordinator: Coordinator) -> None:
         """Look at the other nodes. A node that was lost between two looks has joined again."""
-        before, self._peers = (
-            self._peers,
-            {
-                node.name: node.joined_at
-                for node in coordinator.state.nodes
-                if node.name != self._node
-            },
-        )
+        before = self._peers
+        self._peers = {
+            node.name: node.joined_at for node in coordinator.state.nodes if node.name != self._node
+        }
         if before and not before.items() & self._peers.items():
             self._observe("the other nodes", False)
         if self._peers:

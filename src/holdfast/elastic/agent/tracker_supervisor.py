@@ -91,8 +91,7 @@ class TrackerSupervisor:
         if self._led_at is None:
             return
         results = await asyncio.gather(
-            *(self._finish(tracked, timeout_s) for tracked in self._tracked),
-            return_exceptions=True,
+            *(self._finish(tracked, timeout_s) for tracked in self._tracked), return_exceptions=True
         )
         late = [
             tracked.program.name

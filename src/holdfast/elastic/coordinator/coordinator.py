@@ -19,20 +19,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast.elastic.coordinator.hang_watch import HangWatch
+from holdfast.elastic.coordinator.hang_watch import HangWatch, OpenHeartbeats
 from holdfast.elastic.coordinator.liveness_probe import EndedAgentsProbe
-from holdfast.elastic.coordinator.open_heartbeats import OpenHeartbeats
-from holdfast.elastic.coordinator.replies import ReplyWriter
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.protocol.coordinator_messages import (
+    JOIN_FIRST_COMMAND,
     REFUSED_COMMAND,
+    REPLACED_COMMAND,
     Heartbeat,
     HeartbeatReply,
     JoinRequest,
     NodeReport,
+    NodeSituation,
+    RunEnd,
+    StartState,
 )
 from holdfast.elastic.protocol.hung_worker import HungWorkers
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.detection.stragglers import PaceChange
@@ -45,6 +47,7 @@ from holdfast.policy.membership.transitions import (
     NodeRecord,
     Phase,
     StageReport,
+    directive_for,
 )
 from holdfast.wire.waiting import wait_event
 
@@ -411,3 +414,48 @@ def _joining_node(asked: JoinRequest, now: float) -> NodeRecord:
         asked.stage,
         ready_workers=asked.ready,
     )
+
+
+class ReplyWriter:
+    """Writes the answers of one term's coordinator."""
+
+    def __init__(self) -> None:
+        self.start_state: StartState | None = None
+        """What the nodes of the newest generation begin from; None if another coordinator made it.
+        """
+        self.nodes_to_leave: set[str] = set()
+        """Nodes to leave once the rest works without them."""
+        self.dismissed_nodes: set[str] = set()
+        """Nodes that know that the run is over."""
+
+    def write(
+        self, state: CoordinatorState, name: str, incarnation: str | None, end_reason: str
+    ) -> HeartbeatReply | None:
+        """Return the answer to a node; None if it is to begin, and the start state is not here.
+
+        incarnation: the agent's process; None if it joins. end_reason: why the run ended."""
+        node, term = state.node(name), state.term
+        over = state.phase in TERMINAL_PHASES
+        if not over and (
+            node is None or (incarnation is not None and node.incarnation != incarnation)
+        ):
+            return HeartbeatReply(term, JOIN_FIRST_COMMAND if node is None else REPLACED_COMMAND)
+        due = directive_for(state, name)
+        situation = self._situation(state, name)
+        reply = HeartbeatReply(term, due.command.value, due.generation, situation)
+        if due.command is NodeCommand.START:
+            return None if self.start_state is None else replace(reply, start=self.start_state)
+        if due.command in (NodeCommand.HALT, NodeCommand.PAUSE):
+            return replace(reply, reason=state.reason)
+        if due.command is NodeCommand.LEAVE:
+            self.dismissed_nodes.add(name)
+            return replace(reply, run_end=RunEnd(state.end_reason, end_reason))
+        return reply
+
+    def _situation(self, state: CoordinatorState, name: str) -> NodeSituation:
+        return NodeSituation(
+            is_outside=name not in state.members and state.phase is Phase.TRAINING,
+            may_leave=name in self.nodes_to_leave,
+            # no node works, and several nodes are present that may continue
+            is_idle=state.phase is Phase.GATHERING and len(state.nodes) > 1,
+        )

@@ -21,18 +21,11 @@ from holdfast.elastic.coordinator.bad_steps import BadStepTracker
 from holdfast.elastic.coordinator.coordinator import PlanOutdatedError
 from holdfast.elastic.coordinator.survivors import RecoveryPlan, RecoveryPlanner
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.coordinator_messages import NodeReport, StartState
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CheckpointError, LayoutError
-from holdfast.events import (
-    Event,
-    GenerationStarted,
-    RestorePointFound,
-    SettingIgnored,
-    WorkerLost,
-)
+from holdfast.events import Event, GenerationStarted, RestorePointFound, SettingIgnored, WorkerLost
 from holdfast.layout import Topology
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, Planner, PresentPlacement
 from holdfast.plan.placing.planner import reweight
@@ -164,7 +157,11 @@ class GenerationPlanner:
         if no plan is possible."""
         nodes = [node for name in sorted(node_names) if (node := state.node(name)) is not None]
         self.is_session_start = self._previous_topology is None or not _is_run_continuing(state)
-        self._planner.peers = _present_peers(state, node_reports)
+        self._planner.peers = {
+            name: peer
+            for name, one in node_reports.items()
+            if state.node(name) is not None and (peer := one.facts.peer) is not None
+        }
         self._present_nodes = frozenset(node.name for node in state.nodes)
         keys, held = _collect_held_states(node_reports, {node.name for node in state.nodes})
         self.reached_step = max([self.reached_step, *(one.applied for one in held.values())])
@@ -175,7 +172,11 @@ class GenerationPlanner:
         topology, after = self._choose_topology(nodes, generation, held, where, durable)
         processes = enumerate(after.rank_assignment.processes)
         seated = {rank: keys[key] for rank, key in processes if key is not None}
-        if speeds := _speeds_by_rank(self.relative_speeds, seated):
+        if speeds := {
+            rank: self.relative_speeds[who]
+            for rank, who in seated.items()
+            if who in self.relative_speeds
+        }:
             topology = reweight(topology, speeds)
         self._planned = {generation: (topology, after)}
         seats = tuple(
@@ -370,24 +371,6 @@ def _lost_ranks(previous: Topology | None, held_states: Mapping[int, HeldState])
         if one.state is not None and one.state[0] == previous.generation
     }
     return [rank for rank in range(previous.world_size) if rank not in there]
-
-
-def _speeds_by_rank(
-    relative_speeds: Mapping[tuple[str, int], float], seated: Mapping[int, tuple[str, int]]
-) -> dict[int, float]:
-    """Return the speeds of the ranks whose processes are slow. seated: (node, process) by rank."""
-    return {rank: relative_speeds[who] for rank, who in seated.items() if who in relative_speeds}
-
-
-def _present_peers(
-    state: CoordinatorState, node_reports: Mapping[str, NodeReport]
-) -> dict[str, Peer]:
-    """Return the movers' addresses on the nodes that are present."""
-    return {
-        name: peer
-        for name, one in node_reports.items()
-        if state.node(name) is not None and (peer := one.facts.peer) is not None
-    }
 
 
 def _distrust_states(

@@ -12,26 +12,16 @@ import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast.elastic.coordinator.coordinator import Coordinator, CreationRejectedError, Made
-from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport
-from holdfast.elastic.protocol.generation_record import (
-    AgentEntry,
-    GenerationRecord,
-    read_record,
-)
-from holdfast.elastic.protocol.start_state import StartState
+from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport, StartState
+from holdfast.elastic.protocol.generation_record import AgentEntry, GenerationRecord, read_record
 from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeRecord
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
-from holdfast.wire.term import (
-    Term,
-    create_generation,
-    newest_generation,
-    newest_term,
-)
+from holdfast.wire.term import Term, create_generation, newest_generation, newest_term
 
 PlanGeneration = Callable[
     [CoordinatorState, int, frozenset[str], Mapping[str, NodeReport]], Awaitable[GenerationRecord]
@@ -39,7 +29,6 @@ PlanGeneration = Callable[
 """Returns the record of a generation, without a term and agents. It is retried after an error."""
 MakeStartState = Callable[[int, GenerationRecord], Awaitable[StartState]]
 """Returns what the nodes begin from, after the object is made and fences all older ones."""
-
 
 GC_THRESHOLDS = (20_000, 20, 100)
 """Thresholds of Python's garbage collector. The open requests of 4,096 agents are no garbage. To
@@ -91,24 +80,15 @@ async def start_term(
     return coordinator
 
 
+@dataclass(eq=False)
 class GenerationCreator:
     """Creates generations' objects under one term; see `coordinator.CreateGeneration`."""
 
-    def __init__(
-        self,
-        term: Term,
-        store: RunStore,
-        plan_generation: PlanGeneration,
-        make_start_state: MakeStartState,
-        on_creation_refused: Callable[[UserError], None] = lambda error: None,
-    ) -> None:
-        self._term, self._store, self._plan_generation, self._make_start_state = (
-            term,
-            store,
-            plan_generation,
-            make_start_state,
-        )
-        self._on_creation_refused = on_creation_refused
+    term: Term
+    store: RunStore
+    plan_generation: PlanGeneration
+    make_start_state: MakeStartState
+    on_creation_refused: Callable[[UserError], None] = lambda error: None
 
     async def __call__(
         self,
@@ -117,37 +97,35 @@ class GenerationCreator:
         node_names: frozenset[str],
         node_reports: Mapping[str, NodeReport],
     ) -> Made:
-        record = await self._plan_generation(state, generation, node_names, node_reports)
+        record = await self.plan_generation(state, generation, node_names, node_reports)
         used = node_names if record.topology is None else node_names & set(record.topology.nodes)
         nodes = [node for name in sorted(used) if (node := state.node(name)) is not None]
         agents = {
             node.name: AgentEntry(
-                node_reports[node.name].facts.address,
-                node.incarnation,
-                node.places,
+                node_reports[node.name].facts.address, node.incarnation, node.places
             )
             for node in nodes
         }
         record = replace(
-            record, term=self._term.number, reason=record.reason or state.reason, agents=agents
+            record, term=self.term.number, reason=record.reason or state.reason, agents=agents
         )
         try:
             await asyncio.to_thread(self._create_record, generation, record)
         except UserError as error:
-            self._on_creation_refused(error)
+            self.on_creation_refused(error)
             raise
         taken = None if record.topology is None else Counter(record.topology.nodes)
-        return Made(await self._make_start_state(generation, record), taken)
+        return Made(await self.make_start_state(generation, record), taken)
 
     def _create_record(self, generation: int, record: GenerationRecord) -> None:
         """Check the term, then create the object.
 
         The order matters. If another agent opens a newer term in between, it creates this number
         too, and one of the two agents comes too late."""
-        self._term.check()
+        self.term.check()
         try:
-            create_generation(self._store, generation, record.to_json())
+            create_generation(self.store, generation, record.to_json())
         except FencedError:
             raise CreationRejectedError(
-                newest_term(self._store)[0], newest_generation(self._store)
+                newest_term(self.store)[0], newest_generation(self.store)
             ) from None

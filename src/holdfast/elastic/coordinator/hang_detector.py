@@ -6,11 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from holdfast.elastic.protocol.hung_worker import (
-    _PROGRESS_COUNT_BITS,
-    HungWorker,
-    StallReport,
-)
+from holdfast.elastic.protocol.hung_worker import _PROGRESS_COUNT_BITS, HungWorker, StallReport
 from holdfast.policy.detection.hangs import (
     HANG_LIMIT_EXTRA_S,
     HANG_LIMIT_STEPS,

@@ -7,14 +7,21 @@ it needs, and acts on its findings. The node kills a hung worker; a node that st
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from math import inf
 from typing import Protocol
 
 from holdfast.elastic.coordinator.hang_detector import HangDetector
-from holdfast.elastic.coordinator.open_heartbeats import OpenHeartbeats
 from holdfast.elastic.protocol.coordinator_messages import HANG_REASON, Heartbeat
 from holdfast.elastic.protocol.hung_worker import HungWorker
-from holdfast.policy.membership.transitions import CoordinatorState, Phase
+from holdfast.policy.membership.transitions import (
+    TERMINAL_PHASES,
+    CoordinatorState,
+    Directive,
+    NodeCommand,
+    Phase,
+    directive_for,
+)
 
 NODE_REPLY_WINDOW_S = 0.3
 """Seconds within which agents react to an event and report it."""
@@ -127,3 +134,64 @@ class HangWatch:
         due = self._now + seconds
         await asyncio.sleep(seconds)
         return self._now - due < NODE_REPLY_WINDOW_S
+
+
+class OpenHeartbeats:
+    """The open heartbeats of one term. Lives in one event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
+
+    def add(self, name: str, doing: Directive, is_leaving: bool) -> asyncio.Future[None]:
+        """Add a node's heartbeat; the result is done once it is to be answered. doing: what the
+        node does now."""
+        woken = asyncio.get_running_loop().create_future()
+        self._open[name] = woken, doing, is_leaving
+        return woken
+
+    async def wait(self, name: str, woken: asyncio.Future[None], max_wait_s: float) -> None:
+        """Wait until the heartbeat is to be answered, at most so long."""
+        timer = asyncio.get_running_loop().call_later(max_wait_s, _wake, woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            if self._open.get(name, (None,))[0] is woken:
+                del self._open[name]
+
+    def close(self, name: str) -> None:
+        """Answer a node's older request: its agent sends a new one and reads only that answer."""
+        if name in self._open:
+            _wake(self._open.pop(name)[0])
+
+    def answer(self, names: Iterable[str]) -> None:
+        """Answer the nodes' open requests, so that they send new ones with their present state."""
+        for name in names:
+            if name in self._open:
+                _wake(self._open[name][0])
+
+    def answer_changed(self, state: CoordinatorState, names: Iterable[str] | None = None) -> None:
+        """Answer those of the waiting nodes that have something else to do. names: of these only;
+        None: of all."""
+        for name in list(self._open) if names is None else names:
+            self._answer_if_changed(state, name)
+
+    def _answer_if_changed(self, state: CoordinatorState, name: str) -> None:
+        waiting = self._open.get(name)
+        if waiting is None:
+            return
+        woken, doing, leaving = waiting
+        node = state.node(name)
+        if node is None and state.phase not in TERMINAL_PHASES:
+            _wake(woken)
+            return
+        due = directive_for(state, name)
+        # Do not wake a node just to repeat WAIT or WORK, unless it is leaving. A leaving node must
+        # learn that the remaining nodes work without it.
+        if due != doing and (leaving or due.command not in (NodeCommand.WAIT, NodeCommand.WORK)):
+            _wake(woken)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -102,29 +102,16 @@ class LedgerRepair:
         self.is_pending = False
         """True if entries may be missing: no snapshot is announced before its ledger."""
         self._last_problem = ""  # why the journal could not be read
-        self._ledger_coverage, self._event_log, self._say, self._retry_delay_s = (
-            ledger_coverage,
-            event_log,
-            say,
-            retry_delay_s,
-        )
+        self._ledger_coverage = ledger_coverage
+        self._event_log = event_log
+        self._say = say
+        self._retry_delay_s = retry_delay_s
 
     async def repair(self) -> None:
         """Rebuild and store missing entries, after all workers have sent theirs."""
         if not self.is_pending:
             return
-        coverage = self._ledger_coverage
-        missing, until = coverage.find_missing(), coverage.end_position
-        try:
-            for event in (
-                await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
-                if missing
-                else ()
-            ):
-                self._event_log.emit("agent", event)
-        except HoldfastError as error:
-            self._say(f"the ledger lacks the batches of lost workers: {error}")
-        self._ledger_coverage.mark_complete(until)
+        await self._rebuild_missing("the ledger lacks the batches of lost workers")
         while not await self._event_log.flush("agent", sync=True):
             await asyncio.sleep(self._retry_delay_s)
         self.is_pending = False
@@ -139,17 +126,17 @@ class LedgerRepair:
                 self._last_problem = problem
                 self._say(f"the ledger of a lost node waits for the journal: {problem}")
             await asyncio.sleep(self._retry_delay_s)
-        coverage = self._ledger_coverage
-        missing, until = coverage.find_missing(), coverage.end_position
+        await self._rebuild_missing("the ledger entries of a lost node cannot be rebuilt")
+
+    async def _rebuild_missing(self, failure: str) -> None:
+        """Emit the entries that are missing so far. failure: says that they cannot be made."""
+        missing, until = self._ledger_coverage.find_missing(), self._ledger_coverage.end_position
         try:
-            for event in (
-                await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
-                if missing
-                else ()
-            ):
-                self._event_log.emit("agent", event)
+            if missing:
+                for event in await asyncio.to_thread(self._ledger_coverage.make_entries, missing):
+                    self._event_log.emit("agent", event)
         except HoldfastError as error:
-            self._say(f"the ledger entries of a lost node cannot be rebuilt: {error}")
+            self._say(f"{failure}: {error}")
         self._ledger_coverage.mark_complete(until)
 
     async def _read_journal(self, journal_tail: JournalTail) -> str | None:

@@ -22,7 +22,6 @@ UNREACHABLE_ERRNOS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 MAX_LIVENESS_PROBES = 64
 """Most agents that are probed at a time: if more are silent, they are only slow."""
 
-
 UNSETTLED_PHASES = (Phase.STARTING, Phase.HALTING)
 AGENT_PROBE_INTERVAL_S = 0.2
 """Seconds between two probes for ended agents; a live machine answers a probe at once."""

@@ -22,16 +22,14 @@ from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
 from holdfast.elastic.coordinator.generation_store import start_term
-from holdfast.elastic.coordinator.join_gate import JoinGate
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
 from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.coordinator.stragglers import worker_of
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.coordinator_messages import JoinRequest, NodeReport, StartState
 from holdfast.elastic.protocol.generation_outcome import LostOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_context import RunContext
 from holdfast.elastic.run_result import (
     EndReason,
@@ -41,18 +39,13 @@ from holdfast.elastic.run_result import (
     raise_if_failed,
     run_result,
 )
-from holdfast.errors import (
-    CheckpointError,
-    CorruptError,
-    HoldfastError,
-    RunFolderError,
-    UserError,
-)
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, UserError
 from holdfast.events import CheckpointRejected, Event, GenerationStarted, RunStarted, WorkerPaced
 from holdfast.layout import Topology
 from holdfast.plan.placing.interface import Planner
 from holdfast.policy.detection.stragglers import Pace, PaceChange
 from holdfast.policy.membership import transitions
+from holdfast.policy.membership.node_identity import LikeProcessors, NodeIdentity, judge_joiner
 from holdfast.policy.membership.restart_budget import RestartHistory, why_give_up
 from holdfast.policy.membership.state import node_timeout_s
 from holdfast.policy.membership.transitions import (
@@ -443,10 +436,8 @@ def apply_pace_changes(
             coordinator.readmit(node)
         elif coordinator.stragglers.is_node_excluded(node):
             coordinator.exclude_slow(node)
-    before, planner.relative_speeds = (
-        planner.relative_speeds,
-        coordinator.stragglers.relative_speeds,
-    )
+    before = planner.relative_speeds
+    planner.relative_speeds = coordinator.stragglers.relative_speeds
     if before != planner.relative_speeds:
         coordinator.halt("slow_worker", at_step_end=True)
 
@@ -468,3 +459,33 @@ def _membership_rules(
 def _newest_durable_step(store: RunStore) -> int:
     keys = list_commits(store)
     return step_of(keys[0]) if keys else 0
+
+
+class JoinGate:
+    """Judges the nodes that ask one agent's coordinators to join."""
+
+    def __init__(
+        self,
+        node: str,
+        like_processors: LikeProcessors,
+        own_identity: Callable[[], NodeIdentity | None],
+        say: Say,
+    ) -> None:
+        """own_identity: returns the identity of `node`, the coordinator's; None: not known."""
+        self._node, self._like_processors = node, like_processors
+        self._own_identity, self._say = own_identity, say
+        self._said: set[str] = set()  # a node that is started again asks again
+
+    def refuse(self, asked: JoinRequest) -> str:
+        """Return why an agent may not join, "" if it may; tell the user what differs."""
+        ours, theirs = self._own_identity(), asked.facts.identity
+        if asked.name == self._node or ours is None or theirs is None:
+            return ""
+        verdict = judge_joiner(ours, theirs, self._node, asked.name, self._like_processors)
+        sentence = verdict.warning or (
+            f"{asked.name} may not join: {verdict.refusal}" if verdict.refusal else ""
+        )
+        if sentence and sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
+        return verdict.refusal

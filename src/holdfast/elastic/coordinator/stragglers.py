@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.elastic.protocol.worker_pace import WorkerPace
+from holdfast.elastic.protocol.coordinator_messages import WorkerPace
 from holdfast.policy.detection.stragglers import (
     Pace,
     PaceChange,

@@ -15,10 +15,8 @@ from typing import Any
 
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.coordinator.coordinator import Coordinator
-from holdfast.elastic.membership.node_status import NodeStatus
-from holdfast.elastic.membership.open_requests import OpenRequests, reply_timeout
 from holdfast.elastic.membership.reachability import ReachabilityProbe
-from holdfast.elastic.membership.run_membership import RunMembership
+from holdfast.elastic.membership.run_membership import RunMembership, Workload
 from holdfast.elastic.protocol.coordinator_messages import (
     HANG_REASON,
     HEARTBEAT_PATH,
@@ -31,15 +29,17 @@ from holdfast.elastic.protocol.coordinator_messages import (
     HeartbeatReply,
     JoinRequest,
     NodeSituation,
+    RunEnd,
+    StartState,
 )
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import EndReason, ReplacedError, RunEndedError
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
-from holdfast.policy.membership.election import Role
+from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
 from holdfast.policy.membership.node_identity import NodeIdentity
-from holdfast.policy.membership.transitions import Directive, NodeCommand
+from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage
 from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
 from holdfast.wire.secret import Secret
 
@@ -202,9 +202,9 @@ class CoordinatorSession:
                         self._workload.state_changed.set,
                     )
             case NodeCommand.LEAVE:
-                verdict, kind = reply.run_end or ("", "")
-                self._membership.run_end = verdict, kind
-                self._workload.on_run_ended(verdict)
+                end = reply.run_end or RunEnd()
+                self._membership.run_end = end.verdict, end.kind
+                self._workload.on_run_ended(end.verdict)
                 if self._membership.coordinator is None:
                     self._membership.leave_run()
                 else:
@@ -231,3 +231,104 @@ class CoordinatorSession:
             async with asyncio.timeout(self._membership.timeouts.leader_timeout_s):
                 await coordinator.wait_until_all_dismissed(self._membership.state.name)
         self._membership.leave_run()
+
+
+class NodeStatus:
+    """The status of one node, as requests to the coordinator."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        places: int,
+        facts: AgentFacts,
+        workload: Workload,
+        reachability_probe: ReachabilityProbe,
+    ) -> None:
+        """incarnation: this agent's process."""
+        self._name, self._incarnation, self._places = name, incarnation, places
+        self._workload = workload
+        self.facts = facts
+        """About this agent. A change counts from the next request to join."""
+        self._reachability_probe = reachability_probe
+
+    def make_join_request(self) -> JoinRequest:
+        stage, held = self._stage_and_outcome()
+        return JoinRequest(
+            self._name,
+            self._incarnation,
+            self._places,
+            self.facts,
+            self._workload.generation,
+            stage,
+            held,
+            self._workload.ready_workers,
+        )
+
+    def make_heartbeat(
+        self, term: int, doing: Directive, leave_within_s: float, max_wait_s: float
+    ) -> Heartbeat:
+        """Return a heartbeat for the coordinator of `term`.
+
+        doing: what this node does now. leave_within_s: 0 if it stays. max_wait_s: seconds within
+        which the answer is due."""
+        stage, held = self._stage_and_outcome()
+        work = self._workload
+        return Heartbeat(
+            self._name,
+            self._incarnation,
+            term,
+            doing,
+            work.generation,
+            stage,
+            leave_within_s,
+            held,
+            work.ready_workers,
+            tuple(self._reachability_probe.unreachable),
+            work.stalled_workers,
+            work.worker_paces,
+            max_wait_s,
+        )
+
+    def _stage_and_outcome(self) -> tuple[NodeStage, NodeOutcome | None]:
+        stage = self._workload.stage
+        if stage is NodeStage.HELD and self._reachability_probe.is_probing:
+            stage = NodeStage.WORKING  # the next generation has only nodes that reach each other
+        return stage, self._workload.node_outcome if stage in (
+            NodeStage.HELD,
+            NodeStage.DONE,
+        ) else None
+
+
+class OpenRequests:
+    """The requests to the coordinator that are open: the newest, and those that it superseded."""
+
+    def __init__(self) -> None:
+        self.newest: asyncio.Task[None] | None = None
+        self._superseded: set[asyncio.Task[None]] = set()
+
+    def add_superseded(self, request: asyncio.Task[None]) -> None:
+        """Keep a request that stays open though a newer one follows."""
+        self._superseded.add(request)
+        request.add_done_callback(self._superseded.discard)
+
+    def cancel(self) -> None:
+        """Cancel the requests that are open."""
+        for task in (self.newest, *self._superseded):
+            if task is not None:
+                task.cancel()
+        self.newest = None
+
+
+def reply_timeout(
+    state: AgentState, timeouts: ElectionTimeouts, max_wait_s: float, now: float
+) -> float:
+    """Return the timeout of a request whose answer is due within `max_wait_s` seconds.
+
+    A follower's timeout leaves time for one more request on a new connection before the
+    coordinator counts as silent."""
+    silence = timeouts.leader_timeout_s
+    if state.role is not Role.FOLLOWER:
+        return max_wait_s + silence / 2
+    left = state.role_since + silence - now
+    return max(silence / 6, min(max_wait_s + silence / 3, left))

@@ -63,10 +63,8 @@ class PreVote:
         lead = f"{newest} {ahead}"
         if self._leader_journal_size not in (None, lead):
             self._leader_progress_at = time.monotonic()
-        self.journal_sizes, self._leader_journal_size = (
-            f"{newest} {len(sizes)} {sum(sizes.values())}",
-            lead,
-        )
+        self.journal_sizes = f"{newest} {len(sizes)} {sum(sizes.values())}"
+        self._leader_journal_size = lead
         return newest
 
     def has_leader_progress(self, within_s: float) -> bool:

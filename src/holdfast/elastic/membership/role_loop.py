@@ -25,8 +25,7 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.candidate import Candidate
 from holdfast.elastic.membership.coordinator_session import CoordinatorSession
 from holdfast.elastic.membership.pre_candidate import PreCandidate
-from holdfast.elastic.membership.run_membership import RunMembership
-from holdfast.elastic.membership.workload import Workload
+from holdfast.elastic.membership.run_membership import RunMembership, Workload
 from holdfast.elastic.protocol.coordinator_messages import (
     HEARTBEAT_PATH,
     JOIN_PATH,
@@ -38,11 +37,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.messages import handler_of
-from holdfast.elastic.run_result import (
-    EndReason,
-    RunEndedError,
-    refuse_join,
-)
+from holdfast.elastic.run_result import EndReason, RunEndedError, refuse_join
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role

@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from holdfast.elastic.protocol.fork_channel import (
     WorkerExited,
     WorkerForked,
     encode_message,
-    fork_event_from_json,
+    parse_fork_event,
 )
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
@@ -36,7 +37,6 @@ from holdfast.wire.secret import Secret
 CHILD_START_TIMEOUT_S = 180.0
 """Seconds that a fork server gets to import torch: few if the machine is quiet, far more if it is
 cold or busy."""
-
 
 SEND_RETRY_S = 0.01
 """Seconds until a message is sent again to a fork server that has not read the one before."""
@@ -91,6 +91,26 @@ class Child:
         return ChildFailedError(f"the {self.name} did not start: {words or 'it said nothing'}")
 
 
+@dataclass(frozen=True)
+class ForkServerSettings:
+    """What a fork server is started with.
+
+    entry: a worker's main function.
+    preloads: further modules that it needs.
+    lifeline: descriptor that ends every child when the agent exits.
+    log: gets the fork server's output.
+    """
+
+    entry: str
+    preloads: Sequence[str]
+    lifeline: int
+    log: Path
+    secret: Secret
+    run: str = ""  # its name, for the titles of processes
+    computes_reference: bool = False  # the reference checksum of this node
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the agent's
+
+
 class ForkServer(Child):
     """The fork server and its control socket."""
 
@@ -104,7 +124,7 @@ class ForkServer(Child):
     ) -> None:
         super().__init__("fork server", process, output, on_exit)
         self._control = control
-        self._line_decoder = LineDecoder(fork_event_from_json)
+        self._line_decoder = LineDecoder(parse_fork_event)
         self.reference = ""
         """Checksum of its reference computation; "" if it made none."""
         self._on_message = on_message
@@ -114,25 +134,13 @@ class ForkServer(Child):
 
     @staticmethod
     async def start(
-        lifeline: int,
-        entry: str,
-        preloads: Sequence[str],
+        settings: ForkServerSettings,
         relay: OutputRelay,
-        log: Path,
         on_message: Callable[[WorkerForked | WorkerExited], None],
         on_exit: Callable[[], None],
-        run: str = "",
-        computes_reference: bool = False,
-        environment: Mapping[str, str] | None = None,
     ) -> ForkServer:
-        """Start a fork server of a run that imports `preloads` too.
-
-        Args:
-            on_message: gets its messages about workers.
-            on_exit: called when the fork server has exited.
-            computes_reference: it computes the reference checksum of this node.
-            environment: of it and its workers, in addition to the agent's.
-        """
+        """Start a fork server. on_message: gets its messages about workers. on_exit: called when it
+        has exited."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
@@ -142,18 +150,18 @@ class ForkServer(Child):
                     "--control",
                     str(theirs.fileno()),
                     "--lifeline",
-                    str(lifeline),
+                    str(settings.lifeline),
                     "--entry",
-                    entry,
-                    f"--run={run}",
-                    *(["--reference"] if computes_reference else []),
-                    *(f"--path={path}" for path in paths_for(entry)),
-                    *preloads,
+                    settings.entry,
+                    f"--run={settings.run}",
+                    *(["--reference"] if settings.computes_reference else []),
+                    *(f"--path={path}" for path in paths_for(settings.entry)),
+                    *settings.preloads,
                 ),
                 relay,
-                log,
-                (theirs.fileno(), lifeline),
-                environment=environment,
+                settings.log,
+                (theirs.fileno(), settings.lifeline),
+                environment=settings.environment,
             )
         return ForkServer(process, output, on_exit, ours, on_message)
 
@@ -163,7 +171,7 @@ class ForkServer(Child):
 
     async def fork(self, spec: WorkerSpec, secret: Secret, output_fd: int) -> None:
         """Ask for a fork, whose standard output and error are `output_fd`."""
-        await self._send(ForkWorker(spec, secret), output_fd)
+        await self._send(ForkWorker(spec, secret.hex()), output_fd)
 
     async def kill_workers(self) -> None:
         """Kill every worker, including workers whose fork was requested and is not yet reported."""

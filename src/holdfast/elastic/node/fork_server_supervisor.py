@@ -13,43 +13,21 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.elastic.node.children import ChildFailedError, ForkServer
+from holdfast.elastic.node.children import ChildFailedError, ForkServer, ForkServerSettings
 from holdfast.elastic.node.output_relay import OutputRelay
 from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess
 from holdfast.elastic.protocol.fork_channel import WorkerExited, WorkerForked
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
-from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-
-
-@dataclass(frozen=True)
-class ForkServerSettings:
-    """What a fork server is started with.
-
-    entry: a worker's main function.
-    preloads: further modules that it needs.
-    lifeline: descriptor that ends every child when the agent exits.
-    log: gets the fork server's output.
-    """
-
-    entry: str
-    preloads: Sequence[str]
-    lifeline: int
-    log: Path
-    secret: Secret
-    run: str = ""  # its name, for the titles of processes
-    computes_reference: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the agent's
 
 
 class ForkListener(Protocol):
@@ -126,16 +104,7 @@ class ForkServerSupervisor:
             await self._fork_server.stop()
             self._fork_server = None
         server = self._fork_server = await ForkServer.start(
-            self._settings.lifeline,
-            self._settings.entry,
-            self._settings.preloads,
-            self._output,
-            self._settings.log,
-            self._on_message,
-            self._adopt_orphans,
-            self._settings.run,
-            self._settings.computes_reference,
-            self._settings.environment,
+            self._settings, self._output, self._on_message, self._adopt_orphans
         )
         await server.wait_until_ready()
         await self._listener.on_fork_server_started()

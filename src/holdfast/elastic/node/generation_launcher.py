@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.node.launch_specs import NodeContext, make_worker_specs
-from holdfast.elastic.node.mover_supervisor import MoverSupervisor
+from holdfast.elastic.node.mover_supervisor import Announcement, MoverSupervisor
 from holdfast.elastic.node.process_manager import NodeAssignment, ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
+from holdfast.elastic.protocol.coordinator_messages import StartState
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.machine.limits import usable_cores
 
 MOVER_UPDATE_RETRY_S = 1.0
 """Seconds before a mover that did not answer gets its announcement again."""
@@ -51,30 +51,19 @@ class GenerationLauncher:
     ) -> None:
         """Give each of this node's ranks a process, and announce the generation to the mover, if
         `prepare` has not."""
-        topology, newest = current.topology, start_state.restore_point
+        topology = current.topology
         ranks = self._ranks_here(topology)
         processes = self._match_processes(record, ranks)
         current.expect_workers(
             {rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid}
         )
-        told = make_worker_specs(
-            self._context.config,
-            topology,
-            folder=self._context.folder,
-            agent_address=self._context.control_address,
-            mover_socket=self._mover.socket_path,
-            cores=usable_cores(),
-            restore_key=None if newest is None else newest.key,
-            start_step=start_state.step,
-            failure_history=self._context.failure_history,
-            node=self._context.node,
-            rendezvous_address=start_state.rendezvous,
-            record=record,
+        specs = make_worker_specs(
+            self._context, topology, self._mover.socket_path, record, start_state
         )
         beginning = self._process_manager.begin_generation(
             NodeAssignment(
                 topology.generation,
-                tuple(told),
+                tuple(specs),
                 tuple(processes),
                 record.came_from,
                 record.previous,
@@ -98,12 +87,15 @@ class GenerationLauncher:
     ) -> None:
         newest, step = start_state.restore_point, start_state.step
         stored = record.came_from is None and newest is not None and newest.durable
-        if start_state.peers is None:  # this node is the run's only one
-            await self._mover.expect_generation(topology, step, is_stored=stored)
-            return
-        await self._mover.expect_generation(
-            topology, step, newest, start_state.peers, start_state.extra_sources, stored
-        )
+        announcement = Announcement(topology, step, is_stored=stored)
+        if (peers := start_state.peers) is not None:  # this node is not the run's only one
+            announcement = replace(
+                announcement,
+                restore_point=newest,
+                machines=peers,
+                sources=start_state.extra_sources,
+            )
+        await self._mover.expect_generation(announcement)
 
     async def _update_mover_in_background(
         self, topology: Topology, record: GenerationRecord, start_state: StartState

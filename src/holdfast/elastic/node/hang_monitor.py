@@ -48,13 +48,9 @@ MAX_STEP_SAMPLES = 32
 REPORTER_BUSY_ALLOWANCE_S = 10.0
 """Seconds that a worker's reporter may be busy with something else after its events were stored."""
 
-
 _FIRST_REPORT_EXTRA_S = 0.3  # more than a normal step: a hang of that length is reported
 # times as old as at the last report: it is reported again
-_NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (
-    1.2,
-    2.0,
-)
+_NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (1.2, 2.0)
 # seconds late: this agent was suspended itself, so no worker could report
 _AGENT_STOPPED_LATENESS_S = 1.0
 
@@ -268,11 +264,9 @@ class HangMonitor:
             return None
         seen.cpu_seconds = process.cpu_seconds - worker.report_cpu_s
         if seen.progress_at != worker.progress_at or seen.cpu_at_progress is None:
-            seen.progress_at, seen.cpu_at_progress, seen.reported_age_s = (
-                worker.progress_at,
-                seen.cpu_seconds,
-                0.0,
-            )
+            seen.progress_at = worker.progress_at
+            seen.cpu_at_progress = seen.cpu_seconds
+            seen.reported_age_s = 0.0
         if not process.is_stopped or worker.reply_pending:
             seen.stopped_since = None
             return None

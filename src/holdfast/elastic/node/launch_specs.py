@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.elastic.node.output_relay import make_log_folder
+from holdfast.elastic.protocol.coordinator_messages import StartState
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.layout import Topology, place_replicas
+from holdfast.machine.limits import usable_cores
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.placing.planner import plan_layout
@@ -72,10 +74,6 @@ def make_mover_settings(config: RunConfig, config_hash: str, dataset_version: st
     )
 
 
-def threads_per_worker(config: RunConfig, cores: int) -> int:
-    return config.cluster.threads_per_worker or max(1, cores // config.layout.workers)
-
-
 def standby_count(config: RunConfig) -> int:
     """Return the number of idle processes to keep."""
     wanted = config.cluster.standbys
@@ -90,26 +88,25 @@ def max_worker_count(config: RunConfig) -> int:
     return config.layout.least_workers if config.layout.replicas else config.layout.workers
 
 
-def make_standby_spec(
-    config: RunConfig, folder: Path, agent_address: str, mover_socket: str, cores: int
-) -> WorkerSpec:
+def make_standby_spec(context: NodeContext, mover_socket: str) -> WorkerSpec:
     """Return the spec of a standby, which has no rank; the process manager sets its log."""
+    config, cluster = context.config, context.config.cluster
     return WorkerSpec(
         config=config.model_dump(mode="json"),
         topology=None,
         generation=0,
         rank=-1,
-        threads=threads_per_worker(config, cores),
-        agent=agent_address,
+        threads=cluster.threads_per_worker or max(1, usable_cores() // config.layout.workers),
+        agent=context.control_address,
         mover_socket=mover_socket,
-        run_folder=str(folder),
+        run_folder=str(context.folder),
         dataset=config.data.folder,
         restore_key=None,
         start_step=0,
         device=config.device,
         log="",
-        gloo_interface=config.cluster.gloo_device,
-        heartbeat_seconds=config.cluster.heartbeat_seconds,
+        gloo_interface=cluster.gloo_device,
+        heartbeat_seconds=cluster.heartbeat_seconds,
     )
 
 
@@ -118,57 +115,37 @@ def worker_log_path(folder: Path, generation: int, rank: int) -> Path:
 
 
 def make_worker_specs(
-    config: RunConfig,
+    context: NodeContext,
     topology: Topology,
-    *,
-    folder: Path,
-    agent_address: str,
     mover_socket: str,
-    cores: int,
-    restore_key: str | None,
-    start_step: int,
-    failure_history: FailureHistory | None = None,
-    node: str = "",
-    rendezvous_address: str = "",
-    record: GenerationRecord | None = None,
+    record: GenerationRecord,
+    start_state: StartState,
 ) -> list[WorkerSpec]:
-    """Return one WorkerSpec per rank (of `node`, if given) and make the folder of their logs.
-
-    Args:
-        rendezvous_address: where the workers find each other, if not at their agent's address.
-        record: of the generation, for the data that it skips and the step that it retries.
+    """Return one WorkerSpec per rank of this node, and make the folder of their logs.
 
     Raises RunFolderError.
     """
-    logs = worker_log_path(folder, topology.generation, 0).parent
+    generation, history = topology.generation, context.failure_history
+    logs = worker_log_path(context.folder, generation, 0).parent
     try:
         make_log_folder(logs)
     except OSError as error:
         raise translate_os_error(error, logs) from error
-    dumped = config.model_dump(mode="json")
+    newest = start_state.restore_point
+    spec = replace(
+        make_standby_spec(context, mover_socket),
+        topology=topology,
+        generation=generation,
+        restore_key=None if newest is None else newest.key,
+        start_step=start_state.step,
+        failure_rate=history.failure_rate,
+        failure_classes=history.failure_classes,
+        skips=record.skips if len(record.skips) else None,
+        retry=record.retry,
+        meet=start_state.rendezvous,
+    )
     return [
-        WorkerSpec(
-            config=dumped,
-            topology=topology,
-            generation=topology.generation,
-            rank=rank,
-            threads=threads_per_worker(config, cores),
-            agent=agent_address,
-            mover_socket=mover_socket,
-            run_folder=str(folder),
-            dataset=config.data.folder,
-            restore_key=restore_key,
-            start_step=start_step,
-            device=config.device,
-            log=str(worker_log_path(folder, topology.generation, rank)),
-            gloo_interface=config.cluster.gloo_device,
-            heartbeat_seconds=config.cluster.heartbeat_seconds,
-            failure_rate=None if failure_history is None else failure_history.failure_rate,
-            failure_classes=None if failure_history is None else failure_history.failure_classes,
-            skips=None if record is None or not len(record.skips) else record.skips,
-            retry=None if record is None else record.retry,
-            meet=rendezvous_address,
-        )
-        for rank in range(topology.world_size)
-        if node in ("", topology.nodes[rank])
+        replace(spec, rank=rank, log=str(worker_log_path(context.folder, generation, rank)))
+        for rank, node in enumerate(topology.nodes)
+        if node == context.node
     ]

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.checkpoint.bucket.pending_upload import PendingUpload
@@ -27,12 +27,13 @@ from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, make_socket_folder
 from holdfast.checkpoint.peers.client import split_address
-from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.checkpoint import CheckpointConfig
+from holdfast.config.sections.peers import MachineConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.node.children import Child, start_mover
 from holdfast.elastic.node.output_relay import OutputRelay
-from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -42,6 +43,8 @@ from holdfast.events import (
     SnapshotKept,
 )
 from holdfast.layout import Topology
+from holdfast.machine.limits import available_memory
+from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 from holdfast.wire.http.sockets import bind_listener
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_location import location_of_run
@@ -54,6 +57,18 @@ MOVER_REPLY_TIMEOUT_S = 60.0
 """Seconds without a reply after which a mover that is alive is replaced."""
 MOVER_POLL_RETRY_S = 1.0
 """Seconds before the next request to a mover that is alive and did not answer."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A generation that begins from the state after step `start_step`, as its mover needs it."""
+
+    topology: Topology
+    start_step: int
+    restore_point: RestorePoint | None = None  # whichever node chose it; None: workers have it
+    machines: Sequence[Peer] | None = None  # of a run on several nodes, those that take part
+    sources: Sequence[Peer] = ()  # further machines whose memory may hold the restore point
+    is_stored: bool = True  # the state is a checkpoint in the run store
 
 
 class MoverSupervisor:
@@ -82,7 +97,7 @@ class MoverSupervisor:
         self.run_name = config.name
         self.node_suffix = f".{node}" if node else ""
         """Suffix of this node's log names, if several nodes share the run folder."""
-        self._last_expect: _LastExpect | None = None
+        self._announcement: Announcement | None = None  # of the running generation
         self._state_locations = StateLocations()
         self._start_lock = asyncio.Lock()
         self._config, self._folder, self._secret = config, folder, secret
@@ -169,37 +184,19 @@ class MoverSupervisor:
             client.find_restore_point, corrupt_keys=rejected_checkpoints, machines=machines
         )
 
-    async def expect_generation(
-        self,
-        topology: Topology,
-        start_step: int,
-        restore_point: RestorePoint | None = None,
-        machines: Sequence[Peer] | None = None,
-        sources: Sequence[Peer] = (),
-        is_stored: bool = True,
-    ) -> None:
-        """Announce a generation that begins from the state after step `start_step`.
-
-        Args:
-            restore_point: the choice, whichever node made it; None if the workers have the state.
-            machines: of a run on several nodes, those that take part.
-            sources: further machines whose memory may hold the restore point.
-            is_stored: the state is a checkpoint in the run store.
-
-        Raises MoverGoneError, FencedError.
-        """
-        self._last_expect = _LastExpect(
-            topology, start_step, restore_point, machines, tuple(sources), is_stored
-        )
+    async def expect_generation(self, announcement: Announcement) -> None:
+        """Announce a generation. Raises MoverGoneError, FencedError."""
+        self._announcement = announcement
         if self._listen_task is None or self._listen_task.done():
             self._last_reply_at = time.monotonic()  # the agent has not listened for a while
         try:
-            await self._send_expect(self._last_expect)
+            await self._send_announcement(announcement)
             # rejected checkpoints, before the workers start
-            await self.drain_events(topology.generation)
+            await self.drain_events(announcement.topology.generation)
         finally:  # one that does not answer is listened to all the same: so it is replaced
             if self._listen_task is None or self._listen_task.done():
-                client = MoverClient(self.socket_path, self._secret, topology.generation)
+                generation = announcement.topology.generation
+                client = MoverClient(self.socket_path, self._secret, generation)
                 self._listen_task = asyncio.create_task(self._listen(client))
 
     async def restart(self, lifeline: int, on_exit: Callable[[], None]) -> None:
@@ -212,13 +209,10 @@ class MoverSupervisor:
             for event in self._state_locations.drop_memory():
                 self._on_event(event)
         await self.ensure_running(lifeline, on_exit)
-        said = self._last_expect
-        if said is not None:  # what was begun from has been read
-            await self.expect_generation(
-                said.topology, said.start_step, None, said.machines, said.sources, said.is_stored
-            )
+        if self._announcement is not None:  # what was begun from has been read
+            await self.expect_generation(replace(self._announcement, restore_point=None))
 
-    async def _send_expect(self, expect: _LastExpect) -> None:
+    async def _send_announcement(self, expect: Announcement) -> None:
         client = MoverClient(self.socket_path, self._secret, expect.topology.generation)
         table = run_state_table(self._config)
         placement = None if expect.restore_point is None else expect.restore_point.placement
@@ -306,18 +300,6 @@ class MoverSupervisor:
                 self._on_event(event)
 
 
-@dataclass(frozen=True)
-class _LastExpect:
-    """The announcement of the running generation, as sent to the mover."""
-
-    topology: Topology
-    start_step: int
-    restore_point: RestorePoint | None
-    machines: Sequence[Peer] | None
-    sources: tuple[Peer, ...]
-    is_stored: bool
-
-
 class StateLocations:
     """The places of the newest states, by the mover's events."""
 
@@ -368,3 +350,44 @@ def _is_port_free(interface: str, port: int) -> bool:
     except HoldfastError:
         return False
     return True
+
+
+GB = 1_000_000_000
+BITS_PER_BYTE = 8
+
+
+def make_peer_settings(
+    config: CheckpointConfig, node: str = "", port: int = 0
+) -> PeerSettings | None:
+    """Return the peer settings; None if the run file names no peers and keeps no copies for them.
+
+    All machines of a run may share one run file: this machine is no peer of its own.
+
+    Args:
+        node: this node's name in the topology, if the run may have several nodes. Its mover then
+            always listens and keeps copies for the other nodes. If the run file sets no size for
+            them, they get half of the free memory. The own ranks' arenas need some, too.
+        port: the port that it had before, if the run file sets none.
+    """
+    others = [peer for peer in config.peers if peer.name not in (node, config.machine.name)]
+    if not others and not config.peer_memory_gb and not node:
+        return None
+    own = _to_machine(config.machine)
+    return PeerSettings(
+        machine=replace(own, name=node, node=own.node or node) if node else own,
+        peers=tuple(Peer(_to_machine(p, int(p.memory_gb * GB) or None), p.address) for p in others),
+        interface=config.peer_host,
+        port=config.peer_port or port,
+        advertise=config.peer_advertise,
+        every_steps=1 if config.peer_every_steps == "auto" else config.peer_every_steps,
+        copies=config.peer_copies,
+        stable=next((p.name for p in others if p.stable), None),
+        bytes_per_second=config.peer_mbps * 1e6 / BITS_PER_BYTE,
+        room=int(config.peer_memory_gb * GB) or (available_memory() // 2 if node else 0),
+    )
+
+
+def _to_machine(section: MachineConfig, room: int | None = None) -> Machine:
+    return Machine(
+        section.name, room=room, **{kind: getattr(section, kind) for kind in FAILURE_DOMAINS}
+    )

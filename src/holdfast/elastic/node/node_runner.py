@@ -30,6 +30,7 @@ from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.elastic.node.standby_keeper import StandbyKeeper
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.coordinator_messages import StartState, WorkerPace
 from holdfast.elastic.protocol.generation_outcome import (
     FailedOutcome,
     FinishedOutcome,
@@ -40,8 +41,6 @@ from holdfast.elastic.protocol.generation_outcome import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
-from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage
 from holdfast.policy.recovery.survivors import HeldState
@@ -81,13 +80,13 @@ class NodeRunner:
         self.worker_group: WorkerGroup | None = None
         self.closing_reason = ""  # why the run stops after this generation's first step
         self._context, self._process_manager, self._mover = context, process_manager, mover
+        process_manager.find_group = self._find_group
+        process_manager.on_worker_held = self.on_worker_held
         self._replaces_all_workers = context.config.cluster.replaces_all_workers
         self._event_log, self._say = event_log, say
-        self._on_generation_started, self._on_group_started, self._on_group_ended = (
-            on_generation_started,
-            on_group_started,
-            on_group_ended,
-        )
+        self._on_generation_started = on_generation_started
+        self._on_group_started = on_group_started
+        self._on_group_ended = on_group_ended
         self._event_cursors: dict[str, int] = {}
         self._paces_taken_at = 0.0
         compiles = context.config.train.compile
@@ -178,9 +177,13 @@ class NodeRunner:
 
     def handle_hung_workers(self, generation: int, hung_workers: Sequence[HungWorker]) -> None:
         """Handle workers of this node that the coordinator declares hung."""
-        current = self.worker_group
-        if current is not None and current.generation == generation:
-            current.handle_hung_workers(hung_workers)
+        if group := self._find_group(generation):
+            group.handle_hung_workers(hung_workers)
+
+    def _find_group(self, generation: int) -> WorkerGroup | None:
+        """Return the workers of a generation, if it is the present one."""
+        group = self.worker_group
+        return group if group is not None and group.generation == generation else None
 
     def _replace_task(self, coroutine: Any) -> None:
         """Replace the running task: a newer directive cancels the work for an older one."""

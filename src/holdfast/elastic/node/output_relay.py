@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from holdfast.wire.process_log import message_of
 
@@ -34,19 +33,6 @@ _READ_BYTES = 1 << 16
 _F_SETPIPE_SZ = 1031  # F_SETPIPE_SZ of Linux
 
 
-class ProcessLog(Protocol):
-    """The log of a process, and its last lines."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def send_to(self, log: Path) -> None:
-        """Write what follows into another file."""
-
-    def last_lines(self, count: int) -> str:
-        """Return the last messages of the process, as a user reads them."""
-
-
 class ProcessOutput:
     """The output of one process. Belongs to the event loop, except for what waits to be written."""
 
@@ -55,7 +41,8 @@ class ProcessOutput:
         self._tail = b""
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Path, bytes]] = deque()
-        self._waiting_bytes = self._dropped_bytes = 0
+        self.waiting_bytes = 0  # that wait to be written
+        self.dropped_bytes = 0  # that no file has taken, and that no file tells of yet
 
     def send_to(self, log: Path) -> None:
         """Write what follows into another file, which exists from now on."""
@@ -87,25 +74,15 @@ class ProcessOutput:
         with self._lock:
             if not self._waiting:  # the next output comes with the number of bytes
                 return [], 0
-            waiting, dropped = list(self._waiting), self._dropped_bytes
+            waiting, dropped = list(self._waiting), self.dropped_bytes
             self._waiting.clear()
-            self._waiting_bytes = self._dropped_bytes = 0
+            self.waiting_bytes = self.dropped_bytes = 0
         return waiting, dropped
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Return the number of bytes that wait to be written."""
-        return self._waiting_bytes
-
-    @property
-    def dropped_bytes(self) -> int:
-        """Return the number of bytes that no file has taken, and that no file tells of yet."""
-        return self._dropped_bytes
 
     def on_not_written(self, size: int) -> None:
         """Count bytes that no file has taken."""
         with self._lock:
-            self._dropped_bytes += size
+            self.dropped_bytes += size
 
     def _read_all(self) -> None:
         while self._read_fd >= 0 and self._read_piece():
@@ -126,11 +103,11 @@ class ProcessOutput:
     def _keep(self, data: bytes) -> None:
         with self._lock:
             self._waiting.append((self.path, data))
-            self._waiting_bytes += len(data)
-            while self._waiting_bytes > MAX_WAITING_BYTES:
+            self.waiting_bytes += len(data)
+            while self.waiting_bytes > MAX_WAITING_BYTES:
                 _, oldest = self._waiting.popleft()
-                self._waiting_bytes -= len(oldest)
-                self._dropped_bytes += len(oldest)
+                self.waiting_bytes -= len(oldest)
+                self.dropped_bytes += len(oldest)
 
 
 class OutputRelay:

@@ -1,8 +1,8 @@
 """The processes of one node: a fork server, a mover, and workers that outlive generations.
 
 It decides nothing about the run. The agent assigns ranks to processes (`begin_generation`), ends
-generations (`halt_workers`) and sets the number of standbys (`keep_standbys`). A `ProcessListener`
-learns of starts, exits and held workers. All of these messages can travel as JSON.
+generations (`halt_workers`) and sets the number of standbys (`keep_standbys`). The worker group of
+a process's generation learns of its start, its exit and its held state.
 
 A rank's process comes from one of three sources, cheapest first:
 
@@ -18,20 +18,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from holdfast.core.devices import DEVICES
-from holdfast.elastic.node.device_places import DevicePlaces
-from holdfast.elastic.node.fork_server_supervisor import (
-    ForkServerSettings,
-    ForkServerSupervisor,
-)
+from holdfast.core.devices import DEVICES, DeviceKind
+from holdfast.elastic.node.children import ForkServerSettings
+from holdfast.elastic.node.fork_server_supervisor import ForkServerSupervisor
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.node.output_relay import ProcessLog
+from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.elastic.protocol.worker_commands import Begin
@@ -46,27 +44,6 @@ KILLED_EXIT_TIMEOUT_S = 20.0
 """Seconds that killed processes get to exit."""
 COMMAND_ACK_TIMEOUT_S = 5.0
 """Seconds within which a worker acknowledges a command: the thread that polls does nothing else."""
-
-
-class ProcessListener(Protocol):
-    """Receives starts, exits and held states of workers."""
-
-    def on_joined(self, generation: int, rank: int, pid: int) -> None:
-        """Note that a process without a rank has become this rank."""
-
-    def on_exited(
-        self,
-        generation: int,
-        rank: int,
-        pid: int,
-        exit_code: int,
-        log: ProcessLog,
-        kill_reason: str,
-    ) -> None:
-        """Note that a worker has exited. kill_reason: why it was given up; "" if it was not."""
-
-    def on_held(self, generation: int, rank: int, held_state: HeldState) -> None:
-        """Note that a worker has stopped and waits for commands."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,6 @@ class ProcessManager:
         entry: str,
         preloads: Sequence[str],
         lifeline: int,
-        listener: ProcessListener,
         *,
         on_mover_exit: Callable[[], None],
         on_fork_server_exit: Callable[[], None],
@@ -115,10 +91,13 @@ class ProcessManager:
         """
         self.mover, self._devices = mover, devices or DevicePlaces(DEVICES["cpu"], 1)
         self._folder, self._lifeline = folder, lifeline
-        self._listener = listener
         self._on_mover_exit, self._on_fork_server_exit = on_mover_exit, on_fork_server_exit
         self.on_ready_change: Callable[[], None] = lambda: None
         """Called when the number of ready processes may have changed."""
+        self.find_group: Callable[[int], WorkerGroup | None] = lambda generation: None
+        """Returns the workers of a generation, if it is the present one."""
+        self.on_worker_held: Callable[[int, HeldState], None] = lambda rank, held_state: None
+        """Called after the worker group: a worker of the present generation waits for commands."""
         self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
         self.handle_command_poll = self._command_server.handle_poll
         log = folder / "logs" / f"fork_server{mover.node_suffix}.log"
@@ -215,7 +194,8 @@ class ProcessManager:
         process = self._devices.choose_standby(idle, self._processes)
         if process is not None:
             self._send_begin(process, assignment, spec)
-            self._listener.on_joined(assignment.generation, spec.rank, process.pid)
+            if group := self.find_group(assignment.generation):
+                group.on_joined(spec.rank, process.pid)
         elif assignment.came_from is None:
             placed = self._devices.place(spec, None, self._processes)
             process = await self._fork_server.fork(placed, spec.rank, assignment.generation)
@@ -302,8 +282,8 @@ class ProcessManager:
     # --- news -----------------------------------------------------------------------------------
     def on_forked(self, process: WorkerProcess) -> None:
         """Note that a process has been forked, and has its process id."""
-        if process.rank != STANDBY_RANK:
-            self._listener.on_joined(process.generation, process.rank, process.pid)
+        if process.rank != STANDBY_RANK and (group := self.find_group(process.generation)):
+            group.on_joined(process.rank, process.pid)
 
     def on_exited(self, process: WorkerProcess, exit_code: int) -> None:
         """Note that a process has exited, or that its fork failed."""
@@ -326,12 +306,14 @@ class ProcessManager:
 
     def _report_exit(self, process: WorkerProcess) -> None:
         code = -signal.SIGKILL if process.exit_code is None else process.exit_code
-        whose = process.generation, process.rank, process.pid
-        self._listener.on_exited(*whose, code, process.log, process.kill_reason)
+        if group := self.find_group(process.generation):
+            group.on_exited(process.rank, process.pid, code, process.log, process.kill_reason)
 
     def _on_held(self, process: WorkerProcess) -> None:
         assert process.held_state is not None, "only processes that hold are reported"
-        self._listener.on_held(process.generation, process.rank, process.held_state)
+        if group := self.find_group(process.generation):
+            group.on_held(process.rank, process.held_state)
+            self.on_worker_held(process.rank, process.held_state)
 
 
 async def _wait_until_held(process: WorkerProcess, timeout_s: float) -> None:
@@ -359,3 +341,52 @@ async def _wait_for_exits(processes: Iterable[WorkerProcess]) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(KILLED_EXIT_TIMEOUT_S):
             await asyncio.gather(*map(one, processes))
+
+
+# Which device of its node a process computes on.
+#
+# A process keeps its device for as long as it lives, whatever rank it gets. A standby has none
+# until it gets a rank. Then it takes a free device, which may be that of the worker that it
+# replaces. If there is a standby for each device, each gets its device at once, and prepares it.
+class DevicePlaces:
+    """Gives the devices of one node to its processes. count: of those that the run uses here."""
+
+    def __init__(self, kind: DeviceKind, count: int) -> None:
+        self.kind, self._count = kind, max(1, count)
+
+    def place(
+        self, spec: WorkerSpec, process: WorkerProcess | None, processes: Iterable[WorkerProcess]
+    ) -> WorkerSpec:
+        """Return the spec with the device of `process`, or with a free one if it has none."""
+        if process is not None and process.device:
+            return replace(spec, device=process.device)
+        alive = [each for each in processes if each.is_alive and each is not process]
+        ranked = Counter(each.device for each in alive if each.rank != STANDBY_RANK)
+        held = Counter(each.device for each in alive)
+        devices = [self.kind.device(index) for index in range(self._count)]
+        return replace(spec, device=min(devices, key=lambda name: (ranked[name], held[name])))
+
+    def place_standby(
+        self, spec: WorkerSpec, count: int, processes: Iterable[WorkerProcess]
+    ) -> WorkerSpec:
+        """Return the spec of one of `count` standbys, with its device if each device has one."""
+        if count < self._count:
+            return spec
+        held = Counter(each.device for each in processes if each.is_standby)
+        devices = [self.kind.device(index) for index in range(self._count)]
+        return replace(spec, device=min(devices, key=lambda name: held[name]))
+
+    def choose_standby(
+        self, idle: Sequence[WorkerProcess], processes: Collection[WorkerProcess]
+    ) -> WorkerProcess | None:
+        """Return the standby that gets a rank: a prepared one if possible. Return None if there is
+        none, or if the devices of all are in use."""
+        taken = Counter(
+            each.device for each in processes if each.is_alive and each.rank != STANDBY_RANK
+        )
+        limit = self.kind.ranks_per_device
+        able = [
+            each for each in idle if not (limit and each.device and taken[each.device] >= limit)
+        ]
+        prepared = [each for each in able if each.acked_command >= 0]
+        return next(iter(prepared or able), None)

@@ -14,7 +14,6 @@ from holdfast.elastic.node.launch_specs import (
 )
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.errors import HoldfastError
-from holdfast.machine.limits import usable_cores
 
 STANDBY_REFILL_INTERVAL_S = 10.0
 """Least seconds between two checks for missing standbys."""
@@ -86,15 +85,8 @@ class StandbyKeeper:
             self._task.add_done_callback(self._on_start_done)
 
     async def _start_standbys(self, count: int) -> None:
-        around = self._context
         await self._process_manager.ensure_processes(0)
-        boot = make_standby_spec(
-            around.config,
-            around.folder,
-            around.control_address,
-            self._process_manager.mover.socket_path,
-            usable_cores(),
-        )
+        boot = make_standby_spec(self._context, self._process_manager.mover.socket_path)
         await self._process_manager.keep_standbys(count, boot)
 
     def _on_start_done(self, task: asyncio.Task[None]) -> None:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.hang_monitor import HangHooks, HangMonitor
-from holdfast.elastic.node.output_relay import ProcessLog
+from holdfast.elastic.node.output_relay import ProcessOutput
 from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.coordinator_messages import WorkerPace
 from holdfast.elastic.protocol.generation_outcome import (
     FailedOutcome,
     FinishedOutcome,
@@ -26,15 +27,7 @@ from holdfast.elastic.protocol.generation_outcome import (
 )
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, WorkerReport
-from holdfast.elastic.protocol.worker_pace import WorkerPace
-from holdfast.events import (
-    Event,
-    StepDone,
-    WorkerHeld,
-    WorkerLost,
-    WorkerReady,
-    WorkerStarted,
-)
+from holdfast.events import Event, StepDone, WorkerHeld, WorkerLost, WorkerReady, WorkerStarted
 from holdfast.layout import Topology
 from holdfast.policy.recovery.survivors import HeldState
 
@@ -125,7 +118,7 @@ class WorkerGroup:
         self._event_log.emit("agent", WorkerStarted(rank, pid, node, step=self.newest_step))
 
     def on_exited(
-        self, rank: int, pid: int, exit_code: int, log: ProcessLog, kill_reason: str
+        self, rank: int, pid: int, exit_code: int, log: ProcessOutput, kill_reason: str
     ) -> None:
         """Handle a worker's exit; `kill_reason`, if the process manager gave the worker up."""
         member = self.workers.on_exited(rank, pid, exit_code)
@@ -176,7 +169,7 @@ class WorkerGroup:
         # report counts.
         self._loop.call_later(self._cluster.heartbeat_seconds, self.decide, outcome)
 
-    def _decide_after_exit(self, worker: WorkerStatus, log: ProcessLog) -> None:
+    def _decide_after_exit(self, worker: WorkerStatus, log: ProcessOutput) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
         if worker.outcome is not None:
             worker.script_error = _failure_at_end(worker, log, self._say)
@@ -195,11 +188,13 @@ class WorkerGroup:
             case _:
                 self._report_dead_worker(worker, log, "exit")
 
-    def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log: ProcessLog) -> None:
+    def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log: ProcessOutput) -> None:
         if not self.outcome.done():
             self._report_dead_worker(worker, log, "peer")
 
-    def _report_dead_worker(self, worker: WorkerStatus, log: ProcessLog, noticed_by: str) -> None:
+    def _report_dead_worker(
+        self, worker: WorkerStatus, log: ProcessOutput, noticed_by: str
+    ) -> None:
         code = worker.exit_code if worker.exit_code is not None else -signal.SIGKILL
         cause = exit_codes.describe_exit_code(code)
         said = log.last_lines(12)
@@ -307,7 +302,7 @@ def _outcome_of_hold(rank: int, held_state: HeldState) -> LostOutcome:
 
 
 def _failure_at_end(
-    worker: WorkerStatus, log: ProcessLog, say: Callable[[str], None]
+    worker: WorkerStatus, log: ProcessOutput, say: Callable[[str], None]
 ) -> str | None:
     """Say that a worker failed after its last step. Return why, if a script failed after its loop:
     the run is complete, but the script is not."""

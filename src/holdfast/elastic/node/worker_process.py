@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.elastic.node.output_relay import ProcessLog
+from holdfast.elastic.node.output_relay import ProcessOutput
 from holdfast.elastic.protocol.worker_commands import (
     Begin,
     Command,
@@ -43,7 +43,7 @@ class WorkerProcess:
     acked_command: number of the newest command that it has taken; -1 until its first poll.
     """
 
-    log: ProcessLog
+    log: ProcessOutput
     rank: int = STANDBY_RANK
     generation: int = 0
     pid: int = 0

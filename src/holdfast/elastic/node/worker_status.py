@@ -47,10 +47,7 @@ class WorkerStatus:
     compute_time: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
     reported_compute_time: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
     # seconds of whole steps, without what lies between them
-    step_time: tuple[float, int] = (
-        0.0,
-        0,
-    )
+    step_time: tuple[float, int] = (0.0, 0)
 
     @property
     def is_alive(self) -> bool:
@@ -89,10 +86,6 @@ class WorkerTable:
     def live_workers(self) -> list[WorkerStatus]:
         return [member for member in self if member.is_alive]
 
-    @property
-    def is_all_ready(self) -> bool:
-        return len(self._workers) == self.world_size and all(m.is_ready for m in self)
-
     def expect_worker(self, rank: int, now: float, pid: int = 0) -> None:
         """Add a worker. Its first report may arrive before the report of its fork."""
         self._workers[rank] = WorkerStatus(rank, pid, now, last_heard_at=now)
@@ -105,7 +98,7 @@ class WorkerTable:
     def mark_ready(self, rank: int) -> bool:
         """Mark a worker as about to compute; return True if it is the last of all."""
         self._workers[rank].is_ready = True
-        return self.is_all_ready
+        return len(self._workers) == self.world_size and all(m.is_ready for m in self)
 
     def on_exited(self, rank: int, pid: int, exit_code: int) -> WorkerStatus | None:
         """Record an exit; return the worker, or None if it belongs to an older generation."""

@@ -16,8 +16,8 @@ server whose certificate is signed by the account's own authority.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from http.client import HTTPResponse
 from pathlib import Path
@@ -41,11 +41,9 @@ from holdfast.elastic.notices.source import (
 )
 from holdfast.errors import ConfigError
 
-NODE, POD_NAME_VARIABLE, POD_NAMESPACE_VARIABLE = (
-    "HOLDFAST_NODE_NAME",
-    "HOLDFAST_POD_NAME",
-    "HOLDFAST_POD_NAMESPACE",
-)
+NODE = "HOLDFAST_NODE_NAME"
+POD_NAME_VARIABLE = "HOLDFAST_POD_NAME"
+POD_NAMESPACE_VARIABLE = "HOLDFAST_POD_NAMESPACE"
 """Environment variables that the downward API must set: spec.nodeName, metadata.name and
 metadata.namespace."""
 WATCH_TIMEOUT_S = 30
@@ -104,10 +102,8 @@ def make_kubernetes_source(
     Raises ConfigError for a process in no pod, unless the address is given, and for a taint that
     cannot be read.
     """
-    host, port = (
-        environment.get("KUBERNETES_SERVICE_HOST"),
-        environment.get("KUBERNETES_SERVICE_PORT", "443"),
-    )
+    host = environment.get("KUBERNETES_SERVICE_HOST")
+    port = environment.get("KUBERNETES_SERVICE_PORT", "443")
     if not cluster.notices_at and not host:
         raise ConfigError(
             "this process runs in no pod: KUBERNETES_SERVICE_HOST is not set",
@@ -210,11 +206,17 @@ class KubernetesApi:
     def list_objects(self, path: str) -> dict[str, Any]:
         return parse_json_object(self._get(path))
 
-    def open_reply(self, path: str, timeout_s: float) -> AbstractContextManager[HTTPResponse]:
-        """Open a reply with status 200, to read from; anything else raises NoticeSourceError."""
-        return _CheckedReply(
-            self._client.open_reply("GET", path, self._headers(), None, timeout_s), path
-        )
+    @contextmanager
+    def open_reply(self, path: str, timeout_s: float) -> Iterator[HTTPResponse]:
+        """Yield a reply with status 200, to read from; anything else raises NoticeSourceError."""
+        with self._client.open_reply("GET", path, self._headers(), None, timeout_s) as answer:
+            if answer.status != 200:
+                why = STATUS_REASONS.get(answer.status)
+                place = path.partition("?")[0]
+                sentence = f"{place} answered {answer.status}{f': {why}' if why else ''}"
+                is_expired = answer.status == 410
+                raise (ResourceVersionExpiredError if is_expired else NoticeSourceError)(sentence)
+            yield answer
 
     def _headers(self) -> dict[str, str]:
         headers = {"Accept": "application/json"}
@@ -230,23 +232,6 @@ STATUS_REASONS = {
     401: "the token is not accepted",
     403: "the account may not (see docs/guide/notices.md)",
 }
-
-
-class _CheckedReply(AbstractContextManager[HTTPResponse]):
-    def __init__(self, reply: AbstractContextManager[HTTPResponse], path: str) -> None:
-        self._reply, self._path = reply, path.partition("?")[0]
-
-    def __enter__(self) -> HTTPResponse:
-        answer = self._reply.__enter__()
-        if answer.status == 200:
-            return answer
-        self._reply.__exit__(None, None, None)
-        why = STATUS_REASONS.get(answer.status)
-        sentence = f"{self._path} answered {answer.status}{f': {why}' if why else ''}"
-        raise (ResourceVersionExpiredError if answer.status == 410 else NoticeSourceError)(sentence)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._reply.__exit__(*error)
 
 
 class KubernetesObjectSource(NoticeSource):

@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Annotated
 
+from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, JsonObject, JsonRow, Key
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.hung_worker import HungWorkers, StallReport
-from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.membership.node_identity import NodeIdentity
-from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage
+from holdfast.policy.membership.transitions import Directive, NodeStage
+
+
+@dataclass(frozen=True)
+class StartState(JsonMessage):
+    """
+    step            the step after which the state is; 0: initial weights
+    restore_point   what the workers restore; None just where they hold the state themselves
+    peers           the movers of the nodes that take part; None: one node alone, whose mover knows
+                    by itself whom to ask and to send to
+    extra_sources   movers of nodes that do not, but may have what is restored
+    rendezvous      "host:port" where the generation's workers find each other
+    """
+
+    step: int = 0
+    restore_point: Annotated[RestorePoint | None, Key("newest")] = None
+    peers: Annotated[tuple[Peer, ...] | None, Key("machines")] = None
+    extra_sources: Annotated[tuple[Peer, ...], Key("sources")] = ()
+    rendezvous: Annotated[str, Key("meet")] = ""
+
+    @cached_property
+    def _json(self) -> JsonObject:
+        """Return the JSON value. Made once: it is sent to every node, and names every node."""
+        return super().to_json()
+
+    def to_json(self) -> JsonObject:
+        return self._json
+
+
+@dataclass(frozen=True)
+class WorkerPace(JsonRow):
+    """A worker's time for its microbatches since it was last reported.
+
+    position: its place in its replica; workers with equal positions do the same work.
+    """
+
+    pid: int
+    position: str
+    seconds: float
+    microbatches: int
+
 
 JOIN_PATH, HEARTBEAT_PATH = "/join", "/beat"
 
-
 JOIN_FIRST_COMMAND, REPLACED_COMMAND = "join", "replaced"
 """Orders to an agent that the coordinator does not know, or knows as another process by now."""
-
 
 REFUSED_COMMAND = "refused"
 """Order to an agent that may not join; `reason` says why."""
@@ -29,33 +66,17 @@ HANG_REASON = "hang"
 
 
 @dataclass(frozen=True)
-class AgentFacts:
+class AgentFacts(JsonMessage):
     """Facts about an agent that do not depend on its work.
 
     address: "host:port", where it listens. peer: its mover; None: it has none. identity: what of
     its node decides the bits that it computes; None for an older agent, and in a run of one node.
     """
 
+    absent_if_default = frozenset({"identity"})
     address: str = ""
     peer: Peer | None = None
     identity: NodeIdentity | None = None
-
-    def to_json(self) -> JsonObject:
-        told: JsonObject = {
-            "address": self.address,
-            "peer": None if self.peer is None else self.peer.to_json(),
-        }
-        return told if self.identity is None else told | {"identity": self.identity.to_json()}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> AgentFacts:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        peer, identity = value.get("peer"), value.get("identity")
-        return AgentFacts(
-            str(value.get("address", "")),
-            Peer.from_json(peer) if peer else None,
-            NodeIdentity.from_json(identity) if identity else None,
-        )
 
 
 @dataclass
@@ -73,7 +94,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class JoinRequest:
+class JoinRequest(JsonMessage):
     """An agent's request to join.
 
     mark     random: tells apart the agents that have had this name
@@ -86,47 +107,20 @@ class JoinRequest:
     wait     seconds; always 0: a join is answered at once
     """
 
+    empty_if_none = frozenset({"held"})
     name: str
     mark: str
     places: int
-    facts: AgentFacts
+    facts: Annotated[AgentFacts, Key("told")]
     at: int
     stage: NodeStage
     held: NodeOutcome | None = None
     ready: int | None = None
     wait: float = 0.0
 
-    def to_json(self) -> JsonObject:
-        return {
-            "name": self.name,
-            "mark": self.mark,
-            "places": self.places,
-            "told": self.facts.to_json(),
-            "at": self.at,
-            "stage": self.stage.value,
-            "held": _held_json(self.held),
-            "ready": self.ready,
-            "wait": self.wait,
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> JoinRequest:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        return JoinRequest(
-            str(value["name"]),
-            str(value["mark"]),
-            int(value["places"]),
-            AgentFacts.from_json(value["told"]),
-            int(value["at"]),
-            NodeStage(value["stage"]),
-            _held(value),
-            _ready_workers(value),
-            float(value.get("wait", 0.0)),
-        )
-
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(JsonMessage):
     """An agent's report and question: it is answered once there is something else to do.
 
     term      the newest that it knows
@@ -139,6 +133,8 @@ class Heartbeat:
     wait      seconds after which it is to be answered in any case
     """
 
+    absent_if_default = frozenset({"misses", "stalled", "paces"})
+    empty_if_none = frozenset({"held"})
     name: str
     mark: str
     term: int
@@ -149,63 +145,32 @@ class Heartbeat:
     held: NodeOutcome | None = None
     ready: int | None = None
     misses: tuple[str, ...] = ()
-    stalled: StallReport | None = None
+    stalled: Annotated[StallReport | None, Key("still")] = None
     paces: tuple[WorkerPace, ...] = ()
     wait: float = 0.0
 
-    def to_json(self) -> JsonObject:
-        return {
-            "name": self.name,
-            "mark": self.mark,
-            "term": self.term,
-            "doing": [self.doing.command.value, self.doing.generation],
-            "leaving": self.leaving,
-            "at": self.at,
-            "stage": self.stage.value,
-            "held": _held_json(self.held),
-            "ready": self.ready,
-            **({"misses": list(self.misses)} if self.misses else {}),
-            **({} if self.stalled is None else {"still": self.stalled.to_json()}),
-            **({"paces": [pace.to_json() for pace in self.paces]} if self.paces else {}),
-            "wait": self.wait,
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Heartbeat:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        (order, generation), stalled = value["doing"], value.get("still")
-        return Heartbeat(
-            str(value["name"]),
-            str(value["mark"]),
-            int(value["term"]),
-            Directive(NodeCommand(order), int(generation)),
-            int(value["at"]),
-            NodeStage(value["stage"]),
-            float(value.get("leaving", 0.0)),
-            _held(value),
-            _ready_workers(value),
-            tuple(map(str, value.get("misses", ()))),
-            StallReport.from_json(stalled) if stalled else None,
-            tuple(WorkerPace.from_json(row) for row in value.get("paces", ())),
-            float(value["wait"]),
-        )
-
 
 @dataclass(frozen=True)
-class NodeSituation:
+class NodeSituation(JsonMessage):
     """The situation of a node, as the coordinator sees it.
 
     is_outside: the other nodes work without it. may_leave: it was asked to leave the run. is_idle:
     no node works, and several are there.
     """
 
-    is_outside: bool = False
-    may_leave: bool = False
-    is_idle: bool = False
+    is_outside: Annotated[bool, Key("outside")] = False
+    may_leave: Annotated[bool, Key("go")] = False
+    is_idle: Annotated[bool, Key("free")] = False
 
 
 @dataclass(frozen=True)
-class HeartbeatReply:
+class RunEnd(JsonMessage):
+    verdict: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class HeartbeatReply(JsonMessage):
     """The coordinator's answer to a JoinRequest or a Heartbeat.
 
     term        its own
@@ -214,93 +179,30 @@ class HeartbeatReply:
     situation   None where the coordinator has nothing to say of it
     start       for the order to start: what the node begins from
     reason      for the orders to halt and to pause, and for a refusal: why
-    run_end     for the order to leave: verdict and kind of the run's end
+    run_end     for the order to leave
     hung        workers that the node must kill
     """
 
+    absent_if_default = frozenset({"generation", "start", "reason", "hung"})
+    merged = frozenset({"situation", "run_end"})
     term: int
     order: str
     generation: int | None = None
     situation: NodeSituation | None = None
-    start: StartState | None = None
+    start: Annotated[StartState | None, Key("begin")] = None
     reason: str | None = None
-    run_end: tuple[str, str] | None = None
-    hung: HungWorkers | None = None
-
-    def to_json(self) -> JsonObject:
-        reply: JsonObject = {"term": self.term, "order": self.order}
-        if self.generation is not None:
-            reply["generation"] = self.generation
-        if (node := self.situation) is not None:
-            reply |= {"outside": node.is_outside, "go": node.may_leave, "free": node.is_idle}
-        if self.start is not None:
-            reply["begin"] = self.start.to_json()
-        if self.reason is not None:
-            reply["reason"] = self.reason
-        if self.run_end is not None:
-            reply |= dict(zip(("verdict", "kind"), self.run_end, strict=True))
-        if self.hung is not None:
-            reply["blamed"] = self.hung.to_json()
-        return reply
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HeartbeatReply:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        generation, start, hung = (value.get(key) for key in ("generation", "begin", "blamed"))
-        outside, may_leave, is_idle = (value.get(key) for key in ("outside", "go", "free"))
-        has_situation = (outside, may_leave, is_idle) != (None, None, None)
-        is_end = "verdict" in value or "kind" in value
-        return HeartbeatReply(
-            int(value["term"]),
-            str(value["order"]),
-            None if generation is None else int(generation),
-            NodeSituation(bool(outside), bool(may_leave), bool(is_idle)) if has_situation else None,
-            None if start is None else StartState.from_json(start),
-            str(value["reason"]) if "reason" in value else None,
-            (str(value.get("verdict", "")), str(value.get("kind", ""))) if is_end else None,
-            None if hung is None else HungWorkers.from_json(hung),
-        )
+    run_end: RunEnd | None = None
+    hung: Annotated[HungWorkers | None, Key("blamed")] = None
 
 
 @dataclass(frozen=True)
-class TermReply:
+class TermReply(JsonMessage):
     """An agent's answer to the question for its term.
 
     node: its name. hears_leader: it hears the coordinator of that term. role: its role there.
     """
 
-    node: str
-    term: int
-    hears_leader: bool
-    role: str
-
-    def to_json(self) -> JsonObject:
-        return {
-            "node": self.node,
-            "term": self.term,
-            "hears": self.hears_leader,
-            "standing": self.role,
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> TermReply:
-        """Parse the message. Raises TypeError and ValueError if it is malformed."""
-        return TermReply(
-            str(value.get("node", "")),
-            int(value.get("term", 0)),
-            bool(value.get("hears")),
-            str(value.get("standing", "")),
-        )
-
-
-def _held_json(held: NodeOutcome | None) -> JsonObject:
-    return {} if held is None else held.to_json()
-
-
-def _held(value: Mapping[str, Any]) -> NodeOutcome | None:
-    return NodeOutcome.from_json(value["held"]) if value.get("held") else None
-
-
-def _ready_workers(value: Mapping[str, Any]) -> int | None:
-    """Return the ready places; None from an older agent, which does not send them."""
-    return None if value.get("ready") is None else int(value["ready"])
+    node: str = ""
+    term: int = 0
+    hears_leader: Annotated[bool, Key("hears")] = False
+    role: Annotated[str, Key("standing")] = ""

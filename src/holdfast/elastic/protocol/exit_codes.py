@@ -18,8 +18,5 @@ def describe_exit_code(code: int) -> str:
             return signal.Signals(-code).name
         except ValueError:
             return f"signal {-code}"
-    words = {
-        PEER_LOST: "lost its peers",
-        AGENT_LOST: "lost its agent",
-    }
+    words = {PEER_LOST: "lost its peers", AGENT_LOST: "lost its agent"}
     return f"exit {code} ({words[code]})" if code in words else f"exit {code}"

@@ -18,11 +18,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage
 
 FAULT_POINTS: dict[str, str] = {
     "begin": "a step is opened",
@@ -45,7 +44,7 @@ RECOVERY_POINTS = ("agreeing", "regrouping", "moving", "restoring")
 
 
 @dataclass(frozen=True)
-class FaultOrder:
+class FaultOrder(JsonMessage):
     """One fault in a worker.
 
     deed: see `elastic/worker/fault_injection.py`.
@@ -62,25 +61,9 @@ class FaultOrder:
     rank: int
     generation: int = 0
 
-    def to_json(self) -> JsonObject:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> FaultOrder:
-        """Parse a file. Raises KeyError, TypeError and ValueError if it is malformed."""
-        return FaultOrder(
-            int(value["number"]),
-            str(value["fault"]),
-            str(value["deed"]),
-            str(value["point"]),
-            int(value["step"]),
-            int(value["rank"]),
-            int(value.get("generation", 0)),
-        )
-
 
 @dataclass(frozen=True)
-class CorruptLossRule:
+class CorruptLossRule(JsonMessage):
     """Microbatches, from step `first` to `last`, whose loss is NaN whenever it is computed.
 
     microbatch: one of each step; None: all.
@@ -94,28 +77,13 @@ class CorruptLossRule:
     node: str = ""
     times: float | None = None
 
-    def to_json(self) -> JsonObject:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> CorruptLossRule:
-        """Parse a rule. Raises KeyError, TypeError and ValueError if it is malformed."""
-        microbatch, times = value.get("microbatch"), value.get("times")
-        return CorruptLossRule(
-            int(value["first"]),
-            int(value["last"]),
-            None if microbatch is None else int(microbatch),
-            str(value.get("node", "")),
-            None if times is None else float(times),
-        )
-
     def applies_to(self, step: int, microbatch: int, node: str) -> bool:
         here = self.microbatch in (None, microbatch) and self.node in ("", node)
         return here and self.first <= step <= self.last
 
 
 @dataclass(frozen=True)
-class FaultHit:
+class FaultHit(JsonMessage):
     """The record of a worker that was about to carry an order out."""
 
     number: int
@@ -124,17 +92,6 @@ class FaultHit:
     rank: int
     pid: int
     node: str
-
-    def to_json(self) -> JsonObject:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> FaultHit:
-        """Parse a file. Raises KeyError, TypeError and ValueError if it is malformed."""
-        number, generation, step, rank, pid = (
-            int(value[key]) for key in ("number", "generation", "step", "rank", "pid")
-        )
-        return FaultHit(number, generation, step, rank, pid, str(value["node"]))
 
 
 class FaultOrders:

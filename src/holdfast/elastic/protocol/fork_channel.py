@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from holdfast.core.json_parsing import JsonObject, parse_json
+from holdfast.core.json_parsing import JsonMessage, Key, ParsedJson, parse_json, tagged_parser
 from holdfast.elastic.protocol.messages import Message
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.wire.secret import Secret
 
 Received = TypeVar("Received")
 MAX_DESCRIPTORS = 64
@@ -23,94 +22,65 @@ MAX_DESCRIPTORS = 64
 
 # --- to the fork server -------------------------------------------------------------------------
 @dataclass(frozen=True)
-class ForkWorker:
+class ForkWorker(JsonMessage):
     """The order to fork a worker, which gets its spec and the run's secret.
 
     A descriptor comes with it: the worker's standard output and error.
     """
 
-    spec: WorkerSpec
-    secret: Secret
-
-    def to_json(self) -> JsonObject:
-        return {"op": "fork", "boot": self.spec.to_json(), "secret": self.secret.hex()}
+    tag: ClassVar[Mapping[str, str]] = {"op": "fork"}
+    spec: Annotated[WorkerSpec, Key("boot")]
+    secret: str = field(repr=False)  # as `Secret.hex` has it
 
 
 @dataclass(frozen=True)
-class KillWorkers:
+class KillWorkers(JsonMessage):
     """The order to kill all workers."""
 
-    def to_json(self) -> JsonObject:
-        return {"op": "kill"}
+    tag: ClassVar[Mapping[str, str]] = {"op": "kill"}
 
 
 ForkOrder = ForkWorker | KillWorkers
 
-
-def fork_order_from_json(value: Mapping[str, Any]) -> ForkOrder:
-    """Parse an order. Raises KeyError, TypeError and ValueError if it is malformed."""
-    match value["op"]:
-        case "fork":
-            spec = WorkerSpec.from_json(value["boot"])
-            return ForkWorker(spec, Secret.from_hex(value["secret"]))
-        case "kill":
-            return KillWorkers()
-        case op:
-            raise ValueError(f"the fork server does not know the operation {op!r}")
+parse_fork_order: Callable[[ParsedJson], ForkOrder] = tagged_parser(ForkWorker, KillWorkers)
 
 
 # --- from the fork server -----------------------------------------------------------------------
 @dataclass(frozen=True)
-class ForkServerReady:
+class ForkServerReady(JsonMessage):
     """The fork server has imported all that workers need. reference: checksum of its reference
     computation; "" if it made none."""
 
+    tag: ClassVar[Mapping[str, str]] = {"event": "ready"}
+    absent_if_default = frozenset({"reference"})
     pid: int
     reference: str = ""
 
-    def to_json(self) -> JsonObject:
-        event: JsonObject = {"event": "ready", "pid": self.pid}
-        return event | {"reference": self.reference} if self.reference else event
-
 
 @dataclass(frozen=True)
-class WorkerForked:
+class WorkerForked(JsonMessage):
     """A worker runs. Workers are forked in the order of the orders."""
 
+    tag: ClassVar[Mapping[str, str]] = {"event": "forked"}
     rank: int
     pid: int
-
-    def to_json(self) -> JsonObject:
-        return {"event": "forked", "rank": self.rank, "pid": self.pid}
 
 
 @dataclass(frozen=True)
-class WorkerExited:
+class WorkerExited(JsonMessage):
     """A worker has exited. exit_code: as `os.waitstatus_to_exitcode` gives it."""
 
+    tag: ClassVar[Mapping[str, str]] = {"event": "exited"}
     rank: int
     pid: int
-    exit_code: int
-
-    def to_json(self) -> JsonObject:
-        return {"event": "exited", "rank": self.rank, "pid": self.pid, "code": self.exit_code}
+    exit_code: Annotated[int, Key("code")]
 
 
 ForkEvent = ForkServerReady | WorkerForked | WorkerExited
 
-
-def fork_event_from_json(value: Mapping[str, Any]) -> ForkEvent:
-    """Parse an event. Raises KeyError, TypeError and ValueError if it is malformed."""
-    pid = int(value["pid"])
-    match value["event"]:
-        case "ready":
-            return ForkServerReady(pid, str(value.get("reference", "")))
-        case "forked":
-            return WorkerForked(int(value["rank"]), pid)
-        case "exited":
-            return WorkerExited(int(value["rank"]), pid, int(value["code"]))
-        case event:
-            raise ValueError(f"the agent does not know the event {event!r} of a fork server")
+parse_fork_event: Callable[[ParsedJson], ForkEvent] = tagged_parser(
+    ForkServerReady, WorkerForked, WorkerExited
+)
 
 
 # --- the channel --------------------------------------------------------------------------------

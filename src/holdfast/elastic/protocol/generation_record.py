@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
 from holdfast.core.data.skips import Skips
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, Key
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.policy.detection.bad_steps import StepRetry
@@ -22,42 +22,26 @@ from holdfast.wire.term import generation_key, read_generation
 
 
 @dataclass(frozen=True)
-class PreviousState:
+class PreviousState(JsonMessage):
     """The state that the processes of a generation hold: laid out by the topology of an older one,
     and that after `step`."""
 
     topology: Topology
     step: int
 
-    def to_json(self) -> JsonObject:
-        return {"topology": self.topology.to_json(), "step": self.step}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> PreviousState:
-        return PreviousState(Topology.from_json(value["topology"]), int(value["step"]))
-
 
 @dataclass(frozen=True)
-class AgentEntry:
+class AgentEntry(JsonMessage):
     """An agent whose node takes part. address: "host:port", where it listens. mark: which of the
     agents that have had its name. places: how many workers its node has room for."""
 
-    address: str
+    address: str = ""
     mark: str = ""
     places: int = 1
 
-    def to_json(self) -> JsonObject:
-        return {"address": self.address, "mark": self.mark, "places": self.places}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> AgentEntry:
-        return AgentEntry(
-            str(value.get("address", "")), str(value.get("mark", "")), int(value.get("places", 1))
-        )
-
 
 @dataclass(frozen=True)
-class GenerationRecord:
+class GenerationRecord(JsonMessage):
     """The definition of a generation.
 
     topology     None only where agents coordinate nothing that trains
@@ -74,14 +58,16 @@ class GenerationRecord:
     mark         random: tells apart two that were made alike; "" until it is made
     """
 
+    absent_if_default = frozenset({"skips", "retry", "stopping", "mark"})
+    empty_if_none = frozenset({"topology"})
     topology: Topology | None = None
-    processes: tuple[int | None, ...] = ()
+    processes: Annotated[tuple[int | None, ...], Key("seats")] = ()
     came_from: tuple[int | None, ...] | None = None
-    previous: PreviousState | None = None
+    previous: Annotated[PreviousState | None, Key("before")] = None
     skips: Skips = field(default_factory=Skips)
-    retry: StepRetry | None = None
+    retry: Annotated[StepRetry | None, Key("again")] = None
     reason: str = ""
-    stopping: str = ""
+    stopping: Annotated[str, Key("closing")] = ""
     term: int = 0
     agents: Mapping[str, AgentEntry] = field(default_factory=dict)
     mark: str = ""
@@ -90,46 +76,6 @@ class GenerationRecord:
     def addresses(self) -> Mapping[str, str]:
         """Return the agents' addresses by name, in the order of their names."""
         return {name: self.agents[name].address for name in sorted(self.agents)}
-
-    def to_json(self) -> JsonObject:
-        return {
-            "topology": {} if self.topology is None else self.topology.to_json(),
-            "seats": list(self.processes),
-            "came_from": None if self.came_from is None else list(self.came_from),
-            "before": None if self.previous is None else self.previous.to_json(),
-            **({"skips": self.skips.to_json()} if len(self.skips) else {}),
-            **({} if self.retry is None else {"again": self.retry.to_json()}),
-            "reason": self.reason,
-            **({"closing": self.stopping} if self.stopping else {}),
-            "term": self.term,
-            "agents": {name: agent.to_json() for name, agent in self.agents.items()},
-            **({"mark": self.mark} if self.mark else {}),
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> GenerationRecord:
-        """Parse a record; missing keys get their defaults.
-
-        Raises KeyError, TypeError and ValueError if it is malformed.
-        """
-        topology, came_from = value.get("topology"), value.get("came_from")
-        previous, retry = value.get("before"), value.get("again")
-        return GenerationRecord(
-            topology=Topology.from_json(topology) if topology else None,
-            processes=tuple(value.get("seats") or ()),
-            came_from=None if came_from is None else tuple(came_from),
-            previous=PreviousState.from_json(previous) if previous else None,
-            skips=Skips.from_json(value.get("skips")),
-            retry=None if retry is None else StepRetry.from_json(retry),
-            reason=str(value.get("reason", "")),
-            stopping=str(value.get("closing", "")),
-            term=int(value.get("term", 0)),
-            agents={
-                str(name): AgentEntry.from_json(said)
-                for name, said in dict(value.get("agents", {})).items()
-            },
-            mark=str(value.get("mark", "")),
-        )
 
 
 def record_of(store: RunStore, generation: int) -> GenerationRecord:

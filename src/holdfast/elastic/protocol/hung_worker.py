@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from holdfast.core.device_progress import GroupProgress, progress_from_json
-from holdfast.core.json_parsing import Json, JsonObject
+from holdfast.core.device_progress import GroupProgress
+from holdfast.core.json_parsing import Json, JsonMessage, JsonRow, Key
 
 ALL_RANKS = -1
 """In place of a rank: all ranks are stalled, and no report names the rank that they wait for."""
-
 
 _PROGRESS_COUNT_BITS = 32
 
@@ -21,7 +19,7 @@ _MAX_PROGRESS_COUNT = (1 << _PROGRESS_COUNT_BITS) - 1
 
 
 @dataclass(frozen=True)
-class HungWorker:
+class HungWorker(JsonRow):
     """A worker that is given up, its position, and the symptom.
 
     symptom: stopped, silent, behind, device or progress; stuck, for all ranks.
@@ -34,18 +32,7 @@ class HungWorker:
     stalled_for_s: float
 
     def to_json(self) -> list[Json]:
-        return [
-            self.rank,
-            self.step,
-            self.progress_count,
-            self.symptom,
-            round(self.stalled_for_s, 3),
-        ]
-
-    @staticmethod
-    def from_json(row: Iterable[Any]) -> HungWorker:
-        rank, step, marks, sign, seconds = row
-        return HungWorker(int(rank), int(step), int(marks), str(sign), float(seconds))
+        return [*super().to_json()[:-1], round(self.stalled_for_s, 3)]
 
     def describe(self, phase: str) -> str:
         where = f"in step {self.step}, {phase}"
@@ -67,24 +54,15 @@ class HungWorker:
 
 
 @dataclass(frozen=True)
-class HungWorkers:
+class HungWorkers(JsonRow):
     """The workers of a generation that their node must kill."""
 
     generation: int
     workers: tuple[HungWorker, ...]
 
-    def to_json(self) -> list[Json]:
-        return [self.generation, [worker.to_json() for worker in self.workers]]
-
-    @staticmethod
-    def from_json(row: Iterable[Any]) -> HungWorkers:
-        """Parse the message. Raises TypeError and ValueError if it is malformed."""
-        generation, workers = row
-        return HungWorkers(int(generation), tuple(HungWorker.from_json(one) for one in workers))
-
 
 @dataclass(frozen=True)
-class StalledWorker:
+class StalledWorker(JsonRow):
     """A worker without progress for longer than a step.
 
     stalled_for_s            seconds since its last progress
@@ -96,6 +74,7 @@ class StalledWorker:
     device_progress          how far its device is with exchanges
     """
 
+    absent_if_default = frozenset({"device_progress"})
     rank: int
     step: int
     progress_count: int
@@ -107,40 +86,9 @@ class StalledWorker:
     is_blocked_in_collective: bool
     device_progress: tuple[GroupProgress, ...] = ()
 
-    def to_json(self) -> list[Json]:
-        return [
-            self.rank,
-            self.step,
-            self.progress_count,
-            self.stalled_for_s,
-            self.cpu_seconds,
-            self.is_waiting,
-            self.silent_for_s,
-            self.limit_factor,
-            self.is_blocked_in_collective,
-            *([[each.to_json() for each in self.device_progress]] if self.device_progress else []),
-        ]
-
-    @staticmethod
-    def from_json(row: Iterable[Any]) -> StalledWorker:
-        """Parse a row. Raises TypeError and ValueError if it is malformed."""
-        rank, step, count, age, cpu, waits, silent, factor, asleep, *device = row
-        return StalledWorker(
-            int(rank),
-            int(step),
-            int(count),
-            float(age),
-            None if cpu is None else float(cpu),
-            bool(waits),
-            float(silent),
-            float(factor),
-            bool(asleep),
-            progress_from_json(device[0]) if device else (),
-        )
-
 
 @dataclass(frozen=True)
-class StallReport:
+class StallReport(JsonMessage):
     """A node's report on its workers without progress.
 
     normal_step_s        seconds that a step normally takes; None: not known, or not compared
@@ -149,29 +97,8 @@ class StallReport:
     progress_timeout_s   seconds that it tolerates without progress of any worker
     """
 
-    normal_step_s: float | None
-    lateness_s: float
-    worker_count: int
-    progress_timeout_s: float
-    workers: tuple[StalledWorker, ...]
-
-    def to_json(self) -> JsonObject:
-        return {
-            "normal": self.normal_step_s,
-            "late": self.lateness_s,
-            "of": self.worker_count,
-            "progress": self.progress_timeout_s,
-            "ranks": [worker.to_json() for worker in self.workers],
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> StallReport:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        normal = value["normal"]
-        return StallReport(
-            None if normal is None else float(normal),
-            float(value["late"]),
-            int(value["of"]),
-            float(value["progress"]),
-            tuple(StalledWorker.from_json(row) for row in value["ranks"]),
-        )
+    normal_step_s: Annotated[float | None, Key("normal")]
+    lateness_s: Annotated[float, Key("late")]
+    worker_count: Annotated[int, Key("of")]
+    progress_timeout_s: Annotated[float, Key("progress")]
+    workers: Annotated[tuple[StalledWorker, ...], Key("ranks")]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, JsonObject, Key
 
 NOTICE_PATH = "/notice"
 """HTTP path of a notice on the agent's control port."""
@@ -35,46 +35,25 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class EmergencyReply:
+class EmergencyReply(JsonMessage):
     """What the run does about a notice.
 
     tiers: where the state is saved. moves: the nodes that the run continues without; None if it
     does not. reason: a sentence.
     """
 
+    absent_if_default = frozenset({"moves"})
     tiers: tuple[int, ...]
     reason: str
     moves: tuple[str, ...] | None = None
 
-    def to_json(self) -> JsonObject:
-        moves = {} if self.moves is None else {"moves": list(self.moves)}
-        return {"tiers": list(self.tiers), **moves, "reason": self.reason}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> EmergencyReply:
-        """Parse the answer. Raises KeyError, TypeError and ValueError if it is malformed."""
-        moves = value.get("moves")
-        return EmergencyReply(
-            tuple(map(int, value["tiers"])),
-            str(value["reason"]),
-            None if moves is None else tuple(map(str, moves)),
-        )
-
 
 @dataclass(frozen=True)
-class UnknownNodeReply:
+class UnknownNodeReply(JsonMessage):
     """The refusal of a notice about a node that is not there. nodes: all that are."""
 
-    reason: str
+    reason: Annotated[str, Key("refused")]
     nodes: tuple[str, ...]
-
-    def to_json(self) -> JsonObject:
-        return {"refused": self.reason, "nodes": list(self.nodes)}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> UnknownNodeReply:
-        """Parse the answer. Raises KeyError and TypeError if it is malformed."""
-        return UnknownNodeReply(str(value["refused"]), tuple(map(str, value["nodes"])))
 
 
 def notice_reply_from_json(value: Mapping[str, Any]) -> EmergencyReply | UnknownNodeReply:

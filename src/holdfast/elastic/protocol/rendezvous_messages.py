@@ -5,12 +5,11 @@ Values are bytes, which travel as base64.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Self
 
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, JsonObject, Key, ParsedJson
 
 RENDEZVOUS_PATH = "/store"
 
@@ -30,8 +29,8 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class StoreRequest:
-    """An operation on the store, with the arguments that it has.
+class StoreRequest(JsonMessage):
+    """An operation on the store. Only the arguments that it has travel.
 
     request_id: of an operation that must not happen twice; "": it may.
     """
@@ -43,154 +42,75 @@ class StoreRequest:
     expected: bytes = b""
     desired: bytes = b""
     keys: tuple[str, ...] = ()
-    timeout_s: float = 0.0
-    request_id: str = ""
+    timeout_s: Annotated[float, Key("timeout")] = 0.0
+    request_id: Annotated[str, Key("id")] = ""
 
     def to_json(self) -> JsonObject:
-        arguments: JsonObject = {
-            "key": self.key,
-            "value": _encode(self.value),
-            "amount": self.amount,
-            "expected": _encode(self.expected),
-            "desired": _encode(self.desired),
-            "keys": list(self.keys),
-            "timeout": self.timeout_s,
-        }
-        named = {name: arguments[name] for name in _ARGUMENTS[self.op]}
-        return {"op": self.op, **({"id": self.request_id} if self.request_id else {}), **named}
+        request = super().to_json()
+        request_id = ("id",) if self.request_id else ()
+        return {key: request[key] for key in ("op", *request_id, *_ARGUMENTS[self.op])}
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> StoreRequest:
+    @classmethod
+    def from_json(cls, value: ParsedJson) -> Self:
         """Parse the message.
 
         Raises KeyError, TypeError and ValueError if it is malformed, or of an unknown operation."""
-        op = str(value["op"])
-        if op not in _ARGUMENTS:
-            raise ValueError(f"the rendezvous does not know the operation {op!r}")
-        given = {name: value[name] for name in _ARGUMENTS[op]}
-        return StoreRequest(
-            op,
-            str(given.get("key", "")),
-            _decode(given.get("value", "")),
-            int(given.get("amount", 0)),
-            _decode(given.get("expected", "")),
-            _decode(given.get("desired", "")),
-            tuple(map(str, given.get("keys", ()))),
-            float(given.get("timeout", 0.0)),
-            str(value.get("id", "")),
-        )
+        if value["op"] not in _ARGUMENTS:
+            raise ValueError(f"the rendezvous does not know the operation {value['op']!r}")
+        keys = ("op", "id", *_ARGUMENTS[value["op"]])
+        return super().from_json({key: value[key] for key in keys if key != "id" or key in value})
 
 
 @dataclass(frozen=True)
-class ValueReply:
+class ValueReply(JsonMessage):
     """The value of a key after an operation that changes one."""
 
     value: bytes
 
-    def to_json(self) -> JsonObject:
-        return {"value": _encode(self.value)}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> ValueReply:
-        return ValueReply(_decode(value["value"]))
-
 
 @dataclass(frozen=True)
-class WaitReply:
+class WaitReply(JsonMessage):
     """The answer to a wait.
 
-    is_ready: all keys are there. value: the first one's, which saves a round trip; None without
-    keys. values: of all keys, if the request gathers; otherwise None.
+    is_ready: all keys are there; if not, nothing else travels. value: the first one's, which saves
+    a round trip; None without keys. values: of all keys, if the request gathers; otherwise None.
     """
 
-    is_ready: bool
+    absent_if_default = frozenset({"values"})
+    is_ready: Annotated[bool, Key("ready")]
     value: bytes | None = None
     values: tuple[bytes, ...] | None = None
 
     def to_json(self) -> JsonObject:
-        if not self.is_ready:
-            return {"ready": False}
-        values = self.values
-        return {
-            "ready": True,
-            "value": None if self.value is None else _encode(self.value),
-            **({} if values is None else {"values": [_encode(one) for one in values]}),
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> WaitReply:
-        if not value["ready"]:
-            return WaitReply(False)
-        first, values = value["value"], value.get("values")
-        return WaitReply(
-            True,
-            None if first is None else _decode(first),
-            None if values is None else tuple(map(_decode, values)),
-        )
+        return super().to_json() if self.is_ready else {"ready": False}
 
 
 @dataclass(frozen=True)
-class CheckReply:
+class CheckReply(JsonMessage):
     """Whether all keys are there."""
 
-    has_all: bool
-
-    def to_json(self) -> JsonObject:
-        return {"all": self.has_all}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> CheckReply:
-        return CheckReply(bool(value["all"]))
+    has_all: Annotated[bool, Key("all")]
 
 
 @dataclass(frozen=True)
-class DeleteReply:
+class DeleteReply(JsonMessage):
     """Whether the deleted key was there."""
 
-    was_there: bool
-
-    def to_json(self) -> JsonObject:
-        return {"deleted": self.was_there}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> DeleteReply:
-        return DeleteReply(bool(value["deleted"]))
+    was_there: Annotated[bool, Key("deleted")]
 
 
 @dataclass(frozen=True)
-class CountReply:
+class CountReply(JsonMessage):
     """The number of keys."""
 
-    key_count: int
-
-    def to_json(self) -> JsonObject:
-        return {"number": self.key_count}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> CountReply:
-        return CountReply(int(value["number"]))
+    key_count: Annotated[int, Key("number")]
 
 
 @dataclass(frozen=True)
-class KeysReply:
+class KeysReply(JsonMessage):
     """All keys, in order."""
 
     keys: tuple[str, ...]
 
-    def to_json(self) -> JsonObject:
-        return {"keys": list(self.keys)}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> KeysReply:
-        return KeysReply(tuple(map(str, value["keys"])))
-
 
 StoreReply = ValueReply | WaitReply | CheckReply | DeleteReply | CountReply | KeysReply
-
-
-def _encode(value: bytes) -> str:
-    return base64.b64encode(value).decode("ascii")
-
-
-def _decode(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from holdfast.core.data.skips import Skips
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, Key
 from holdfast.layout import Topology
 from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.policy.saving.failure_classes import FailureClassCounts
@@ -55,7 +54,7 @@ _COMPILER = "torch._dynamo"
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
+class WorkerSpec(JsonMessage):
     """All that a worker needs to begin, except the run's secret, which travels separately.
 
     `config` is the RunConfig as JSON: `RunConfig.model_validate` takes it back in the worker, which
@@ -70,6 +69,7 @@ class WorkerSpec:
     `rank` is -1 for a standby, whose topology is None.
     """
 
+    empty_if_none = frozenset({"topology"})
     config: dict[str, Any]
     topology: Topology | None
     generation: int
@@ -86,10 +86,11 @@ class WorkerSpec:
     gloo_interface: str = "lo"
     heartbeat_seconds: float = 0.2
     forked: float = 0.0
-    failure_rate: FailureRate | None = None
-    failure_classes: FailureClassCounts | None = None
+    failure_rate: Annotated[FailureRate | None, Key("hazard")] = None
+    failure_classes: Annotated[FailureClassCounts | None, Key("classes")] = None
     skips: Skips | None = None
-    retry: StepRetry | None = None
+    retry: Annotated[StepRetry | None, Key("again")] = None
+    orders: bool = True  # a worker of an older version takes commands only if this says so
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property
@@ -102,45 +103,3 @@ class WorkerSpec:
         if self.topology is None:
             raise ValueError("a standby has no topology")
         return self.topology
-
-    def to_json(self) -> JsonObject:
-        """Return the JSON value."""
-        topology, rate, classes = self.topology, self.failure_rate, self.failure_classes
-        return {
-            "config": self.config,
-            "topology": {} if topology is None else topology.to_json(),
-            "generation": self.generation,
-            "rank": self.rank,
-            "threads": self.threads,
-            "agent": self.agent,
-            "mover_socket": self.mover_socket,
-            "run_folder": self.run_folder,
-            "dataset": self.dataset,
-            "restore_key": self.restore_key,
-            "start_step": self.start_step,
-            "device": self.device,
-            "log": self.log,
-            "gloo_interface": self.gloo_interface,
-            "heartbeat_seconds": self.heartbeat_seconds,
-            "forked": self.forked,
-            "hazard": None if rate is None else rate.to_json(),
-            "classes": None if classes is None else list(classes.counts),
-            "skips": None if self.skips is None else self.skips.to_json(),
-            "again": None if self.retry is None else self.retry.to_json(),
-            "orders": True,  # a worker of an older version takes commands only if this says so
-            "meet": self.meet,
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> WorkerSpec:
-        """Parse a spec. Raises KeyError, TypeError and ValueError if it is malformed."""
-        plain = {f.name for f in fields(WorkerSpec)} - {"topology", "skips"}
-        known = {key: item for key, item in value.items() if key in plain}
-        topology, rate, counts = value["topology"], value.get("hazard"), value.get("classes")
-        skips, retry = value.get("skips"), value.get("again")
-        known["topology"] = Topology.from_json(topology) if topology else None
-        known["failure_rate"] = None if rate is None else FailureRate.from_json(rate)
-        known["failure_classes"] = FailureClassCounts(tuple(counts)) if counts else None
-        known["skips"] = None if skips is None else Skips.from_json(skips)
-        known["retry"] = None if retry is None else StepRetry.from_json(retry)
-        return WorkerSpec(**known)

@@ -37,10 +37,7 @@ _MOVER_RETRY_DELAY_S = 0.1
 _ANNOUNCEMENT_POLL_S = 0.005, 0.2  # seconds between two looks: at first, and at most
 
 # seconds for the last save, as in `training/engine/runner.py`
-_LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
-    60.0,
-    600.0,
-)
+_LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (60.0, 600.0)
 
 
 def make_with_fewer_slots(

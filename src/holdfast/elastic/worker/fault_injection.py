@@ -141,10 +141,8 @@ class FaultInjector:
     def find_corrupt_batches(self, engine: Any, batches: Any) -> None:
         """Find the batches of the coming share whose loss is to be wrong."""
         connection = self._worker.connection
-        wrong, node = (
-            self._fault_orders.corrupt_loss_rules,
-            connection.topology.nodes[connection.rank],
-        )
+        wrong = self._fault_orders.corrupt_loss_rules
+        node = connection.topology.nodes[connection.rank]
         share = engine.dealt_shares[engine.groups.coordinate.replica]
         self._corrupt_inputs = [
             (engine.executor.arguments(batch)[0], nan if one.times is None else one.times)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib
 import logging
 import os
@@ -40,12 +41,10 @@ from holdfast.elastic.protocol.fork_channel import (
     WorkerExited,
     WorkerForked,
     encode_message,
-    fork_order_from_json,
+    parse_fork_order,
     receive_messages,
 )
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerSpec
-from holdfast.elastic.worker.output import redirect_output
-from holdfast.elastic.worker.reference import compute_in_child
 from holdfast.errors import UserError
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.process_title import set_process_title
@@ -67,12 +66,12 @@ class ForkServerLoop:
     def __init__(
         self, control: socket.socket, lifeline_fd: int, entry: Entry, reference: str = ""
     ) -> None:
-        """reference: the checksum of `elastic.worker.reference`, for the agent."""
+        """reference: the checksum of the computation below, for the agent."""
         self._reference = reference
         self._control = control
         self._lifeline = lifeline_fd
         self._entry = entry
-        self._lines = LineDecoder(fork_order_from_json)
+        self._lines = LineDecoder(parse_fork_order)
         self._output_fds: deque[int] = deque()  # of workers that are not forked yet
         self._ranks_by_pid: dict[int, int] = {}  # pid -> rank
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -105,7 +104,7 @@ class ForkServerLoop:
     def _handle_order(self, order: ForkOrder) -> None:
         match order:
             case ForkWorker(spec, secret):
-                self._fork(spec, secret)
+                self._fork(spec, Secret.from_hex(secret))
             case KillWorkers():
                 for pid in self._ranks_by_pid:
                     self._kill_group(pid)
@@ -246,6 +245,65 @@ def main() -> None:
     ).run()
     # taking apart all that imports made lasts half a second: the agent waits
     _exit_now(exit_codes.DONE)
+
+
+def redirect_output(pipe_fd: int) -> None:
+    """Make `pipe_fd` standard output and error, and take input from nowhere. Closes `pipe_fd`."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(nothing, 0)
+    os.dup2(pipe_fd, 1)
+    os.dup2(pipe_fd, 2)
+    os.close(pipe_fd)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+# A computation of some milliseconds whose checksum tells whether two nodes give the same bits.
+#
+# It runs in a child of the fork server, so that the fork server itself never computes.
+
+DIGEST_BYTES = 8
+
+
+def reference_checksum() -> str:
+    """Return the checksum of matrix products, norms, exponentials and sums, in fp32 and bf16."""
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(1)
+    numbers = torch.arange(96 * 128, dtype=torch.int64) * 2654435761 % (1 << 24)
+    x = (numbers.to(torch.float32) / (1 << 23) - 1).reshape(96, 128).requires_grad_()
+    w = (numbers.flip(0).to(torch.float32) / (1 << 23) - 1).reshape(128, 96).requires_grad_()
+    hidden = functional.silu(x @ w)
+    weights = torch.softmax(functional.layer_norm(hidden, (96,)), dim=-1)
+    loss = (weights * hidden).sum() + torch.rsqrt(hidden.square().mean() + 1e-5)
+    gradients = torch.autograd.grad(loss, (x, w))
+    half = x.detach().bfloat16() @ w.detach().bfloat16()
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for tensor in (weights.detach(), loss.detach(), *gradients, half.float()):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def compute_in_child(compute: Callable[[], str] = reference_checksum) -> str:
+    """Return the checksum, computed in a forked child; "" if the child fails."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write_end, compute().encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as answer:
+        found = answer.read()
+    os.waitpid(pid, 0)
+    return found.decode()
 
 
 if __name__ == "__main__":

@@ -83,14 +83,11 @@ class SaverFactory:
         def connect() -> Capturer:
             return make_with_fewer_slots(make_capturer, self.config.checkpoint, on_setting_ignored)
 
-        def connect_or_do_without() -> Capturer | NoRoomCapturer:
-            return make_unless_no_room(connect, on_setting_ignored)
-
         def connect_once_announced() -> Capturer | NoRoomCapturer:
             # A halt ends this wait, however long the mover's disk takes.
             if in_background:
                 wait_until_announced(mover.status, topology.generation, halts.wait)
-            return connect_or_do_without()
+            return make_unless_no_room(connect, on_setting_ignored)
 
         def connect_first() -> Capturer | NoRoomCapturer:
             first = retry_until_mover_is_up(connect_once_announced, halts.wait)
@@ -98,10 +95,7 @@ class SaverFactory:
             return first
 
         capturer = ReconnectingCapturer(
-            connect_first,
-            connect,
-            self._on_capture_skipped,
-            in_background=in_background,
+            connect_first, connect, self._on_capture_skipped, in_background=in_background
         )
         return SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
 

@@ -124,10 +124,8 @@ def is_any_stuck(threads: Sequence[ThreadId], seconds: float) -> bool:
     for a core or a disk, does not sleep.
     """
     known = not _uses_device()
-    places, used = (
-        {thread: _frame_position(thread.ident) for thread in threads},
-        time.process_time(),
-    )
+    places = {thread: _frame_position(thread.ident) for thread in threads}
+    used = time.process_time()
     asleep = {thread for thread, place in places.items() if place is not None}
     for _ in range(_SAMPLES):
         due = time.monotonic() + seconds / _SAMPLES

@@ -5,7 +5,7 @@ what torch makes at its first use, and compiled blocks. A standby does this whil
 it.
 
 On a device, a standby also makes its context, if it knows which device it gets
-(`elastic/node/device_places.py`). It keeps no other memory there: the device is a worker's.
+(`elastic/node/process_manager.py`). It keeps no other memory there: the device is a worker's.
 """
 
 from __future__ import annotations

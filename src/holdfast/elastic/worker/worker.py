@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_commands import Begin
-from holdfast.elastic.protocol.worker_messages import SCRIPT_END
+from holdfast.elastic.protocol.worker_messages import SCRIPT_END, SaveRequest
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_last_step
 from holdfast.elastic.worker.commands import CommandClient
@@ -19,7 +20,6 @@ from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.elastic.worker.restore import restore
 from holdfast.elastic.worker.saver_factory import SaverFactory
-from holdfast.elastic.worker.step_requests import AgentMembership
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import HoldfastError
@@ -29,9 +29,11 @@ from holdfast.parallel.comm.gloo_sockets import shut_down_connections
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.tier_durations import TierDurations
+from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.training.engine.runner import TrainingOutcome
 from holdfast.training.engine.runner import run_training as train
 from holdfast.training.engine.save_cadence import FailureStats
+from holdfast.training.engine.vote import Wishes
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
@@ -140,10 +142,7 @@ class Worker:
                 session, saver, self.reporter, connection.rank, self.step, held.verdict, waking
             )
         membership = AgentMembership(
-            self.reporter,
-            self.generation,
-            self._on_outdated,
-            connection.has_replicas_across_nodes,
+            self.reporter, self.generation, self._on_outdated, connection.has_replicas_across_nodes
         )
         self._setup.open_batches()  # of what is left out a newer boot may know more
         retry = self._setup.spec.retry
@@ -289,3 +288,53 @@ class Worker:
 def _failure_stats(spec: WorkerSpec) -> FailureStats:
     """Return the failure statistics that the agent has sent."""
     return FailureStats(spec.failure_rate, spec.failure_classes or FailureClassCounts())
+
+
+MAX_UNSENT_STEPS = 3
+"""Steps whose events a process may still have to itself when it votes on the next one. If it is
+killed, other processes report these steps (`training/recover/journal_repair.py`), and the agent
+completes the ledger (`elastic/coordinator/ledger_repair.py`)."""
+
+
+class AgentMembership:
+    """Reads the agent's requests, as of its last answer. It waits only if the ledger is too far
+    behind."""
+
+    def __init__(
+        self,
+        reporter: AgentReporter,
+        generation: int,
+        on_outdated: Callable[[int], None],
+        spans_nodes: bool = False,
+    ) -> None:
+        """Bind the requests to a generation.
+
+        Args:
+            on_outdated: ends the step if a newer generation has been opened.
+            spans_nodes: a replica lies on several nodes, so a node that leaves may take a part of
+                the state with it.
+        """
+        self._reporter, self._generation, self._on_outdated = reporter, generation, on_outdated
+        self._spans_nodes = spans_nodes
+        self._last_save_request = 0  # the newest request that has been passed on
+
+    def requests(self, step: int) -> Wishes:
+        self._reporter.wait_until_sent(step - MAX_UNSENT_STEPS)
+        if self._reporter.is_fenced:
+            self._on_outdated(step)
+        told = self._reporter.requests
+        save = told.save or SaveRequest()
+        into = save.tiers if save.number > self._last_save_request else ()
+        self._last_save_request = save.number
+        pause = told.pause_generation == self._generation
+        parting = pause and told.is_node_leaving and self._spans_nodes
+        return Wishes(
+            stop=told.should_stop,
+            is_snapshot_enough=told.is_peer_copy_enough,
+            save=DISK in into,
+            snapshot=MEMORY in into or PEERS in into,
+            copy=PEERS in into,
+            upload=BUCKET in into,
+            pause=pause,
+            is_node_leaving=parting,
+        )

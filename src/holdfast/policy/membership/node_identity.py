@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from holdfast.core.json_parsing import JsonMessage, Parsers
+from holdfast.core.json_parsing import JsonMessage
 
 LikeProcessors = Literal["warn", "require", "ignore"]
 _UNSET = "unset"
@@ -26,16 +26,7 @@ _UNSET = "unset"
 
 @dataclass(frozen=True)
 class NodeIdentity(JsonMessage):
-    """The identity of one node's computation; see the module. An agent of an older version sends
-    none, or parts of it."""
-
-    parsers: ClassVar[Parsers] = {
-        "code": str,
-        "torch": str,
-        "settings": dict,
-        "processor": lambda value: {str(k): str(v) for k, v in dict(value).items()},
-        "reference": str,
-    }
+    """The identity of one node's computation; see the module."""
 
     code: str = ""
     torch: str = ""
@@ -46,10 +37,13 @@ class NodeIdentity(JsonMessage):
 
 @dataclass(frozen=True)
 class JoinVerdict:
-    """Whether a node may join."""
+    """Whether a node may join.
 
-    refusal: str = ""  # why it may not; "" if it may
-    warning: str = ""  # what else differs
+    refusal: why it may not; "" if it may. warning: what else differs.
+    """
+
+    refusal: str = ""
+    warning: str = ""
 
 
 def judge_joiner(
@@ -60,8 +54,10 @@ def judge_joiner(
     like_processors: LikeProcessors,
 ) -> JoinVerdict:
     """Compare the identity of a node that wants to join with the coordinator's."""
-    pairs = (("code (digest)", ours.code, theirs.code), ("torch", ours.torch, theirs.torch))
-    for what, here, there in pairs:
+    for what, here, there in (
+        ("code (digest)", ours.code, theirs.code),
+        ("torch", ours.torch, theirs.torch),
+    ):
         if here and there and here != there:
             return JoinVerdict(
                 f"{their_name} runs another {what} than {our_name}: {there} there, {here} here; "

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 
+from holdfast.core.json_parsing import JsonRow
+
 
 class Phase(StrEnum):
     GATHERING = "gathering"  # too few nodes, or a short wait for more
@@ -75,7 +77,7 @@ class NodeCommand(StrEnum):
 
 
 @dataclass(frozen=True)
-class Directive:
+class Directive(JsonRow):
     command: NodeCommand
     generation: int = 0
 

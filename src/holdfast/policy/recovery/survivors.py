@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import ClassVar, Self
+from typing import Self
 
-from holdfast.core.json_parsing import JsonMessage, ParsedJson, Parsers, tuple_of
+from holdfast.core.json_parsing import JsonMessage, ParsedJson
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.layout import Topology
@@ -25,15 +25,6 @@ from holdfast.layout import Topology
 @dataclass(frozen=True)
 class RejectedStep(JsonMessage):
     """A step that all ranks found bad alike, and did not apply."""
-
-    parsers: ClassVar[Parsers] = {
-        "step": int,
-        "what": str,
-        "dealt": tuple_of(tuple_of(int)),
-        "suspects": tuple_of(int),
-        "again": bool,
-        "bearable": bool,
-    }
 
     step: int
     what: str  # a phrase
@@ -46,15 +37,6 @@ class RejectedStep(JsonMessage):
 @dataclass(frozen=True)
 class HeldState(JsonMessage):
     """One worker's own report of what it holds."""
-
-    parsers: ClassVar[Parsers] = {
-        **dict.fromkeys(("generation", "rank", "applied", "whole"), int),
-        "torn": bool,
-        "kind": str,
-        "text": str,
-        "state": lambda place: (int(place[0]), int(place[1])),
-        "bad": RejectedStep.from_json,
-    }
 
     generation: int
     rank: int

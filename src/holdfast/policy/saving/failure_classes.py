@@ -39,6 +39,13 @@ class FailureClassCounts:
 
     counts: tuple[float, ...] = PRIOR_FAILURE_COUNTS
 
+    def to_json(self) -> list[float]:
+        return list(self.counts)
+
+    @staticmethod
+    def from_json(counts: Sequence[float]) -> FailureClassCounts:
+        return FailureClassCounts(tuple(counts))
+
     def with_failure(self, level: int) -> FailureClassCounts:
         """One more failure of this class."""
         counts = list(self.counts)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Annotated
 
+from holdfast.core.json_parsing import JsonMessage, Key
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointRestored,
@@ -36,29 +37,13 @@ _TIER_OF_SOURCE = {"memory": 0, "run store": 2, "bucket": 3}
 
 
 @dataclass(frozen=True)
-class TierDurations:
-    """Seconds by tier. Tiers that nothing was seen of are left out."""
+class TierDurations(JsonMessage):
+    """Seconds by tier. save_s: until a save is done. restore_s: until a rank has read its state.
+    Tiers that nothing was seen of are left out."""
 
-    save_s: Mapping[int, float] = field(default_factory=dict)  # until a save is done
-    restore_s: Mapping[int, float] = field(default_factory=dict)  # until a rank has its state
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the keys `durations` and, if any restore is known, `restores`."""
-        found = [("durations", self.save_s), ("restores", self.restore_s)]
-        return {
-            key: {str(tier): seconds for tier, seconds in by_tier.items()}
-            for key, by_tier in found
-            if by_tier or key == "durations"
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> TierDurations:
-        """Parse the keys of `to_json`. Raises TypeError and ValueError if they are malformed."""
-        save, restore = (
-            {int(tier): float(seconds) for tier, seconds in dict(value.get(key, {})).items()}
-            for key in ("durations", "restores")
-        )
-        return TierDurations(save, restore)
+    absent_if_default = frozenset({"restore_s"})
+    save_s: Annotated[Mapping[int, float], Key("durations")] = field(default_factory=dict)
+    restore_s: Annotated[Mapping[int, float], Key("restores")] = field(default_factory=dict)
 
 
 class TierMeasurements:

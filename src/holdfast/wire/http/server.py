@@ -209,9 +209,7 @@ class HttpListener:
     async def serve(self) -> None:
         """Answer until `close`; cancelled, it leaves nothing behind either."""
         server = await asyncio.get_running_loop().create_server(
-            self._make_connection,
-            sock=self._socket,
-            backlog=self._application.limiter.accept_batch,
+            self._make_connection, sock=self._socket, backlog=self._application.limiter.accept_batch
         )
         # asyncio accepts as many at a time as the queue is long: it is made longer afterwards.
         self._socket.listen(LISTEN_BACKLOG)

@@ -22,7 +22,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,20 +40,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az")
-OPTIONS = (
-    "endpoint",
-    "region",
-    "account",
-    "virtual_host",
-    "allow_http",
-    "credentials",
-    "profile",
-    "ca",
-    "timeout",
-    "retries",
-    "seal",
-    "compress",
-)
 FILE_OPTIONS = ("seal", "compress")
 SEAL_KEY_VARIABLE = "HOLDFAST_SEAL_KEY"
 """The environment's variable that `seal=env` reads."""
@@ -95,6 +81,9 @@ class BucketLocation:
     @property
     def where(self) -> str:
         return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+OPTIONS = tuple(field.name for field in fields(BucketLocation))[3:]  # after the prefix
 
 
 def open_store(location: str | Path) -> RunStore:
@@ -178,15 +167,15 @@ def parse_location(location: str) -> BucketLocation:
         )
     prefix = unquote(parts.path).strip("/")
     options: dict[str, Any] = {}
+    options_of_scheme = FILE_OPTIONS if parts.scheme == "file" else OPTIONS
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in (OPTIONS if parts.scheme != "file" else FILE_OPTIONS):
+        if name not in options_of_scheme:
             if any(word in name.lower() for word in _SECRET_WORDS):
                 raise _secret_in_location_error(where)
             raise StoreError(
                 f"there is no option {name!r}",
                 where=where,
-                remedy="the options are "
-                + ", ".join(OPTIONS if parts.scheme != "file" else FILE_OPTIONS),
+                remedy=f"the options are {', '.join(options_of_scheme)}",
             )
         options[name] = _value(name, value, where)
     _check_plain_address(options.get("endpoint", ""), where)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
-from holdfast.wire.store.direct_io import DirectWriter
 from holdfast.wire.store.publish import publish_file
-from holdfast.wire.store.vectored_io import read_vectored
+from holdfast.wire.store.vectored_io import DirectWriter, read_vectored
 
 Buffer = bytes | bytearray | memoryview
 """Types that can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""

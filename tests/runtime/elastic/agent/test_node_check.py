@@ -7,7 +7,7 @@ import json
 import socket
 
 from holdfast.elastic.agent.health import HealthStatus
-from holdfast.elastic.agent.node_check import check_node
+from holdfast.elastic.agent.requests import check_node
 from holdfast.elastic.protocol.node_check import LISTENS, NodeCheck, NodeCheckReply
 
 HEALTH = HealthStatus("training", 2, "leading", 3, 120, 100, 1)

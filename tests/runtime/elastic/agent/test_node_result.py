@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.agent.node_result import NodeResult
+from holdfast.elastic.agent.agent import NodeResult
 from holdfast.elastic.run_result import RunResult
 from holdfast.events import Event, RunFinished, RunStopped
 

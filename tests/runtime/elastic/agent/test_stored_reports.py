@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.agent import stored_reports
-from holdfast.elastic.agent.stored_reports import StoredReports
+from holdfast.elastic.agent import run_records
+from holdfast.elastic.agent.run_records import StoredReports
 from holdfast.elastic.event_log import EventLog
 from holdfast.errors import RunFolderError
 from holdfast.events import StepDone
@@ -50,13 +50,13 @@ def test_a_report_is_answered_while_the_disk_hangs(
         log.emit("rank0", _step(1))
         assert await reports.store(1, 0, 1, sync=True)
         assert reports.durable_below(1, 0) == 1
-        monkeypatch.setattr(stored_reports, "STORE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(run_records, "STORE_TIMEOUT_S", 0.05)
         disk.answers.clear()
         for number in (2, 3, 4):
             log.emit("rank0", _step(number))
             assert not await reports.store(1, 0, number, sync=True)
         assert reports.durable_below(1, 0) == 1
-        monkeypatch.setattr(stored_reports, "STORE_TIMEOUT_S", 60.0)
+        monkeypatch.setattr(run_records, "STORE_TIMEOUT_S", 60.0)
         disk.answers.set()
         await until(lambda: reports.durable_below(1, 0) == 2, "the oldest of them to count")
         assert await reports.store(1, 0, 4, sync=True)

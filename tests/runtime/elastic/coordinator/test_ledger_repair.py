@@ -14,14 +14,7 @@ from holdfast.data.stream.dataset import Dataset
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
 from holdfast.elastic.event_log import EventLog
 from holdfast.errors import RunFolderError
-from holdfast.events import (
-    BatchFed,
-    Event,
-    GenerationStarted,
-    Record,
-    RunStarted,
-    StepDone,
-)
+from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted, StepDone
 from holdfast.wire.journal import JournalTail, read_journal
 from tests.support.corpus import data_config, make, text_folder, text_source
 from tests.support.memory_store import MemoryStore

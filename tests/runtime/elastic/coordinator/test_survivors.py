@@ -105,10 +105,8 @@ def test_a_replica_that_leaves_is_not_missed_where_another_stays() -> None:
 
 def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_generation_yet() -> None:
     """The one before was lost between making generation 2 and anybody's beginning it."""
-    before, after = (
-        place_layout(Layout(dp_replicate=2), 1, ("a", "b")),
-        place_layout(Layout(), 2, ("b",)),
-    )
+    before = place_layout(Layout(dp_replicate=2), 1, ("a", "b"))
+    after = place_layout(Layout(), 2, ("b",))
     record = GenerationRecord(after, previous=PreviousState(before, 5))
 
     async def nothing(*_: object) -> object:

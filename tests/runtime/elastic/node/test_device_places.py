@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from holdfast.core.devices import DEVICES
-from holdfast.elastic.node.device_places import DevicePlaces
+from holdfast.elastic.node.process_manager import DevicePlaces
 from holdfast.elastic.node.worker_process import STANDBY_RANK, WorkerProcess
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 

@@ -14,9 +14,9 @@ from holdfast.elastic.coordinator.hang_detector import HangDetector
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.node.hang_monitor import HangMonitor, ProcessStat
 from holdfast.elastic.node.worker_status import WorkerTable
+from holdfast.elastic.protocol.coordinator_messages import WorkerPace
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
 from holdfast.elastic.protocol.worker_messages import WorkerReport
-from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.detection.stragglers import Pace, StragglerLimits, StragglerRule
 from holdfast.policy.recovery.survivors import HeldState
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.loading.load import resolve_config
-from holdfast.elastic.coordinator.join_gate import JoinGate
+from holdfast.elastic.coordinator.run_controller import JoinGate
 from holdfast.elastic.node.identity import (
     code_digest,
     find_identity,
@@ -104,7 +104,7 @@ def test_a_coordinator_admits_itself_and_older_agents() -> None:
 
 @ranks(2)
 def test_the_reference_computation_gives_the_same_bits_in_every_process(rank: RankContext) -> None:
-    from holdfast.elastic.worker.reference import compute_in_child, reference_checksum
+    from holdfast.elastic.worker.fork_server import compute_in_child, reference_checksum
 
     assert compute_in_child() == reference_checksum() != ""
     assert compute_in_child(lambda: str(1 // 0)) == ""

@@ -16,9 +16,9 @@ from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
 from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
+from holdfast.elastic.agent.node_processes import MoverRestarter
 from holdfast.elastic.node import mover_supervisor
-from holdfast.elastic.node.mover_supervisor import MoverSupervisor, StateLocations
-from holdfast.elastic.reviving import MoverRestarter
+from holdfast.elastic.node.mover_supervisor import Announcement, MoverSupervisor, StateLocations
 from holdfast.errors import HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -75,7 +75,7 @@ async def _replaced(folder: Path) -> None:
         assert newest.key is None
         told = RestorePoint.from_json(newest.to_json())
         for link in links.values():
-            await link.expect_generation(topology, told.step, told, peers)
+            await link.expect_generation(Announcement(topology, told.step, told, peers))
         before = links["a"].pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
@@ -107,6 +107,9 @@ def test_a_mover_that_stands_still_when_a_generation_begins_is_ended(
     asyncio.run(_ended(tmp_path))
 
 
+ALONE = Announcement(place_layout(Layout(), 1, ("",)), 0)
+
+
 async def _ended(folder: Path) -> None:
     create_generation(FolderStore(folder), 1, {})
     end, keep = lifeline.open_lifeline()
@@ -122,7 +125,7 @@ async def _ended(folder: Path) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not gone.is_set():  # told again and again, which never leaves it in peace
                 with suppress(MoverGoneError):
-                    await link.expect_generation(place_layout(Layout(), 1, ("",)), 0)
+                    await link.expect_generation(ALONE)
                 await asyncio.sleep(0.1)
         await link.restart(end, gone.set)
         assert link.pid not in (None, before)
@@ -156,7 +159,7 @@ async def _dies_again(folder: Path) -> None:
     )
     try:
         await link.ensure_running(end, reviving.start)
-        await link.expect_generation(place_layout(Layout(), 1, ("",)), 0)
+        await link.expect_generation(ALONE)
         for wait in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.05):
             pid = await _serving(link)
             os.kill(pid, signal.SIGKILL)

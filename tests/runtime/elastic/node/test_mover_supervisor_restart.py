@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast.elastic.reviving import MoverRestarter
+from holdfast.elastic.agent.node_processes import MoverRestarter
 from holdfast.errors import FencedError, HoldfastError
 
 PAUSES = (0.001, 0.002)

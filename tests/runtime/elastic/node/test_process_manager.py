@@ -35,7 +35,6 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
             "entry",
             (),
             0,
-            cast(Any, None),
             on_mover_exit=lambda: None,
             on_fork_server_exit=lambda: None,
             say=said.append,

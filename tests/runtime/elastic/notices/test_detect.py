@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.sections.cluster import ClusterConfig
-from holdfast.elastic.notices.clouds import make_notice_source
-from holdfast.elastic.notices.detect import AZURE_CHASSIS_TAG, detect_sources
+from holdfast.elastic.notices.clouds import AZURE_CHASSIS_TAG, detect_sources, make_notice_source
 from holdfast.elastic.notices.poller import NoticePoller
 
 

@@ -21,14 +21,15 @@ from holdfast.elastic.protocol.coordinator_messages import (
     Heartbeat,
     HeartbeatReply,
     JoinRequest,
+    StartState,
     TermReply,
 )
 from holdfast.elastic.protocol.fault_orders import CorruptLossRule, FaultHit, FaultOrder
 from holdfast.elastic.protocol.fork_channel import (
     LineDecoder,
     encode_message,
-    fork_event_from_json,
-    fork_order_from_json,
+    parse_fork_event,
+    parse_fork_order,
 )
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
@@ -44,7 +45,6 @@ from holdfast.elastic.protocol.rendezvous_messages import (
     ValueReply,
     WaitReply,
 )
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.protocol.worker_commands import CommandPoll, CommandReply
 from holdfast.elastic.protocol.worker_messages import WorkerReply, WorkerReport
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -65,7 +65,7 @@ STORE_REPLIES: dict[str, Callable[[Any], Message]] = {
 
 
 def _fork_message(value: Mapping[str, Any]) -> Message:
-    return fork_order_from_json(value) if "op" in value else fork_event_from_json(value)
+    return parse_fork_order(value) if "op" in value else parse_fork_event(value)
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -244,5 +244,5 @@ def test_what_the_fork_channel_does_not_know_is_refused(value: dict[str, Any]) -
 
 
 def test_a_command_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="orders of an unknown kind: 'dance'"):
+    with pytest.raises(ValueError, match="kind 'dance'"):
         CommandReply.from_json({"number": 1, "orders": {"kind": "dance"}})

@@ -18,7 +18,6 @@ SMALL = {"torch.utils._device", "torch.profiler._cupti_monitor"}
 """A hundred lines each, of torch's own, at the first use of something."""
 SYMBOLS, COMPILER, FSDP = "sympy", "torch._dynamo", "torch.distributed.fsdp"
 
-
 LAYOUTS: dict[str, list[str]] = {
     "dp2": [],
     "bf16.dp2": [],

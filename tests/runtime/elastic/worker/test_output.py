@@ -8,7 +8,7 @@ import sys
 
 CODE = """
 import os, sys
-from holdfast.elastic.worker.output import redirect_output
+from holdfast.elastic.worker.fork_server import redirect_output
 redirect_output(int(sys.argv[1]))
 print("from Python")
 print("an error", file=sys.stderr)

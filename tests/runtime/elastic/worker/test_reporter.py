@@ -269,10 +269,8 @@ def test_a_callable_that_fails_holds_nobody_up() -> None:
 def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None:
     desk = Desk()
 
-    class Unheard(Event):
+    class Unheard(Event, kind="unheard"):
         """A kind that the agent's own events do not have."""
-
-        kind = "unheard"
 
     object.__setattr__(unheard := Unheard(step=2), "kind", "unheard_of")
     with controlling(desk.report) as control, reporting(control.address) as reporter:

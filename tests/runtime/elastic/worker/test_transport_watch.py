@@ -10,7 +10,7 @@ import torch
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.core.devices import DEVICES
 from holdfast.core.transports import NodeLinks
-from holdfast.elastic.worker.transport_watch import TransportWatch
+from holdfast.elastic.worker.worker_setup import TransportWatch
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, place_layout
 from holdfast.machine import links

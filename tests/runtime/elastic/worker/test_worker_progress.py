@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
-from holdfast.checkpoint.capture.reconnecting_capturer import (
-    CapturerProtocol,
-    ReconnectingCapturer,
-)
+from holdfast.checkpoint.capture.reconnecting_capturer import CapturerProtocol, ReconnectingCapturer
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.loading.load import load_config
 from holdfast.core.sharding.boxes import Box

@@ -26,38 +26,27 @@ from holdfast.wire.http.auth import (
     sign,
 )
 from holdfast.wire.http.client import Client, RequestError, UnreachableError
-from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
+from holdfast.wire.http.server import Handler, SignedApplication
 from holdfast.wire.http.sockets import AddressError, address_of, bind_listener
 from holdfast.wire.secret import Secret
-from tests.support.attacker import DEADLINE
+from tests.support.attacker import DEADLINE, answer_to, place
+from tests.support.listener import listening
 
 SECRET = Secret(b"s" * 32)
 NAME = "the listener"
 
 
 class Service:
-    """A control server in a thread. `calls` are the bodies that reached a handler."""
+    """What a listener serves. `calls` are the bodies that reached a handler."""
 
-    def __init__(self, bound: socket.socket, handlers: Mapping[str, Handler] | None = None) -> None:
+    def __init__(self, handlers: Mapping[str, Handler] | None) -> None:
         self._more = handlers or {}
         self.calls: list[dict[str, Any]] = []
         self.newest = 2
-        self.address = address_of(bound)
-        self._bound = bound
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.address = ""
 
-    def start(self) -> None:
-        self._thread.start()
-        assert self._started.wait(120)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._listener.close)
-        self._thread.join(120)
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        guard = SignedApplication(
+    def make(self) -> SignedApplication:
+        return SignedApplication(
             {"/echo": self._echo, "/who": self._echo, "/bug": self._bug, **self._more},
             SECRET,
             Verifier(SECRET, time.time, name=NAME),
@@ -65,9 +54,6 @@ class Service:
             generationless_paths=frozenset({"/who", *self._more}),
             max_body_bytes=10_000,
         )
-        self._listener = HttpListener(guard, self._bound)
-        self._started.set()
-        await self._listener.serve()
 
     async def _echo(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         self.calls.append(body)
@@ -78,27 +64,10 @@ class Service:
 
 
 @contextmanager
-def serving(handlers: Mapping[str, Handler] | None = None) -> Iterator[Service]:
-    service = Service(bind_listener("127.0.0.1", 0, "cluster.interface"), handlers)
-    service.start()
-    try:
+def serving(handlers: Mapping[str, Handler] | None = None, port: int = 0) -> Iterator[Service]:
+    service = Service(handlers)
+    with listening(service.make, port) as service.address:
         yield service
-    finally:
-        service.stop()
-
-
-def _raw(address: str, data: bytes) -> bytes:
-    """Send bytes, end our side, read what comes back."""
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        with suppress(OSError):  # the server may refuse and close before all bytes have left
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        with suppress(ConnectionResetError):
-            while chunk := connection.recv(65536):
-                answer += chunk
-    return answer
 
 
 def _status(answer: bytes) -> int:
@@ -150,10 +119,10 @@ def test_without_a_valid_proof_nothing_happens() -> None:
             "another generation": _post("/echo", body, right | {"holdfast-generation": "3"}),
         }
         for name, request in attempts.items():
-            assert _status(_raw(service.address, request)) == 401, name
+            assert _status(answer_to(service.address, request)) == 401, name
         assert service.calls == []
-        assert _status(_raw(service.address, _post("/echo", body, right))) == 200
-        assert _status(_raw(service.address, _post("/echo", body, right))) == 401  # a replay
+        assert _status(answer_to(service.address, _post("/echo", body, right))) == 200
+        assert _status(answer_to(service.address, _post("/echo", body, right))) == 401  # a replay
         assert service.calls == [{"x": 1}]
         with pytest.raises(AuthError):
             Client(service.address, Secret(b"o" * 32), 2).post("/echo", {"x": 1})
@@ -177,44 +146,24 @@ def test_generations_are_fenced() -> None:
             client.post("/echo", {"x": 1})
 
 
-def test_stray_connections_and_garbage_harm_nobody() -> None:
+def test_another_method_or_path_is_refused() -> None:
     with serving() as service:
-        client = Client(service.address, SECRET, 2)
-        host, port = service.address.split(":")
-        with socket.create_connection((host, int(port))) as silent:
-            for garbage in (
-                b"\x00" * 5000,
-                b"\x16\x03\x01\x02\x00\x01",
-                b"GET /\r\n\r\n",
-                b"POST /echo HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\nx",
-                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-                b"",
-            ):
-                _raw(service.address, garbage)
-                assert client.post("/echo", {"x": 7})["got"] == 7
-            silent.sendall(b"POST /echo HTTP/1.1\r\n")
-            assert client.post("/echo", {"x": 8})["got"] == 8
-        assert _status(_raw(service.address, b"GET /echo HTTP/1.0\r\n\r\n")) == 405
-        assert _status(_raw(service.address, _post("/nowhere", b"", {}))) == 404
+        assert _status(answer_to(service.address, b"GET /echo HTTP/1.0\r\n\r\n")) == 405
+        assert _status(answer_to(service.address, _post("/nowhere", b"", {}))) == 404
 
 
 def test_a_body_above_the_limit_is_refused_unread() -> None:
     with serving() as service:
         body = b"x" * 20_000
-        answer = _raw(service.address, _post("/echo", body, _signed("/echo", body)))
+        answer = answer_to(service.address, _post("/echo", body, _signed("/echo", body)))
         assert _status(answer) == 413
         head = _post("/echo", body, _signed("/echo", body))[: -len(body)]
-        with socket.create_connection(_place(service.address), timeout=10) as connection:
+        with socket.create_connection(place(service.address), timeout=10) as connection:
             connection.sendall(head)  # answered while no byte of the body has come
             assert _status(connection.recv(65536)) == 413
         with pytest.raises(RequestError, match="too long"):
             Client(service.address, SECRET, 2).post("/echo", {"x": "y" * 20_000})
         assert service.calls == []
-
-
-def _place(address: str) -> tuple[str, int]:
-    host, port = address.split(":")
-    return host, int(port)
 
 
 def test_a_request_for_another_listener_is_told_whom_to_sign_for() -> None:
@@ -224,7 +173,7 @@ def test_a_request_for_another_listener_is_told_whom_to_sign_for() -> None:
     with serving() as service:
         for wrong in ({"to": "another"}, {"to": ""}, {"ahead": -500.0}, {"ahead": 500.0}):
             request = _post("/echo", body, _signed("/echo", body, **wrong))  # type: ignore[arg-type]
-            answer = _raw(service.address, request)
+            answer = answer_to(service.address, request)
             assert _status(answer) == 421, wrong
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["to"] == NAME
         assert service.calls == []
@@ -237,7 +186,7 @@ def test_a_request_for_another_listener_is_told_whom_to_sign_for() -> None:
 
 
 def test_a_body_is_not_read_of_whoever_proves_nothing() -> None:
-    with serving() as service, socket.create_connection(_place(service.address), 10) as stranger:
+    with serving() as service, socket.create_connection(place(service.address), 10) as stranger:
         stranger.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n")
         assert _status(stranger.recv(65536)) == 401
         assert stranger.recv(1) == b""
@@ -263,14 +212,8 @@ def test_a_refused_connection_is_tried_again_until_the_deadline() -> None:
     client = Client(address, SECRET, 2, connect_retry_s=20.0)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/echo", {"x": 5})
-        service = Service(
-            bind_listener("127.0.0.1", int(address.split(":")[1]), "cluster.interface")
-        )
-        service.start()
-        try:
+        with serving(port=int(address.split(":")[1])):
             assert answer.result(120)["got"] == 5
-        finally:
-            service.stop()
 
 
 def test_silence_is_bounded() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,16 +14,16 @@ from holdfast.wire.http import connection
 from holdfast.wire.http.connection import MAX_HEAD_BYTES, BodyHandler, HttpResponse, RequestHead
 from holdfast.wire.http.connection_limits import ConnectionLimiter
 from holdfast.wire.http.refusals import CONTROL, Refusals
-from holdfast.wire.http.server import HttpListener
-from holdfast.wire.http.sockets import address_of, bind_listener
+from tests.support.attacker import place
+from tests.support.listener import listening
 
 
 class Echo:
     """Answers /at-once by the head alone; of all else, the body. A body "wait" is answered when
     another says "go"."""
 
-    def __init__(self) -> None:
-        self.limiter = ConnectionLimiter(CONTROL, Refusals())
+    def __init__(self, refusals: Refusals) -> None:
+        self.limiter = ConnectionLimiter(CONTROL, refusals)
         self.tls: ssl.SSLContext | None = None
         self.go = asyncio.Event()
 
@@ -43,26 +42,9 @@ class Echo:
 
 @contextmanager
 def serving() -> Iterator[tuple[tuple[str, int], Refusals]]:
-    bound = bind_listener("127.0.0.1", 0, "cluster.interface")
-    host, _, port = address_of(bound).rpartition(":")
-    started, found = threading.Event(), []
-
-    async def serve() -> None:
-        echo = Echo()
-        listener = HttpListener(echo, bound)
-        found.append((asyncio.get_running_loop(), listener, echo.limiter.refusals))
-        started.set()
-        await listener.serve()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(120)
-    try:
-        yield (host, int(port)), found[0][2]
-    finally:
-        found[0][0].call_soon_threadsafe(found[0][1].close)
-        thread.join(120)
-        assert not thread.is_alive()
+    refusals = Refusals()
+    with listening(lambda: Echo(refusals)) as address:
+        yield place(address), refusals
 
 
 def _post(body: bytes, more: bytes = b"") -> bytes:
@@ -87,9 +69,9 @@ def _bodies(answers: bytes) -> list[bytes]:
 
 def test_requests_sent_together_are_answered_in_their_order() -> None:
     at_once = b"GET /at-once HTTP/1.1\r\n\r\n"
-    with serving() as (place, _), socket.create_connection(place) as asks:
+    with serving() as (at, _), socket.create_connection(at) as asks:
         asks.sendall(_post(b"wait") + at_once + b"".join(_post(b"%d" % n) for n in range(40)))
-        with socket.create_connection(place) as other:
+        with socket.create_connection(at) as other:
             other.sendall(_post(b"go", b"connection: close\r\n"))
             assert _bodies(_rest(other)) == [b"go"]
         asks.shutdown(socket.SHUT_WR)
@@ -97,16 +79,16 @@ def test_requests_sent_together_are_answered_in_their_order() -> None:
 
 
 def test_whoever_says_nothing_more_still_gets_its_answer() -> None:
-    with serving() as (place, _), socket.create_connection(place) as asks:
+    with serving() as (at, _), socket.create_connection(at) as asks:
         asks.sendall(_post(b"wait"))
         asks.shutdown(socket.SHUT_WR)
-        with socket.create_connection(place) as other:
+        with socket.create_connection(at) as other:
             other.sendall(_post(b"go"))
             assert _bodies(_rest(asks)) == [b"wait"]
 
 
 def test_a_body_in_pieces() -> None:
-    with serving() as (place, _), socket.create_connection(place) as asks:
+    with serving() as (at, _), socket.create_connection(at) as asks:
         whole = _post(b"abc" * 9, b"connection: close\r\n")
         for n in range(len(whole)):
             asks.sendall(whole[n : n + 1])
@@ -117,7 +99,7 @@ def test_a_body_in_pieces() -> None:
 def test_a_head_that_is_too_long(piece: int) -> None:
     """In one piece, or in many: it is refused before its end."""
     head = b"POST / HTTP/1.1\r\n" + b"x: " + b"x" * 2 * MAX_HEAD_BYTES
-    with serving() as (place, refusals), socket.create_connection(place) as asks:
+    with serving() as (at, refusals), socket.create_connection(at) as asks:
         try:
             for n in range(0, len(head), piece):
                 asks.sendall(head[n : n + piece])
@@ -129,7 +111,7 @@ def test_a_head_that_is_too_long(piece: int) -> None:
 
 def test_many_short_headers_that_are_too_long_together() -> None:
     head = b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * MAX_HEAD_BYTES + b"content-length: 0\r\n\r\n"
-    with serving() as (place, refusals), socket.create_connection(place) as asks:
+    with serving() as (at, refusals), socket.create_connection(at) as asks:
         with suppress(BrokenPipeError, ConnectionResetError):
             asks.sendall(head)
         assert _rest(asks)[:12] in (b"", b"HTTP/1.1 400")
@@ -138,7 +120,7 @@ def test_many_short_headers_that_are_too_long_together() -> None:
 
 def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.05)
-    with serving() as (place, refusals), socket.create_connection(place) as asks:
+    with serving() as (at, refusals), socket.create_connection(at) as asks:
         asks.sendall(_post(b"x" * 100)[:-1])
         assert _rest(asks).startswith(b"HTTP/1.1 400")
         assert refusals.totals() == {"control": {"slow": 1}}
@@ -147,7 +129,7 @@ def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("more", [b"connection: upgrade\r\nupgrade: websocket\r\n", b""])
 def test_what_is_to_become_another_protocol(more: bytes) -> None:
     request = _post(b"", more) if more else b"CONNECT x:1 HTTP/1.1\r\n\r\n"
-    with serving() as (place, refusals), socket.create_connection(place) as asks:
+    with serving() as (at, refusals), socket.create_connection(at) as asks:
         asks.sendall(request + b"\x00" * 100)
         _rest(asks)
         assert refusals.totals() == {"control": {"not ours": 1}}

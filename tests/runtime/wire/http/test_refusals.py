@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,9 +21,10 @@ from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.client import Client
 from holdfast.wire.http.connection_limits import ConnectionLimiter
 from holdfast.wire.http.refusals import CONTROL, MOVER, PEERS, Refusals, describe_refusals
-from holdfast.wire.http.server import HttpListener, SignedApplication
-from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.http.server import SignedApplication
+from holdfast.wire.http.sockets import bind_listener
 from holdfast.wire.secret import Secret
+from tests.support.listener import listening
 from tests.support.ranks import wait_until
 
 SECRET = Secret(b"c" * 32)
@@ -74,31 +73,20 @@ def test_they_are_in_the_metrics_and_in_the_journals_form() -> None:
 @contextmanager
 def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
     """A guarded listener with other limits; its address, and what it refuses."""
-    refusals, started = Refusals(), threading.Event()
-    bound = bind_listener("127.0.0.1", 0, "cluster.interface")
-    loops: list[tuple[asyncio.AbstractEventLoop, HttpListener]] = []
+    refusals = Refusals()
 
     async def echo(generation: int, body: dict[str, Any]) -> dict[str, Any]:
         return body
 
-    async def serve() -> None:
+    def make() -> SignedApplication:
         guard = SignedApplication(
             {"/echo": echo}, SECRET, Verifier(SECRET, time.time), lambda: 1, refusals=refusals
         )
         guard.limiter = ConnectionLimiter(CONTROL, refusals, **doors)
-        listener = HttpListener(guard, bound)
-        loops.append((asyncio.get_running_loop(), listener))
-        started.set()
-        await listener.serve()
+        return guard
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(120)
-    try:
-        yield address_of(bound), refusals
-    finally:
-        loops[0][0].call_soon_threadsafe(loops[0][1].close)
-        thread.join(120)
+    with listening(make) as address:
+        yield address, refusals
 
 
 def _connect(address: str) -> socket.socket:

@@ -27,7 +27,6 @@ MIB = 2**20
 QUICK = {"timeout": 1, "retries": 1}
 LARGE = PART_BYTES + 3 * MIB
 
-
 pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
@@ -141,9 +140,7 @@ def test_a_create_whose_answer_was_lost_is_known_as_our_own(proxy: Proxy) -> Non
 
 
 # --- large blobs -----------------------------------------------------------------------------
-def test_a_large_blob_arrives_whole_although_its_source_uses_one_buffer_again(
-    proxy: Proxy,
-) -> None:
+def test_a_large_blob_arrives_whole_although_its_source_uses_one_buffer_again(proxy: Proxy) -> None:
     content = secrets.token_bytes(3 * PART_BYTES + 12345)
 
     def source() -> Iterator[memoryview]:

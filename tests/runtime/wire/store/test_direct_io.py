@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.wire.store import direct_io
-from holdfast.wire.store.direct_io import BLOCK_BYTES, MIN_DIRECT_BYTES, DirectWriter
+from holdfast.wire.store import vectored_io
 from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.vectored_io import BLOCK_BYTES, MIN_DIRECT_BYTES, DirectWriter
 
 SIZE = 3 * MIN_DIRECT_BYTES + 5 * BLOCK_BYTES + 77
 
@@ -40,7 +40,7 @@ def write(path: Path, parts: list[memoryview]) -> DirectWriter:
 def supported(folder: Path) -> bool:
     """Whether the file system takes one aligned direct write."""
     try:
-        fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | direct_io._O_DIRECT)
+        fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | vectored_io._O_DIRECT)
     except OSError:
         return False
     try:
@@ -93,7 +93,7 @@ def test_a_file_system_that_refuses_is_written_as_ever(
     tried: list[str] = []
 
     def flag(fd: int, command: int, value: int = 0) -> int:
-        if value & direct_io._O_DIRECT:
+        if value & vectored_io._O_DIRECT:
             tried.append("flag")
             raise OSError(errno.EINVAL, "Invalid argument")
         return 0
