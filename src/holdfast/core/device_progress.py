@@ -39,9 +39,7 @@ def progress_from_json(rows: Iterable[Iterable[Any]]) -> tuple[GroupProgress, ..
     return tuple(GroupProgress.from_json(row) for row in rows)
 
 
-def find_late_devices(
-    progress: Mapping[int, Sequence[GroupProgress]],
-) -> dict[int, GroupProgress]:
+def find_late_devices(progress: Mapping[int, Sequence[GroupProgress]]) -> dict[int, GroupProgress]:
     """Return the ranks whose devices have not reached an exchange in which other devices wait, with
     that group. A rank whose own device waits in another exchange is not returned.
 

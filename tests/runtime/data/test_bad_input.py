@@ -15,14 +15,7 @@ import pytest
 
 from holdfast.data.read.files import explain_os_errors
 from holdfast.errors import DataError, OutOfSpaceError, UserError
-from tests.support.corpus import (
-    data_config,
-    jsonl_file,
-    make,
-    text_folder,
-    text_source,
-    tree,
-)
+from tests.support.corpus import data_config, jsonl_file, make, text_folder, text_source, tree
 
 
 def refused(tmp_path: Path, source: dict[str, Any], **more: Any) -> str:

@@ -43,8 +43,7 @@ def messages(*talk: dict[str, Any]) -> tuple[Any, ...]:
 def replies_become(text: str) -> str:
     """ChatML with other content for a reply."""
     return CHATML.replace(
-        "message['content']",
-        f"({text} if message['role'] == 'assistant' else message['content'])",
+        "message['content']", f"({text} if message['role'] == 'assistant' else message['content'])"
     )
 
 

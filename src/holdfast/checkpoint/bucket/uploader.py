@@ -31,12 +31,7 @@ from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.save import retention
 from holdfast.core.format.manifest import parse_commit_key
-from holdfast.errors import (
-    CheckpointError,
-    FencedError,
-    HoldfastError,
-    RunFolderError,
-)
+from holdfast.errors import CheckpointError, FencedError, HoldfastError, RunFolderError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 

@@ -229,10 +229,7 @@ class CaptureIntake:
     def _release_capture(self, capture: _Capture) -> None:
         """Give back the slot of a capture that was not shelved."""
         # else a newer one's
-        if capture.rank_arena.arena.header(capture.slot) in (
-            capture.expected_header,
-            None,
-        ):
+        if capture.rank_arena.arena.header(capture.slot) in (capture.expected_header, None):
             capture.rank_arena.arena.release(capture.slot)
         with self._change:
             self._failed_reading_count -= 1

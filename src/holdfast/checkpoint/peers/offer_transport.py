@@ -73,11 +73,7 @@ class Destination:
             self.skipped_since_kept += 1
         self.counts[fate] += 1
         if fate == "kept":
-            self.failures_in_a_row, self.newest_kept, self.reason = (
-                0,
-                offered.name,
-                "",
-            )
+            self.failures_in_a_row, self.newest_kept, self.reason = (0, offered.name, "")
         elif fate == "failed":
             away = FAILED_DESTINATION_PAUSES_S[
                 min(self.failures_in_a_row, len(FAILED_DESTINATION_PAUSES_S) - 1)

@@ -51,13 +51,7 @@ from holdfast.core.format.manifest import parse_blob_key
 from holdfast.core.json_parsing import JsonObject, parse_json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.http.auth import Proof, Verifier
-from holdfast.wire.http.connection import (
-    BodyHandler,
-    FileBody,
-    HttpResponse,
-    RequestHead,
-    SendFile,
-)
+from holdfast.wire.http.connection import BodyHandler, FileBody, HttpResponse, RequestHead, SendFile
 from holdfast.wire.http.connection_limits import PROOF_TIMEOUT_S, ConnectionLimiter
 from holdfast.wire.http.refusals import PEERS, Refusals
 from holdfast.wire.http.server import BodyClaim, HttpListener, RequestGuard

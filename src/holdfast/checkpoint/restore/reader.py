@@ -23,11 +23,7 @@ from holdfast.checkpoint.restore.read_plan import (
 )
 from holdfast.checkpoint.restore.read_pool import ReadPool
 from holdfast.checkpoint.restore.sources import FallbackReader, Readable, ReadStats, StoreSource
-from holdfast.core.format.manifest import (
-    Blob,
-    Commit,
-    Extent,
-)
+from holdfast.core.format.manifest import Blob, Commit, Extent
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec
 from holdfast.errors import CheckpointError, CorruptError

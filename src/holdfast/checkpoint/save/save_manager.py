@@ -25,15 +25,8 @@ from holdfast.checkpoint.save.commit_protocol import CommitProtocol
 from holdfast.checkpoint.save.pending_blob import PendingBlob
 from holdfast.checkpoint.save.promotion import Promoter
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
-from holdfast.checkpoint.save.store_cleaner import (
-    PendingParts,
-    PresentGeneration,
-    StoreCleaner,
-)
-from holdfast.checkpoint.save.writer import (
-    store_part,
-    try_commit,
-)
+from holdfast.checkpoint.save.store_cleaner import PendingParts, PresentGeneration, StoreCleaner
+from holdfast.checkpoint.save.writer import store_part, try_commit
 from holdfast.core.format.manifest import (
     Commit,
     commit_key,

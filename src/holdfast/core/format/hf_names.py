@@ -21,11 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.config.huggingface.architectures import (
-    ARCHITECTURES,
-    OUTSIDE_NAMES,
-    Architecture,
-)
+from holdfast.config.huggingface.architectures import ARCHITECTURES, OUTSIDE_NAMES, Architecture
 from holdfast.config.huggingface.convert import find_architecture
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.parameters import decoder_parameters

@@ -303,9 +303,7 @@ def _array_elements(file: BinaryIO, path: str, limit: int) -> Iterator[bytes]:
 
 def _array_error(path: str, row: int, state: str) -> DataError:
     return DataError(
-        f"the array {state}",
-        where=f"{path}, row {row}",
-        remedy="fetch the file again, or mend it",
+        f"the array {state}", where=f"{path}, row {row}", remedy="fetch the file again, or mend it"
     )
 
 

@@ -208,11 +208,7 @@ class _SplitTokens:
 
 
 def tokenise_unit(
-    unit: Unit,
-    settings: TokenizeSettings,
-    lots: NDArray[np.uint8],
-    tokenizer: Encoder,
-    out: Path,
+    unit: Unit, settings: TokenizeSettings, lots: NDArray[np.uint8], tokenizer: Encoder, out: Path
 ) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
 
@@ -358,11 +354,6 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
     settings = TokenizeSettings(
-        task["limit"],
-        task["end"],
-        task["dtype"],
-        task["raw"],
-        task["begin"],
-        tuple(task["stop"]),
+        task["limit"], task["end"], task["dtype"], task["raw"], task["begin"], tuple(task["stop"])
     )
     tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))

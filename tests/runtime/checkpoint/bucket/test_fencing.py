@@ -116,9 +116,7 @@ def test_two_that_counted_on_alike_are_told_apart(stores: list[FolderStore]) -> 
     assert told(upload(old, bucket)) == [(UploadFailed, 8)]
 
 
-def test_who_is_overtaken_on_the_way_makes_no_commit_object(
-    stores: list[FolderStore],
-) -> None:
+def test_who_is_overtaken_on_the_way_makes_no_commit_object(stores: list[FolderStore]) -> None:
     class Overtaken(FolderStore):
         def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
             super().create(key, data)

@@ -21,14 +21,7 @@ from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
 from holdfast.layout import Layout, place_layout
 from holdfast.policy.placement import Machine
-from tests.support.peer_nodes import (
-    SECRET,
-    TABLE,
-    Node,
-    assert_holds,
-    restored,
-    topology,
-)
+from tests.support.peer_nodes import SECRET, TABLE, Node, assert_holds, restored, topology
 from tests.support.processes import stop
 from tests.support.ranks import wait_until
 

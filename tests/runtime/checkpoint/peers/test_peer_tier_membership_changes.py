@@ -23,9 +23,7 @@ from tests.support.ranks import wait_until
 Start = Callable[..., Mover]
 
 
-def test_what_lies_in_the_memory_of_three_nodes_is_begun_from_by_each_of_them(
-    start: Start,
-) -> None:
+def test_what_lies_in_the_memory_of_three_nodes_is_begun_from_by_each_of_them(start: Start) -> None:
     """The workers are lost, the movers are not. No mover has all of the state, and no copy was
     made. A node that chose nothing itself finds it too."""
     nodes = Nodes(start, "a", "b", "c")

@@ -32,11 +32,7 @@ class Play:
 
     def __init__(self, seed: int, room: int) -> None:
         self.random = random.Random(seed)
-        boot = {
-            "secret": SECRET.hex(),
-            "extent_bytes": 8192,
-            "settings": PeerSettings().to_json(),
-        }
+        boot = {"secret": SECRET.hex(), "extent_bytes": 8192, "settings": PeerSettings().to_json()}
         self.owner = Node(boot)
         self.shelf = SnapshotStore()
         self.keeper = SnapshotReceiver(self.shelf, SECRET, room)
@@ -71,10 +67,7 @@ class Play:
 
     def offer(self, generation: int, step: int, rank: int, world: int) -> None:
         assert self.owner.topology is not None
-        plan = {
-            "topology": self.owner.topology.to_json(),
-            "table": [s.to_json() for s in TABLE],
-        }
+        plan = {"topology": self.owner.topology.to_json(), "table": [s.to_json() for s in TABLE]}
         body: dict[str, Any] = {
             "part": self.owner.shelf.get(generation, step, rank).sealed_manifest.decode(),
             "run": "",

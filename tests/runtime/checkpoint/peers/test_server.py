@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
-from holdfast.checkpoint.peers.client import (
-    INVENTORY_PATH,
-    OFFER_PATH,
-    PeerClient,
-    PeerError,
-)
+from holdfast.checkpoint.peers.client import INVENTORY_PATH, OFFER_PATH, PeerClient, PeerError
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket
 from holdfast.checkpoint.peers.receiver import SnapshotReceiver
 from holdfast.checkpoint.peers.server import MAX_BODY_BYTES, PeerServer

@@ -219,10 +219,7 @@ def test_of_one_step_the_newer_generation_wins(start: Start) -> None:
         Workers(mover.begin(topo), topo).commit(5)
     assert [
         Checkpoint.open(mover.store, k).commit.generation for k in list_commits(mover.store)
-    ] == [
-        2,
-        1,
-    ]
+    ] == [2, 1]
 
 
 def test_newest_says_what_it_passed_over(start: Start) -> None:

@@ -44,9 +44,7 @@ def test_each_stores_its_ranks_one_commits_and_all_hear_of_it(start: Start) -> N
     assert nodes.heard(CheckpointFailed) == []
 
 
-def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(
-    start: Start,
-) -> None:
+def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(start: Start) -> None:
     """The disk of a follower fails. Its save fails, the other nodes' parts are removed, the reason
     is reported once, and the next step is saved."""
     nodes = begun(start, "abc")

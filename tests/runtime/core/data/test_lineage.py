@@ -61,9 +61,7 @@ def test_records_of_no_generation_stay() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 5)), min_size=1, max_size=6))
-def test_every_step_counts_once_however_often_it_was_done(
-    restarts: list[tuple[int, int]],
-) -> None:
+def test_every_step_counts_once_however_often_it_was_done(restarts: list[tuple[int, int]]) -> None:
     """Each generation begins at a step that the history has reached, and goes on some steps."""
     records, reached = [], 0
     for generation, (back, forward) in enumerate(restarts, start=1):
