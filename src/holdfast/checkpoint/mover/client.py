@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.checkpoint.bucket.pending_upload import PendingUpload
@@ -327,15 +328,7 @@ class MoverClient:
 
         `keep_alive` is called every few seconds meanwhile: a large checkpoint takes long.
         """
-        end = time.monotonic() + timeout_s
-        while True:
-            keep_alive()
-            wait = max(0.0, min(end - time.monotonic(), COMMIT_POLL_S))
-            ended, reason = self.poll_save_end(step, wait)
-            if ended:
-                return reason
-            if time.monotonic() >= end:
-                return f"not committed after {timeout_s:g} s"
+        return wait_until_ended(partial(self.poll_save_end, step), timeout_s, keep_alive)
 
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Wait up to `wait_s` seconds for the save of `step`. Return True if it has ended, and why
@@ -350,6 +343,24 @@ class MoverClient:
 
     def _say(self, request: messages.Request, timeout: float = TRAINING_ANSWER_TIMEOUT_S) -> None:
         self._connections.exchange(request, messages.Nothing, timeout)
+
+
+def wait_until_ended(
+    poll: Callable[[float], tuple[bool, str | None]],
+    timeout_s: float,
+    keep_alive: Callable[[], None],
+    poll_s: float = COMMIT_POLL_S,
+) -> str | None:
+    """Ask until a save has ended; return None, or why it is not committed. `poll` waits so many
+    seconds at most; `keep_alive` is called before each question."""
+    end = time.monotonic() + timeout_s
+    while True:
+        keep_alive()
+        ended, reason = poll(max(0.0, min(end - time.monotonic(), poll_s)))
+        if ended:
+            return reason
+        if time.monotonic() >= end:
+            return f"not committed after {timeout_s:g} s"
 
 
 def _close_all(connections: list[socket.socket]) -> None:
