@@ -14,16 +14,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
-import obstore
-
-from holdfast.errors import HoldfastError
-from holdfast.wire.store.bucket import BucketStore
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import RunStore
 from tests.support import s3
-from tests.support.checkpoint_faults import rest, states
+from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import NEWEST, History, Protocol, history
 from tests.support.checkpoint_faults.interrupted import Setting
 from tests.support.checkpoint_faults.oracle import expected
@@ -32,7 +27,6 @@ from tests.support.checkpoint_faults.verdict import (
     WrongError,
     judge,
     restore,
-    restore_verified,
 )
 from tests.support.s3 import Fault, Proxy, Request
 
@@ -63,56 +57,6 @@ class Bucket:
 
     def contents(self) -> dict[str, bytes]:
         return {key: self.store.get(key) for key in self.store.list("")}
-
-
-class BucketVictim(rest.Victim):
-    """A history in a bucket, broken by a writer with access."""
-
-    def __init__(self, bucket: Bucket, made: History) -> None:
-        super().__init__(Path("/nowhere"), made)
-        self.bucket = bucket
-
-    def read(self, key: str) -> bytearray:
-        try:
-            return bytearray(self.bucket.store.get(key))
-        except HoldfastError:
-            return bytearray()
-
-    def put(self, key: str, data: bytes | bytearray) -> None:
-        # Past the driver, which never overwrites.
-        objects = cast(BucketStore, self.bucket.store)._objects._objects
-        obstore.put(objects, key, bytes(data), use_multipart=False)
-
-    def remove(self, key: str) -> None:
-        self.bucket.store.delete(key)
-
-
-DAMAGE = (
-    "flip-data",
-    "flip-commit",
-    "truncate",
-    "delete",
-    "swap-blobs",
-    "swap-extents",
-    "replay",
-    "replay-commit",
-    "zeros",
-    "none-left",
-)
-
-
-def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """Objects of a bucket rot, are lost, exchanged and replayed."""
-    bucket, made = Bucket(_name(folder)), history(setting.first, setting.second)
-    bucket.pour(made)
-    victim = BucketVictim(bucket, made)
-    what = rest.DAMAGE[rng.choice(DAMAGE)](victim, rng)
-    topo = states.topology(rng.randrange(8), 5)
-    due = expected(bucket.contents(), made.files)
-    found = restore(bucket.store, topo)
-    judge(found, due)
-    judge(restore_verified(bucket.store, topo), due)
-    return what, found
 
 
 def reading(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
@@ -288,7 +232,6 @@ def _not_lost(found: Restored, said: list[int], what: str) -> None:
 
 
 KINDS: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "bucket-at-rest": at_rest,
     "bucket-reading": reading,
     "bucket-writing": writing,
     "bucket-killed": killed,

@@ -19,7 +19,6 @@ from tests.support.checkpoint_faults import (
     interrupted,
     memory,
     movers,
-    peers,
     reading,
     rest,
     sealed,
@@ -229,7 +228,6 @@ FAULTS: dict[str, Fault] = {
     "slot-rewritten": Fault(partial(of_setting, movers.rewritten), 6),
     "two-movers": Fault(partial(of_setting, movers.two_movers), 8),
     **{name: Fault(partial(of_setting, partial(memory.play, name)), 8) for name in memory.KINDS},
-    **{name: Fault(partial(of_setting, body), 4) for name, body in peers.KINDS.items()},
     **{name: Fault(partial(of_setting, body), 10) for name, body in bucket.KINDS.items()},
     **{name: Fault(partial(of_setting, body), 10) for name, body in uploads.KINDS.items()},
 }

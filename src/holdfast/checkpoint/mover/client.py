@@ -328,7 +328,8 @@ class MoverClient:
 
         `keep_alive` is called every few seconds meanwhile: a large checkpoint takes long.
         """
-        return wait_until_ended(partial(self.poll_save_end, step), timeout_s, keep_alive)
+        poll = partial(self.poll_save_end, step)
+        return wait_until_ended(poll, timeout_s, keep_alive, COMMIT_POLL_S)
 
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Wait up to `wait_s` seconds for the save of `step`. Return True if it has ended, and why
@@ -349,10 +350,10 @@ def wait_until_ended(
     poll: Callable[[float], tuple[bool, str | None]],
     timeout_s: float,
     keep_alive: Callable[[], None],
-    poll_s: float = COMMIT_POLL_S,
+    poll_s: float,
 ) -> str | None:
     """Ask until a save has ended; return None, or why it is not committed. `poll` waits so many
-    seconds at most; `keep_alive` is called before each question."""
+    seconds at most, and at most `poll_s`; `keep_alive` is called before each question."""
     end = time.monotonic() + timeout_s
     while True:
         keep_alive()

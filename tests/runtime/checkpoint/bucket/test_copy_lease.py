@@ -39,7 +39,7 @@ KILLED = """
 import sys
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.killed_saver import Killing
+from tests.support.killed_store import Killing
 source, target, key, point = sys.argv[1:]
 copy_checkpoint(FolderStore(source), key, Killing(target, int(point)))
 """
