@@ -499,3 +499,31 @@ def event_from_json(kind: str, value: dict[str, Any]) -> Event:
     cls = _KINDS[kind]
     known = {f.name for f in fields(cls)}
     return cls(**{k: v for k, v in value.items() if k in known})
+
+
+@dataclass(frozen=True)
+class StepPredicted(Event):
+    """A generation's plan, written when the generation starts."""
+
+    kind: ClassVar[str] = "step_predicted"
+    seconds: float  # of a step
+    parts: dict[str, float]  # seconds by what they go to; they add up to `seconds`
+    bytes: int  # on the fullest device
+    source: str  # of the devices' speeds: "assumed", or "measured 2026-11-26"
+
+
+@dataclass(frozen=True)
+class ShardAwaited(Event):
+    """A batch waits for a shard, since the dataset's address does not answer. Written once for each
+    wait, and once more, without a reason, when the shard is here."""
+
+    kind: ClassVar[str] = "shard_awaited"
+    rank: int
+    key: str
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.reason:
+            return f"rank {self.rank} waits for {self.key} of the dataset: {self.reason}"
+        return f"{self.key} of the dataset, which rank {self.rank} waited for, is here"

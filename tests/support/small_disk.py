@@ -16,14 +16,12 @@ def has_namespaces() -> bool:
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-def run_on_small_disk(
-    folder: Path, size: str, module: str, *arguments: str, timeout_s: float = 300
-) -> str:
-    """Run a Python module with a disk of `size` mounted on `folder`; return its output."""
+def run_on_small_disk(folder: Path, size: str, *arguments: str, timeout_s: float = 300) -> str:
+    """Run Python with these arguments and a disk of `size` mounted on `folder`; return its
+    output."""
     mount = f'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
-    python = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", mount, str(folder), *python],
+        ["unshare", "-Urm", "sh", "-c", mount, str(folder), sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -22,7 +22,7 @@ def test_training_goes_on_through_a_full_disk_and_saving_resumes(tmp_path: Path)
 
 def _trained_on_full_disk(folder: Path) -> dict[str, Any]:
     module = "tests.support.train_on_full_disk"
-    seen: dict[str, Any] = json.loads(run_on_small_disk(folder, "12m", module, str(folder)))
+    seen: dict[str, Any] = json.loads(run_on_small_disk(folder, "12m", "-m", module, str(folder)))
     assert seen["code"] == 0, seen
     assert "the journal cannot be written, its records are kept" in seen["said"]
     assert "the disk is full; free some space" in seen["said"]

@@ -29,7 +29,6 @@ CHILDREN = (
     "mover-point",
     "mover-failing",
     "mover-sigkill",
-    "slot-header",
     "slot-rewritten",
     "two-movers",
 )
@@ -76,9 +75,9 @@ def test_it_is_five_hundred_cases_of_every_fault() -> None:
 @pytest.mark.skipif(not has_namespaces(), reason="no user and mount namespaces here")
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_disk_that_is_really_full(tmp_path: Path, count: int) -> None:
-    module, folder = "tests.support.checkpoint_faults", str(tmp_path)
-    options = "--only", FULL_DISK, "--cases", str(count), "--folder", folder
-    run_on_small_disk(tmp_path, "2560k", module, *options)
+    campaign = "-m", "tests.support.checkpoint_faults"
+    options = "--only", FULL_DISK, "--cases", str(count), "--folder", str(tmp_path)
+    run_on_small_disk(tmp_path, "2560k", *campaign, *options)
 
 
 @pytest.mark.slow

@@ -56,15 +56,6 @@ class TensorMapping:
     pieces: tuple[Piece, ...]
     alias_of: str | None = None
 
-    @property
-    def is_rename(self) -> bool:
-        """The same numbers in the same shape under another name."""
-        if len(self.pieces) != 1:
-            return False
-        piece = self.pieces[0]
-        ways = piece.new_dim, piece.dropped_rows, piece.picked
-        return piece.lengths == self.shape and ways == (None, 0, None)
-
 
 def rename(ours: str, theirs: str, shape: Shape) -> TensorMapping:
     """One of theirs is one of ours."""

@@ -29,18 +29,8 @@ def test_work_beyond_the_restart_is_superseded() -> None:
 
 
 def test_a_later_restart_from_further_back_cuts_every_older_generation() -> None:
-    records = [
-        start(1, 0),
-        step(1, 1),
-        step(1, 2),
-        step(1, 3),
-        step(1, 4),
-        start(2, 3),
-        step(2, 4),
-        step(2, 5),
-        start(3, 1),
-        step(3, 2),
-    ]
+    records = [start(1, 0), *(step(1, n) for n in range(1, 5)), start(2, 3), step(2, 4), step(2, 5)]
+    records += [start(3, 1), step(3, 2)]
     effective, _ = split_effective(records)
     assert [(r.generation, r.event.step) for r in effective if isinstance(r.event, StepDone)] == [
         (1, 1),
