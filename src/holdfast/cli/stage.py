@@ -47,7 +47,7 @@ def stage(
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
     from holdfast.checkpoint.peers.client import split_address
-    from holdfast.checkpoint.peers.staging_node import StagingNode
+    from holdfast.checkpoint.peers.peer_tier import StagingNode
     from holdfast.config.sections.peers import is_loopback
     from holdfast.machine.limits import available_memory
     from holdfast.wire.http.sockets import bind_listener

@@ -25,6 +25,7 @@ from tests.support.checkpoint_faults.oracle import expected
 from tests.support.checkpoint_faults.verdict import (
     Restored,
     WrongError,
+    check_not_lost,
     judge,
     restore,
 )
@@ -98,7 +99,7 @@ def writing(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
     due = expected(bucket.contents(), setting.written)
     found = restore(bucket.store, states.topology(rng.randrange(8), 5))
     judge(found, due)
-    _not_lost(found, protocol.said, what)
+    check_not_lost(found, protocol.said, what)
     return f"{what}, {protocol.said} committed", found
 
 
@@ -126,7 +127,7 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
     found = restore(bucket.store, states.topology(rng.randrange(8), 5))
     what = f"SIGKILL {'before' if before else 'after'} request {at}, {said} committed"
     judge(found, due)
-    _not_lost(found, said, what)
+    check_not_lost(found, said, what)
     return what, found
 
 
@@ -223,12 +224,6 @@ def _bounded(body: Callable[[], Restored | None], what: str) -> Restored:
     if failed:
         raise failed[0]
     return found[0] or Restored(None)
-
-
-def _not_lost(found: Restored, said: list[int], what: str) -> None:
-    last = max(said, default=NEWEST[0])
-    if found.position is None or found.position[0] < last:
-        raise WrongError(f"{what}: step {last} was committed, {found} is restored")
 
 
 KINDS: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {

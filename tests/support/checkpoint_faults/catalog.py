@@ -224,7 +224,6 @@ FAULTS: dict[str, Fault] = {
     "mover-point": Fault(partial(at_mover_point, movers.die_at), 30),
     "mover-failing": Fault(partial(at_mover_point, movers.failing), 16),
     "mover-sigkill": Fault(partial(of_setting, movers.sigkill), 10),
-    "slot-header": Fault(partial(of_setting, movers.slot_header), 8),
     "slot-rewritten": Fault(partial(of_setting, movers.rewritten), 6),
     "two-movers": Fault(partial(of_setting, movers.two_movers), 8),
     **{name: Fault(partial(of_setting, partial(memory.play, name)), 8) for name in memory.KINDS},

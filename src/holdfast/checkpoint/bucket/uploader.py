@@ -69,8 +69,8 @@ class UploadProgress:
         """Return how far the upload of a key is; nothing of it has moved while another one is on
         its way."""
         sent, total = (self._sent, self._total) if key == self.key else (0, 0)
-        stalled_for_s = self._clock() - self._moved_at
-        return PendingUpload(key, sent, total, stalled_for_s, self.reason, is_over)
+        still = self._clock() - self._moved_at
+        return PendingUpload(key, sent, total, still, self.reason, is_over)
 
 
 class Uploader:

@@ -22,10 +22,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.capture.chunked_copy import (
     ChunkedCopy,
@@ -37,6 +37,12 @@ from holdfast.checkpoint.mover.client import wait_until_ended
 from holdfast.core.json_parsing import Json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.capture.capturer import Capturer
+    from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
+
+    AnyCapturer = Capturer | NoRoomCapturer
 
 MOVER_RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between two attempts to find a mover."""
@@ -57,31 +63,11 @@ _NO_ARENA = "the mover has made no arena"
 _NO_ARENA_YET = f"{_NO_ARENA} yet"
 
 
-class CapturerProtocol(Protocol):
-    """The interface of the wrapped object: `capture.Capturer`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def has_free_slot(self) -> bool: ...
-    def is_connected(self) -> bool: ...
-    def report_orphaned_saves(self, steps: Sequence[int]) -> None: ...
-    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture: ...
-    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture: ...
-    def fence(self) -> float: ...
-    def call_when_copied(self, step: int, listener: CopyListener) -> None: ...
-    def announce(
-        self, step: int, meta: Mapping[str, Json], destinations: SaveDestinations = DURABLE
-    ) -> SkippedCapture | None: ...
-    def drop_capture(self, step: int) -> None: ...
-    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Announcement:
     """One announcement on its way."""
 
-    capturer: CapturerProtocol
+    capturer: AnyCapturer
     step: int
     meta: Mapping[str, Json]
     destinations: SaveDestinations
@@ -102,8 +88,8 @@ class ReconnectingCapturer:
 
     def __init__(
         self,
-        make_first: Callable[[], CapturerProtocol],
-        make_capturer: Callable[[], CapturerProtocol],
+        make_first: Callable[[], AnyCapturer],
+        make_capturer: Callable[[], AnyCapturer],
         on_skipped: Callable[[SkippedCapture], None],
         *,
         in_background: bool = False,
@@ -116,7 +102,7 @@ class ReconnectingCapturer:
         self._on_skipped = on_skipped
         self._capturer = None if in_background else make_first()
         self._change = threading.Condition()
-        self._replacement: CapturerProtocol | None = None  # for the training thread to take over
+        self._replacement: AnyCapturer | None = None  # for the training thread to take over
         self._is_connecting = in_background  # for the first time
         self._first_error: BaseException | None = None
         self._queue: deque[_Announcement] = deque()
@@ -139,7 +125,7 @@ class ReconnectingCapturer:
         return self._lacks_mover or self._is_fenced
 
     @property
-    def _current(self) -> CapturerProtocol:
+    def _current(self) -> AnyCapturer:
         if self._capturer is None:
             raise RuntimeError("nothing has been captured")
         return self._capturer
@@ -363,7 +349,7 @@ class ReconnectingCapturer:
         """Look for the mover; whether there is one, the same or another."""
         with self._change:
             now = self._replacement or self._current
-        fresh: CapturerProtocol | None = None
+        fresh: AnyCapturer | None = None
         try:
             if not now.is_connected():
                 fresh = self._make_capturer()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.peers.client import PeerClient
@@ -33,6 +33,9 @@ from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
+if TYPE_CHECKING:
+    from holdfast.checkpoint.save.save_manager import SaveManager
+
 LEADER_HOLD_S = 1.0
 """A question waits so long at the leader, while the followers are FEW; it has a thread for each."""
 FEW = 16
@@ -43,20 +46,6 @@ SAVE_PATH = "/save"
 LEADER_ANSWER_TIMEOUT_S = 10.0
 LEADER_RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between two questions, by how many in a row have brought nothing."""
-
-
-class CommitCallbacks(Protocol):
-    """The leader's saves, as the protocol calls them (`save_manager.SaveManager`). Returns at
-    once."""
-
-    def all_parts_stored(self, save: SaveId) -> None:
-        """Every node has stored its parts."""
-
-    def part_failed(self, save: SaveId, reason: str) -> None:
-        """Another node has not, and will not."""
-
-    def on_save_ended(self, save: SaveId, key: str | None, reason: str) -> None:
-        """The leader's result of a save: the commit object's key, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +100,7 @@ class GenerationSaves:
 class CommitProtocol:
     """One mover's part in it. Alone, until a cohort has been named. Safe to use from any thread."""
 
-    def __init__(
-        self, save_tracker: SaveTracker, store: RunStore, callbacks: CommitCallbacks
-    ) -> None:
+    def __init__(self, save_tracker: SaveTracker, store: RunStore, callbacks: SaveManager) -> None:
         self._save_tracker, self._store, self._callbacks = save_tracker, store, callbacks
         self._change = threading.Condition()  # guards `_saves`
         self._saves: GenerationSaves | None = None  # None: this mover is alone

@@ -3,9 +3,9 @@
 Saves run on a few threads of their own. A blob is written while the capture is being hashed
 (`pending_blob.py`), its part when both are done. A save never stops training: every failure is an
 outcome, and nothing is left behind. If a generation began from a step that lies in memory alone,
-that step is made durable first ("promoted"), from an arena of this node or from the peers. The new
-generation's authority covers it, because its own generation is fenced. Of several movers, each does
-this for its own ranks, and one commits (`commit_protocol.py`).
+that step is made durable first ("promoted"). Its bytes come from an arena of this node or from the
+peers. The new generation's authority covers it, because its own generation is fenced. Of several
+movers, each does this for its own ranks, and one commits (`commit_protocol.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoint.restore.catalog import list_commits
@@ -14,11 +13,9 @@ from holdfast.checkpoint.restore.verify import verify
 from holdfast.core.format.manifest import commit_key
 from holdfast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 from tests.support.mover_cluster import Nodes
-from tests.support.mover_process import TABLE, Mover, assert_holds
+from tests.support.mover_process import TABLE, Start, assert_holds
 from tests.support.processes import stop
 from tests.support.ranks import wait_until
-
-Start = Callable[..., Mover]
 
 
 def begun(start: Start, names: str, slots: int = 3, **settings: object) -> Nodes:
