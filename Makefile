@@ -108,7 +108,7 @@ chaos: $(VENV)/.installed
 
 corrupt-checkpoints: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/runtime/checkpoint/test_fault_campaign.py \
-	  tests/system/test_corrupt_checkpoints.py tests/runtime/checkpoint/test_dcp_failures.py
+	  tests/system/test_corrupt_checkpoints.py tests/runtime/checkpoint/save
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed

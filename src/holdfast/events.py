@@ -397,6 +397,30 @@ class PeerFailed(Event, kind="peer_failed"):
     reason: str
 
 
+class StepPredicted(Event, kind="step_predicted"):
+    """A generation's plan, written when the generation starts."""
+
+    seconds: float  # of a step
+    parts: dict[str, float]  # seconds by what they go to; they add up to `seconds`
+    bytes: int  # on the fullest device
+    source: str  # of the devices' speeds: "assumed", or "measured 2026-11-26"
+
+
+class ShardAwaited(Event, kind="shard_awaited"):
+    """A batch waits for a shard, since the dataset's address does not answer. Written once for each
+    wait, and once more, without a reason, when the shard is here."""
+
+    rank: int
+    key: str
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.reason:
+            return f"rank {self.rank} waits for {self.key} of the dataset: {self.reason}"
+        return f"{self.key} of the dataset, which rank {self.rank} waited for, is here"
+
+
 def to_json(record: Record) -> dict[str, Any]:
     """A flat, JSON-safe dictionary; the event's fields stand beside the envelope's."""
     kind, body = record.event.kind, record.event.body

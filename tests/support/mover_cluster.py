@@ -3,15 +3,10 @@ The capturers of all ranks are in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
-from holdfast.checkpoint.capture.copy_plan import view_of
-from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.source import PeerBlobs
@@ -22,19 +17,14 @@ from holdfast.checkpoint.restore.sources import (
     MappedSource,
     StoreSource,
 )
-from holdfast.core.sharding.boxes import whole_box
-from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import Event
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.placement import Machine
-from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
-from tests.support.mover_process import DTYPE, TABLE, Mover, assert_holds, state
+from tests.support.mover_process import TABLE, Mover, Rank, Start, assert_holds
 from tests.support.peer_nodes import SECRET
 from tests.support.ranks import wait_until
-
-Start = Callable[..., Mover]
 
 
 class Nodes:
@@ -119,11 +109,12 @@ class Nodes:
     def equip(self, topo: Topology, slots: int = 3, only: Iterable[int] | None = None) -> None:
         for rank in range(topo.world_size) if only is None else only:
             client = self.movers[topo.nodes[rank]].client(topo.generation)
-            self.ranks[rank] = Rank(client, topo, rank, slots)
+            self.ranks[rank] = Rank(client, topo, rank, slots=slots)
 
     def capture(self, step: int, durable: bool = False, only: Iterable[int] | None = None) -> None:
         for rank in sorted(self.ranks) if only is None else only:
-            self.ranks[rank].take(step, durable)
+            self.ranks[rank].compute(step)
+            self.ranks[rank].hand_over(step, durable)
 
     def hear(self) -> dict[str, list[Event]]:
         """All events so far, by node."""
@@ -166,30 +157,3 @@ class Nodes:
             peer.close()
         mapped.close()
         return {name for name, count in found.read_stats.bytes_by_source.items() if count}
-
-
-class Rank:
-    """One rank's tensors and its capturer."""
-
-    def __init__(self, client: MoverClient, topo: Topology, rank: int, slots: int) -> None:
-        self.client = client
-        self.boxes = local_boxes(topo, TABLE, rank)
-        dtypes = {spec.name: DTYPE[spec.dtype] for spec in TABLE}
-        self.tensors = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes}
-        self.capturer = Capturer(client, topo, TABLE, rank, self.tensors, run="test", slots=slots)
-
-    def compute(self, step: int) -> None:
-        full = state(step, TABLE)
-        for box in self.boxes:
-            everything = whole_box(box.name, tuple(full[box.name].shape))
-            self.tensors[box.name].copy_(view_of(full[box.name], everything, box))
-
-    def take(self, step: int, durable: bool) -> None:
-        self.compute(step)
-        assert isinstance(self.capturer.capture(step, wait=60), CompletedCapture)
-        assert (
-            self.capturer.announce(step, {"position": 16 * step}, SaveDestinations(durable)) is None
-        )
-
-    def settle(self, step: int) -> str | None:
-        return self.capturer.wait_until_committed(step, 60)

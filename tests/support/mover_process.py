@@ -10,25 +10,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.capture.copy_plan import view_of
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.main import MoverSpec
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import find_newest_verified
+from holdfast.checkpoint.save.writer import write_part
+from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.boxes import Box, whole_box
+from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, TensorSpec, local_boxes
-from holdfast.events import Event
+from holdfast.events import CheckpointUploaded, Event
 from holdfast.layout import Layout, Topology, place_layout
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import create_generation, newest_generation
 
 TABLE: StateTable = (
@@ -63,8 +71,61 @@ def state(step: int, table: StateTable = TABLE) -> dict[str, torch.Tensor]:
     return made
 
 
+class RankState:
+    """One rank's tensors."""
+
+    def __init__(self, topo: Topology, rank: int, table: StateTable = TABLE) -> None:
+        self.table = table
+        self.boxes = local_boxes(topo, table, rank)
+        dtypes = {spec.name: DTYPE[spec.dtype] for spec in table}
+        self.tensors = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes}
+
+    def compute(self, step: int) -> None:
+        """Take a step: the tensors now hold their part of `state(step)`."""
+        full = state(step, self.table)
+        for box in self.boxes:
+            everything = whole_box(box.name, tuple(full[box.name].shape))
+            self.tensors[box.name].copy_(view_of(full[box.name], everything, box))
+
+
+class Rank(RankState):
+    """And its capturer."""
+
+    def __init__(
+        self,
+        client: MoverClient,
+        topo: Topology,
+        rank: int,
+        table: StateTable = TABLE,
+        slots: int = 2,
+        let_go: bool = False,
+    ) -> None:
+        super().__init__(topo, rank, table)
+        self.client = client
+        self.capturer = Capturer(
+            client,
+            topo,
+            table,
+            rank,
+            self.tensors,
+            run="test",
+            slots=slots,
+            has_released_old_memory=let_go,
+        )
+
+    def hand_over(self, step: int, durable: bool = True) -> None:
+        """Capture and announce; a snapshot that is not `durable` is to stay in memory."""
+        assert isinstance(self.capturer.capture(step, wait=60), CompletedCapture)
+        meta, destinations = {"position": 16 * step}, SaveDestinations(durable)
+        assert self.capturer.announce(step, meta, destinations) is None
+
+    def settle(self, step: int) -> str | None:
+        """Wait for the end of a save; return why it is not committed."""
+        return self.capturer.wait_until_committed(step, 60)
+
+
 class Workers:
-    """All ranks of a generation in this process: local tensors, and a Capturer for each."""
+    """All ranks of a generation in this process."""
 
     def __init__(
         self,
@@ -74,46 +135,26 @@ class Workers:
         slots: int = 2,
         let_go: bool = False,
     ) -> None:
-        self.topology, self.table = topo, table
-        self.tensors: list[dict[str, torch.Tensor]] = []
-        self.capturers: list[Capturer] = []
-        self.boxes = [local_boxes(topo, table, r) for r in range(topo.world_size)]
-        dtypes = {spec.name: DTYPE[spec.dtype] for spec in table}
-        for rank in range(topo.world_size):
-            local = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes[rank]}
-            self.tensors.append(local)
-            self.capturers.append(
-                Capturer(
-                    client,
-                    topo,
-                    table,
-                    rank,
-                    local,
-                    run="test",
-                    slots=slots,
-                    has_released_old_memory=let_go,
-                )
-            )
+        self.client, self.topology, self.table = client, topo, table
+        self.ranks = [Rank(client, topo, n, table, slots, let_go) for n in range(topo.world_size)]
+        self.tensors = [rank.tensors for rank in self.ranks]
+        self.capturers = [rank.capturer for rank in self.ranks]
 
     def compute(self, step: int) -> None:
-        """Take a step: every rank's tensors now hold its part of `state(step)`."""
-        full = state(step, self.table)
-        for local, boxes in zip(self.tensors, self.boxes, strict=True):
-            for box in boxes:
-                all_of_it = whole_box(box.name, tuple(full[box.name].shape))
-                local[box.name].copy_(view_of(full[box.name], all_of_it, box))
+        for rank in self.ranks:
+            rank.compute(step)
 
-    def save(self, step: int, meta: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int) -> None:
         """Compute, capture and announce on every rank."""
         self.compute(step)
         for capturer in self.capturers:
             assert isinstance(capturer.capture(step, wait=60), CompletedCapture)
         for capturer in self.capturers:
-            assert capturer.announce(step, meta or {"position": 16 * step}) is None
+            assert capturer.announce(step, {"position": 16 * step}) is None
 
     def commit(self, step: int) -> None:
         self.save(step)
-        reason = self.capturers[0].wait_until_committed(step, 60)
+        reason = self.ranks[0].settle(step)
         assert reason is None, reason
 
 
@@ -168,6 +209,13 @@ class Mover:
         client.expect(topo, table)
         return client
 
+    def workers(
+        self, replicas: int = 1, dp_shard: int = 1, generation: int = 1, slots: int = 2
+    ) -> Workers:
+        """The ranks of a generation that has begun."""
+        topo = topology(replicas, dp_shard, generation)
+        return Workers(self.begin(topo), topo, slots=slots)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(120)
@@ -181,6 +229,10 @@ class Mover:
         shutil.rmtree(self.private, ignore_errors=True)
 
 
+Start = Callable[..., Mover]
+"""Starts a mover on the test's run folder."""
+
+
 def events_until(client: MoverClient, last: Callable[[Event], bool]) -> list[Event]:
     """All events up to the one that is waited for."""
     events: list[Event] = []
@@ -192,6 +244,11 @@ def events_until(client: MoverClient, last: Callable[[Event], bool]) -> list[Eve
     return events
 
 
+def uploaded(step: int) -> Callable[[Event], bool]:
+    """The event that the bucket has a step."""
+    return lambda event: isinstance(event, CheckpointUploaded) and event.step == step
+
+
 def read_box(checkpoint: Checkpoint, box: Box) -> torch.Tensor:
     """A box of a checkpoint as a tensor."""
     out = torch.empty(box.lengths, dtype=DTYPE[checkpoint.spec(box.name).dtype])
@@ -200,11 +257,43 @@ def read_box(checkpoint: Checkpoint, box: Box) -> torch.Tensor:
     return out
 
 
+def assert_reads(
+    checkpoint: Checkpoint, boxes: Sequence[Box], step: int, table: StateTable = TABLE
+) -> None:
+    """These boxes, read in one pass, are those of the state after `step`."""
+    full = state(step, table)
+    outs = [torch.zeros(box.lengths, dtype=full[box.name].dtype) for box in boxes]
+    checkpoint.read_all(
+        (box, out.reshape(-1).view(torch.uint8).numpy().data if box.size else memoryview(b""))
+        for box, out in zip(boxes, outs, strict=True)
+    )
+    for box, out in zip(boxes, outs, strict=True):
+        at = tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
+        assert torch.equal(out, full[box.name][at]), box
+
+
 def assert_holds(checkpoint: Checkpoint, step: int, table: StateTable = TABLE) -> None:
     """The checkpoint is, bit for bit, the state after `step`."""
     assert checkpoint.step == step
     for name, full in state(step, table).items():
         assert torch.equal(read_box(checkpoint, whole_box(name, tuple(full.shape))), full), name
+
+
+def write_noise(store: RunStore, plan: SaveContext, step: int, rank: int, seed: object = 0) -> None:
+    """What a mover writes for a rank, of random bytes."""
+    tensors = place_boxes(owned_boxes(plan.topology, plan.table, rank), plan.table)
+    head = blob_header(tensors)
+    data = [Random(f"{seed} {p.box.name}").randbytes(p.nbytes) for p in tensors]
+    write_part(store, plan, step, rank, [head, *data], len(head), tensors, {})
+
+
+def newest_verified(
+    store: RunStore, rejected: Callable[[str, str], object] = lambda key, reason: None
+) -> Checkpoint:
+    """The checkpoint that a restart would take. There is one."""
+    found = find_newest_verified(store, rejected)
+    assert found is not None
+    return found
 
 
 def files(store: FolderStore) -> list[str]:

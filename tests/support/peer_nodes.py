@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.messages import GenerationPlan, Offer
 from holdfast.checkpoint.peers.source import PeerSource
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.sources import FallbackReader
 from holdfast.core.format.manifest import PartManifest, merge_parts
+from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec, local_boxes
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.placement import Machine
@@ -26,12 +28,17 @@ TABLE: StateTable = (
     TensorSpec("model.scale", "F64", (), None),
 )
 EXTENT = 4096
-POLL = 0.005
 
 
 def topology(generation: int = 1, replicas: int = 1, dp_shard: int = 1) -> Topology:
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
     return place_layout(layout, generation, ("node0",) * layout.world_size)
+
+
+def offer_of(part: bytes, source: str, topo: Topology, ranks: Sequence[int] = (0,)) -> JsonObject:
+    """The body of an offer, with who writes."""
+    plan = GenerationPlan(topo, TABLE)
+    return Offer(part.decode(), "", source, tuple(ranks), plan).to_json()
 
 
 class Node:

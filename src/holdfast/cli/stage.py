@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.checkpoint.peers.client import split_address
-from holdfast.checkpoint.peers.staging_node import StagingNode
+from holdfast.checkpoint.peers.peer_tier import StagingNode
 from holdfast.cli.dispatch import app as make_app
 from holdfast.config.sections.peers import is_loopback
 from holdfast.errors import UserError

@@ -26,9 +26,7 @@ class GroupProgress(JsonRow):
     done: int
 
 
-def find_late_devices(
-    progress: Mapping[int, Sequence[GroupProgress]],
-) -> dict[int, GroupProgress]:
+def find_late_devices(progress: Mapping[int, Sequence[GroupProgress]]) -> dict[int, GroupProgress]:
     """Return the ranks whose devices have not reached an exchange in which other devices wait, with
     that group. A rank whose own device waits in another exchange is not returned.
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.restore import sources, verify
-from tests.runtime.checkpoint.save.test_writer_full_disk import namespaces
-from tests.support.checkpoint_faults import bucket, peers, uploads, workers
+from tests.support.checkpoint_faults import bucket, uploads, workers
 from tests.support.checkpoint_faults.catalog import FAULTS, FULL_DISK, Case, cases, run
 from tests.support.ranks import rank_values
+from tests.support.small_disk import has_namespaces, run_on_small_disk
 
 PARTS = 6
 CHILDREN = (
@@ -29,14 +29,11 @@ CHILDREN = (
     "mover-point",
     "mover-failing",
     "mover-sigkill",
-    "slot-header",
     "slot-rewritten",
     "two-movers",
 )
 BUCKET = (*bucket.KINDS, *uploads.KINDS)
-PEERS = tuple(peers.KINDS)
-TORCH_FREE = [name for name in FAULTS if name not in (*BUCKET, *PEERS, FULL_DISK)]
-MOUNT = 'mount -t tmpfs -o size=2560k none "$0" && exec "$@"'
+TORCH_FREE = [name for name in FAULTS if name not in (*BUCKET, FULL_DISK)]
 
 
 def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str]]:
@@ -57,9 +54,7 @@ def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str
 )
 def test_five_hundred_cases(part: int) -> None:
     """Every one restores the newest good checkpoint, or was built with none left and says so."""
-    seen = campaign(
-        "--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET, *PEERS
-    )
+    seen = campaign("--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET)
     for case in seen:
         if case["fault"] in CHILDREN:
             assert case["verdict"] == "newest", case
@@ -77,48 +72,12 @@ def test_it_is_five_hundred_cases_of_every_fault() -> None:
     assert planned["none-left"] >= 20
 
 
-@pytest.mark.skipif(not namespaces(), reason="no user and mount namespaces here")
+@pytest.mark.skipif(not has_namespaces(), reason="no user and mount namespaces here")
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_disk_that_is_really_full(tmp_path: Path, count: int) -> None:
-    done = subprocess.run(
-        [
-            "unshare",
-            "-Urm",
-            "sh",
-            "-c",
-            MOUNT,
-            str(tmp_path),
-            sys.executable,
-            "-m",
-            "tests.support.checkpoint_faults",
-            "--only",
-            FULL_DISK,
-            "--cases",
-            str(count),
-            "--folder",
-            str(tmp_path),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_another_machines_memory() -> None:
-    """A dozen of the cases of tier 1; `make corrupt-checkpoints` does more."""
-    seen = campaign("--seed", 2, "--cases", 14, "--only", *PEERS)
-    assert {case["fault"] for case in seen} == set(PEERS)
-    assert {case["verdict"] for case in seen} <= {"newest", "older"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PEERS)
-def test_another_machines_memory_at_length(name: str) -> None:
-    seen = campaign("--seed", 3, "--cases", 20, "--only", name, deadline=600)
-    assert len(seen) == 20
-    assert "nothing" not in {case["verdict"] for case in seen}
+    campaign = "-m", "tests.support.checkpoint_faults"
+    options = "--only", FULL_DISK, "--cases", str(count), "--folder", str(tmp_path)
+    run_on_small_disk(tmp_path, "2560k", *campaign, *options)
 
 
 @pytest.mark.slow

@@ -13,12 +13,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, device_kind, is_accelerator
 
 SOURCES = Path(holdfast.__file__).parent
-TABLE_FILES = {
-    "core/devices.py",
-    "config/run.py",
-    "machine/accelerators.py",
-    "machine/hardware.py",
-}
+TABLE_FILES = {"core/devices.py", "config/run.py", "machine/accelerators.py", "machine/hardware.py"}
 HERE = {
     "launch/node/devices.py": "what torch was built for",
     "config/loading/explain.py": "what a person may have meant by another word",

@@ -65,6 +65,19 @@ def committed(step: int, generation: int = 1) -> Record:
     return Record(generation, "agent", 99, 0.0, CheckpointCommitted("key", 1, 1.0, step=step))
 
 
+def changed(
+    records: list[Record], step: int, rank: int, change: Callable[[Any], dict[str, Any]]
+) -> list[Record]:
+    """With other entries of one rank's step."""
+    out = []
+    for r in records:
+        event = r.event
+        if isinstance(event, BatchFed) and (event.step, event.rank) == (step, rank):
+            event = replace(event, entries=[e | change(e) for e in event.entries])
+        out.append(replace(r, event=event))
+    return out
+
+
 EVEN: list[Plan] = [lambda _: [0, 1], lambda _: [2, 3]]
 
 
@@ -214,13 +227,7 @@ def test_one_token_changed(source: Batches) -> None:
 
 def test_positions_of_another_step(source: Batches) -> None:
     records = feed(source, EVEN, 1, 3)
-    moved = []
-    for r in records:
-        event = r.event
-        if isinstance(event, BatchFed) and event.step == 2 and event.rank == 1:
-            entries = [{**e, "start": e["start"] + 8, "stop": e["stop"] + 8} for e in event.entries]
-            event = replace(event, entries=entries)
-        moved.append(replace(r, event=event))
+    moved = changed(records, 2, 1, lambda e: {"start": e["start"] + 8, "stop": e["stop"] + 8})
     result = audit_records([*moved, committed(3)], source)
     assert problems(result) == [
         ("missing", 2, 2),
@@ -232,13 +239,8 @@ def test_positions_of_another_step(source: Batches) -> None:
 
 
 def test_a_skipped_range_counts_as_used_with_its_reason(source: Batches) -> None:
-    records = []
-    for r in feed(source, EVEN, 1, 3):
-        event = r.event
-        if isinstance(event, BatchFed) and event.step == 2 and event.rank == 0:
-            entries = [{**e, "hash": "", "skipped": "loss spike"} for e in event.entries]
-            event = replace(event, entries=entries)
-        records.append(replace(r, event=event))
+    fed = feed(source, EVEN, 1, 3)
+    records = changed(fed, 2, 0, lambda e: {"hash": "", "skipped": "loss spike"})
     result = audit_records([*records, committed(3)], source)
     assert result.ok
     assert result.skipped == {"loss spike": 4}

@@ -43,8 +43,7 @@ def messages(*talk: dict[str, Any]) -> tuple[Any, ...]:
 def replies_become(text: str) -> str:
     """ChatML with other content for a reply."""
     return CHATML.replace(
-        "message['content']",
-        f"({text} if message['role'] == 'assistant' else message['content'])",
+        "message['content']", f"({text} if message['role'] == 'assistant' else message['content'])"
     )
 
 
@@ -66,7 +65,7 @@ REPORTS = (
     Report(
         "huggingface/trl!5988",
         "the end of a reply is a token of the next message: the model never stops",
-        ("no reply ends with a stop token (<|im_end|>)",),
+        ("no reply ends with a stop token (<|im_end|>)", "eos_token"),
         BY_KEY["chatml"].replace(
             "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
             "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
@@ -136,7 +135,7 @@ REPORTS = (
     Report(
         "huggingface/smol-course#260",
         "rows whose roles do not alternate, as the template demands",
-        ("fails in line 1", "roles must alternate"),
+        ("fails in line 1", "roles must alternate", "leave it out"),
         "{% for message in messages %}"
         "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"

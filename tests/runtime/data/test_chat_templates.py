@@ -256,54 +256,34 @@ def test_tools_that_would_not_be_trained_on_are_refused(
 
 
 # --- broken templates --------------------------------------------------------------------------
-HEADER_ONLY = CHATML.replace("{% if add_generation_prompt %}", "{% if false %}")
 NO_REPLIES = CHATML.replace(
     "message['content']", "(message['content'] if message['role'] == 'user' else '')"
 )
 LOOKS_AHEAD = CHATML.replace(
     "message['content']", "(message['content'] if loop.last else message['content'] | upper)"
 )
-MARKS_NOTHING = CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
 MARKS_HEADER = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ '<|im_start|>assistant\\n' }}{% endgeneration %}"
     "{{ message['content'] + '<|im_end|>' }}{% else %}{{ message['content'] }}{% endif %}"
     "{% endfor %}"
 )
-ALTERNATES = (
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{{ message['content'] }}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (HEADER_ONLY, ["message 3 begins with '<|im_start|>assistant", "add_generation_prompt"]),
         (NO_REPLIES, ["reply in message 3 ends with 'One.'", "not in its place"]),
         (
             LOOKS_AHEAD,
             ["message 3", "no beginning of the full text", "from character", "template_file"],
         ),
-        (MARKS_NOTHING, ["2 replies", "marks 0 parts", "generation"]),
         (MARKS_HEADER, ["message 3 ends with 'One.'", "between {% generation %}"]),
-        (ALTERNATES, ["fails in line 1", "roles must alternate", "leave it out"]),
         ("{{ messages[0].__class__.__mro__ }}", ["SecurityError", "unsafe"]),
         ("{{ strftime_now('%d %b %Y') }}", ["strftime_now", "clock"]),
         ("{{ messages[0]['content'] + none }}", ["fails in line 1", "TypeError"]),
     ],
-    ids=[
-        "header",
-        "no reply",
-        "looks ahead",
-        "unmarked",
-        "marked header",
-        "order",
-        "sandbox",
-        "clock",
-        "none",
-    ],
+    ids=["no reply", "looks ahead", "marked header", "sandbox", "clock", "none"],
 )
 def test_a_template_that_does_not_fit_is_refused_with_its_row(
     template: str, words: list[str]
@@ -369,41 +349,18 @@ def test_a_preparation_shows_a_row_with_its_mask(tmp_path: Path) -> None:
     assert "<|im_end|>\n]]" in lines
 
 
-STOP_UNTRAINED = BY_KEY["chatml"].replace(
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
-    "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
-)
-TWICE = "{{ '<|endoftext|><|endoftext|>' }}" + CHATML
-
-
 @pytest.mark.parametrize(
     ("template", "more", "words"),
     [
-        (STOP_UNTRAINED, {}, ["no reply ends with a stop token (<|im_end|>)", "eos_token"]),
-        (CHATML, {"eos": "<|endoftext|>"}, ["no reply ends with a stop token (<|endoftext|>)"]),
-        (TWICE, {}, ["begins with '<|endoftext|>' twice"]),
         (None, {}, ["has no chat template", "data.chat.template"]),
         (CHATML, {"chat": {"train_on": ["tool"]}}, ["nothing is left of 12 documents"]),
-        (
-            "{% generation %}" + CHATML + "{% endgeneration %}",
-            {"rows": [{"messages": conversation(i)} for i in range(6)]},
-            ["everything carries loss", "rows: text"],
-        ),
         (
             CHATML,
             {"rows": [{"prompt": "", "completion": "a b"}], "rows_form": "prompt"},
             ["everything carries loss"],
         ),
     ],
-    ids=[
-        "stop untrained",
-        "other stop",
-        "begun twice",
-        "no template",
-        "no such role",
-        "a mask of ones",
-        "no prompt",
-    ],
+    ids=["no template", "no such role", "no prompt"],
 )
 def test_a_set_that_teaches_the_wrong_thing_is_refused(
     tmp_path: Path, template: str | None, more: dict[str, Any], words: list[str]

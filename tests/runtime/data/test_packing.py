@@ -143,10 +143,7 @@ def test_the_dataset_does_not_depend_on_processes_or_form_of_the_file(tmp_path: 
         "name": "chat",
     }
     other = data_config(
-        root / "other",
-        source,
-        tokenizer={"path": str(root / "tokenizer")},
-        attention="document",
+        root / "other", source, tokenizer={"path": str(root / "tokenizer")}, attention="document"
     )
     plain = Dataset.open(root / "dataset")
     assert stored_rows(make(other)) == stored_rows(plain)

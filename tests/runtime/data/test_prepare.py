@@ -20,15 +20,7 @@ from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import HoldfastError
-from tests.support.corpus import (
-    data_config,
-    jsonl_file,
-    make,
-    text,
-    text_folder,
-    text_source,
-    tree,
-)
+from tests.support.corpus import data_config, jsonl_file, make, text, text_folder, text_source, tree
 from tests.support.marks import in_campaign
 from tests.support.processes import children_of
 

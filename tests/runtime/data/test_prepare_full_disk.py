@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.corpus import data_config, make, text_folder, text_source
+from tests.support.small_disk import has_namespaces, run_on_small_disk
 
 SCRIPT = """
 import json, os, subprocess, sys
@@ -23,6 +21,7 @@ from holdfast.errors import UserError
 
 config = DataConfig.model_validate_json(sys.argv[1])
 disk, out = Path(sys.argv[2]), {"failed": []}
+(disk / "set").mkdir()
 def attempt():
     said = []
     try:
@@ -47,14 +46,7 @@ print(json.dumps(out))
 """
 
 
-def namespaces_work() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return subprocess.run(command, capture_output=True).returncode == 0
-
-
-@pytest.mark.skipif(not namespaces_work(), reason="user and mount namespaces are not allowed here")
+@pytest.mark.skipif(not has_namespaces(), reason="no user and mount namespaces here")
 @pytest.mark.parametrize(("size", "stage"), [("500k", "tokens"), ("1400k", "shards")])
 def test_full_disk_then_room(tmp_path: Path, size: str, stage: str) -> None:
     sources = [
@@ -64,26 +56,10 @@ def test_full_disk_then_room(tmp_path: Path, size: str, stage: str) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     config = data_config(disk / "set", *sources, processes=2)
-    (tmp_path / "script.py").write_text(SCRIPT.replace("SIZE", size))
-    inside = 'mount -t tmpfs -o size=64m none "$1" && mkdir "$1/set" && exec "$2" "$3" "$4" "$1"'
-    done = subprocess.run(
-        [
-            "unshare",
-            "-Urm",
-            "sh",
-            "-c",
-            inside,
-            "sh",
-            str(disk),
-            sys.executable,
-            str(tmp_path / "script.py"),
-            config.model_dump_json(),
-        ],
-        capture_output=True,
-        text=True,
+    script = SCRIPT.replace("SIZE", size)
+    out = json.loads(
+        run_on_small_disk(disk, "64m", "-c", script, config.model_dump_json(), str(disk))
     )
-    assert done.returncode == 0, done.stderr
-    out = json.loads(done.stdout)
     kinds = [kind for kind, _ in out["failed"]]
     assert kinds == ["DataError", "OutOfSpaceError", "OutOfSpaceError"]
     assert "Read-only file system" in out["failed"][0][1]

@@ -15,10 +15,7 @@ from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.stream import node_cache
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
-from holdfast.data.stream.dataset_location import (
-    RemoteDataset,
-    open_dataset,
-)
+from holdfast.data.stream.dataset_location import RemoteDataset, open_dataset
 from holdfast.data.stream.verify import check_dataset, find_problems
 from holdfast.errors import DataError, StoreError
 from tests.support import s3

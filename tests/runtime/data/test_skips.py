@@ -3,8 +3,6 @@ or fed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -13,8 +11,7 @@ from holdfast.core.data.skips import Skip, Skips
 from holdfast.data.order.audit import audit_records
 from holdfast.data.stream.batch import MASKED_TARGET, Batches
 from holdfast.data.stream.dataset import Dataset
-from holdfast.events import BatchFed
-from tests.runtime.data.test_audit import EVEN, committed, feed
+from tests.runtime.data.test_audit import EVEN, changed, committed, feed
 from tests.support.corpus import batches, train_config
 
 SKIPS = Skips([Skip(2, 1, "step 2 is not finite: bad on a; on 1 other device bad")])
@@ -58,13 +55,8 @@ def test_the_audit_shows_it_as_skipped(source: Batches, parts: int) -> None:
 def test_what_is_called_skipped_but_was_fed_is_a_problem(
     source: Batches, small: Dataset, small_config: DataConfig
 ) -> None:
-    records = []
-    for r in feed(batches(small, small_config), EVEN, 1, 3):
-        event = r.event
-        if isinstance(event, BatchFed) and event.step == 2 and event.rank == 0:
-            entries = [{**e, "skipped": "so it says"} for e in event.entries]
-            event = replace(event, entries=entries)
-        records.append(replace(r, event=event))
+    fed = feed(batches(small, small_config), EVEN, 1, 3)
+    records = changed(fed, 2, 0, lambda e: {"skipped": "so it says"})
     result = audit_records([*records, committed(3)], source)
     assert [(p.kind, p.step, p.microbatch) for p in result.problems] == [
         ("wrong", 2, 0),

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.prediction import StepPredicted
-from holdfast.events import MemoryUsed, from_json, to_json
+from holdfast.events import MemoryUsed, StepPredicted, from_json, to_json
 from holdfast.report.history.history import build_history
 from holdfast.report.history.summary import summary
 from holdfast.report.page.page import render_page

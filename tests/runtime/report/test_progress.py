@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.shard_wait import ShardAwaited
-from holdfast.events import CheckpointCommitted, CheckpointSkipped, Event, Record
+from holdfast.events import CheckpointCommitted, CheckpointSkipped, Event, Record, ShardAwaited
 from holdfast.report.history.progress import RunProgress
 
 

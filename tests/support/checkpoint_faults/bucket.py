@@ -14,25 +14,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
-import obstore
-
-from holdfast.errors import HoldfastError
-from holdfast.wire.store.bucket import BucketStore
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import RunStore
 from tests.support import s3
-from tests.support.checkpoint_faults import rest, states
+from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import NEWEST, History, Protocol, history
 from tests.support.checkpoint_faults.interrupted import Setting
 from tests.support.checkpoint_faults.oracle import expected
 from tests.support.checkpoint_faults.verdict import (
     Restored,
     WrongError,
+    check_not_lost,
     judge,
     restore,
-    restore_verified,
 )
 from tests.support.s3 import Fault, Proxy, Request
 
@@ -63,56 +58,6 @@ class Bucket:
 
     def contents(self) -> dict[str, bytes]:
         return {key: self.store.get(key) for key in self.store.list("")}
-
-
-class BucketVictim(rest.Victim):
-    """A history in a bucket, broken by a writer with access."""
-
-    def __init__(self, bucket: Bucket, made: History) -> None:
-        super().__init__(Path("/nowhere"), made)
-        self.bucket = bucket
-
-    def read(self, key: str) -> bytearray:
-        try:
-            return bytearray(self.bucket.store.get(key))
-        except HoldfastError:
-            return bytearray()
-
-    def put(self, key: str, data: bytes | bytearray) -> None:
-        # Past the driver, which never overwrites.
-        objects = cast(BucketStore, self.bucket.store)._objects._objects
-        obstore.put(objects, key, bytes(data), use_multipart=False)
-
-    def remove(self, key: str) -> None:
-        self.bucket.store.delete(key)
-
-
-DAMAGE = (
-    "flip-data",
-    "flip-commit",
-    "truncate",
-    "delete",
-    "swap-blobs",
-    "swap-extents",
-    "replay",
-    "replay-commit",
-    "zeros",
-    "none-left",
-)
-
-
-def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """Objects of a bucket rot, are lost, exchanged and replayed."""
-    bucket, made = Bucket(_name(folder)), history(setting.first, setting.second)
-    bucket.pour(made)
-    victim = BucketVictim(bucket, made)
-    what = rest.DAMAGE[rng.choice(DAMAGE)](victim, rng)
-    topo = states.topology(rng.randrange(8), 5)
-    due = expected(bucket.contents(), made.files)
-    found = restore(bucket.store, topo)
-    judge(found, due)
-    judge(restore_verified(bucket.store, topo), due)
-    return what, found
 
 
 def reading(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
@@ -154,7 +99,7 @@ def writing(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
     due = expected(bucket.contents(), setting.written)
     found = restore(bucket.store, states.topology(rng.randrange(8), 5))
     judge(found, due)
-    _not_lost(found, protocol.said, what)
+    check_not_lost(found, protocol.said, what)
     return f"{what}, {protocol.said} committed", found
 
 
@@ -182,7 +127,7 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
     found = restore(bucket.store, states.topology(rng.randrange(8), 5))
     what = f"SIGKILL {'before' if before else 'after'} request {at}, {said} committed"
     judge(found, due)
-    _not_lost(found, said, what)
+    check_not_lost(found, said, what)
     return what, found
 
 
@@ -281,14 +226,7 @@ def _bounded(body: Callable[[], Restored | None], what: str) -> Restored:
     return found[0] or Restored(None)
 
 
-def _not_lost(found: Restored, said: list[int], what: str) -> None:
-    last = max(said, default=NEWEST[0])
-    if found.position is None or found.position[0] < last:
-        raise WrongError(f"{what}: step {last} was committed, {found} is restored")
-
-
 KINDS: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "bucket-at-rest": at_rest,
     "bucket-reading": reading,
     "bucket-writing": writing,
     "bucket-killed": killed,

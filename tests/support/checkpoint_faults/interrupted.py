@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +35,13 @@ from tests.support.checkpoint_faults.histories import (
     write_rank,
 )
 from tests.support.checkpoint_faults.kill_points import Points
-from tests.support.checkpoint_faults.verdict import Restored, WrongError, judge_folder, restore
+from tests.support.checkpoint_faults.verdict import (
+    Restored,
+    WrongError,
+    check_not_lost,
+    judge_folder,
+    restore,
+)
 
 KILLED = 9
 
@@ -135,8 +140,7 @@ def settle(folder: Path, setting: Setting, said: list[int], reader: int) -> Rest
     """The verdict over what a child left, before and after the next generation has swept."""
     topo = states.topology(reader, 4)
     found, _ = judge_folder(folder, setting.written, topo)
-    if found.position is None or found.position[0] < max(said, default=8):
-        raise WrongError(f"step {max(said, default=8)} was committed, {found} is restored")
+    check_not_lost(found, said, "the child has ended")
     store = FolderStore(folder)
     retention.sweep_older_generations(store, 4)
     again, due = judge_folder(folder, setting.written, topo)
@@ -203,8 +207,7 @@ def _healed(
     """The verdict over what failing saves have left, and whether the disk, well again, serves."""
     topo = states.topology(rng.randrange(8), 5)
     found, _ = judge_folder(folder, setting.written, topo)
-    if found.position is None or found.position[0] < max(protocol.said, default=8):
-        raise WrongError(f"{what}: {protocol.said} were committed, {found} is restored")
+    check_not_lost(found, protocol.said, what)
     healed = plan(states.topology(setting.third, 7))
     store = FolderStore(folder)
     create_generation(store, 7, {})
@@ -309,9 +312,3 @@ def _racer(kind: str, store: FolderStore, setting: Setting, number: int) -> int:
     except BaseException:
         return 3
     return 0
-
-
-def stop_signal(pid: int) -> None:
-    """SIGKILL, and wait for the end."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""Faults of memory: snapshots in arenas are corrupt, torn, incomplete, given up or overwritten.
+"""Faults of memory: snapshots in arenas rot or are overwritten.
 
 A mover holds steps only in memory, in addition to the durable ones of a history. After the fault
 the next generation acts as a worker's restore does. It asks the mover for the newest state, and
@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.checkpoint.memory.arena import PAGE, identity_digest
+from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.sources import FallbackReader, MappedSource, StoreSource
-from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.policy.saving.destinations import SaveDestinations
@@ -119,6 +118,16 @@ class Scene:
         return None
 
 
+def _newest_slot(scene: Scene, rng: random.Random) -> tuple[int, Arena, int, SlotHeader]:
+    """Return (rank, its arena, slot, header) of a part of the newest snapshot that has data."""
+    rank = rng.choice([r for r, tensors in enumerate(scene.ranks.tensors) if tensors])
+    arena, slot = scene.ranks.arenas[rank], scene.slot_of(rank, NEWEST)
+    header = arena.header(slot)
+    if header is None:
+        raise WrongError("the newest snapshot is not in memory")
+    return rank, arena, slot, header
+
+
 def _end(scene: Scene, found: Restored, allowed: set[int], what: str) -> tuple[str, Restored]:
     if found.position is None or found.position[0] not in allowed:
         raise WrongError(f"{what}: {found} ({found.sentence}), one of {sorted(allowed)} is due")
@@ -127,11 +136,7 @@ def _end(scene: Scene, found: Restored, allowed: set[int], what: str) -> tuple[s
 
 def flipped(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     """One bit of the newest snapshot flips in memory, after it was hashed."""
-    rank = rng.choice([r for r, tensors in enumerate(scene.ranks.tensors) if tensors])
-    arena, slot = scene.ranks.arenas[rank], scene.slot_of(rank, NEWEST)
-    header = arena.header(slot)
-    if header is None:
-        raise WrongError("the newest snapshot is not in memory")
+    rank, arena, slot, header = _newest_slot(scene, rng)
     start = len(states.blob(NEWEST, scene.ranks.tensors[rank])[0]) - sum(
         p.nbytes for p in scene.ranks.tensors[rank]
     )
@@ -150,59 +155,13 @@ def header_flipped(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     return _end(scene, found, {DURABLE, 13}, f"a bit of byte {at} of a slot's header flipped")
 
 
-def torn(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
-    """Some workers end in the middle of the next capture, the rest after it: not a step."""
-    world = scene.topology.world_size
-    victims = [rank for rank in range(world) if rng.random() < 0.5] or [0]
-    for rank in range(world):
-        if rank not in victims:
-            scene.capture(rank, 15)
-            continue
-        arena = scene.ranks.arenas[rank]
-        slot = arena.free_slot()
-        if slot is None:
-            scene.ranks.client.wait_for_free_slot(rank, SECONDS)
-            slot = arena.free_slot()
-        if slot is None:
-            raise WrongError("no slot is free, though one step is complete and one is older")
-        data, _ = states.blob(15, scene.ranks.tensors[rank])
-        arena.begin_write(slot)
-        half = rng.randrange(len(data))
-        arena.data(slot, half)[:] = data[:half]
-    found = scene.restore(rng)
-    return _end(scene, found, {NEWEST}, f"ranks {victims} end in the middle of a capture")
-
-
-def lost(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
-    """The mover is killed, and the memory with it."""
-    scene.mover.close(9)
-    scene.mover = Mover(scene.folder)
-    found = scene.restore(rng)
-    return _end(scene, found, {DURABLE}, "the mover is killed, its memory gone")
-
-
-def given_up(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
-    """The other nodes have begun again from an older step since. This branch must not come back,
-    neither from memory nor, beyond that older step, from the run store."""
-    create_generation(scene.store, 3, {})
-    step = rng.choice([8, DURABLE, 13])
-    record_start(scene.store, 3, step)
-    found = scene.restore(rng, 4)
-    allowed = {DURABLE, 13} if step == 13 else {step}
-    return _end(scene, found, allowed, f"generation 3 began from step {step}")
-
-
 def rot_before_disk(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     """The newest is chosen, then rots, then is made durable: rot must not become a checkpoint."""
     client = scene.open(3)
     newest = client.find_restore_point()
     if newest.step != NEWEST:
         raise WrongError(f"step {newest.step} is offered, {NEWEST} is in memory")
-    rank = rng.choice([r for r, tensors in enumerate(scene.ranks.tensors) if tensors])
-    arena, slot = scene.ranks.arenas[rank], scene.slot_of(rank, NEWEST)
-    header = arena.header(slot)
-    if header is None:
-        raise WrongError("the newest snapshot is not in memory")
+    _, arena, slot, header = _newest_slot(scene, rng)
     at = arena.data_offset(slot) + header.length - 1
     arena.memory[at] ^= 1 << rng.randrange(8)
     client.expect(states.topology(rng.randrange(8), 3), states.TABLE, start_step=NEWEST)
@@ -229,9 +188,7 @@ def promoted(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 
 def overwritten(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     """A zombie of the old generation writes into the slots while they are read."""
-    rank = rng.choice([r for r, tensors in enumerate(scene.ranks.tensors) if tensors])
-    arena, slot = scene.ranks.arenas[rank], scene.slot_of(rank, NEWEST)
-    data, start = states.blob(15, scene.ranks.tensors[rank])
+    rank, arena, slot, _ = _newest_slot(scene, rng)
     left = rng.randrange(12)
     ends = rng.random() < 0.6
 
@@ -240,17 +197,9 @@ def overwritten(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
         left -= 1
         if left == 0:
             arena.release(slot)
-            arena.begin_write(slot)
-            arena.data(slot, len(data))[:] = data
+            finish = scene.ranks.write(rank, slot, 15)
             if ends:
-                arena.finish_write(
-                    slot,
-                    identity_digest("campaign"),
-                    2,
-                    15,
-                    len(data),
-                    identity_digest(data[:start]),
-                )
+                finish()
 
     class Disturbed(MappedSource):
         def data(self, key: str, start_: int, length: int, buffer: memoryview) -> memoryview:
@@ -271,9 +220,6 @@ def overwritten(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, Restored]]] = {
     "memory-flip": flipped,
     "memory-header": header_flipped,
-    "memory-torn": torn,
-    "memory-lost": lost,
-    "memory-given-up": given_up,
     "memory-rot": rot_before_disk,
     "memory-promoted": promoted,
     "memory-overwritten": overwritten,

@@ -14,18 +14,19 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint.format.blob import blob_header, blob_size
-from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, identity_digest, slot_capacity
+from holdfast.checkpoint.memory.arena import Arena, SlotHeader, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.main import MoverServer
 from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.save import retention
 from holdfast.core.format.manifest import commit_key
-from holdfast.errors import CorruptError, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
@@ -34,7 +35,12 @@ from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import EXTENT_BYTES
 from tests.support.checkpoint_faults.interrupted import FAILURES, KILLED, Setting
 from tests.support.checkpoint_faults.kill_points import Points
-from tests.support.checkpoint_faults.verdict import Restored, WrongError, judge_folder
+from tests.support.checkpoint_faults.verdict import (
+    Restored,
+    WrongError,
+    check_not_lost,
+    judge_folder,
+)
 
 RUN = "campaign"
 SECONDS = 20.0
@@ -104,10 +110,33 @@ class Mover:
         return os.waitstatus_to_exitcode(status)
 
 
+class Direct:
+    """A service's requests without a socket."""
+
+    def __init__(self, service: MoverService, generation: int) -> None:
+        self.service, self.generation = service, generation
+
+    def get_arena(self, rank: int, blob_bytes: int, slots: int) -> int:
+        return self.service.get_arena(self.generation, rank, blob_bytes, slots)
+
+    def wait_for_free_slot(self, rank: int, timeout: float) -> bool:
+        return self.service.wait_for_free_slot(self.generation, rank, timeout)
+
+    def announce_capture(
+        self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
+    ) -> None:
+        self.service.accept_capture(self.generation, rank, step, slot, sequence, meta)
+
+    def wait_until_committed(self, step: int, wait: float) -> str | None:
+        ended, reason = self.service.save_tracker.wait_until_ended((self.generation, step), wait)
+        assert ended
+        return reason
+
+
 class Ranks:
     """All ranks of a generation: their arenas, filled with the known state of a step."""
 
-    def __init__(self, client: MoverClient, topo: Topology, slots: int = 2) -> None:
+    def __init__(self, client: MoverClient | Direct, topo: Topology, slots: int = 2) -> None:
         self.client, self.topology = client, topo
         self.arenas: list[Arena] = []
         self.tensors = [states.owned(topo, rank) for rank in range(topo.world_size)]
@@ -119,19 +148,23 @@ class Ranks:
 
     def capture(self, rank: int, step: int) -> tuple[int, SlotHeader]:
         """Copy a rank's bytes into a free slot, as a Capturer does."""
-        arena, tensors = self.arenas[rank], self.tensors[rank]
+        arena = self.arenas[rank]
         slot = arena.free_slot()
         if slot is None:
             self.client.wait_for_free_slot(rank, SECONDS)
             slot = arena.free_slot()
         if slot is None:
             raise WrongError(f"no slot of rank {rank} became free")
-        data, start = states.blob(step, tensors)
+        return slot, self.write(rank, slot, step)()
+
+    def write(self, rank: int, slot: int, step: int) -> Callable[[], SlotHeader]:
+        """Write a rank's bytes of a step over a slot; return how its header is written."""
+        arena = self.arenas[rank]
+        data, start = states.blob(step, self.tensors[rank])
         arena.begin_write(slot)
         arena.data(slot, len(data))[:] = data
-        layout = identity_digest(data[:start])
-        generation = self.topology.generation
-        return slot, arena.finish_write(
+        layout, generation = identity_digest(data[:start]), self.topology.generation
+        return lambda: arena.finish_write(
             slot, identity_digest(RUN), generation, step, len(data), layout
         )
 
@@ -160,8 +193,7 @@ def verdict(folder: Path, setting: Setting, said: list[int], rng: random.Random)
     """What is restored after the mover's end, by a new mover of the next generation."""
     topo = states.topology(rng.randrange(8), 5)
     found, _ = judge_folder(folder, setting.written, topo)
-    if found.position is None or found.position[0] < max(said, default=8):
-        raise WrongError(f"step {max(said, default=8)} was committed, {found} is restored")
+    check_not_lost(found, said, "the mover has ended")
     return found
 
 
@@ -240,32 +272,6 @@ def failing(folder: Path, setting: Setting, at: int, rng: random.Random) -> tupl
     return what, judge_folder(folder, setting.written, states.topology(rng.randrange(8), 5))[0]
 
 
-def slot_header(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """A bit flips in a slot's header, before the announcement: the save is refused."""
-    setting.pour(folder)
-    mover = Mover(folder)
-    try:
-        topo = states.topology(setting.second, 2)
-        ranks = Ranks(mover.begin(topo), topo)
-        slot, made = ranks.capture(0, 12)
-        # magic, format, run, generation, step, sequence, length, layout, checksum; four bytes
-        # between format and run are unused.
-        at = rng.choice([i for i in range(88) if not 12 <= i < 16])
-        memory = ranks.arenas[0].memory
-        base = ranks.arenas[0].data_offset(slot) - PAGE
-        memory[base + at] ^= 1 << rng.randrange(8)
-        what = f"a bit of byte {at} of a slot's header flipped"
-        try:
-            ranks.announce(0, 12, slot, made)
-        except CorruptError:
-            pass
-        else:
-            raise WrongError(f"{what}: the mover took the slot over")
-        return what, verdict(folder, setting, [], rng)
-    finally:
-        mover.close()
-
-
 def rewritten(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
     """P1, by force: while the mover reads a slot (it is stopped at its first write), another step
     is written there, with its header. The save must fail."""
@@ -285,15 +291,10 @@ def rewritten(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, 
         announcing = threading.Thread(target=ranks.announce, args=(0, 12, slot, made))
         announcing.start()
         _wait_stopped(mover.pid)
-        arena = ranks.arenas[0]
-        arena.release(slot)
-        data, start = states.blob(14, ranks.tensors[0])
-        arena.begin_write(slot)
-        arena.data(slot, len(data))[:] = data
+        ranks.arenas[0].release(slot)
+        finish = ranks.write(0, slot, 14)
         if rng.random() < 0.7:
-            arena.finish_write(
-                slot, identity_digest(RUN), 2, 14, len(data), identity_digest(data[:start])
-            )
+            finish()
         os.kill(mover.pid, signal.SIGCONT)
         announcing.join()
         reason = client.wait_until_committed(12, SECONDS)
@@ -356,11 +357,3 @@ def _reason(ranks: Ranks, step: int) -> str | None:
         return ranks.client.wait_until_committed(step, 0.0)
     except HoldfastError as error:
         return str(error)
-
-
-FORCED: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "mover-sigkill": sigkill,
-    "slot-header": slot_header,
-    "slot-rewritten": rewritten,
-    "two-movers": two_movers,
-}

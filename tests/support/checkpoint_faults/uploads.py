@@ -27,7 +27,13 @@ from tests.support.checkpoint_faults.bucket import BOUND, Bucket, _name, _quiet_
 from tests.support.checkpoint_faults.histories import NEWEST, Protocol
 from tests.support.checkpoint_faults.interrupted import Setting
 from tests.support.checkpoint_faults.oracle import expected
-from tests.support.checkpoint_faults.verdict import Restored, WrongError, judge, restore
+from tests.support.checkpoint_faults.verdict import (
+    Restored,
+    WrongError,
+    check_not_lost,
+    judge,
+    restore,
+)
 
 SCRIPT = (
     "import sys; from tests.support.checkpoint_faults.uploads import child; child(*sys.argv[1:])"
@@ -44,7 +50,7 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
         proxy.rule = killing(process, proxy, at, before)
         said = [NEWEST[0], *_said(process)]
     if again:
-        said += _said(_start(folder, bucket.location(_address()), setting, work=False))
+        said += _said(_start(folder, bucket.location(s3.server()), setting, work=False))
         newest = max(map(step_of, list_commits(FolderStore(folder))))
         if newest not in said and newest not in map(step_of, list_commits(bucket.store)):
             raise WrongError(f"the next uploader did not send step {newest}: {said}")
@@ -62,17 +68,12 @@ def _begin_again(
     topo = states.topology(rng.randrange(8), 5)
     new = folder.with_name("new")
     new.mkdir()
-    recover_folder(FolderStore(new), bucket.location(_address()), "config", False, lambda s: None)
+    recover_folder(FolderStore(new), bucket.location(s3.server()), "config", False, lambda s: None)
     for store in (bucket.store, FolderStore(new)):
         found = restore(store, topo)
         judge(found, due)
-        if found.position is None or found.position[0] < max(said):
-            raise WrongError(f"step {max(said)} was said to be in the bucket, {found} is restored")
+        check_not_lost(found, said, "the bucket was said to have it")
     return found
-
-
-def _address() -> tuple[str, int]:
-    return s3.server()
 
 
 def _start(folder: Path, place: str, setting: Setting, *, work: bool) -> subprocess.Popen[str]:

@@ -7,7 +7,7 @@ the known state of the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,6 +148,14 @@ def judge(found: Restored, due: Expected) -> None:
         raise WrongError(f"refused ({found.sentence}), though {due.allowed[-1]} is whole")
     elif due.candidates and found.sentence is None:
         raise WrongError("begins again from nothing without a word")
+
+
+def check_not_lost(found: Restored, said: Collection[int], what: str) -> None:
+    """Raises WrongError unless the newest step that was reported as committed, or a newer one, is
+    restored."""
+    last = max(said, default=8)
+    if found.position is None or found.position[0] < last:
+        raise WrongError(f"{what}: step {last} was committed, {found} is restored")
 
 
 def judge_folder(

@@ -8,19 +8,15 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.capture.chunked_copy import CopySpan, copy_spans
-from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import create_generation
-from tests.support.mover_process import DTYPE, TABLE, Mover, read_box, state, topology
+from tests.support.mover_process import TABLE, Mover, RankState, assert_reads, topology
 from tests.support.ranks import RankContext
 
 RANKS = 3
@@ -32,22 +28,15 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
     """Save steps 1 and 2. Then rank 1 gets SIGKILL while it captures step 3, after `at` tensors,
     and the other ranks announce their captures. The next generation must begin from step 2."""
     topo = topology(*LAYOUTS[at % 2])
-    boxes = local_boxes(topo, TABLE, ctx.rank)
-    tensors = {
-        box.name: torch.zeros(box.lengths, dtype=DTYPE[spec.dtype])
-        for box, spec in zip(boxes, TABLE, strict=True)
-    }
+    rank = RankState(topo, ctx.rank)
     client, mover = _joined(ctx, folder)
     if mover is not None:
         client.expect(topo, TABLE, start_step=client.find_restore_point().step)
     ctx.barrier("begun", 60.0)
-    mine = Capturer(client, topo, TABLE, ctx.rank, tensors, run="test")
+    mine = Capturer(client, topo, TABLE, ctx.rank, rank.tensors, run="test")
 
     def capture(step: int) -> bool:
-        full = state(step)
-        for box in boxes:
-            part = view_of(full[box.name], whole_box(box.name, tuple(full[box.name].shape)), box)
-            tensors[box.name].copy_(part)
+        rank.compute(step)
         return isinstance(mine.capture(step, wait=60), CompletedCapture)
 
     for step in (1, 2):
@@ -90,8 +79,5 @@ def _assert_step_2(mover: Mover) -> None:
     newest = mover.client(2).find_restore_point()
     assert newest.step == 2, newest
     checkpoint = Checkpoint.open(mover.store, str(newest.key))
-    full = state(2)
     for rank in range(2):
-        for box in local_boxes(topology(2, 1, 2), TABLE, rank):
-            due = view_of(full[box.name], whole_box(box.name, tuple(full[box.name].shape)), box)
-            assert torch.equal(read_box(checkpoint, box), due)
+        assert_reads(checkpoint, local_boxes(topology(2, 1, 2), TABLE, rank), 2)

@@ -9,13 +9,7 @@ from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.save import retention
-from holdfast.errors import (
-    CheckpointError,
-    CorruptError,
-    HoldfastError,
-    OtherKeyError,
-    StoreError,
-)
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, OtherKeyError, StoreError
 from holdfast.wire.store.location import UnfitStoreError, open_store, probe_store
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 

@@ -31,12 +31,7 @@ from holdfast.checkpoint.bucket.pending_upload import PendingUpload
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.save import retention
 from holdfast.core.format.manifest import parse_commit_key
-from holdfast.errors import (
-    CheckpointError,
-    FencedError,
-    HoldfastError,
-    RunFolderError,
-)
+from holdfast.errors import CheckpointError, FencedError, HoldfastError, RunFolderError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
@@ -74,8 +69,8 @@ class UploadProgress:
         """Return how far the upload of a key is; nothing of it has moved while another one is on
         its way."""
         sent, total = (self._sent, self._total) if key == self.key else (0, 0)
-        stalled_for_s = self._clock() - self._moved_at
-        return PendingUpload(key, sent, total, stalled_for_s, self.reason, is_over)
+        still = self._clock() - self._moved_at
+        return PendingUpload(key, sent, total, still, self.reason, is_over)
 
 
 class Uploader:

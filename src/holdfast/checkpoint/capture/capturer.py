@@ -30,11 +30,7 @@ from functools import partial
 
 import torch
 
-from holdfast.checkpoint.capture.chunked_copy import (
-    ChunkedCopy,
-    CopyListener,
-    CopyTiming,
-)
+from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy, CopyListener, CopyTiming
 from holdfast.checkpoint.capture.chunked_copy import CompletedCapture as CompletedCapture
 from holdfast.checkpoint.capture.chunked_copy import SkippedCapture as SkippedCapture
 from holdfast.checkpoint.capture.copy_plan import CopyPlan
@@ -222,10 +218,7 @@ class Capturer:
 
     # --- handing over -----------------------------------------------------------------------
     def announce(
-        self,
-        step: int,
-        meta: Mapping[str, Json],
-        destinations: SaveDestinations = DURABLE,
+        self, step: int, meta: Mapping[str, Json], destinations: SaveDestinations = DURABLE
     ) -> SkippedCapture | None:
         """Have the mover save what was captured, or keep it in memory; None when it has taken it
         over.
@@ -241,13 +234,7 @@ class Capturer:
             return self._report_skip(step, failed)
         slot, made = held
         hand_over = partial(
-            self._mover.announce_capture,
-            self._rank,
-            step,
-            slot,
-            made.sequence,
-            meta,
-            destinations,
+            self._mover.announce_capture, self._rank, step, slot, made.sequence, meta, destinations
         )
         try:
             try:

@@ -58,10 +58,7 @@ class NoRoomCapturer:
         raise HoldfastError(f"step {step} was not captured: {self._reason}")
 
     def announce(
-        self,
-        step: int,
-        meta: Mapping[str, Json],
-        destinations: SaveDestinations = DURABLE,
+        self, step: int, meta: Mapping[str, Json], destinations: SaveDestinations = DURABLE
     ) -> SkippedCapture:
         return SkippedCapture(step, self._reason)
 

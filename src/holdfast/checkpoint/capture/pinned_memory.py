@@ -74,11 +74,7 @@ class PinnedMemory:
     """
 
     def __init__(
-        self,
-        api: PinningApi | None,
-        address: int,
-        nbytes: int,
-        chunk_bytes: int = CHUNK_BYTES,
+        self, api: PinningApi | None, address: int, nbytes: int, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         """Lock the pages of a mapping. api: None: lock nothing."""
         self._api, self._address = api, address

@@ -22,10 +22,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.capture.chunked_copy import (
     ChunkedCopy,
@@ -33,9 +33,16 @@ from holdfast.checkpoint.capture.chunked_copy import (
     CopyListener,
     SkippedCapture,
 )
+from holdfast.checkpoint.mover.client import wait_until_ended
 from holdfast.core.json_parsing import Json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.capture.capturer import Capturer
+    from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
+
+    AnyCapturer = Capturer | NoRoomCapturer
 
 MOVER_RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between two attempts to find a mover."""
@@ -56,34 +63,11 @@ _NO_ARENA = "the mover has made no arena"
 _NO_ARENA_YET = f"{_NO_ARENA} yet"
 
 
-class CapturerProtocol(Protocol):
-    """The interface of the wrapped object: `capture.Capturer`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def has_free_slot(self) -> bool: ...
-    def is_connected(self) -> bool: ...
-    def report_orphaned_saves(self, steps: Sequence[int]) -> None: ...
-    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture: ...
-    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture: ...
-    def fence(self) -> float: ...
-    def call_when_copied(self, step: int, listener: CopyListener) -> None: ...
-    def announce(
-        self,
-        step: int,
-        meta: Mapping[str, Json],
-        destinations: SaveDestinations = DURABLE,
-    ) -> SkippedCapture | None: ...
-    def drop_capture(self, step: int) -> None: ...
-    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Announcement:
     """One announcement on its way."""
 
-    capturer: CapturerProtocol
+    capturer: AnyCapturer
     step: int
     meta: Mapping[str, Json]
     destinations: SaveDestinations
@@ -104,8 +88,8 @@ class ReconnectingCapturer:
 
     def __init__(
         self,
-        make_first: Callable[[], CapturerProtocol],
-        make_capturer: Callable[[], CapturerProtocol],
+        make_first: Callable[[], AnyCapturer],
+        make_capturer: Callable[[], AnyCapturer],
         on_skipped: Callable[[SkippedCapture], None],
         *,
         in_background: bool = False,
@@ -114,111 +98,11 @@ class ReconnectingCapturer:
         and its error is raised where a slot is asked for. make_capturer: another one, of the same
         state, for the mover that is there now; called on that thread. on_skipped: told, on that
         thread, of each capture that was not handed over."""
-        self._link = _MoverLink(make_first, make_capturer, on_skipped, in_background)
-        self._first_wait_s = FIRST_ARENA_TIMEOUT_S
-
-    @property
-    def nbytes(self) -> int:
-        return self._link.current.nbytes
-
-    @property
-    def is_away(self) -> bool:
-        """Return True if there is no mover to capture for."""
-        with self._link.change:
-            return self._link.is_away
-
-    # --- the training thread --------------------------------------------------------------------
-    def has_free_slot(self) -> bool:
-        """Return True as `Capturer.has_free_slot` does. Raises what the first capturer's maker
-        raised."""
-        self._link.take_over(self._first_wait_s if self._link.capturer is None else 0.0)
-        self._first_wait_s = 0.0
-        with self._link.change:
-            if self._link.is_away:
-                return False
-            if self._link.current.has_free_slot():
-                return True
-            self._link.suspect_if_due()
-            return False
-
-    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture:
-        skipped = self._skip_if_away(step, wait)
-        return self._link.current.begin(step, wait) if skipped is None else skipped
-
-    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture:
-        skipped = self._skip_if_away(step, wait)
-        return self._link.current.capture(step, wait) if skipped is None else skipped
-
-    def fence(self) -> float:
-        return 0.0 if self._link.capturer is None else self._link.capturer.fence()
-
-    def call_when_copied(self, step: int, listener: CopyListener) -> None:
-        self._link.current.call_when_copied(step, listener)
-
-    def drop_capture(self, step: int) -> None:
-        self._link.current.drop_capture(step)
-
-    def close(self) -> None:
-        """Close as `Capturer.close` does. Announced saves are handed over before, if that is
-        quick. Wait until the first capturer is made, since it refers to the state."""
-        self.flush(CLOSE_FLUSH_TIMEOUT_S)
-        self._link.close()
-
-    def _skip_if_away(self, step: int, wait: float) -> SkippedCapture | None:
-        """Return why nothing can be captured. If asked, wait for a mover that is away. The mover
-        may have been replaced since the last capture, long ago. A capture that must not be skipped
-        checks that."""
-        if self._link.capturer is None:
-            self._link.take_over(wait)
-        elif wait > 0:
-            end = time.monotonic() + min(wait, MOVER_REPLACEMENT_TIMEOUT_S)
-            self._link.check_mover()
-            while self._link.can_return and (left := end - time.monotonic()) > 0:
-                self._link.take_over(left)
-        reason = _NO_ARENA_YET if self._link.capturer is None else "the mover is away"
-        return SkippedCapture(step, reason) if self.is_away else None
-
-    # --- handing over ---------------------------------------------------------------------------
-    def announce(
-        self, step: int, meta: Mapping[str, Json], destinations: SaveDestinations = DURABLE
-    ) -> SkippedCapture | None:
-        """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
-        self._link.announce(_Announcement(self._link.current, step, meta, destinations))
-        return None
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until what was announced has been handed over, or is lost; whether it has."""
-        with self._link.change:
-            return self._link.wait_until_handed_over(timeout_s)
-
-    def wait_until_committed(
-        self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
-    ) -> str | None:
-        """Wait as `Capturer.wait_until_committed` does. If the mover is replaced meanwhile, the new
-        one reports the outcome."""
-        return _poll_until_ended(partial(self._link.poll_save_end, step), timeout_s, keep_alive)
-
-
-class _MoverLink:
-    """A capturer's link to whichever mover serves its node, and the thread that speaks to it.
-
-    change: guards the link, and tells of each change. capturer: the training thread's, None until
-    it has taken the first one over.
-    """
-
-    def __init__(
-        self,
-        make_first: Callable[[], CapturerProtocol],
-        make_capturer: Callable[[], CapturerProtocol],
-        on_skipped: Callable[[SkippedCapture], None],
-        in_background: bool,
-    ) -> None:
-        """As `ReconnectingCapturer`."""
         self._make_first, self._make_capturer = make_first, make_capturer
         self._on_skipped = on_skipped
-        self.capturer = None if in_background else make_first()
-        self.change = threading.Condition()
-        self._replacement: CapturerProtocol | None = None  # for the training thread to take over
+        self._capturer = None if in_background else make_first()
+        self._change = threading.Condition()
+        self._replacement: AnyCapturer | None = None  # for the training thread to take over
         self._is_connecting = in_background  # for the first time
         self._first_error: BaseException | None = None
         self._queue: deque[_Announcement] = deque()
@@ -228,130 +112,200 @@ class _MoverLink:
         self._checked_at = time.monotonic()
         self._durable_steps: deque[int] = deque(maxlen=MAX_REMEMBERED_SAVES)
         self._skip_reasons: dict[int, str] = {}  # steps that were not handed over, and why
+        self._first_wait_s = FIRST_ARENA_TIMEOUT_S
         threading.Thread(target=self._talk_to_mover, name="to the mover", daemon=True).start()
 
     @property
-    def current(self) -> CapturerProtocol:
-        if self.capturer is None:
-            raise RuntimeError("nothing has been captured")
-        return self.capturer
+    def nbytes(self) -> int:
+        return self._current.nbytes
 
     @property
     def is_away(self) -> bool:
+        """Return True if there is no mover to capture for."""
         return self._lacks_mover or self._is_fenced
 
     @property
-    def can_return(self) -> bool:
+    def _current(self) -> AnyCapturer:
+        if self._capturer is None:
+            raise RuntimeError("nothing has been captured")
+        return self._capturer
+
+    @property
+    def _can_return(self) -> bool:
         """Return True if there is no mover now, and there may be one later."""
         return self._lacks_mover and not self._is_fenced
 
     # --- the training thread --------------------------------------------------------------------
-    def take_over(self, wait_s: float) -> None:
+    def has_free_slot(self) -> bool:
+        """Return True as `Capturer.has_free_slot` does. Raises what the first capturer's maker
+        raised."""
+        self._take_over(self._first_wait_s if self._capturer is None else 0.0)
+        self._first_wait_s = 0.0
+        with self._change:
+            if self.is_away:
+                return False
+            if self._current.has_free_slot():
+                return True
+            self._suspect_if_due()
+            return False
+
+    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture:
+        skipped = self._skip_if_away(step, wait)
+        return self._current.begin(step, wait) if skipped is None else skipped
+
+    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture:
+        skipped = self._skip_if_away(step, wait)
+        return self._current.capture(step, wait) if skipped is None else skipped
+
+    def fence(self) -> float:
+        return 0.0 if self._capturer is None else self._capturer.fence()
+
+    def call_when_copied(self, step: int, listener: CopyListener) -> None:
+        self._current.call_when_copied(step, listener)
+
+    def drop_capture(self, step: int) -> None:
+        self._current.drop_capture(step)
+
+    def close(self) -> None:
+        """Close as `Capturer.close` does. Announced saves are handed over before, if that is
+        quick. Wait until the first capturer is made, since it refers to the state."""
+        self.flush(CLOSE_FLUSH_TIMEOUT_S)
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
+            self._change.wait_for(lambda: not self._is_connecting)
+            left, self._replacement = (self._replacement, self._capturer), None
+        for capturer in left:
+            if capturer is not None:
+                capturer.close()
+
+    def _skip_if_away(self, step: int, wait: float) -> SkippedCapture | None:
+        """Return why nothing can be captured. If asked, wait for a mover that is away. The mover
+        may have been replaced since the last capture, long ago. A capture that must not be skipped
+        checks that."""
+        if self._capturer is None:
+            self._take_over(wait)
+        elif wait > 0:
+            end = time.monotonic() + min(wait, MOVER_REPLACEMENT_TIMEOUT_S)
+            self._check_mover()
+            while self._can_return and (left := end - time.monotonic()) > 0:
+                self._take_over(left)
+        reason = _NO_ARENA_YET if self._capturer is None else "the mover is away"
+        return SkippedCapture(step, reason) if self.is_away else None
+
+    def _take_over(self, wait_s: float) -> None:
         """Take the new capturer over, if there is one. If there is no mover, wait for that. Raises
         what the first capturer's maker raised."""
-        with self.change:
-            self.change.wait_for(
-                lambda: self._replacement or self._first_error or not self.can_return, wait_s
+        with self._change:
+            self._change.wait_for(
+                lambda: self._replacement or self._first_error or not self._can_return, wait_s
             )
             if self._first_error is not None:
                 raise self._first_error
             fresh, self._replacement = self._replacement, None
             if fresh is None:
                 return
-            old, self.capturer, self._lacks_mover = self.capturer, fresh, False
-            self.change.notify_all()
+            old, self._capturer, self._lacks_mover = self._capturer, fresh, False
+            self._change.notify_all()
         if old is not None:
             old.close()
 
-    def check_mover(self) -> None:
+    def _check_mover(self) -> None:
         """Have it checked whether the mover is still the same, and wait until that is known."""
-        with self.change:
+        with self._change:
             self._is_suspected = True
-            self.change.notify_all()
-            self.change.wait_for(
+            self._change.notify_all()
+            self._change.wait_for(
                 lambda: not self._is_suspected or self._lacks_mover, MOVER_REPLACEMENT_TIMEOUT_S
             )
 
-    def suspect_if_due(self) -> None:
+    def _suspect_if_due(self) -> None:
         if time.monotonic() - self._checked_at >= MOVER_CHECK_INTERVAL_S:
             self._is_suspected = True
-            self.change.notify_all()
-
-    def close(self) -> None:
-        with self.change:
-            self._is_closed = True
-            self.change.notify_all()
-            self.change.wait_for(lambda: not self._is_connecting)
-            left, self._replacement = (self._replacement, self.capturer), None
-        for capturer in left:
-            if capturer is not None:
-                capturer.close()
+            self._change.notify_all()
 
     # --- handing over ---------------------------------------------------------------------------
-    def announce(self, announcement: _Announcement) -> None:
-        with self.change:
-            self._queue.append(announcement)
-            self.change.notify_all()
+    def announce(
+        self, step: int, meta: Mapping[str, Json], destinations: SaveDestinations = DURABLE
+    ) -> SkippedCapture | None:
+        """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
+        with self._change:
+            self._queue.append(_Announcement(self._current, step, meta, destinations))
+            self._change.notify_all()
+        return None
 
-    def wait_until_handed_over(self, timeout_s: float) -> bool:
-        return self.change.wait_for(
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was announced has been handed over, or is lost; whether it has."""
+        with self._change:
+            return self._wait_until_handed_over(timeout_s)
+
+    def wait_until_committed(
+        self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Wait as `Capturer.wait_until_committed` does. If the mover is replaced meanwhile, the new
+        one reports the outcome."""
+        poll = partial(self._poll_save_end, step)
+        return wait_until_ended(poll, timeout_s, keep_alive, COMMIT_POLL_S)
+
+    def _wait_until_handed_over(self, timeout_s: float) -> bool:
+        return self._change.wait_for(
             lambda: not self._queue and not self._is_handing_over, timeout_s
         )
 
-    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
+    def _poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Ask the mover once, or wait if there is no connection to a mover."""
-        with self.change:
-            if self.capturer is None and self._replacement is None:
+        with self._change:
+            if self._capturer is None and self._replacement is None:
                 return True, _NO_ARENA
-            is_handed_over = self.wait_until_handed_over(wait_s)
+            is_handed_over = self._wait_until_handed_over(wait_s)
             if step in self._skip_reasons:
                 return True, self._skip_reasons[step]
             if not is_handed_over:
                 return False, None
-            asked = self._replacement or (None if self._lacks_mover else self.capturer)
+            asked = self._replacement or (None if self._lacks_mover else self._capturer)
             if asked is None:
-                self.change.wait_for(lambda: self._replacement or not self._lacks_mover, wait_s)
+                self._change.wait_for(lambda: self._replacement or not self._lacks_mover, wait_s)
                 return False, None
         try:
             ended, reason = asked.poll_save_end(step, wait_s)
         except FencedError:
             raise
         except HoldfastError:
-            with self.change:
+            with self._change:
                 self._mark_away()
             return False, None
         if not ended:
-            with self.change:
-                self.suspect_if_due()  # one that took its place does not know what it is asked for
+            with self._change:
+                self._suspect_if_due()  # one that took its place does not know what it is asked for
         return ended, reason
 
     # --- the thread that speaks to the mover ----------------------------------------------------
     def _mark_away(self) -> None:
         self._lacks_mover = self._is_suspected = True
-        self.change.notify_all()
+        self._change.notify_all()
 
     def _talk_to_mover(self) -> None:
         if self._is_connecting and not self._connect():
             return
         failed = 0  # attempts to find a mover, in a row
         while True:
-            with self.change:
-                self.change.wait_for(lambda: self._is_closed or self._queue or self._is_suspected)
+            with self._change:
+                self._change.wait_for(lambda: self._is_closed or self._queue or self._is_suspected)
                 if self._is_closed:
                     return
                 announcement = self._queue.popleft() if self._queue else None
                 self._is_handing_over = announcement is not None
             if announcement is not None:
                 self._hand_over(announcement)
-                with self.change:
+                with self._change:
                     self._is_handing_over = False
-                    self.change.notify_all()
+                    self._change.notify_all()
                 continue
             failed = 0 if self._find_mover() else failed + 1
             if failed:
-                with self.change:
+                with self._change:
                     pause = MOVER_RETRY_DELAYS_S[min(failed, len(MOVER_RETRY_DELAYS_S)) - 1]
-                    self.change.wait_for(lambda: self._is_closed or self._queue, pause)
+                    self._change.wait_for(lambda: self._is_closed or self._queue, pause)
 
     def _connect(self) -> bool:
         """Make the first capturer; whether that worked. An error is the training thread's."""
@@ -360,16 +314,16 @@ class _MoverLink:
             first = self._make_first()
         except BaseException as raised:
             error = raised
-        with self.change:
+        with self._change:
             self._replacement, self._first_error = first, error
             self._is_connecting = False
-            self.change.notify_all()
+            self._change.notify_all()
         return error is None
 
     def _hand_over(self, announcement: _Announcement) -> None:
         step, skipped = announcement.step, None
-        with self.change:
-            if self.is_away or announcement.capturer is not self.capturer:
+        with self._change:
+            if self.is_away or announcement.capturer is not self._capturer:
                 skipped = SkippedCapture(step, _MOVER_GONE)
         if skipped is not None:
             announcement.capturer.drop_capture(step)
@@ -377,10 +331,10 @@ class _MoverLink:
             try:
                 skipped = announcement.hand_over()
             except FencedError:
-                with self.change:
+                with self._change:
                     self._is_fenced = True
                 return  # the generation is over, and with it its snapshots
-        with self.change:
+        with self._change:
             if skipped is not None:
                 self._skip_reasons[step] = skipped.reason
                 while len(self._skip_reasons) > MAX_REMEMBERED_SAVES:
@@ -393,50 +347,32 @@ class _MoverLink:
 
     def _find_mover(self) -> bool:
         """Look for the mover; whether there is one, the same or another."""
-        with self.change:
-            now = self._replacement or self.current
-        fresh: CapturerProtocol | None = None
+        with self._change:
+            now = self._replacement or self._current
+        fresh: AnyCapturer | None = None
         try:
             if not now.is_connected():
                 fresh = self._make_capturer()
                 fresh.report_orphaned_saves(list(self._durable_steps))
         except FencedError:
-            with self.change:
+            with self._change:
                 self._is_fenced, self._is_suspected = True, False
-                self.change.notify_all()
+                self._change.notify_all()
             return True
         except Exception:  # it is not up yet, or does not know the generation
-            with self.change:
+            with self._change:
                 self._lacks_mover = True
             if fresh is not None:
                 fresh.close()
             return False
-        with self.change:
+        with self._change:
             self._checked_at, self._is_suspected = time.monotonic(), False
             if fresh is None:
                 self._lacks_mover = self._replacement is not None
             elif not self._is_closed:
                 self._lacks_mover, self._replacement, fresh = True, fresh, self._replacement
                 self._durable_steps.clear()
-            self.change.notify_all()
+            self._change.notify_all()
         if fresh is not None:
             fresh.close()
         return True
-
-
-def _poll_until_ended(
-    poll: Callable[[float], tuple[bool, str | None]],
-    timeout_s: float,
-    keep_alive: Callable[[], None],
-) -> str | None:
-    """Ask until a save has ended; return None, or why it is not committed. `poll` waits so many
-    seconds at most; `keep_alive` is called before each question."""
-    end = time.monotonic() + timeout_s
-    while True:
-        keep_alive()
-        left = max(0.0, end - time.monotonic())
-        ended, reason = poll(min(left, COMMIT_POLL_S))
-        if ended:
-            return reason
-        if not left:
-            return f"not committed after {timeout_s:g} s"

@@ -30,12 +30,7 @@ from holdfast.core.format.flat_names import (
 )
 from holdfast.core.format.manifest import Commit
 from holdfast.core.json_parsing import JsonObject
-from holdfast.core.sharding.state_table import (
-    LOSS_SCALE_ROW,
-    MODEL_PREFIX,
-    TensorSpec,
-    state_table,
-)
+from holdfast.core.sharding.state_table import LOSS_SCALE_ROW, MODEL_PREFIX, TensorSpec, state_table
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.checkpoint.bucket.pending_upload import PendingUpload
@@ -63,65 +64,6 @@ class Holdings:
 _Reply = TypeVar("_Reply", bound=JsonMessage)
 
 
-class MoverConnections:
-    """Connections of one process to its mover: each request has one for itself, which stays open
-    for a later one. Any thread may use them."""
-
-    def __init__(
-        self, socket_path: str, secret: Secret, generation: int, clock: Callable[[], float]
-    ) -> None:
-        self._socket_path, self._secret = socket_path, secret
-        self._generation, self._clock = generation, clock
-        # append and pop are one step each, for any thread
-        self._idle_connections: list[socket.socket] = []
-        weakref.finalize(self, _close_all, self._idle_connections)
-
-    def exchange(
-        self, request: messages.Request, reply: type[_Reply], timeout: float
-    ) -> tuple[_Reply, list[int]]:
-        """Send one request; return the answer and the descriptors that came with it. If an open
-        connection turns out to be cut (long idle, or another mover), use a new one."""
-        line, nonce = encode_request(
-            self._secret, request.verb, request.to_json(), self._generation, self._clock()
-        )
-        received: tuple[bytes, list[int]] | None = None
-        with suppress(IndexError):
-            open_one = self._idle_connections.pop()
-            with suppress(ConnectionError):
-                received = self._exchange_over(open_one, line, timeout)
-        if received is None:
-            received = self._exchange_over(None, line, timeout)
-        if received is None:
-            raise MoverGoneError("the mover ended before it answered")
-        return reply.from_json(parse_answer(self._secret, nonce, received[0])), received[1]
-
-    def _exchange_over(
-        self, connection: socket.socket | None, line: bytes, timeout: float
-    ) -> tuple[bytes, list[int]] | None:
-        """Return the answer over a connection, or over a new one for None. Return None if the
-        connection ended before an answer. Raises ConnectionError if an open connection was cut,
-        MoverGoneError otherwise."""
-        was_open = connection is not None
-        received = None
-        try:
-            connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(timeout)
-            if not was_open:
-                connection.connect(self._socket_path)
-            send_line(connection, line)
-            received = LineReader(connection).read_line()
-        except (OSError, ValueError) as error:
-            if was_open and isinstance(error, ConnectionError):
-                raise
-            raise MoverGoneError(f"the mover does not answer: {error}") from error
-        finally:
-            if received is not None and connection is not None:
-                self._idle_connections.append(connection)
-            elif connection is not None:
-                connection.close()
-        return received
-
-
 class MoverClient:
     """Requests of one process in one generation.
 
@@ -139,9 +81,12 @@ class MoverClient:
     ) -> None:
         """arena_wait_s: seconds that an arena request waits for the mover to learn of the
         generation."""
+        self._socket_path, self._secret, self._clock = socket_path, secret, clock
         self._arena_wait_s = arena_wait_s
         self.generation = generation
-        self._connections = MoverConnections(socket_path, secret, generation, clock)
+        # append and pop are one step each, for any thread
+        self._idle_connections: list[socket.socket] = []
+        weakref.finalize(self, _close_all, self._idle_connections)
 
     # --- the agent's calls ------------------------------------------------------------------
     def expect(
@@ -250,7 +195,7 @@ class MoverClient:
             rank, blob_bytes, slots, has_released_old_memory, numa_node, self._arena_wait_s or None
         )
         timeout = 4 * MOVER_ANSWER_TIMEOUT_S
-        _, fds = self._connections.exchange(request, messages.Nothing, timeout)
+        _, fds = self._exchange(request, messages.Nothing, timeout)
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")
         return fds[0]
@@ -265,7 +210,7 @@ class MoverClient:
         """The parts of a checkpoint that this node's mover has in memory. Raises MissingKeyError as
         text (HoldfastError) and CorruptError for a commit object that is missing or damaged."""
         request, timeout = messages.HoldingsRequest(key), 4 * MOVER_ANSWER_TIMEOUT_S
-        reply, fds = self._connections.exchange(request, messages.HoldingsReply, timeout)
+        reply, fds = self._exchange(request, messages.HoldingsReply, timeout)
         try:
             slots = {blob.key: (fds[blob.file], blob.slot, blob.header) for blob in reply.held}
             commit = Commit.from_bytes(reply.commit.encode(), key)
@@ -327,15 +272,8 @@ class MoverClient:
 
         `keep_alive` is called every few seconds meanwhile: a large checkpoint takes long.
         """
-        end = time.monotonic() + timeout_s
-        while True:
-            keep_alive()
-            wait = max(0.0, min(end - time.monotonic(), COMMIT_POLL_S))
-            ended, reason = self.poll_save_end(step, wait)
-            if ended:
-                return reason
-            if time.monotonic() >= end:
-                return f"not committed after {timeout_s:g} s"
+        poll = partial(self.poll_save_end, step)
+        return wait_until_ended(poll, timeout_s, keep_alive, COMMIT_POLL_S)
 
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Wait up to `wait_s` seconds for the save of `step`. Return True if it has ended, and why
@@ -346,10 +284,73 @@ class MoverClient:
 
     # --- the exchange -----------------------------------------------------------------------
     def _ask(self, request: messages.Request, reply: type[_Reply], timeout: float) -> _Reply:
-        return self._connections.exchange(request, reply, timeout)[0]
+        return self._exchange(request, reply, timeout)[0]
 
     def _say(self, request: messages.Request, timeout: float = TRAINING_ANSWER_TIMEOUT_S) -> None:
-        self._connections.exchange(request, messages.Nothing, timeout)
+        self._exchange(request, messages.Nothing, timeout)
+
+    def _exchange(
+        self, request: messages.Request, reply: type[_Reply], timeout: float
+    ) -> tuple[_Reply, list[int]]:
+        """Send one request; return the answer and the descriptors that came with it. If an open
+        connection turns out to be cut (long idle, or another mover), use a new one."""
+        line, nonce = encode_request(
+            self._secret, request.verb, request.to_json(), self.generation, self._clock()
+        )
+        received: tuple[bytes, list[int]] | None = None
+        with suppress(IndexError):
+            open_one = self._idle_connections.pop()
+            with suppress(ConnectionError):
+                received = self._exchange_over(open_one, line, timeout)
+        if received is None:
+            received = self._exchange_over(None, line, timeout)
+        if received is None:
+            raise MoverGoneError("the mover ended before it answered")
+        return reply.from_json(parse_answer(self._secret, nonce, received[0])), received[1]
+
+    def _exchange_over(
+        self, connection: socket.socket | None, line: bytes, timeout: float
+    ) -> tuple[bytes, list[int]] | None:
+        """Return the answer over a connection, or over a new one for None. Return None if the
+        connection ended before an answer. Raises ConnectionError if an open connection was cut,
+        MoverGoneError otherwise."""
+        was_open = connection is not None
+        received = None
+        try:
+            connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(timeout)
+            if not was_open:
+                connection.connect(self._socket_path)
+            send_line(connection, line)
+            received = LineReader(connection).read_line()
+        except (OSError, ValueError) as error:
+            if was_open and isinstance(error, ConnectionError):
+                raise
+            raise MoverGoneError(f"the mover does not answer: {error}") from error
+        finally:
+            if received is not None and connection is not None:
+                self._idle_connections.append(connection)
+            elif connection is not None:
+                connection.close()
+        return received
+
+
+def wait_until_ended(
+    poll: Callable[[float], tuple[bool, str | None]],
+    timeout_s: float,
+    keep_alive: Callable[[], None],
+    poll_s: float,
+) -> str | None:
+    """Ask until a save has ended; return None, or why it is not committed. `poll` waits so many
+    seconds at most, and at most `poll_s`; `keep_alive` is called before each question."""
+    end = time.monotonic() + timeout_s
+    while True:
+        keep_alive()
+        ended, reason = poll(max(0.0, min(end - time.monotonic(), poll_s)))
+        if ended:
+            return reason
+        if time.monotonic() >= end:
+            return f"not committed after {timeout_s:g} s"
 
 
 def _close_all(connections: list[socket.socket]) -> None:

@@ -239,13 +239,7 @@ class MoverServer:
             cohort = wiring.cohort_of(request)
             wiring.search_cohort(cohort)
         self._service.expect(
-            generation,
-            topology,
-            table,
-            request.start,
-            cohort,
-            request.key,
-            request.stored,
+            generation, topology, table, request.start, cohort, request.key, request.stored
         )
         if wiring is not None:
             wiring.peer_tier.begin_generation(topology, table, cohort)

@@ -255,24 +255,5 @@ class StatusReply(JsonMessage):
     peers: JsonObject | None = None  # None: the mover has no listener for peers
 
 
-REQUESTS: Mapping[str, type[Request]] = {
-    kind.verb: kind
-    for kind in (
-        ExpectRequest,
-        ArenaRequest,
-        CaptureRequest,
-        SkipRequest,
-        OrphanedSavesRequest,
-        FreeSlotRequest,
-        SaveEndRequest,
-        DrainRequest,
-        RestorePointRequest,
-        HoldingsRequest,
-        HoldersRequest,
-        DamageRequest,
-        EventsRequest,
-        UploadRequest,
-        StatusRequest,
-    )
-}
+REQUESTS: Mapping[str, type[Request]] = {kind.verb: kind for kind in Request.__subclasses__()}
 """By verb."""

@@ -16,7 +16,7 @@ from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.config import Cohort, Peer, PeerSettings
 from holdfast.checkpoint.peers.peer_tier import PeerTier
 from holdfast.checkpoint.peers.source import PeerMemories
-from holdfast.checkpoint.save.save_follower import SAVE_PATH, SaveReport
+from holdfast.checkpoint.save.commit_protocol import SAVE_PATH, SaveReport
 from holdfast.events import PeerFailed
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore

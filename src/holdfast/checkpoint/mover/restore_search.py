@@ -74,9 +74,7 @@ class RestoreSearch:
             return
         if self._save_manager.commit_protocol.is_leader:
             self._save_manager.promote(
-                generation,
-                (at[1], at[0]),
-                partial(self.resolve_commit, restore_key),
+                generation, (at[1], at[0]), partial(self.resolve_commit, restore_key)
             )
         elif choice is not None:  # the leader promotes it; wait for its result
             self._save_manager.await_promotion((at[1], at[0]))

@@ -33,9 +33,7 @@ def socket_places() -> tuple[str, ...]:
     return (tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp")
 
 
-def make_socket_folder(
-    places: Sequence[str] | None = None,
-) -> tempfile.TemporaryDirectory[str]:
+def make_socket_folder(places: Sequence[str] | None = None) -> tempfile.TemporaryDirectory[str]:
     """Make a private folder for a socket. Raises RunFolderError if no place is suitable."""
     reasons: dict[str, str] = {}
     for place in socket_places() if places is None else places:

@@ -15,7 +15,7 @@ from holdfast.checkpoint.peers.sender import SnapshotSender
 from holdfast.checkpoint.peers.server import PeerServer
 from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import StateTable
-from holdfast.events import Event
+from holdfast.events import Event, RequestsRefused
 from holdfast.layout import Topology
 from holdfast.wire.http.refusals import Refusals
 from holdfast.wire.http.sockets import address_of, bind_listener
@@ -99,3 +99,31 @@ class PeerTier:
         self.receiver.close()
         self.server.close()
         self.refusals.close()
+
+
+class StagingNode(PeerTier):
+    """A mover alone, on a machine that stays, keeping what other movers send it: from the start
+    until `close`. It has no run folder, no workers and no agent, and writes nothing to disk. Its
+    copies end with its process. (ACUTE, IEEE Access 2024, calls such a machine its staging node.)
+    """
+
+    def __init__(
+        self,
+        bound_socket: socket.socket,
+        secret: Secret,
+        max_bytes: int,
+        on_refused: Callable[[RequestsRefused], None] = lambda event: None,
+    ) -> None:
+        """`max_bytes`: bytes of memory that copies may take, two slots a rank. `on_refused` is
+        called with requests that were refused, at most once a minute, on a thread of its own."""
+        self.snapshot_store = SnapshotStore()
+        settings, refusals = PeerSettings(room=max_bytes), Refusals(on_refused)
+        super().__init__(
+            settings,
+            self.snapshot_store,
+            secret,
+            None,
+            lambda event: None,
+            bound_socket,
+            refusals=refusals,
+        )

@@ -17,6 +17,7 @@ next generation's state in its own memory.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,14 +26,15 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.memory.snapshot_store import MemoryFile, SnapshotStore
+from holdfast.checkpoint.format.blob import parse_header
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import USE_COPY
 from holdfast.checkpoint.peers.connections import SenderConnection, SenderConnections
 from holdfast.checkpoint.peers.messages import GenerationPlan, Offer, OfferReply
-from holdfast.checkpoint.peers.received_snapshots import ReceivedSnapshots, SnapshotName
-from holdfast.core.format.manifest import Extent, PartManifest, blob_key
+from holdfast.core.format.manifest import Extent, PartManifest, PlacedBox, blob_key
 from holdfast.core.json_parsing import JsonObject
-from holdfast.errors import CorruptError, FencedError
+from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -42,6 +44,8 @@ OFFER_ANSWER_TIMEOUT_S = 10.0
 """An offer is answered within this time, with "pulling" at least. The sender asks again."""
 EXTENT_READ_ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
+
+SnapshotName = tuple[int, int, int]  # generation, step, rank
 
 OFFER_HELD, OFFER_PULLING, OFFER_NEEDS_PLAN = "held", "pulling", "plan"
 
@@ -89,8 +93,17 @@ class SnapshotReceiver:
     ) -> None:
         """`max_bytes`: bytes that all memory files of other machines may take together."""
         self._snapshot_store, self._clock = snapshot_store, clock
-        self._received = ReceivedSnapshots(snapshot_store, max_bytes)
-        self._lock = self._received.lock
+        self._max_bytes, self._lock = max_bytes, threading.Lock()
+        # Two slots for each rank of other machines, by (rank, capacity).
+        self._memory: dict[tuple[int, int], MemoryFile] = {}
+        # Ours in the store, and their places.
+        self._kept_slots: dict[SnapshotName, tuple[MemoryFile, int]] = {}
+        # generation -> announced to be sent here
+        self._announced_ranks: dict[int, frozenset[int]] = {}
+        self._files_being_written: set[int] = set()  # ids of the memory files that are pulled into
+        self._reused_by_snapshot: dict[SnapshotName, int] = {}  # bytes that did not travel
+        # by rank, the last one
+        self._known_headers: dict[int, tuple[bytes, tuple[PlacedBox, ...]]] = {}
         self._pulls: dict[int, tuple[SnapshotName, Future[None]]] = {}  # rank -> what is under way
         # rank -> the pull that broke off last
         self._interrupted_pulls: dict[int, SnapshotName] = {}
@@ -108,8 +121,9 @@ class SnapshotReceiver:
         if not self._ensure_plan_known(generation, offer.plan):
             return OfferReply(OFFER_NEEDS_PLAN)
         with self._lock:
-            self._received.announce(generation, offered.announced_ranks)
-            if offered.name in self._received.kept_slots and self._received.is_stored(offered.name):
+            before = self._announced_ranks.get(generation, frozenset())
+            self._announced_ranks[generation] = before | offered.announced_ranks
+            if offered.name in self._kept_slots and self._is_stored(offered.name):
                 return self._held_answer(offered.name)
             name, future = self._current_or_new_pull(offered)
         try:
@@ -120,27 +134,25 @@ class SnapshotReceiver:
             raise
         return (
             self._held_answer(offered.name)
-            if self._received.is_stored(offered.name)
+            if self._is_stored(offered.name)
             else OfferReply(OFFER_PULLING)
         )
 
     def _held_answer(self, name: SnapshotName) -> OfferReply:
-        return OfferReply(OFFER_HELD, self._received.reused_bytes.get(name, 0))
+        return OfferReply(OFFER_HELD, self._reused_by_snapshot.get(name, 0))
 
     @property
     def is_idle(self) -> bool:
         """Return True if nothing is kept, nor about to be."""
         with self._lock:
-            return not self._received.kept_slots and all(
-                future.done() for _, future in self._pulls.values()
-            )
+            return not self._kept_slots and all(future.done() for _, future in self._pulls.values())
 
     def status(self) -> JsonObject:
         with self._lock:
             return {
-                "room": self._received.max_bytes,
-                "used": self._received.used_bytes(),
-                "snapshots": [list(name) for name in sorted(self._received.kept_slots)],
+                "room": self._max_bytes,
+                "used": self._used_bytes(),
+                "snapshots": [list(name) for name in sorted(self._kept_slots)],
                 "pulled": self.pulled_bytes,
                 "reused": self.reused_bytes,
                 "refused": self.refused_offers,
@@ -180,24 +192,25 @@ class SnapshotReceiver:
         memory: MemoryFile | None = None
         try:
             source = self._senders.connect(offered.sender_address, part.generation, offered.run_id)
-            memory, slot = self._received.claim_slot(part)
+            memory, slot = self._claim_slot(part)
             memory.arena.begin_write(slot)
             view = memory.arena.data(slot, part.blob.size)
             try:
                 again = self._interrupted_pulls.get(part.rank) == offered.name
-                self._received.reused_bytes[offered.name] = self._fill(part, view, source, again)
+                self._reused_by_snapshot[offered.name] = self._fill(part, view, source, again)
                 head = bytes(view[: part.blob.data_start])
             finally:
                 view.release()
-            self._received.check_blob_header(part, head)
-            self._received.store(part, offered.sealed_manifest, offered.run_id, memory, slot, head)
+            self._check_blob_header(part, head)
+            self._store(offered, memory, slot, head)
         except BaseException:
             with self._lock:
                 self.refused_offers += 1
                 self._interrupted_pulls[part.rank] = offered.name
             raise
         finally:
-            self._received.end_write(memory)
+            with self._lock:
+                self._files_being_written.discard(id(memory))
 
     def _fill(
         self, part: PartManifest, view: memoryview, source: SenderConnection, is_resumed: bool
@@ -264,7 +277,7 @@ class SnapshotReceiver:
         found: dict[str, tuple[SnapshotName, int]] = {}
         wanted = frozenset(part.blob.checksums)
         with self._lock:
-            names = [name for name in self._received.kept_slots if name[2] == part.rank]
+            names = [name for name in self._kept_slots if name[2] == part.rank]
         for name in names:
             try:
                 blob = self._snapshot_store.get(*name).part.blob
@@ -280,6 +293,116 @@ class SnapshotReceiver:
             self._snapshot_store.read_into(*name, offset, out)
         except (MissingKeyError, CorruptError):
             return False  # overwritten meanwhile, or shorter: it comes over the network then
+        return True
+
+    # --- the memory of what is kept ---------------------------------------------------------
+    def _check_blob_header(self, part: PartManifest, header: bytes) -> None:
+        """Raises CorruptError when a blob's header does not list what its part does. A rank's is
+        the same at every step, and parsed once."""
+        if self._known_headers.get(part.rank) == (header, part.tensors):
+            return
+        if set(parse_header(header, part.blob.key)) != set(part.tensors):
+            raise CorruptError(f"{part.blob.key}: its header does not list what its part does")
+        self._known_headers[part.rank] = (header, part.tensors)
+
+    def _claim_slot(self, part: PartManifest) -> tuple[MemoryFile, int]:
+        """Return the slot for a rank's part; it is never that of the newest complete step.
+
+        Raises HoldfastError when there is no room.
+        """
+        capacity = slot_capacity(part.blob.size)
+        with self._lock:
+            memory = self._memory.get((part.rank, capacity))
+            if memory is None:
+                self._make_room(part.generation, 2 * capacity)
+                name = f"holdfast-{part.generation}-{part.rank}-copy"
+                memory = MemoryFile(Arena.create(name, 2, capacity))
+                self._memory[part.rank, capacity] = memory
+            newest = self._newest_complete()
+            held = {slot: name for name, (file, slot) in self._kept_slots.items() if file is memory}
+            slots = [s for s in range(memory.arena.slots) if s not in held]
+            slots += sorted((s for s in held if held[s][:2] != newest), key=lambda s: held[s])
+            chosen = slots[0]  # of two, one at most is protected
+            if chosen in held:
+                self._drop(held[chosen])
+            if memory.arena.is_held(chosen):
+                raise HoldfastError(f"the slot for rank {part.rank} is being read")
+            self._files_being_written.add(id(memory))
+            return memory, chosen
+
+    def _store(self, offered: _Offer, memory: MemoryFile, slot: int, blob_header: bytes) -> None:
+        """Header last, then onto the shelf; a generation that is complete here ends the older
+        ones."""
+        part = offered.part
+        header = memory.arena.finish_write(
+            slot,
+            identity_digest(offered.run_id),
+            part.generation,
+            part.step,
+            part.blob.size,
+            identity_digest(blob_header),
+        )
+        with self._lock:
+            self._snapshot_store.put(
+                Snapshot(part, offered.sealed_manifest, memory, slot, header, is_own=False)
+            )
+            self._kept_slots[offered.name] = (memory, slot)
+            newest = self._newest_complete()
+            if newest is not None:
+                self._drop_where(lambda name: name[0] < newest[0])
+                self._announced_ranks = {
+                    g: r for g, r in self._announced_ranks.items() if g >= newest[0]
+                }
+
+    def _newest_complete(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest step of which every announced rank lies here."""
+        steps: dict[tuple[int, int], set[int]] = {}
+        for generation, step, rank in filter(self._is_stored, self._kept_slots):
+            steps.setdefault((generation, step), set()).add(rank)
+        whole = [
+            key for key, ranks in steps.items() if ranks >= self._announced_ranks.get(key[0], ranks)
+        ]
+        return max(whole, default=None)
+
+    def _make_room(self, generation: int, need: int) -> None:
+        """Free memory of older generations until there is room for `need` bytes, incomplete steps
+        first."""
+        newest = self._newest_complete()
+        for spared in (newest, None):
+            if self._used_bytes() + need <= self._max_bytes:
+                return
+            old = {name for name in self._kept_slots if name[0] < generation and name[:2] != spared}
+            self._drop_where(old.__contains__)
+        if self._used_bytes() + need > self._max_bytes:
+            raise HoldfastError(
+                f"no room for a copy of {need // 2} bytes in two slots: {self._used_bytes()} of "
+                f"{self._max_bytes} bytes are taken"
+            )
+
+    def _used_bytes(self) -> int:
+        return sum(file.nbytes for file in self._memory.values())
+
+    def _drop_where(self, should_drop: Callable[[SnapshotName], bool]) -> None:
+        """Drop snapshots, and the memory files that hold none any more."""
+        for name in [name for name in self._kept_slots if should_drop(name)]:
+            self._drop(name)
+        used = {id(file) for file, _ in self._kept_slots.values()} | self._files_being_written
+        self._memory = {key: file for key, file in self._memory.items() if id(file) in used}
+        ranks = {rank for rank, _ in self._memory}
+        self._known_headers = {
+            rank: head for rank, head in self._known_headers.items() if rank in ranks
+        }
+
+    def _drop(self, name: SnapshotName) -> None:
+        del self._kept_slots[name]
+        self._reused_by_snapshot.pop(name, None)
+        self._snapshot_store.drop(*name)
+
+    def _is_stored(self, name: SnapshotName) -> bool:
+        try:
+            self._snapshot_store.get(*name)
+        except MissingKeyError:
+            return False
         return True
 
 

@@ -20,13 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
-from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
-from holdfast.checkpoint.peers.client import PeerClient
+from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
+from holdfast.checkpoint.peers.client import PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
-from holdfast.checkpoint.peers.offer_transport import Destination, OfferedStep, OfferTransport
+from holdfast.checkpoint.peers.messages import GenerationPlan, Offer
+from holdfast.checkpoint.peers.receiver import OFFER_HELD, OFFER_NEEDS_PLAN
 from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import StateTable
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
 from holdfast.layout import Topology
 from holdfast.policy.placement import place_copies
@@ -35,6 +38,74 @@ from holdfast.wire.store.run_store import MissingKeyError
 
 MIN_SLOTS_TO_PIN = 3
 """Slots of an arena from which on one is kept for what is being sent."""
+
+
+OFFER_ATTEMPTS = 3
+"""Offers of one step that may fail before it is given up."""
+OFFER_RETRY_DELAYS_S = (0.5, 2.0)
+"""Seconds between them."""
+STEP_TRANSFER_TIMEOUT_S = 600.0
+"""A holder that has not taken a step within this time has failed."""
+OFFER_REQUEST_TIMEOUT_S = 30.0
+"""Timeout of an offer. The receiver answers within ten seconds, with "pulling" at least."""
+FAILED_DESTINATION_PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""Seconds for which a failed holder is skipped, by its number of failures in a row."""
+
+
+@dataclass
+class OfferedStep:
+    """One step on its way; the pins end with its last user."""
+
+    generation: int
+    step: int
+    snapshots: list[Snapshot]
+    pins: ExitStack
+    users: int = 0
+
+    @property
+    def name(self) -> tuple[int, int]:
+        return self.generation, self.step
+
+
+@dataclass
+class Destination:
+    """One holder: what waits for it, and how it has done."""
+
+    peer: Peer
+    has_thread: bool = False  # its thread
+    is_removed: bool = False  # nothing is sent there any more
+    client: PeerClient | None = None  # of the newest generation that something was sent in
+    waiting_step: OfferedStep | None = None
+    is_busy: bool = False
+    # generations whose plan it has been sent
+    generations_with_plan: set[int] = field(default_factory=set)
+    newest_kept: tuple[int, int] = (0, -1)
+    skipped_since_kept: int = 0  # steps that gave way to newer ones since the last that was kept
+    reused_bytes: int = 0  # bytes of the step under way that need not travel
+    failures_in_a_row: int = 0  # in a row
+    retry_at: float = 0.0  # passed over until then
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"kept": 0, "superseded": 0, "failed": 0}
+    )
+    reason: str = ""
+
+    def record_result(self, offered: OfferedStep, reason: str, is_over: bool, now: float) -> str:
+        """Note how sending a step ended; return "kept", "failed" or "superseded". is_over: its
+        generation, or copying to this holder, had ended."""
+        fate = "failed" if reason else "kept"
+        if reason and (is_over or not all(s.is_intact for s in offered.snapshots)):
+            fate = "superseded"  # by a generation or by later captures: no fault
+            self.skipped_since_kept += 1
+        self.counts[fate] += 1
+        if fate == "kept":
+            self.failures_in_a_row, self.newest_kept, self.reason = (0, offered.name, "")
+        elif fate == "failed":
+            away = FAILED_DESTINATION_PAUSES_S[
+                min(self.failures_in_a_row, len(FAILED_DESTINATION_PAUSES_S) - 1)
+            ]
+            self.failures_in_a_row += 1
+            self.retry_at, self.reason = now + away, reason
+        return fate
 
 
 class SnapshotSender:
@@ -55,8 +126,9 @@ class SnapshotSender:
         `run_id` what is computed (`identity`); `emit` takes events."""
         self._settings, self._snapshot_store = settings, snapshot_store
         self._emit, self._clock = emit, clock
-        self._transport = OfferTransport(snapshot_store, secret, own_address, run_id, clock)
-        self._change = self._transport.change
+        self._secret, self._own_address, self._run_id = secret, own_address, run_id
+        self._change = threading.Condition()  # guards what follows, and the destinations
+        self._is_closed = False
         self._topology_and_table: tuple[Topology, StateTable] | None = None
         self._stored_ranks: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
         self._destinations = {peer.name: Destination(peer) for peer in settings.peers}
@@ -72,23 +144,19 @@ class SnapshotSender:
         the placement in force, if this mover has none of its own."""
         named = {peer.name: peer for peer in (*self._settings.peers, *peers)}
         named.pop(self._settings.machine.name, None)
-        clients: list[PeerClient] = []
+        removed: list[Destination] = []
         with self._change:
             for name, line in list(self._destinations.items()):
                 if named.get(name) != line.peer:
-                    del self._destinations[name]
+                    removed.append(self._destinations.pop(name))
                     line.is_removed = True
-                    if line.waiting_step is not None:
-                        self._release_step(line.waiting_step)
-                        line.waiting_step = None
-                    if line.client is not None:
-                        clients.append(line.client)
+                    self._drop_waiting(line)
             for name, peer in named.items():
                 self._destinations.setdefault(name, Destination(peer))
             if not self._placement:
                 self._placement = dict(previous_placement or {})
             self._change.notify_all()
-        for client in clients:
+        for client in filter(None, (line.client for line in removed)):
             client.abort()
         self._close_finished_pins()
 
@@ -106,9 +174,7 @@ class SnapshotSender:
             self._topology_and_table = (topology, table)
             self._stored_ranks = {}
             for line in self._destinations.values():
-                if line.waiting_step is not None:
-                    self._release_step(line.waiting_step)
-                    line.waiting_step = None
+                self._drop_waiting(line)
         self._close_finished_pins()
 
     def on_snapshot_stored(
@@ -122,7 +188,7 @@ class SnapshotSender:
             if (
                 self._topology_and_table is None
                 or self._topology_and_table[0].generation != generation
-                or self._transport.is_closed
+                or self._is_closed
             ):
                 return
             ranks = self._own_ranks(rank)
@@ -152,12 +218,10 @@ class SnapshotSender:
 
     def close(self) -> None:
         with self._change:
-            self._transport.is_closed = True
-            clients = [
-                line.client for line in self._destinations.values() if line.client is not None
-            ]
+            self._is_closed = True
+            clients = [line.client for line in self._destinations.values()]
             self._change.notify_all()
-        for client in clients:
+        for client in filter(None, clients):
             client.close()
 
     # --- what is offered to whom ------------------------------------------------------------
@@ -177,7 +241,7 @@ class SnapshotSender:
             if line.waiting_step is not None:
                 line.counts["superseded"] += 1
                 line.skipped_since_kept += 1
-                self._release_step(line.waiting_step)
+                self._drop_waiting(line)
             line.waiting_step = step
             step.users += 1
             if not line.has_thread:
@@ -214,6 +278,11 @@ class SnapshotSender:
                 self._emit(SettingIgnored("checkpoint.peers", text))
         return plan.holders[own.name]
 
+    def _drop_waiting(self, destination: Destination) -> None:
+        if destination.waiting_step is not None:
+            self._release_step(destination.waiting_step)
+            destination.waiting_step = None
+
     def _release_step(self, step: OfferedStep) -> None:
         step.users -= 1
         if not step.users:
@@ -233,21 +302,18 @@ class SnapshotSender:
             with self._change:
                 self._change.wait_for(
                     lambda: (
-                        self._transport.is_closed
+                        self._is_closed
                         or destination.is_removed
                         or destination.waiting_step is not None
                     )
                 )
-                if self._transport.is_closed or destination.waiting_step is None:
+                if self._is_closed or destination.waiting_step is None:
                     return
-                offered, destination.waiting_step, destination.is_busy = (
-                    destination.waiting_step,
-                    None,
-                    True,
-                )
+                offered, destination.waiting_step = destination.waiting_step, None
+                destination.is_busy = True
             start, reason = self._clock(), ""
             try:
-                reason = self._transport.send_step(destination, offered)
+                reason = self._send_step(destination, offered)
             except Exception as error:  # our own bug: it costs a copy, never the save
                 reason = f"{type(error).__name__}: {error}"
             self._finish_step(destination, offered, self._clock() - start, reason)
@@ -284,6 +350,95 @@ class SnapshotSender:
             fate == "failed" and destination.failures_in_a_row == 1
         ):  # later failures are only counted
             self._emit(PeerFailed(destination.peer.name, reason, step=offered.step))
+
+    def _send_step(self, destination: Destination, offered: OfferedStep) -> str:
+        """Offer every rank's part until all are held; why that failed, or ""."""
+        spared: dict[int, int] = {}
+        deadline = self._clock() + STEP_TRANSFER_TIMEOUT_S
+        client = self._client_of(destination, offered.generation)
+        if client is None:
+            return "it does not take part any more"
+        for attempt in range(OFFER_ATTEMPTS):
+            try:
+                for snapshot in offered.snapshots:
+                    spared[snapshot.part.rank] = self._offer_part(
+                        destination, client, offered, snapshot, deadline
+                    )
+                destination.reused_bytes = sum(spared.values())
+                return ""
+            except FencedError as error:
+                return str(error)
+            except HoldfastError as error:
+                reason = str(error)
+            if not all(snapshot.is_intact for snapshot in offered.snapshots):
+                return reason  # overtaken: there is nothing left to send
+            if attempt < OFFER_ATTEMPTS - 1 and not self._pause(
+                destination, OFFER_RETRY_DELAYS_S[attempt]
+            ):
+                break
+        return reason
+
+    def _client_of(self, destination: Destination, generation: int) -> PeerClient | None:
+        """What stays open to a holder from one step to the next; None: nothing is sent there any
+        more."""
+        with self._change:
+            if destination.is_removed or self._is_closed:
+                return None
+            before = destination.client
+            if before is not None and before.generation == generation:
+                return before
+            destination.client = PeerClient(
+                destination.peer.address,
+                self._secret,
+                generation,
+                self._run_id,
+                silence_timeout_s=OFFER_REQUEST_TIMEOUT_S,
+                listener_identity=None if before is None else before.listener_identity,
+            )
+        if before is not None:
+            before.close()
+        return destination.client
+
+    def _offer_part(
+        self,
+        destination: Destination,
+        client: PeerClient,
+        offered: OfferedStep,
+        snapshot: Snapshot,
+        deadline: float,
+    ) -> int:
+        """Until the holder has one rank's part; bytes of it that did not travel. Raises
+        HoldfastError."""
+        needs_plan = offered.generation not in destination.generations_with_plan
+        offer = Offer(
+            snapshot.sealed_manifest.decode(),
+            self._run_id,
+            self._own_address,
+            tuple(s.part.rank for s in offered.snapshots),
+            self._plan_of(offered.generation) if needs_plan else None,
+        )
+        while True:
+            answer = client.send_offer(offer)
+            destination.generations_with_plan.add(offered.generation)
+            if answer.state == OFFER_HELD:
+                return answer.reused or 0
+            if answer.state == OFFER_NEEDS_PLAN:  # it has restarted since it got the plan
+                offer = replace(offer, plan=self._plan_of(offered.generation))
+            if self._is_closed or destination.is_removed or self._clock() > deadline:
+                raise PeerError(f"{client.address} has not taken step {offered.step} in time")
+
+    def _plan_of(self, generation: int) -> GenerationPlan:
+        try:
+            return GenerationPlan(*self._snapshot_store.topology_and_table(generation))
+        except KeyError:
+            raise FencedError(f"generation {generation} is over") from None
+
+    def _pause(self, destination: Destination, seconds: float) -> bool:
+        """Wait; return False if copying there has ended meanwhile."""
+        with self._change:
+            return not self._change.wait_for(
+                lambda: self._is_closed or destination.is_removed, seconds
+            )
 
 
 def _pin_step(

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
@@ -44,20 +43,14 @@ from holdfast.checkpoint.peers.messages import (
     Inventory,
     NewestReply,
     Offer,
-    OfferReply,
 )
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket
+from holdfast.checkpoint.peers.receiver import SnapshotReceiver
 from holdfast.core.format.manifest import parse_blob_key
 from holdfast.core.json_parsing import JsonObject, parse_json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.http.auth import Proof, Verifier
-from holdfast.wire.http.connection import (
-    BodyHandler,
-    FileBody,
-    HttpResponse,
-    RequestHead,
-    SendFile,
-)
+from holdfast.wire.http.connection import BodyHandler, FileBody, HttpResponse, RequestHead, SendFile
 from holdfast.wire.http.connection_limits import PROOF_TIMEOUT_S, ConnectionLimiter
 from holdfast.wire.http.refusals import PEERS, Refusals
 from holdfast.wire.http.server import BodyClaim, HttpListener, RequestGuard
@@ -73,17 +66,6 @@ SEND_PIECE_BYTES = 1 << 20
 """Bytes that leave at a time: the grain of the budget."""
 
 
-class OfferReceiver(Protocol):
-    """The object that answers offers: `receiver.SnapshotReceiver`."""
-
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing is kept, nor about to be."""
-        ...
-
-    def answer_offer(self, generation: int, offer: Offer) -> OfferReply: ...
-
-
 class PeerServer(RequestGuard):
     """Serves one shelf on a socket that is bound already."""
 
@@ -92,7 +74,7 @@ class PeerServer(RequestGuard):
         bound_socket: socket.socket,
         secret: Secret,
         snapshot_store: SnapshotStore,
-        receiver: OfferReceiver,
+        receiver: SnapshotReceiver,
         rate_limiter: TokenBucket,
         run_id: str | None,
         *,

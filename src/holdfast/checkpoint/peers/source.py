@@ -55,11 +55,7 @@ class PeerBlobs:
         self.name, self.address = holder.name, holder.address
         self._keys = frozenset(holder.keys)
         self._client = PeerClient(
-            holder.address,
-            secret,
-            generation,
-            holder.run,
-            silence_timeout_s=PEER_SILENCE_TIMEOUT_S,
+            holder.address, secret, generation, holder.run, silence_timeout_s=PEER_SILENCE_TIMEOUT_S
         )
 
     def has(self, key: str) -> bool:

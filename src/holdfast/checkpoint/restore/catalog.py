@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.format.manifest import (
-    COMMITS_PREFIX,
-    parse_commit_key,
-)
+from holdfast.core.format.manifest import COMMITS_PREFIX, parse_commit_key
 from holdfast.errors import HoldfastError
 from holdfast.wire.store.run_store import RunStore
 

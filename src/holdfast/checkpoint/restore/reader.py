@@ -8,12 +8,15 @@ common bytes are read. Each is checked before a byte of it is used, and each byt
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 
 from holdfast.checkpoint.format.box_index import BoxIndex
 from holdfast.checkpoint.restore.read_plan import (
     ByteMove,
+    ReadRange,
     StoredBox,
     as_byte_array,
     copy_to_targets,
@@ -21,13 +24,8 @@ from holdfast.checkpoint.restore.read_plan import (
     plan_ranges,
     split_buffered,
 )
-from holdfast.checkpoint.restore.read_pool import ReadPool
 from holdfast.checkpoint.restore.sources import FallbackReader, Readable, ReadStats, StoreSource
-from holdfast.core.format.manifest import (
-    Blob,
-    Commit,
-    Extent,
-)
+from holdfast.core.format.manifest import Blob, Commit, Extent
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec
 from holdfast.errors import CheckpointError, CorruptError
@@ -36,6 +34,55 @@ from holdfast.wire.store.run_store import RunStore
 READ_RANGE_BYTES = 8 * 2**20
 CACHE_BYTES = 256 * 2**20
 OPENING_THREADS = 8
+
+
+KEEP_ALIVE_INTERVAL_S = 1.0
+
+
+class ReadPool:
+    """Works stretches off, on `thread_count` threads with one buffer each. Reading, and hashing and
+    copying more than a few kilobytes, leave the interpreter lock."""
+
+    def __init__(self, reader: FallbackReader, thread_count: int) -> None:
+        self._reader = reader
+        self._thread_count = thread_count
+        self._is_stopped = False
+
+    def read(self, ranges: Sequence[ReadRange], keep_alive: Callable[[], None]) -> None:
+        """Returns when every byte is checked and in place; calls `keep_alive` again and again
+        meanwhile.
+
+        Raises as `FallbackReader.fill_range` does; the targets are then worthless.
+        """
+        room = max((stretch.length for stretch in ranges), default=0)
+        threads = min(self._thread_count, len(ranges)) or 1
+        left = deque(ranges)
+        with ThreadPoolExecutor(threads, "restore") as pool:
+            waiting: set[Future[None]] = {
+                pool.submit(self._read_until_empty, left, room) for _ in range(threads)
+            }
+            try:
+                while waiting:
+                    done, waiting = wait(waiting, KEEP_ALIVE_INTERVAL_S, FIRST_EXCEPTION)
+                    keep_alive()
+                    for future in done:
+                        future.result()
+            finally:
+                self._is_stopped = True
+        self._reader.confirm_unchanged()
+
+    def _read_until_empty(self, remaining: deque[ReadRange], buffer_bytes: int) -> None:
+        import numpy as np  # here, because movers import this and read by other ways
+
+        # A bytearray would be written over with zeros; these pages come when they are first used,
+        # and most reads go past the buffer.
+        buffer = np.empty(buffer_bytes, np.uint8).data
+        while not self._is_stopped:
+            try:
+                stretch = remaining.popleft()
+            except IndexError:
+                return
+            self._reader.fill_range(stretch, buffer)
 
 
 class Checkpoint:

@@ -39,13 +39,7 @@ from holdfast.core.format.manifest import (
     parse_commit_key,
 )
 from holdfast.core.sharding.state_table import StateTable
-from holdfast.errors import (
-    START_OVER,
-    CheckpointError,
-    HoldfastError,
-    RunFolderError,
-    StoreError,
-)
+from holdfast.errors import START_OVER, CheckpointError, HoldfastError, RunFolderError, StoreError
 from holdfast.events import CheckpointCommitted, RunBranched
 from holdfast.layout import Topology
 from holdfast.wire.journal import parse_segment

@@ -17,7 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
@@ -40,6 +41,7 @@ MAPPED_READS = ReadPreference(2, 2**20)
 """Small pieces, so that they are checked while in the processor's cache. Two threads take less time
 if a core is free."""
 
+_Read = TypeVar("_Read")
 Scatter = Callable[[str, int, Sequence[memoryview]], None]
 
 
@@ -237,7 +239,8 @@ class FallbackReader:
         errors: list[HoldfastError] = []
         data = None
         while rest and data is None:
-            data = self._try_read(rest[0], blob, start, length, buffer, errors)
+            read = partial(rest[0].data, blob.key, start, length, buffer)
+            data = self._try_source(rest[0], blob, length, errors, read)
             if data is None:
                 rest.pop(0)
         if data is None:
@@ -262,13 +265,18 @@ class FallbackReader:
         rest = [source for source in self._sources if source.has(blob.key)]
         errors: list[HoldfastError] = []
         while rest:
-            scatter = rest[0].scatter if places is not None else None
-            if places is not None and scatter is not None:
-                if self._try_scatter(rest[0], scatter, blob, start, places, stretch.length, errors):
-                    self._check_places(stretch, places, rest)
+            source = rest[0]
+            if places is not None and source.scatter is not None:
+                fill = partial(_fill, source.scatter, blob.key, start, places)
+                if self._try_source(source, blob, stretch.length, errors, fill):
+                    for number in self._find_corrupt(stretch, places):
+                        extent = blob.extent(number)
+                        view = self._read_from_next(blob, extent, rest)
+                        copy_into_places(places, extent.offset - start, view)
                     return
             else:
-                data = self._try_read(rest[0], blob, start, stretch.length, buffer, errors)
+                read = partial(source.data, blob.key, start, stretch.length, buffer)
+                data = self._try_source(source, blob, stretch.length, errors, read)
                 if data is not None:
                     self._copy_checked(stretch, data, rest)
                     return
@@ -290,18 +298,18 @@ class FallbackReader:
             if isinstance(source, MappedSource):
                 source.confirm_unchanged()
 
-    def _try_read(
+    def _try_source(
         self,
         source: BlobSource,
         blob: Blob,
-        start: int,
         length: int,
-        buffer: memoryview,
         errors: list[HoldfastError],
-    ) -> memoryview | None:
+        read: Callable[[], _Read],
+    ) -> _Read | None:
+        """Read `length` bytes of a blob from a source; None if that fails, which `errors` gets."""
         begun = self._clock()
         try:
-            data = source.data(blob.key, start, length, buffer)
+            result = read()
         except HoldfastError as error:
             self._record_problem(source, blob, error)
             errors.append(error)
@@ -309,39 +317,7 @@ class FallbackReader:
         with self._lock:
             self.stats.seconds_by_phase["read"] += self._clock() - begun
             self.stats.bytes_by_source[source.name] += length
-        return data
-
-    def _try_scatter(
-        self,
-        source: BlobSource,
-        scatter: Scatter,
-        blob: Blob,
-        start: int,
-        places: Sequence[memoryview],
-        length: int,
-        errors: list[HoldfastError],
-    ) -> bool:
-        begun = self._clock()
-        try:
-            scatter(blob.key, start, places)
-        except HoldfastError as error:
-            self._record_problem(source, blob, error)
-            errors.append(error)
-            return False
-        with self._lock:
-            self.stats.seconds_by_phase["read"] += self._clock() - begun
-            self.stats.bytes_by_source[source.name] += length
-        return True
-
-    def _check_places(
-        self, stretch: ReadRange, places: Sequence[memoryview], sources: Sequence[BlobSource]
-    ) -> None:
-        """Check a stretch in place; overwrite a corrupt extent from another source."""
-        bad = self._find_corrupt(stretch, places)
-        for number in bad:
-            extent = stretch.blob.extent(number)
-            view = self._read_from_next(stretch.blob, extent, sources)
-            copy_into_places(places, extent.offset - stretch.start, view)
+        return result
 
     def _copy_checked(
         self, stretch: ReadRange, data: memoryview, sources: Sequence[BlobSource]
@@ -358,7 +334,6 @@ class FallbackReader:
             )
 
     def _find_corrupt(self, stretch: ReadRange, places: Sequence[memoryview]) -> list[int]:
-        """The extents that are not as they were written."""
         begun = self._clock()
         bad = _corrupt_extents(stretch, places)
         self.add_seconds("verify", self._clock() - begun)
@@ -371,7 +346,8 @@ class FallbackReader:
         errors: list[HoldfastError] = [self._corrupt_error(sources[0], blob, extent)]
         for source in sources[1:]:
             buffer = memoryview(bytearray(extent.length))
-            view = self._try_read(source, blob, extent.offset, extent.length, buffer, errors)
+            read = partial(source.data, blob.key, extent.offset, extent.length, buffer)
+            view = self._try_source(source, blob, extent.length, errors, read)
             if view is not None:
                 if xxh3_128_hexdigest(view) == extent.xxh3:
                     return view
@@ -424,6 +400,11 @@ def _corrupt_extents(stretch: ReadRange, places: Sequence[memoryview]) -> list[i
         return []
     pairs = enumerate(zip(found, due, strict=True), stretch.first_extent)
     return [number for number, (a, b) in pairs if a != b]
+
+
+def _fill(scatter: Scatter, key: str, start: int, places: Sequence[memoryview]) -> bool:
+    scatter(key, start, places)
+    return True
 
 
 def _read_failure(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -> HoldfastError:

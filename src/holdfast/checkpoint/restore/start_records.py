@@ -6,10 +6,7 @@ import json
 from contextlib import suppress
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import (
-    CorruptError,
-    FencedError,
-)
+from holdfast.errors import CorruptError, FencedError
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 from holdfast.wire.term import GENERATIONS_PREFIX, newest_generation, newest_number
 

@@ -3,39 +3,43 @@
 Saves run on a few threads of their own. A blob is written while the capture is being hashed
 (`pending_blob.py`), its part when both are done. A save never stops training: every failure is an
 outcome, and nothing is left behind. If a generation began from a step that lies in memory alone,
-that step is made durable first ("promoted"). The new generation's authority covers it, because its
-own generation is fenced. Of several movers, each does this for its own ranks, and one commits
-(`commit_protocol.py`).
+that step is made durable first ("promoted"). Its bytes come from an arena of this node or from the
+peers. The new generation's authority covers it, because its own generation is fenced. Of several
+movers, each does this for its own ranks, and one commits (`commit_protocol.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 
+from xxhash import xxh3_128_hexdigest
+
 from holdfast.checkpoint.format.save_context import SaveContext
-from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
+from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort
 from holdfast.checkpoint.restore import catalog, reader
-from holdfast.checkpoint.restore.sources import MemorySource
+from holdfast.checkpoint.restore.sources import FallbackReader, MemorySource
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.commit_protocol import CommitProtocol
 from holdfast.checkpoint.save.pending_blob import PendingBlob
-from holdfast.checkpoint.save.promotion import Promoter
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
-from holdfast.checkpoint.save.store_cleaner import (
-    PendingParts,
-    PresentGeneration,
-    StoreCleaner,
-)
+from holdfast.checkpoint.save.store_cleaner import PendingParts, StoreCleaner
 from holdfast.checkpoint.save.writer import (
+    check_snapshot,
+    commit_sealed,
+    split_into_chunks,
     store_part,
     try_commit,
+    write_sealed_part,
 )
 from holdfast.core.format.manifest import (
+    Blob,
     Commit,
+    PartManifest,
     commit_key,
     parse_commit_key,
     parse_save_key,
@@ -43,9 +47,11 @@ from holdfast.core.format.manifest import (
     writer_name,
 )
 from holdfast.errors import HoldfastError
-from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 SAVE_THREADS = 2
+FENCED_SAVE_TIMEOUT_S = 600.0
+"""Seconds that a promotion waits for the fenced save of the same step to end."""
 
 
 class SaveManager:
@@ -64,22 +70,12 @@ class SaveManager:
         asked for what a promotion does not find on the shelf."""
         self.pending_parts = PendingParts(change)
         self._store, self._snapshot_store, self._save_tracker = store, snapshot_store, save_tracker
-        self._change = change
+        self._change, self._memories = change, memories
         save_tracker.is_under_way = self.pending_parts.__contains__
         self.commit_protocol = CommitProtocol(save_tracker, store, self)
         self._commit_lock = threading.Lock()
         self._newest_committed: SaveId | None = None  # that was committed, under `_committing`
-        self._present = present = PresentGeneration()
-        self.cleaner = StoreCleaner(store, retention, save_tracker, self.commit_protocol, present)
-        self._promoter = Promoter(
-            store,
-            snapshot_store,
-            memories,
-            save_tracker,
-            self.pending_parts,
-            self.cleaner,
-            self._commit_lock,
-        )
+        self.cleaner = StoreCleaner(store, retention, save_tracker, self.commit_protocol)
         self._sweep_done = threading.Event()  # what older generations left was removed
         self._sweep_done.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
@@ -90,7 +86,7 @@ class SaveManager:
         """Remove what older generations left unfinished, after the answer: a sweep may take long.
         The generation's own writes wait for it. Of several movers, the leader sweeps. The other
         movers do not wait: they write under a newer generation."""
-        generation, before = context.generation, self._present.started_from[0]
+        generation, before = context.generation, self.cleaner.started_from[0]
         # otherwise no rank asks for their end
         if self.commit_protocol.is_leader and not self.commit_protocol.is_alone:
             for step in self._save_tracker.open_steps(before):
@@ -99,10 +95,10 @@ class SaveManager:
                     self._save_tracker.record_failure((before, step), reason)
         swept = threading.Event()
         # From here on, reports about older saves remove nothing: their leader may be committing.
-        self._present.started_from, self._sweep_done = (generation, start_step), swept
+        self.cleaner.started_from, self._sweep_done = (generation, start_step), swept
         self.commit_protocol.begin_generation(context, cohort)
         with self._change:
-            self._present.context = context
+            self.cleaner.context = context
         self._threads.submit(self._sweep_and_adopt, context, swept)
 
     def add_pending(self, save: SaveId) -> None:
@@ -117,10 +113,14 @@ class SaveManager:
     def promote(self, generation: int, save: SaveId, get_commit: Callable[[], Commit]) -> None:
         """Make durable what `generation` began from and only memory holds. Its slots are kept
         until that is done. get_commit: its commit object, asked for behind the answer."""
-        snapshots, pins = self._promoter.pin(save)
+        pins = ExitStack()
+        snapshots: list[Snapshot] = []
+        for rank in self._snapshot_store.ranks_with_part(*save):
+            with suppress(MissingKeyError):  # it is being overwritten
+                snapshots.append(pins.enter_context(self._snapshot_store.pin(*save, rank)))
         self._save_tracker.restart(save)
         self._threads.submit(
-            self._promoter.run, generation, save, get_commit, snapshots, pins, self._sweep_done
+            self._promote, generation, save, get_commit, snapshots, pins, self._sweep_done
         )
 
     def await_promotion(self, save: SaveId) -> None:
@@ -198,6 +198,46 @@ class SaveManager:
             self.pending_parts.remove(save)
             self._abandon_overtaken(plan)
 
+    def _promote(
+        self,
+        generation: int,
+        save: SaveId,
+        get_commit: Callable[[], Commit],
+        snapshots: list[Snapshot],
+        pins: ExitStack,
+        sweep_done: threading.Event,
+    ) -> None:
+        """Save a step under the authority of `generation`: from the arenas of this node, and what
+        these lack from the peers, extent by extent. A failure becomes an outcome."""
+        self.pending_parts.wait_until_ended(save, FENCED_SAVE_TIMEOUT_S)
+        sweep_done.wait()  # the keys are those of an older generation, which are being swept
+        try:
+            with pins:
+                commit = get_commit()
+                for snapshot in snapshots:
+                    check_snapshot(snapshot)  # it has lain there: no rot may become durable
+                    with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
+                        chunks = split_into_chunks(data)
+                        write_sealed_part(
+                            self._store,
+                            generation,
+                            snapshot.part,
+                            snapshot.sealed_manifest,
+                            chunks,
+                        )
+            missing = {w.rank for w in commit.writers} - {s.part.rank for s in snapshots}
+            for part, stored in find_parts(self._memories, commit, missing):
+                content = read_checked(self._memories, part.blob)
+                write_sealed_part(self._store, generation, part, stored, content)
+            with self._commit_lock:
+                commit_sealed(self._store, generation, commit)
+                self._save_tracker.record_commit(save, commit.key, commit.nbytes)
+                self.cleaner.apply_retention()
+        except Exception as error:
+            self._save_tracker.abort(save, f"step {save[1]} stays in memory only: {error}")
+            with self._commit_lock:
+                self.cleaner.discard(save)
+
     def fail_save(self, save: SaveId, error: Exception) -> None:
         known = isinstance(error, HoldfastError)
         self._save_tracker.record_failure(
@@ -210,7 +250,7 @@ class SaveManager:
     # --- with other movers --------------------------------------------------------------------
     def all_parts_stored(self, save: SaveId) -> None:
         with self._change:
-            plan = self._present.context
+            plan = self.cleaner.context
         if plan is not None and plan.generation == save[0]:
             self._threads.submit(self._commit_or_fail, plan, save)
 
@@ -225,7 +265,7 @@ class SaveManager:
             self._release_older_snapshots(save)
             return
         self._save_tracker.abort(save, reason, emit_event=False)
-        if save[0] == self._present.started_from[0]:  # otherwise the present leader sweeps it
+        if save[0] == self.cleaner.started_from[0]:  # otherwise the present leader sweeps it
             self.cleaner.discard(save)
 
     def on_rank_skipped(self, save: SaveId) -> None:
@@ -245,8 +285,8 @@ class SaveManager:
         stored = self._store.list(part_key(*save, writer_name(rank)))
         if stored and not self.commit_protocol.is_alone:
             return  # the leader may be committing it: it is taken up
-        if stored and self._present.context is not None:
-            self._commit_or_fail(self._present.context, save)
+        if stored and self.cleaner.context is not None:
+            self._commit_or_fail(self.cleaner.context, save)
         if not self._save_tracker.is_committed(save):
             self.fail_save(save, HoldfastError("the mover that was saving it ended"))
 
@@ -258,7 +298,7 @@ class SaveManager:
 
     def _release_older_snapshots(self, save: SaveId) -> None:
         """A state of its generation is durable: what memory holds of older ones may go."""
-        if save[0] == self._present.started_from[0]:
+        if save[0] == self.cleaner.started_from[0]:
             self._snapshot_store.drop_older_than(save[0])
 
     def _commit(self, plan: SaveContext, step: int) -> None:
@@ -296,3 +336,37 @@ def _rank_of(key: str) -> int | None:
     """Return the rank whose part manifest this is."""
     number = key.rpartition("-rank")[2].removesuffix(".json")
     return int(number) if number.isdecimal() else None
+
+
+def find_parts(
+    memories: Sequence[MemorySource], commit: Commit, ranks: Collection[int]
+) -> list[tuple[PartManifest, bytes]]:
+    """The sealed manifests of these ranks, as some memory has them and the commit object names
+    them. Raises MissingKeyError for a rank whose manifest no memory has."""
+    if not ranks:
+        return []
+    due = {writer.part_xxh3: writer.rank for writer in commit.writers if writer.rank in ranks}
+    found: dict[int, tuple[PartManifest, bytes]] = {}
+    for memory in memories:
+        try:
+            lines = memory.inventory()
+        except HoldfastError:
+            continue  # that machine is out of reach
+        for line in lines:
+            rank = due.get(xxh3_128_hexdigest(line.sealed_manifest))
+            if rank is not None:
+                part = PartManifest.from_bytes(line.sealed_manifest, f"{memory.name}, rank {rank}")
+                found.setdefault(rank, (part, line.sealed_manifest))
+    missing = sorted(set(ranks) - set(found))
+    if missing:
+        raise MissingKeyError(f"no mover has the parts of ranks {missing} any more")
+    return [found[rank] for rank in sorted(found)]
+
+
+def read_checked(memories: Sequence[MemorySource], blob: Blob) -> Iterator[memoryview]:
+    """A blob's bytes; each view holds until the next one is asked for. Raises as Mixed does."""
+    mixed = FallbackReader(memories)
+    buffer = memoryview(bytearray(min(blob.extent_bytes, blob.size)))
+    for extent in blob.extents():
+        for _, view in mixed.read_extents(blob, [extent], buffer):
+            yield view

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.restore import catalog
@@ -18,14 +17,6 @@ from holdfast.core.format.manifest import part_prefix
 from holdfast.errors import HoldfastError
 from holdfast.events import CheckpointRemoved
 from holdfast.wire.store.run_store import RunStore
-
-
-@dataclass
-class PresentGeneration:
-    """The generation whose saves are made now."""
-
-    context: SaveContext | None = None
-    started_from: tuple[int, int | None] = (0, None)  # generation, and the step it began from
 
 
 class PendingParts:
@@ -69,19 +60,21 @@ class StoreCleaner:
         rules: retention.RetentionRules,
         save_tracker: SaveTracker,
         commit_protocol: CommitProtocol,
-        present: PresentGeneration,
     ) -> None:
         self.verified_steps: set[int] = set()  # steps of checkpoints that were read back in full
         self.in_use_keys: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
         self.rejected_keys: dict[str, str] = {}  # keys of those that were passed over, and why
         self._store, self._rules, self._save_tracker = store, rules, save_tracker
-        self._commit_protocol, self._present = commit_protocol, present
+        self._commit_protocol = commit_protocol
+        self.context: SaveContext | None = None  # of the present generation
+        # The present generation, and the step that it began from.
+        self.started_from: tuple[int, int | None] = (0, None)
 
     def apply_retention(self) -> None:
         """Remove the checkpoints that need not be kept."""
         try:
             # A step that this generation has left behind counts for nothing, whenever it came.
-            left = retention.superseded_commits(self._store, *self._present.started_from)
+            left = retention.superseded_commits(self._store, *self.started_from)
             for key in retention.apply_retention(
                 self._store,
                 self._rules,
@@ -117,9 +110,9 @@ class StoreCleaner:
             if self._commit_protocol.is_leader:
                 self._commit_protocol.forget(save)
                 retention.discard_uncommitted(self._store, *save)
-            elif self._present.context is not None:
+            elif self.context is not None:
                 retention.discard_rank_parts(
-                    self._store, *save, self._commit_protocol.own_ranks(self._present.context)
+                    self._store, *save, self._commit_protocol.own_ranks(self.context)
                 )
         except HoldfastError as error:
             self._save_tracker.warn(f"an unfinished checkpoint could not be removed: {error}")

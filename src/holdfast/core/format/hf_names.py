@@ -21,11 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.config.huggingface.architectures import (
-    ARCHITECTURES,
-    OUTSIDE_NAMES,
-    Architecture,
-)
+from holdfast.config.huggingface.architectures import ARCHITECTURES, OUTSIDE_NAMES, Architecture
 from holdfast.config.huggingface.convert import find_architecture
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.parameters import decoder_parameters
@@ -59,15 +55,6 @@ class TensorMapping:
     shape: Shape
     pieces: tuple[Piece, ...]
     alias_of: str | None = None
-
-    @property
-    def is_rename(self) -> bool:
-        """The same numbers in the same shape under another name."""
-        if len(self.pieces) != 1:
-            return False
-        piece = self.pieces[0]
-        ways = piece.new_dim, piece.dropped_rows, piece.picked
-        return piece.lengths == self.shape and ways == (None, 0, None)
 
 
 def rename(ours: str, theirs: str, shape: Shape) -> TensorMapping:

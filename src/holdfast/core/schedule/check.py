@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import chain
 
 from holdfast.core.schedule.table import (
     Action,
@@ -47,8 +48,9 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, ScheduleCell]]:
     Raises ScheduleError: before the first cell when the table is not complete, and in the
     midst of them when the rest would wait for ever.
     """
-    _check_places(schedule)
-    _check_complete(schedule)
+    where = f"schedule {schedule.name}"
+    for problem in chain(_misplaced(schedule), _incomplete(schedule)):
+        raise ScheduleError(problem, where=where)
     at = [0] * schedule.ranks  # how many cells each rank has run
     there = {value for action in schedule.done if (value := value_produced(action)) is not None}
     blocked: defaultdict[Value, list[int]] = defaultdict(list)
@@ -69,64 +71,47 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, ScheduleCell]]:
                     there.add(value)
                     ready.extend(blocked.pop(value, ()))
     if any(done < len(row) for done, row in zip(at, schedule.actions, strict=True)):
-        raise ScheduleError(
-            _describe_deadlock(schedule, at, there), where=_schedule_label(schedule)
-        )
+        raise ScheduleError(_describe_deadlock(schedule, at, there), where=where)
 
 
-def _schedule_label(schedule: Schedule) -> str:
-    return f"schedule {schedule.name}"
-
-
-def _check_places(schedule: Schedule) -> None:
-    """Stages, ranks and microbatches exist, and every action stands where its stage is."""
-    where = _schedule_label(schedule)
+def _misplaced(schedule: Schedule) -> Iterator[str]:
+    """What does not exist of the stages, ranks and microbatches, and actions on a rank that does
+    not hold their stage. Only the first sentence counts: those after it build on what it denies."""
     if schedule.microbatches < 1 or not schedule.stages or not schedule.ranks:
-        raise ScheduleError("it has no microbatch, no stage or no rank", where=where)
+        yield "it has no microbatch, no stage or no rank"
     for rank in range(schedule.ranks):
         if rank not in schedule.rank_of:
-            raise ScheduleError(f"rank {rank} holds no stage", where=where)
+            yield f"rank {rank} holds no stage"
     for stage, rank in enumerate(schedule.rank_of):
         if not 0 <= rank < schedule.ranks:
-            raise ScheduleError(
-                f"stage {stage} is on rank {rank}, but there are {schedule.ranks} ranks",
-                where=where,
-            )
+            yield f"stage {stage} is on rank {rank}, but there are {schedule.ranks} ranks"
     for rank, row in enumerate(schedule.actions):
         for cell in row:
             for action in actions_of(cell):
                 if not 0 <= action.stage < schedule.stages:
-                    raise ScheduleError(
-                        f"rank {rank} runs {action}, but there are {schedule.stages} stages",
-                        where=where,
-                    )
+                    yield f"rank {rank} runs {action}, but there are {schedule.stages} stages"
                 if not 0 <= action.microbatch < schedule.microbatches:
-                    raise ScheduleError(
+                    yield (
                         f"rank {rank} runs {action}, but there are {schedule.microbatches} "
-                        "microbatches",
-                        where=where,
+                        "microbatches"
                     )
                 if schedule.rank_of[action.stage] != rank:
-                    raise ScheduleError(
+                    yield (
                         f"rank {rank} runs {action}, but rank {schedule.rank_of[action.stage]} "
-                        f"holds stage {action.stage}",
-                        where=where,
+                        f"holds stage {action.stage}"
                     )
 
 
-def _check_complete(schedule: Schedule) -> None:
-    """One F, and one B or one I and one W, of every stage and microbatch."""
-    where = _schedule_label(schedule)
+def _incomplete(schedule: Schedule) -> Iterator[str]:
+    """What lacks one F, or one B or one I and one W, of a stage and microbatch, or has it twice."""
     seen = set(schedule.done)
     for rank, row in enumerate(schedule.actions):
         for cell in row:
             if isinstance(cell, OverlappedActions) and len(cell.actions) < 2:
-                raise ScheduleError(
-                    f"rank {rank} overlaps {cell}, which is fewer than two actions", where=where
-                )
+                yield f"rank {rank} overlaps {cell}, which is fewer than two actions"
             for action in actions_of(cell):
                 if action in seen:
-                    raise ScheduleError(f"rank {rank} runs {action} twice", where=where)
+                    yield f"rank {rank} runs {action} twice"
                 seen.add(action)
     backward = schedule.has_backward
     if schedule.is_open:  # the rest comes in a later window
@@ -134,23 +119,13 @@ def _check_complete(schedule: Schedule) -> None:
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             if Action(stage, ActionKind.FORWARD, microbatch) not in seen:
-                raise ScheduleError(
-                    f"{Action(stage, ActionKind.FORWARD, microbatch)} is missing", where=where
-                )
-            had = [
-                str(kind)
-                for kind in (
-                    ActionKind.BACKWARD,
-                    ActionKind.BACKWARD_INPUT,
-                    ActionKind.BACKWARD_WEIGHT,
-                )
-                if Action(stage, kind, microbatch) in seen
-            ]
+                yield f"{Action(stage, ActionKind.FORWARD, microbatch)} is missing"
+            kinds = ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+            had = [str(kind) for kind in kinds if Action(stage, kind, microbatch) in seen]
             if backward and had not in (["B"], ["I", "W"]):
-                raise ScheduleError(
+                yield (
                     f"stage {stage} needs B, or I and W, of microbatch {microbatch}, and has "
-                    f"{' and '.join(had) or 'none of them'}",
-                    where=where,
+                    f"{' and '.join(had) or 'none of them'}"
                 )
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.core.schedule.interleaved import interleaved
 from holdfast.core.schedule.step_window import steady_window
-from holdfast.core.schedule.table import Schedule, forward_only, gpipe, one_f_one_b
+from holdfast.core.schedule.table import Schedule, forward_only, gpipe, interleaved, one_f_one_b
 from holdfast.core.schedule.zero_bubble import dualpipev, zb_h1, zbv
 from holdfast.errors import LayoutError, unknown_name
 

@@ -34,12 +34,7 @@ def step_window(name: str, ranks: int, microbatches: int, before: int, after: in
         rows.append(tuple(sorted(actions, key=lambda action: _turn(ranks, action))))
     most = max(before, microbatches + min(after, look_ahead(ranks)))
     return Schedule(
-        name,
-        most,
-        loop_stages(ranks, 1),
-        tuple(rows),
-        done=frozenset().union(*done),
-        is_open=True,
+        name, most, loop_stages(ranks, 1), tuple(rows), done=frozenset().union(*done), is_open=True
     )
 
 

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.config.sections.lora import ALL_LINEAR
 from holdfast.core.format.hf_names import huggingface_map
-from holdfast.core.sharding.parameters import (
-    Init,
-    Parameter,
-    Uniform,
-    Zeros,
-    decoder_parameters,
-)
+from holdfast.core.sharding.parameters import Init, Parameter, Uniform, Zeros, decoder_parameters
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
@@ -78,10 +72,7 @@ def adapter_rows(layers: Mapping[str, tuple[int, ...]], rank: int) -> tuple[Para
     return tuple(
         Parameter(name, shape, True, adapter_init(name, shape))
         for layer, (outputs, inputs) in layers.items()
-        for name, shape in (
-            (f"{layer}.{DOWN}", (rank, inputs)),
-            (f"{layer}.{UP}", (outputs, rank)),
-        )
+        for name, shape in ((f"{layer}.{DOWN}", (rank, inputs)), (f"{layer}.{UP}", (outputs, rank)))
     )
 
 

@@ -332,33 +332,6 @@ def piece_sizes(leaves: int, start: int, stop: int) -> list[int]:
     return found
 
 
-def move_leaves(shares: Shares, avoided_share: Mapping[int, int]) -> Shares:
-    """Return the dealing with some leaves in another share: away[leaf] is the one where it must not
-    be.
-
-    For each leaf that leaves, one comes back, so shares keep their sizes. If all leaves of the
-    other shares must leave this one too, the leaf goes alone. With one share, nothing changes.
-    """
-    dealt = [set(share) for share in shares]
-    for leaf, here in sorted(avoided_share.items()):
-        if not 0 <= here < len(dealt) or leaf not in dealt[here] or len(dealt) == 1:
-            continue
-        others = [(here + i) % len(dealt) for i in range(1, len(dealt))]
-        swaps = [
-            (o, b) for o in others for b in sorted(dealt[o]) if avoided_share.get(b, o) != here
-        ]
-        other, back = next(
-            ((o, b) for o, b in swaps if b not in avoided_share),
-            swaps[0] if swaps else (others[0], -1),
-        )
-        dealt[here].remove(leaf)
-        dealt[other].add(leaf)
-        if back >= 0:
-            dealt[other].remove(back)
-            dealt[here].add(back)
-    return tuple(tuple(sorted(share)) for share in dealt)
-
-
 def check_dealing(leaves: int, shares: Shares) -> None:
     """Raises ValueError unless every leaf stands in exactly one share."""
     dealt = sorted(j for share in shares for j in share)

@@ -14,12 +14,7 @@ from xxhash import xxh3_128
 from holdfast.config.huggingface.git_lfs import is_pointer
 from holdfast.data.read.containers import empty_error, pointer_error, read_head
 from holdfast.data.read.source_files import FoundFiles, walk
-from holdfast.data.read.text_sources import (
-    TakeDocument,
-    clean_text,
-    nearest_column,
-    too_long_error,
-)
+from holdfast.data.read.text_sources import TakeDocument, clean_text, nearest_column, too_long_error
 from holdfast.errors import DataError
 
 BATCH_ROWS = 256

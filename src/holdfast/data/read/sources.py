@@ -25,11 +25,7 @@ from xxhash import xxh3_128
 from holdfast.data.read import columnar_sources, text_sources
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
 from holdfast.data.read.chat_rows import FORMS, field_of
-from holdfast.data.read.containers import (
-    empty_error,
-    is_compressed,
-    read_head,
-)
+from holdfast.data.read.containers import empty_error, is_compressed, read_head
 from holdfast.data.read.source_files import FoundFiles, find_files, unreadable_error
 from holdfast.errors import DataError
 

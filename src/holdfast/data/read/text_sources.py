@@ -185,12 +185,11 @@ def _lines(
         line = file.readline(limit + 2)  # with its line ending
         if not line:
             return
-        count = number if number is not None else None
         if len(line.removesuffix(b"\n").removesuffix(b"\r")) > limit:
-            where = f"{path}:{count or _line_number(path, at)}"
+            where = f"{path}:{number or _line_number(path, at)}"
             raise too_long_error(where, limit, "the line is longer than")
         seen.update(line)
-        yield _line_document(line, path, at, take, count)
+        yield _line_document(line, path, at, take, number)
         at += len(line)
         number = None if number is None else number + 1
 
@@ -303,9 +302,7 @@ def _array_elements(file: BinaryIO, path: str, limit: int) -> Iterator[bytes]:
 
 def _array_error(path: str, row: int, state: str) -> DataError:
     return DataError(
-        f"the array {state}",
-        where=f"{path}, row {row}",
-        remedy="fetch the file again, or mend it",
+        f"the array {state}", where=f"{path}, row {row}", remedy="fetch the file again, or mend it"
     )
 
 

@@ -14,8 +14,8 @@ from holdfast.data.read.chat_documents import ChatDocument
 from holdfast.data.read.chat_render import Span
 
 
-class SpecialEncoder(Protocol):
-    """The part of a tokenizers.Tokenizer that chat documents need."""
+class Encoder(Protocol):
+    """The part of a tokenizers.Tokenizer that tokenising needs."""
 
     encode_special_tokens: bool
 
@@ -73,7 +73,7 @@ class ChatCounts:
 
 
 def encode_documents(
-    texts: Sequence[str], tokenizer: SpecialEncoder, begin: int | None, end: int
+    texts: Sequence[str], tokenizer: Encoder, begin: int | None, end: int
 ) -> list[ChatTokens]:
     """Tokenise documents as `ChatDocument.encode` spells them. Special tokens that a template
     writes become tokens; no message spells one."""
@@ -84,7 +84,7 @@ def encode_documents(
 
 
 @contextmanager
-def _special_tokens_parsed(tokenizer: SpecialEncoder) -> Iterator[None]:
+def _special_tokens_parsed(tokenizer: Encoder) -> Iterator[None]:
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = False
     try:

@@ -39,11 +39,7 @@ class SourceCount:
 
     def to_json(self) -> dict[str, int]:
         """Return what the manifest keeps."""
-        return {
-            "documents": self.documents,
-            "empty": self.empty,
-            "duplicates": self.duplicates,
-        }
+        return {"documents": self.documents, "empty": self.empty, "duplicates": self.duplicates}
 
     def causes(self) -> list[str]:
         """Return what was left out, each with its cause."""

@@ -19,8 +19,9 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.data.read.sources import Unit
+from holdfast.data.stages.chat_tokens import Encoder
 from holdfast.data.stages.task_pool import error_to_json
-from holdfast.data.stages.unit_tasks import Encoder, perform_task
+from holdfast.data.stages.unit_tasks import perform_task
 from holdfast.errors import DataError
 
 PACKAGES = ("holdfast", "tokenizers")

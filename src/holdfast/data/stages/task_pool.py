@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast import errors
-from holdfast.data.stages.unit_tasks import Encoder, perform_task
+from holdfast.data.stages.chat_tokens import Encoder
+from holdfast.data.stages.unit_tasks import perform_task
 from holdfast.errors import HoldfastError, UserError
 from holdfast.wire import lifeline
 from holdfast.wire.child_command import module_command

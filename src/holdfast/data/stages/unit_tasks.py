@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from xxhash import xxh3_128, xxh3_128_intdigest
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.files import READ_BYTES, write_atomic
 from holdfast.data.read.sources import Unit, encode_document, read_unit, unit_label
-from holdfast.data.stages.chat_tokens import ChatCounts, SpecialEncoder, encode_documents
+from holdfast.data.stages.chat_tokens import ChatCounts, Encoder, encode_documents
 from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
 from holdfast.errors import CorruptError, DataError
 
@@ -44,12 +44,6 @@ DROP, TRAIN, VALIDATION = 0, 1, 2  # a document's lot, uint8
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 Payload = Callable[[], Iterator[bytes]]
-
-
-class Encoder(SpecialEncoder, Protocol):
-    """The part of a tokenizers.Tokenizer that tokenising needs."""
-
-    def encode_batch_fast(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -208,11 +202,7 @@ class _SplitTokens:
 
 
 def tokenise_unit(
-    unit: Unit,
-    settings: TokenizeSettings,
-    lots: NDArray[np.uint8],
-    tokenizer: Encoder,
-    out: Path,
+    unit: Unit, settings: TokenizeSettings, lots: NDArray[np.uint8], tokenizer: Encoder, out: Path
 ) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
 
@@ -358,11 +348,6 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
     settings = TokenizeSettings(
-        task["limit"],
-        task["end"],
-        task["dtype"],
-        task["raw"],
-        task["begin"],
-        tuple(task["stop"]),
+        task["limit"], task["end"], task["dtype"], task["raw"], task["begin"], tuple(task["stop"])
     )
     tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))

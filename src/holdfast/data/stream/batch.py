@@ -253,11 +253,7 @@ class Batches:
         return DataError(f"source {name!r} {what}", where=self.dataset.place, remedy=remedy)
 
     def _gather(
-        self,
-        streams: Streams,
-        packed: Packed,
-        source: NDArray[np.int64],
-        sample: NDArray[np.int64],
+        self, streams: Streams, packed: Packed, source: NDArray[np.int64], sample: NDArray[np.int64]
     ) -> Microbatch:
         """Windows [n] -> a Microbatch of n samples without a ledger entry."""
         length, end = self.sequence_length, self.dataset.end

@@ -17,13 +17,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.chat_templates import TEMPLATE_FILE
 from holdfast.data.read.files import canonical_json, checksum, write_atomic
-from holdfast.data.stream.dataset import (
-    MANIFEST,
-    SOURCES,
-    Dataset,
-    exists,
-    parse_manifest,
-)
+from holdfast.data.stream.dataset import MANIFEST, SOURCES, Dataset, exists, parse_manifest
 from holdfast.data.stream.node_cache import DAMAGE_REMEDY, NodeCache, explain_cache_errors
 from holdfast.errors import DataError
 from holdfast.wire.store.location import BucketLocation, open_store, parse_location

@@ -98,9 +98,7 @@ def write_shards(
 
 
 def _tokens(
-    pieces: Iterator[UnitTokens],
-    lengths: list[NDArray[np.uint32]],
-    masks: list[NDArray[np.uint8]],
+    pieces: Iterator[UnitTokens], lengths: list[NDArray[np.uint32]], masks: list[NDArray[np.uint8]]
 ) -> Iterator[bytes]:
     for piece in pieces:
         lengths.append(piece.lengths)

@@ -58,7 +58,7 @@ class FinalUpload:
                     await before_waiting()
                     before_waiting = None
                 self.missing_upload = _describe_missing(left)
-                if left.is_over or left.stalled_for_s > self._stall_timeout_s:
+                if left.over or left.still > self._stall_timeout_s:
                     return self.missing_upload
                 if told <= 0.0:
                     self._say(
@@ -74,7 +74,7 @@ class FinalUpload:
 
 
 def _describe_missing(left: PendingUpload) -> str:
-    sent, total = left.sent_bytes / 1e6, left.total_bytes / 1e6
+    sent, total = left.sent / 1e6, left.total / 1e6
     done = f"{sent:.1f} of {total:.1f} MB were sent" if total else "nothing was sent"
-    reason = f", {left.failure}" if left.failure else ""
+    reason = f", {left.reason}" if left.reason else ""
     return f"the bucket does not have step {step_of(left.key)} yet: {done}{reason}"

@@ -6,13 +6,12 @@ import gc
 import logging
 from collections.abc import Sequence
 
-from holdfast.core.shard_wait import ShardAwaited
 from holdfast.data.stream.batch import Batches
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import PeerLostError
-from holdfast.events import SettingIgnored
+from holdfast.events import SettingIgnored, ShardAwaited
 from holdfast.layout import Topology
 from holdfast.plan.placing.planner import dealer_of
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep

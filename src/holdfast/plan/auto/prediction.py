@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from holdfast.config.run import RunConfig
-from holdfast.core.prediction import StepPredicted
+from holdfast.events import StepPredicted
 from holdfast.layout import Topology
 from holdfast.options.registry import unmodelled_option
 from holdfast.plan.auto.machines import Machines

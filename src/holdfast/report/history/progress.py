@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from holdfast.core.shard_wait import ShardAwaited
 from holdfast.events import (
     AttentionChosen,
     CheckpointCommitted,
@@ -23,6 +22,7 @@ from holdfast.events import (
     RunStopped,
     SaveInterval,
     SettingIgnored,
+    ShardAwaited,
     StepDone,
     WorkerHeld,
     WorkerLost,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.core.shard_wait import ShardAwaited
 from holdfast.events import (
     Blamed,
     CheckpointFailed,
@@ -18,6 +17,7 @@ from holdfast.events import (
     RunFailed,
     SaveInterval,
     SettingIgnored,
+    ShardAwaited,
     SourceRejected,
     StopRequested,
     UploadFailed,

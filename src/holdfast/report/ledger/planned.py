@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from holdfast.core.prediction import StepPredicted
-from holdfast.events import MemoryUsed, Record, StepDone
+from holdfast.events import MemoryUsed, Record, StepDone, StepPredicted
 from holdfast.report.formatting import format_duration
 
 _FIRST_STEPS = 2

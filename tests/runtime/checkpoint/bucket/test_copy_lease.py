@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import threading
@@ -14,19 +13,18 @@ import pytest
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.bucket.copy_lease import CopyLease, LeaseHeldError
-from holdfast.checkpoint.format.blob import blob_header
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import verify
-from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import Commit, commit_key, part_prefix, place_boxes
-from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.checkpoint.save.writer import try_commit
+from holdfast.core.format.manifest import Commit, commit_key, part_prefix
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.layout import Layout, place_layout
 from holdfast.wire.store.run_store import Buffer, FolderStore, RunStore
 from holdfast.wire.term import create_generation
 from tests.support.memory_store import MemoryStore
+from tests.support.mover_process import write_noise
 from tests.support.ranks import DEADLINE_S
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (37, 8), 0),)
@@ -39,7 +37,7 @@ KILLED = """
 import sys
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.killed_saver import Killing
+from tests.support.killed_store import Killing
 source, target, key, point = sys.argv[1:]
 copy_checkpoint(FolderStore(source), key, Killing(target, int(point)))
 """
@@ -51,10 +49,7 @@ def save(store: RunStore, seed: int) -> Commit:
     plan = SaveContext(1, topo, TABLE, "c", "d", extent_bytes=256)
     create_generation(store, 1, {})
     for rank in range(2):
-        tensors = place_boxes(owned_boxes(topo, TABLE, rank), TABLE)
-        start = blob_header(tensors)
-        data = [random.Random(seed).randbytes(p.nbytes) for p in tensors]
-        write_part(store, plan, 5, rank, [start, *data], len(start), tensors, {})
+        write_noise(store, plan, 5, rank, seed)
     commit = try_commit(store, plan, 5)
     assert commit is not None
     return commit

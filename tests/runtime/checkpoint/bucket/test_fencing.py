@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,16 +11,14 @@ from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.bucket.fencing import adopt_bucket_generation
 from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.bucket.uploader import Uploader
-from holdfast.checkpoint.format.blob import blob_header
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.start_records import record_start
-from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.retention import RetentionRules
-from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import Commit, commit_key, part_prefix, place_boxes
-from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.checkpoint.save.writer import try_commit
+from holdfast.core.format.manifest import Commit, commit_key, part_prefix
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, OtherKeyError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
@@ -29,7 +26,7 @@ from holdfast.wire.store.encrypted_store import EncryptedStore
 from holdfast.wire.store.location import SEAL_KEY_VARIABLE, open_store
 from holdfast.wire.store.run_store import Buffer, FolderStore
 from holdfast.wire.term import create_generation, newest_generation
-from tests.support.mover_process import topology
+from tests.support.mover_process import newest_verified, topology, write_noise
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (37, 8), 0),)
 KEY_ID_FROM_END = 4 + 32 + 8  # of a sealed object's footer: index bytes, salt, and the id itself
@@ -42,10 +39,7 @@ def save(store: FolderStore, generation: int, step: int, ranks: int = 2) -> Comm
     if newest_generation(store) < generation:
         create_generation(store, generation, {})
     for rank in range(ranks):
-        tensors = place_boxes(owned_boxes(topo, TABLE, rank), TABLE)
-        start = blob_header(tensors)
-        data = [random.Random(f"{step}{p.box.name}").randbytes(p.nbytes) for p in tensors]
-        write_part(store, plan, step, rank, [start, *data], len(start), tensors, {})
+        write_noise(store, plan, step, rank, seed=step)
     return try_commit(store, plan, step)
 
 
@@ -116,9 +110,7 @@ def test_two_that_counted_on_alike_are_told_apart(stores: list[FolderStore]) -> 
     assert told(upload(old, bucket)) == [(UploadFailed, 8)]
 
 
-def test_who_is_overtaken_on_the_way_makes_no_commit_object(
-    stores: list[FolderStore],
-) -> None:
+def test_who_is_overtaken_on_the_way_makes_no_commit_object(stores: list[FolderStore]) -> None:
     class Overtaken(FolderStore):
         def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
             super().create(key, data)
@@ -209,9 +201,7 @@ def test_another_key_stops_only_a_run_that_has_nothing_else(
         recover_folder(lost, sealed, "c", False, said.append)
     monkeypatch.setenv(SEAL_KEY_VARIABLE, "ab" * 32)
     recover_folder(lost, sealed, "c", False, said.append)
-    found = find_newest_verified(lost)
-    assert found is not None
-    assert found.step == 2
+    assert newest_verified(lost).step == 2
 
 
 def test_a_half_sent_blob_whose_end_is_rotten_is_sent_anew(stores: list[FolderStore]) -> None:

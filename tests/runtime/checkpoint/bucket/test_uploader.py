@@ -3,60 +3,49 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast.checkpoint.bucket.recover_folder import recover_folder
-from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, StoreError
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointRemoved,
     CheckpointUploaded,
-    Event,
     UploadFailed,
 )
 from holdfast.wire.store.location import UnfitStoreError, open_store
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation
 from tests.support import s3
-from tests.support.mover_process import Mover, Workers, assert_holds, events_until, topology
+from tests.support.mover_process import (
+    Start,
+    Workers,
+    assert_holds,
+    events_until,
+    newest_verified,
+    topology,
+    uploaded,
+)
 from tests.support.ranks import wait_until
 from tests.support.s3 import Fault, Proxy, Request
-
-Start = Callable[..., Mover]
-
 
 pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
-def _uploaded(step: int) -> Callable[[Event], bool]:
-    return lambda event: isinstance(event, CheckpointUploaded) and event.step == step
-
-
-def _workers(mover: Mover) -> tuple[MoverClient, Workers]:
-    topo = topology(1, 3)
-    client = mover.begin(topo)
-    return client, Workers(client, topo)
-
-
 def test_what_is_committed_gets_into_the_bucket_and_old_ones_go(start: Start) -> None:
     where = s3.location(s3.server())
-    client, workers = _workers(start(bucket=where, bucket_keep_last=2))
+    workers = start(bucket=where, bucket_keep_last=2).workers(1, 3)
     for step in (1, 2, 3):
         workers.commit(step)
-        events_until(client, _uploaded(step))
+        events_until(workers.client, uploaded(step))
     bucket = open_store(where)
-    found = find_newest_verified(bucket)
-    assert found is not None
-    assert_holds(found, 3)
+    assert_holds(newest_verified(bucket), 3)
     workers.commit(4)
-    events_until(client, _uploaded(4))
+    events_until(workers.client, uploaded(4))
     assert 1 not in map(step_of, list_commits(bucket))  # 2 goes just after 4 has come
 
 
@@ -65,18 +54,16 @@ def test_a_bucket_that_fails_delays_no_commit_and_gets_the_newest_later(
     start: Start, proxy: Proxy
 ) -> None:
     proxy.rule = lambda request: Fault(503, "SlowDown")
-    client, workers = _workers(
-        start(bucket=s3.location(proxy.address, "slow", timeout=1, retries=0))
-    )
+    workers = start(bucket=s3.location(proxy.address, "slow", timeout=1, retries=0)).workers(1, 3)
     for step in (1, 2, 3):
         workers.commit(step)
-    events = events_until(client, lambda event: isinstance(event, UploadFailed))
+    events = events_until(workers.client, lambda event: isinstance(event, UploadFailed))
     assert any(isinstance(e, CheckpointCommitted) and e.step == 1 for e in events)
     failed = [e for e in events if isinstance(e, UploadFailed)]
     assert len(failed) == 1
     assert "the store answers with an error (503 SlowDown)" in failed[0].reason
     proxy.rule = lambda request: None
-    events = events_until(client, _uploaded(3))
+    events = events_until(workers.client, uploaded(3))
     assert len([e for e in events if isinstance(e, UploadFailed)]) == 1  # said once
 
 
@@ -94,17 +81,17 @@ def test_a_bucket_slower_than_retention_gets_whole_checkpoints(start: Start, pro
     proxy.rule = slow
     where = s3.location(proxy.address, f"behind-{id(proxy)}")
     mover = start(bucket=where, keep_last=1)
-    client, workers = _workers(mover)
+    workers = mover.workers(1, 3)
     workers.commit(1)
     assert reached.wait(120)
     for step in (2, 3, 4):
         workers.commit(step)
     gate.set()
-    events = events_until(client, _uploaded(4))
-    assert any(_uploaded(1)(event) for event in events)
+    events = events_until(workers.client, uploaded(4))
+    assert any(uploaded(1)(event) for event in events)
     assert not [event for event in events if isinstance(event, UploadFailed)]
     workers.commit(5)
-    events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 1)
+    events_until(workers.client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 1)
 
 
 def _stored(where: str, part_of_key: str) -> list[str]:
@@ -130,15 +117,15 @@ def test_what_an_abandoned_copy_left_in_the_bucket_goes_also_when_that_fails_at_
 
     proxy.rule = rule
     where = s3.location(proxy.address, f"abandoned-{id(proxy)}", retries=0)
-    client, workers = _workers(start(bucket=where))
+    workers = start(bucket=where).workers(1, 3)
     workers.commit(1)
-    events_until(client, lambda event: isinstance(event, UploadFailed))
+    events_until(workers.client, lambda event: isinstance(event, UploadFailed))
     assert len(_stored(where, "0000000001-rank")) > 0
     armed.set()
     workers.commit(2)
-    events_until(client, _uploaded(2))
+    events_until(workers.client, uploaded(2))
     workers.commit(3)
-    events_until(client, _uploaded(3))
+    events_until(workers.client, uploaded(3))
     wait_until(lambda: not _stored(where, "0000000001-rank"), what="nothing is left of step 1")
     assert refused
     assert [step_of(key) for key in list_commits(open_store(where))] == [3, 2]
@@ -151,14 +138,11 @@ def test_what_older_generations_left_in_the_bucket_goes_at_the_first_upload(star
     for key in (older, ours, "parts/0000000001/0000000009-rank00000.json"):
         bucket.create(key, b"of a copy that was cut short")
     mover = start(bucket=where)
-    topo = topology(1, 3, generation=2)
-    client = mover.begin(topo)
-    Workers(client, topo).commit(1)
-    events_until(client, _uploaded(1))
+    workers = mover.workers(1, 3, generation=2)
+    workers.commit(1)
+    events_until(workers.client, uploaded(1))
     wait_until(lambda: _stored(where, "0000000009-rank") == [ours], what="the older ones are gone")
-    found = find_newest_verified(bucket)
-    assert found is not None
-    assert_holds(found, 1)
+    assert_holds(newest_verified(bucket), 1)
 
 
 def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy: Proxy) -> None:
@@ -174,7 +158,7 @@ def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy
     proxy.rule = stall
     prefix = f"killed-{id(proxy)}"
     mover = start(bucket=s3.location(proxy.address, prefix))
-    _, workers = _workers(mover)
+    workers = mover.workers(1, 3)
     workers.commit(1)
     assert reached.wait(120)
     mover.kill()
@@ -182,26 +166,22 @@ def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy
     with s3.proxied() as second:
         where = s3.location(second.address, prefix)
         client = start(bucket=where).begin(topology(1, 3, generation=2))
-        events_until(client, _uploaded(1))
+        events_until(client, uploaded(1))
         for rank, again in ((0, False), (1, False), (2, True)):
             assert (second.sent(f"rank{rank:05d}-0.safetensors") > 0) is again
-        found = find_newest_verified(open_store(where))
-        assert found is not None
-        assert_holds(found, 1)
+        assert_holds(newest_verified(open_store(where)), 1)
 
 
 def test_a_run_whose_folder_is_lost_begins_from_the_bucket(start: Start, tmp_path: Path) -> None:
     where = s3.location(s3.server())
-    client, workers = _workers(start(bucket=where))
+    workers = start(bucket=where).workers(1, 3)
     workers.commit(7)
-    events_until(client, _uploaded(7))
+    events_until(workers.client, uploaded(7))
     said: list[str] = []
     folder = FolderStore(tmp_path / "new")
     recover_folder(folder, where, "c", False, said.append)
     assert said == ["step 7 was brought back from the bucket"]
-    found = find_newest_verified(folder)
-    assert found is not None
-    assert_holds(found, 7)
+    assert_holds(newest_verified(folder), 7)
     assert newest_generation(folder) == 1  # so the next one is newer than whatever wrote it
     recover_folder(folder, where, "c", False, said.append)
     assert len(said) == 1  # it is there
@@ -213,7 +193,7 @@ def test_a_run_whose_folder_is_lost_begins_from_the_bucket(start: Start, tmp_pat
 def test_a_bucket_that_is_away_at_the_start_stops_only_those_who_need_it(
     start: Start, proxy: Proxy, tmp_path: Path
 ) -> None:
-    _, workers = _workers(start())
+    workers = start().workers(1, 3)
     workers.commit(1)
     where = s3.location(proxy.address, timeout=60, retries=0)
     proxy.rule = lambda request: Fault(503, "SlowDown")
@@ -231,10 +211,10 @@ def test_a_bucket_that_is_away_at_the_start_stops_only_those_who_need_it(
 
 def test_a_broken_checkpoint_in_the_bucket_is_passed_over(start: Start, tmp_path: Path) -> None:
     where = s3.location(s3.server())
-    client, workers = _workers(start(bucket=where))
+    workers = start(bucket=where).workers(1, 3)
     for step in (1, 2):
         workers.commit(step)
-        events_until(client, _uploaded(step))
+        events_until(workers.client, uploaded(step))
     bucket = open_store(where)
     blob = next(key for key in bucket.list("data/") if "0000000002-rank00001" in key)
     data = bytearray(bucket.get(blob))
@@ -246,16 +226,14 @@ def test_a_broken_checkpoint_in_the_bucket_is_passed_over(start: Start, tmp_path
     recover_folder(folder, where, "c", False, said.append)
     assert "cannot be trusted" in said[0]
     assert said[1:] == ["step 1 was brought back from the bucket"]
-    found = find_newest_verified(folder)
-    assert found is not None
-    assert_holds(found, 1)
+    assert_holds(newest_verified(folder), 1)
 
 
 def test_a_mover_whose_run_store_is_the_bucket(start: Start) -> None:
     """No folder at all: what a rank captured goes straight there, and the next mover finds it."""
     where = s3.location(s3.server())
     mover = start(at=where)
-    _, workers = _workers(mover)
+    workers = mover.workers(1, 3)
     for step in (1, 2):
         workers.commit(step)
     mover.kill()
@@ -266,9 +244,7 @@ def test_a_mover_whose_run_store_is_the_bucket(start: Start) -> None:
     assert (newest.step, newest.generation) == (2, 1)
     others = Workers(client, topo)
     others.commit(3)
-    found = find_newest_verified(open_store(where))
-    assert found is not None
-    assert_holds(found, 3)
+    assert_holds(newest_verified(open_store(where)), 3)
 
 
 @pytest.mark.slow
@@ -287,7 +263,7 @@ def test_an_upload_that_is_tried_again_reads_nothing_back(start: Start, proxy: P
     sent = proxy.sent("rank00000-0.safetensors")
     assert sent > 12_000_000
     proxy.rule = lambda request: None
-    events = events_until(client, _uploaded(1))
+    events = events_until(client, uploaded(1))
     assert [e.bytes for e in events if isinstance(e, CheckpointUploaded)] == [0]
     assert proxy.sent("rank00000-0.safetensors") == sent
     reads = [r for r in proxy.log if r.kind == "GET" and "/data/" in r.key]

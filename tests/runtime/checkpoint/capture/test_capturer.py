@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import HoldfastError
 from tests.support import killed_capture
-from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, topology
+from tests.support.mover_process import TABLE, Start, assert_holds, topology
 from tests.support.ranks import DEADLINE_S, run_ranks
-
-Start = Callable[..., Mover]
 
 
 class Stalled(Capturer):
@@ -40,8 +37,7 @@ def test_what_is_committed_is_the_state_before_the_next_change(
     start: Start, replicas: int, dp_shard: int
 ) -> None:
     mover = start()
-    topo = topology(replicas, dp_shard)
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers(replicas, dp_shard)
     for step in (1, 2, 3):
         workers.compute(step)
         for capturer in workers.capturers:
@@ -106,11 +102,9 @@ def test_no_snapshot_is_torn_in_a_storm_of_steps(start: Start) -> None:
 def test_a_thread_that_gets_no_core_delays_nobody(start: Start) -> None:
     """The fence copies what is left, and counts the seconds."""
     mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers()
     (tensors,) = workers.tensors
-    capturer = Stalled(client, topo, TABLE, 0, tensors, run="test")
+    capturer = Stalled(workers.client, workers.topology, TABLE, 0, tensors, run="test")
     workers.compute(1)
     costs: list[CopyTiming] = []
     assert isinstance(capturer.begin(1), ChunkedCopy)
@@ -128,10 +122,8 @@ def test_a_thread_that_gets_no_core_delays_nobody(start: Start) -> None:
 
 def test_the_next_capture_and_leaving_wait_for_the_present_one(start: Start) -> None:
     mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
-    capturer = Stalled(client, topo, TABLE, 0, workers.tensors[0], run="test")
+    workers = mover.workers()
+    capturer = Stalled(workers.client, workers.topology, TABLE, 0, workers.tensors[0], run="test")
     ended: list[int] = []
     for step in (1, 2):
         workers.compute(step)
@@ -148,9 +140,7 @@ def test_the_next_capture_and_leaving_wait_for_the_present_one(start: Start) -> 
 
 
 def test_a_copy_that_fails_is_one_skipped_save(start: Start) -> None:
-    mover = start()
-    topo = topology()
-    (capturer,) = Workers(mover.begin(topo), topo).capturers
+    (capturer,) = start().workers().capturers
 
     class Broken:
         def data_ptr(self) -> int:
@@ -174,8 +164,7 @@ def test_the_newest_snapshot_that_the_mover_knows_is_not_overwritten_before_a_ne
     start: Start,
 ) -> None:
     mover = start()
-    topo = topology()
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers()
     (capturer,) = workers.capturers
     workers.commit(1)
     assert capturer._arena.free_slot() is not None
@@ -195,8 +184,7 @@ def test_the_newest_snapshot_that_the_mover_knows_is_not_overwritten_before_a_ne
 
 def test_a_refused_announcement_keeps_the_snapshot_before(start: Start) -> None:
     mover = start()
-    topo = topology()
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers()
     (capturer,) = workers.capturers
     workers.commit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import closing
 
 import pytest
 
@@ -65,14 +66,11 @@ def test_once_there_is_room_an_arena_takes_its_place() -> None:
         made.append(Roomy("has room", lambda: 0.0))
         return made[-1]
 
-    capturer = ReconnectingCapturer(lambda: none, make, pytest.fail)
-    try:
+    with closing(ReconnectingCapturer(lambda: none, make, pytest.fail)) as capturer:
         assert not capturer.has_free_slot()
         now[0] = ROOM_CHECK_INTERVAL_S
         wait_until(capturer.has_free_slot, what="an arena")
         assert len(made) == 1
-    finally:
-        capturer.close()
 
 
 def test_every_rank_reports_it_and_the_user_reads_it_once() -> None:

@@ -7,7 +7,7 @@ are mapped.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,8 @@ from holdfast.checkpoint.memory.arena import PAGE, Arena, slot_capacity
 from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import TensorSpec
-from tests.support.mover_process import TABLE, Mover, Workers, topology
+from tests.support.mover_process import TABLE, Start, Workers, topology
 
-Start = Callable[..., Mover]
 ALREADY_REGISTERED, OUT_OF_MEMORY, NOT_REGISTERED = 712, 2, 713
 
 

@@ -5,44 +5,35 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture
-from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.format.manifest import commit_key
-from holdfast.core.sharding.boxes import whole_box
-from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import CheckpointFailed
 from holdfast.layout import Topology
 from holdfast.policy.saving.destinations import SaveDestinations
 from tests.support.mover_process import (
-    DTYPE,
     TABLE,
-    Mover,
+    RankState,
+    Start,
     assert_holds,
     events_until,
-    state,
     topology,
 )
 from tests.support.processes import stop
 from tests.support.ranks import wait_until
 
-Start = Callable[..., Mover]
 
-
-class Trainer:
+class Trainer(RankState):
     """One rank that trains: what it captures, and the losses that were reported to it."""
 
     def __init__(self, client: MoverClient, topo: Topology, rank: int = 0) -> None:
-        self.boxes = local_boxes(topo, TABLE, rank)
-        dtypes = {spec.name: DTYPE[spec.dtype] for spec in TABLE}
-        self.tensors = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes}
+        super().__init__(topo, rank)
         self.skipped: list[SkippedCapture] = []
 
         def make() -> Capturer:
@@ -52,10 +43,7 @@ class Trainer:
 
     def take(self, step: int, durable: bool = False) -> bool:
         """A step, and its snapshot if there is room for it."""
-        full = state(step, TABLE)
-        for box in self.boxes:
-            everything = whole_box(box.name, tuple(full[box.name].shape))
-            self.tensors[box.name].copy_(view_of(full[box.name], everything, box))
+        self.compute(step)
         self.saver.fence()
         if not self.saver.has_free_slot() or not isinstance(
             self.saver.capture(step), CompletedCapture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,15 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import CorruptError
 from holdfast.layout import Layout, place_layout
-from tests.support.mover_process import DTYPE, TABLE, Mover, Workers, state, topology
+from tests.support.mover_process import DTYPE, TABLE, Start, Workers, state
 
 
 def test_stock_readers_understand_a_checkpoint_of_several_writers(
-    start: Callable[..., Mover], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     """safetensors reads each blob; PyTorch's own Hugging Face reader puts the boxes together."""
     mover = start()
-    topo = topology(2, 2)
-    Workers(mover.begin(topo), topo).commit(4)
+    mover.workers(2, 2).commit(4)
     commit = Checkpoint.open(mover.store, commit_key(1, 4)).commit
     folder = tmp_path / "stock"
     folder.mkdir()
@@ -66,9 +64,7 @@ CUT: StateTable = (
         Layout(3, cp=2),
     ],
 )
-def test_stock_readers_open_a_checkpoint_where_it_lies(
-    start: Callable[..., Mover], layout: Layout
-) -> None:
+def test_stock_readers_open_a_checkpoint_where_it_lies(start: Start, layout: Layout) -> None:
     """Rows and columns cut unevenly, ranks with nothing: the folder of the blobs is all they need.
     (It must hold one step only: `holdfast checkpoint copy` makes such a folder.)"""
     mover = start()

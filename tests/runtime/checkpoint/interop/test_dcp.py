@@ -303,8 +303,7 @@ def test_a_stand_in_reaches_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [CheckpointError("gone"), CorruptError("rotten"), OSError(errno.ENOSPC, "full")],
+    "failure", [CheckpointError("gone"), CorruptError("rotten"), OSError(errno.ENOSPC, "full")]
 )
 def test_what_goes_wrong_while_dcp_writes_is_told_as_it_is(
     tmp_path: Path, failure: Exception

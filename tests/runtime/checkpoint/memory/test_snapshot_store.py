@@ -4,12 +4,11 @@ them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.checkpoint.capture.capturer import CompletedCapture, SkippedCapture
 from holdfast.checkpoint.memory.arena import Arena
@@ -29,23 +28,21 @@ from holdfast.wire.term import create_generation
 from tests.support.mover_process import (
     TABLE,
     Mover,
+    Start,
     Workers,
     assert_holds,
+    assert_reads,
     events_until,
-    state,
     topology,
 )
 
-Start = Callable[..., Mover]
 
-
-def remember(workers: Workers, client: MoverClient, step: int) -> None:
+def remember(workers: Workers, step: int) -> None:
     """Every rank hands over a snapshot that stays in memory; returns when it is complete."""
     workers.compute(step)
-    for capturer in workers.capturers:
-        assert isinstance(capturer.capture(step, wait=60), CompletedCapture)
-        assert capturer.announce(step, {"position": step}, SaveDestinations(False)) is None
-    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == step)
+    for rank in workers.ranks:
+        rank.hand_over(step, durable=False)
+    events_until(workers.client, lambda e: isinstance(e, SnapshotComplete) and e.step == step)
 
 
 @contextmanager
@@ -70,17 +67,9 @@ def next_generation(mover: Mover, topo: Topology) -> tuple[MoverClient, Any]:
 
 def read_everything(checkpoint: Checkpoint, step: int, topo: Topology) -> None:
     """Every rank of `topo` reads its boxes in one pass; all are those of `step`."""
-    full = state(step)
     for rank in range(topo.world_size):
         boxes = [box for box in local_boxes(topo, TABLE, rank) if box.size]
-        outs = [torch.empty(b.lengths, dtype=full[b.name].dtype) for b in boxes]
-        checkpoint.read_all(
-            (box, out.view(-1).view(torch.uint8).numpy().data)
-            for box, out in zip(boxes, outs, strict=True)
-        )
-        for box, out in zip(boxes, outs, strict=True):
-            at = tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
-            assert torch.equal(out, full[box.name][at]), box
+        assert_reads(checkpoint, boxes, step)
 
 
 @pytest.mark.parametrize(("replicas", "dp_shard"), [(2, 2), (2, 1), (1, 3)])
@@ -93,17 +82,17 @@ def test_the_newest_snapshot_outlives_its_generation_and_opens_on_any_layout(
     workers = Workers(client, first)
     workers.commit(1)
     for step in (2, 3, 4):
-        remember(workers, client, step)
+        remember(workers, step)
     second = topology(replicas, dp_shard, generation=2)
     client, newest = next_generation(mover, second)
-    assert (newest.step, newest.durable, newest.meta) == (4, False, {"position": 4})
+    assert (newest.step, newest.durable, newest.meta) == (4, False, {"position": 64})
     with opened(mover, client, newest.key) as checkpoint:
         read_everything(checkpoint, 4, second)
         assert set(checkpoint.read_stats.bytes_by_source) == {"memory"}
     for _ in range(3):  # the old memory goes with the new generation's first complete snapshot
         Workers(client, second)
     workers = Workers(client, second)
-    remember(workers, client, 5)
+    remember(workers, 5)
     assert [tuple(s) for s in client.status()["memory"]] == [(2, 5)]
 
 
@@ -111,7 +100,7 @@ def test_what_only_memory_held_is_made_durable(start: Start) -> None:
     mover = start()
     topo = topology(2)
     client = mover.begin(topo)
-    remember(Workers(client, topo), client, 7)
+    remember(Workers(client, topo), 7)
     assert list_commits(mover.store) == []
     client, newest = next_generation(mover, topology(1, generation=2))
     events_until(client, lambda e: isinstance(e, CheckpointCommitted) and e.step == 7)
@@ -124,13 +113,10 @@ def test_what_only_memory_held_is_made_durable(start: Start) -> None:
 
 def test_an_incomplete_step_is_passed_over(start: Start) -> None:
     mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo, slots=3)
-    remember(workers, client, 1)
+    workers = mover.workers(2, slots=3)
+    remember(workers, 1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
-    assert workers.capturers[0].announce(2, {}, SaveDestinations(False)) is None
+    workers.ranks[0].hand_over(2, durable=False)
     client, newest = next_generation(mover, topology(2, generation=2))
     assert newest.step == 1
     with opened(mover, client, newest.key) as checkpoint:
@@ -140,15 +126,13 @@ def test_an_incomplete_step_is_passed_over(start: Start) -> None:
 def test_the_newest_complete_step_is_never_overwritten(start: Start) -> None:
     """Rank 1 is lost; rank 0 captures for as long as it finds room. The last step of both stays."""
     mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
-    remember(workers, client, 1)
+    workers = mover.workers(2)
+    remember(workers, 1)
     for step in (2, 3, 4):
         workers.compute(step)
         if isinstance(workers.capturers[0].capture(step), CompletedCapture):
             workers.capturers[0].announce(step, {}, SaveDestinations(False))
-    assert client.drain()
+    assert workers.client.drain()
     client, newest = next_generation(mover, topology(1, generation=2))
     assert newest.step == 1
     with opened(mover, client, newest.key) as checkpoint:
@@ -156,43 +140,32 @@ def test_the_newest_complete_step_is_never_overwritten(start: Start) -> None:
 
 
 def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
-    mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
-    remember(workers, client, 1)
+    workers = start().workers(2)
+    remember(workers, 1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)  # rank 1 skips this one
-    assert workers.capturers[0].announce(2, {}, SaveDestinations(False)) is None
+    workers.ranks[0].hand_over(2, durable=False)  # rank 1 skips this one
     assert isinstance(workers.capturers[0].capture(3), SkippedCapture)
     workers.compute(4)
-    assert isinstance(workers.capturers[1].capture(4), CompletedCapture)
-    assert workers.capturers[1].announce(4, {}, SaveDestinations(False)) is None
-    assert isinstance(workers.capturers[0].capture(4, wait=60), CompletedCapture)
-    assert workers.capturers[0].announce(4, {}, SaveDestinations(False)) is None
-    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
+    workers.ranks[1].hand_over(4, durable=False)
+    workers.ranks[0].hand_over(4, durable=False)
+    events_until(workers.client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
 
 
 def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> None:
     """Rank 1's copy failed, so rank 0's part of the step can never become complete."""
-    mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
-    remember(workers, client, 1)
+    workers = start().workers(2)
+    remember(workers, 1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
-    assert workers.capturers[0].announce(2, {}) is None
+    workers.ranks[0].hand_over(2)
     assert isinstance(workers.capturers[1].announce(2, {}), SkippedCapture)
     assert (
         workers.capturers[0].wait_until_committed(2, 60)
         == "rank 1: nothing was captured at this step"
     )
     workers.compute(3)
-    for capturer in workers.capturers:  # as the loop does: no rank has seen a later step
-        assert isinstance(capturer.capture(3, wait=60), CompletedCapture)
-        assert capturer.announce(3, {}, SaveDestinations(False)) is None
-    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
+    for rank in workers.ranks:  # as the loop does: no rank has seen a later step
+        rank.hand_over(3, durable=False)
+    events_until(workers.client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
 
 
 def flip_in_memory(client: MoverClient, key: str, number: int = 0) -> str:
@@ -209,9 +182,7 @@ def flip_in_memory(client: MoverClient, key: str, number: int = 0) -> str:
 
 def test_a_flipped_byte_in_memory_comes_from_the_disk(start: Start) -> None:
     mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(2)
     workers.commit(3)
     client, newest = next_generation(mover, topology(1, generation=2))
     blob = flip_in_memory(client, newest.key)
@@ -225,11 +196,9 @@ def test_a_flipped_byte_in_memory_comes_from_the_disk(start: Start) -> None:
 
 def test_a_flipped_byte_that_is_nowhere_else_is_refused_and_the_next_taken(start: Start) -> None:
     mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(2)
     workers.commit(3)
-    remember(workers, client, 4)
+    remember(workers, 4)
     arena = workers.capturers[0]._arena
     for slot in range(arena.slots):
         header = arena.header(slot)
@@ -254,11 +223,9 @@ def test_what_a_later_generation_gave_up_does_not_come_back(start: Start) -> Non
     """Generation 2 began from step 1 although memory had step 5 (its agent could not see it). A
     third one must not continue the abandoned branch."""
     mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers()
     workers.commit(1)
-    remember(workers, client, 5)
+    remember(workers, 5)
     create_generation(mover.store, 2, {})
     record_start(mover.store, 2, 1)  # another mover did
     create_generation(mover.store, 3, {})
@@ -275,14 +242,14 @@ def test_memory_is_used_again_only_when_nobody_else_can_write_there(start: Start
     topo = topology()
     client = mover.begin(topo)
     old = Workers(client, topo)
-    remember(old, client, 1)
+    remember(old, 1)
     client, newest = next_generation(mover, topology(generation=2))
     new = Workers(client, topology(generation=2))
     old.compute(9)
     assert isinstance(
         old.capturers[0].capture(9), CompletedCapture
     )  # scribbles into its own memory only
-    remember(new, client, 2)
+    remember(new, 2)
     third, newest = next_generation(mover, topology(generation=3))
     with opened(mover, third, newest.key) as checkpoint:
         read_everything(checkpoint, 2, topology())
@@ -294,7 +261,7 @@ def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Sta
     mover = start()
     first = mover.begin(topology())
     old = Workers(first, topology())
-    remember(old, first, 1)
+    remember(old, 1)
     old.capturers[0].close()
     client, newest = next_generation(mover, topology(generation=2))
     new = Workers(client, topology(generation=2), let_go=True)
@@ -313,8 +280,7 @@ def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Sta
 def test_extents_are_read_once_and_only_where_a_box_lies(start: Start) -> None:
     """Four writers, three readers: bytes read per byte needed."""
     mover = start(extent_bytes=128)
-    topo = topology(1, 4)
-    Workers(mover.begin(topo), topo).commit(1)
+    mover.workers(1, 4).commit(1)
     commit = Checkpoint.open(mover.store, commit_key(1, 1)).commit
     readers = topology(1, 3)
     for rank in range(3):

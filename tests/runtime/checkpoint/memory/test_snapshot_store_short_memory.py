@@ -154,12 +154,12 @@ def test_memory_of_a_worker_that_has_ended_is_used_again(
 def test_memory_is_deserted_when_every_writer_has_ended_and_not_before() -> None:
     made = MemoryFile(Arena.create("test", 2, 4096))
     made.add_writer(os.getpid())
-    assert not made.has_no_writers
+    assert not made.has_no_writers_but(None)
     ended = MemoryFile(Arena.create("test", 2, 4096))
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ended.add_writer(child.pid)
-    assert not ended.has_no_writers
+    assert not ended.has_no_writers_but(None)
     child.communicate(b"\n")
-    assert ended.has_no_writers
+    assert ended.has_no_writers_but(None)
     ended.add_writer(None)  # an unknown process
-    assert not ended.has_no_writers
+    assert not ended.has_no_writers_but(None)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -32,11 +31,9 @@ from holdfast.events import CheckpointFailed
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import create_generation
 from tests.support import s3
-from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, files, topology
+from tests.support.mover_process import TABLE, Start, Workers, assert_holds, files, topology
 from tests.support.ranks import wait_until
 from tests.support.s3 import Fault, Proxy, Request
-
-Start = Callable[..., Mover]
 
 
 def test_without_the_secret_nothing_happens(start: Start) -> None:
@@ -128,16 +125,14 @@ def test_older_generations_are_refused(start: Start) -> None:
 def test_a_mover_that_was_replaced_elsewhere_cannot_commit(start: Start) -> None:
     """Another agent opened generation 2 in the run store; this mover only finds out by looking."""
     mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(2)
     workers.commit(1)
     create_generation(mover.store, 2, {})
     workers.save(2)
     reason = workers.capturers[0].wait_until_committed(2, 60)
     assert reason is not None
     assert "generation 2 has begun" in reason
-    events, _ = client.events(0)
+    events, _ = workers.client.events(0)
     assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [2]
     assert len(list_commits(mover.store)) == 1
     assert not [name for name in files(mover.store) if "0000000002-rank" in name]
@@ -145,12 +140,10 @@ def test_a_mover_that_was_replaced_elsewhere_cannot_commit(start: Start) -> None
 
 def test_what_older_generations_left_unfinished_is_swept(start: Start) -> None:
     mover = start()
-    topo = topology(2)
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers(2)
     workers.commit(1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
-    assert workers.capturers[0].announce(2, {}) is None
+    workers.ranks[0].hand_over(2)
     assert mover.client(1).drain()  # what could be written has been
     assert [n for n in files(mover.store) if "0000000002-rank" in n]
     half = [
@@ -191,8 +184,7 @@ def test_a_slow_sweep_delays_no_answer_and_what_is_written_waits_for_it(
     topo = topology(2)
     workers = Workers(mover.begin(topo), topo)
     workers.compute(1)
-    assert isinstance(workers.capturers[0].capture(1), CompletedCapture)
-    assert workers.capturers[0].announce(1, {}) is None
+    workers.ranks[0].hand_over(1)
     assert mover.client(1).drain()
     armed.set()
     try:
@@ -211,7 +203,7 @@ def test_a_slow_sweep_delays_no_answer_and_what_is_written_waits_for_it(
 def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
     """A disk that errs for a moment: no checkpoint is taken for absent, and none is removed."""
     mover = start()
-    workers = Workers(mover.begin(topology()), topology())
+    workers = mover.workers()
     workers.commit(1)
     commits, aside = mover.store.folder / "commits", mover.store.folder / "aside"
     commits.rename(aside)
@@ -227,10 +219,7 @@ def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
 
 def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
     """The machine slept between signing and checking: what is asked again is taken."""
-    mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = start().workers()
     (capturer,) = workers.capturers
     stale = 0
 
@@ -239,7 +228,7 @@ def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
         stale -= 1
         return time.time() - (1000 if stale >= 0 else 0)
 
-    client._connections._clock = clock
+    workers.client._clock = clock
     for step in (1, 2, 3):
         stale = 1
         workers.commit(step)
@@ -251,23 +240,20 @@ def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
 
 
 def test_a_snapshot_is_announced_once_whatever_arrives_twice_or_late(start: Start) -> None:
-    mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = start().workers()
     (capturer,) = workers.capturers
     workers.compute(1)
     assert isinstance(capturer.capture(1), CompletedCapture)
     slot, made = capturer._unannounced[1]
     with pytest.raises(HoldfastError, match="does not hold step 9"):
-        client.announce_capture(0, 9, slot, made.sequence, {})
+        workers.client.announce_capture(0, 9, slot, made.sequence, {})
     assert capturer._arena.is_held(slot)  # a stranger to this slot cannot give it back
     for _ in range(3):
-        client.announce_capture(0, 1, slot, made.sequence, {})
+        workers.client.announce_capture(0, 1, slot, made.sequence, {})
     assert capturer.wait_until_committed(1, 60) is None
-    client.announce_capture(0, 1, slot, made.sequence, {})
-    assert client.drain()
-    events, _ = client.events(0)
+    workers.client.announce_capture(0, 1, slot, made.sequence, {})
+    assert workers.client.drain()
+    events, _ = workers.client.events(0)
     assert [event.kind for event in events] == ["snapshot_complete", "checkpoint_committed"]
     workers.commit(2)
 
@@ -275,9 +261,7 @@ def test_a_snapshot_is_announced_once_whatever_arrives_twice_or_late(start: Star
 def test_who_waits_for_a_save_can_say_that_he_lives(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mover = start()
-    client = mover.begin(topology())
-    workers = Workers(client, topology())
+    workers = start().workers()
     monkeypatch.setattr("holdfast.checkpoint.mover.client.COMMIT_POLL_S", 0.02)
     said: list[int] = []
     reason = workers.capturers[0].wait_until_committed(1, 1.5, lambda: said.append(1))
@@ -287,12 +271,9 @@ def test_who_waits_for_a_save_can_say_that_he_lives(
 
 def test_saves_handed_over_count_before_a_restart(start: Start) -> None:
     """A worker dies right after the announcement: the checkpoint is not lost with it."""
-    mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = start().workers(2)
     workers.save(3)
-    assert client.find_restore_point().step == 3
+    assert workers.client.find_restore_point().step == 3
 
 
 def test_a_client_outlives_its_mover(start: Start) -> None:
@@ -304,29 +285,23 @@ def test_a_client_outlives_its_mover(start: Start) -> None:
     mover.kill()
     with pytest.raises(MoverGoneError):
         client.status()
-    other = Mover(mover.store.folder, mover.secret, socket=mover.socket)
-    try:
-        assert client.status()["generation"] == 0
-        client.expect(topo, TABLE)
-        assert client.status()["generation"] == 1
-        other.kill()
-        third = Mover(mover.store.folder, mover.secret, socket=mover.socket)
-        try:
-            assert client.status()["generation"] == 0, "straight from one to the next"
-        finally:
-            third.close()
-    finally:
-        other.close()
+    other = start(secret=mover.secret, socket=mover.socket)
+    assert client.status()["generation"] == 0
+    client.expect(topo, TABLE)
+    assert client.status()["generation"] == 1
+    other.kill()
+    start(secret=mover.secret, socket=mover.socket)
+    assert client.status()["generation"] == 0, "straight from one to the next"
 
 
 def test_a_connection_that_was_cut_costs_nothing(start: Start) -> None:
     mover = start()
     client = mover.begin(topology())
     client.status()
-    (connection,) = client._connections._idle_connections
+    (connection,) = client._idle_connections
     connection.shutdown(socket.SHUT_RDWR)
     assert client.status()["generation"] == 1
-    assert len(client._connections._idle_connections) == 1
+    assert len(client._idle_connections) == 1
 
 
 def test_a_process_without_descriptors_is_told_that_nobody_answers(
@@ -335,7 +310,7 @@ def test_a_process_without_descriptors_is_told_that_nobody_answers(
     """As with any unreachable mover: a client that asks again later continues."""
     mover = start()
     client = mover.begin(topology())
-    client._connections._idle_connections.pop().close()
+    client._idle_connections.pop().close()
 
     def none(*given: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -348,21 +323,18 @@ def test_a_process_without_descriptors_is_told_that_nobody_answers(
 
 
 def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
-    mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
-    assert client.events(0) == ([], 0)
+    workers = start().workers()
+    assert workers.client.events(0) == ([], 0)
     waiting: list[tuple[list[object], int]] = []
-    thread = threading.Thread(target=lambda: waiting.append(client.events(0, 20)))  # type: ignore[arg-type]
+    thread = threading.Thread(target=lambda: waiting.append(workers.client.events(0, 20)))  # type: ignore[arg-type]
     thread.start()
     workers.commit(1)
     thread.join(120)
     (first, *_), _ = waiting[0]
     assert first.step == 1  # type: ignore[attr-defined]
-    assert client.drain()
-    _, mark = client.events(0)
-    assert client.events(mark) == ([], mark)
+    assert workers.client.drain()
+    _, mark = workers.client.events(0)
+    assert workers.client.events(mark) == ([], mark)
 
 
 def boot(folder: Path, private: Path, lifeline: int) -> MoverSpec:
@@ -421,8 +393,7 @@ def test_a_mover_that_starts_while_the_run_folder_is_away_says_so(tmp_path: Path
 
 def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:
     mover = start()
-    topo = topology(2)
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers(2)
     workers.save(1)
     mover.process.send_signal(signal.SIGTERM)
     assert mover.process.wait(120) == 0

@@ -17,18 +17,11 @@ from holdfast.checkpoint.peers.source import PeerSource, open_peers
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.sources import FallbackReader
 from holdfast.core.format.manifest import PartManifest, blob_key, merge_parts, writer_name
-from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.layout import Layout, place_layout
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.placement import Machine
-from tests.support.peer_nodes import (
-    SECRET,
-    TABLE,
-    Node,
-    assert_holds,
-    restored,
-    topology,
-)
+from tests.support.peer_nodes import SECRET, TABLE, Node, assert_holds, offer_of, restored, topology
 from tests.support.processes import stop
 from tests.support.ranks import wait_until
 
@@ -48,18 +41,31 @@ def start() -> Iterator[Start]:
         node.close()
 
 
+def pair(
+    start: Start, topo: Topology | None = None, table: StateTable = TABLE, **settings: Any
+) -> tuple[Node, Node]:
+    """One that keeps copies, and one whose generation has begun."""
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner", **settings)
+    owner.begin(topo or topology(), table)
+    return keeper, owner
+
+
+def put_kept(owner: Node, step: int, generation: int = 1) -> None:
+    """Capture a step, and wait until the keeper has it."""
+    assert owner.put(step) == []
+    wait_until(lambda: owner.kept("keeper") == (generation, step))
+
+
 def source_of(node: Node, generation: int) -> PeerSource:
     return PeerSource("peer", node.address, SECRET, generation)
 
 
 def test_a_killed_mover_comes_back_from_its_peer_on_another_layout(start: Start) -> None:
     """Three ranks' shards onto two, from the memory of the machine that is left."""
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner")
-    owner.begin(topology(dp_shard=3))
+    keeper, owner = pair(start, topology(dp_shard=3))
     for step in (1, 2):
-        assert owner.put(step) == []
-        wait_until(lambda s=step: owner.kept("keeper") == (1, s))
+        put_kept(owner, step)
     assert keeper.do("complete") == [[1, 2], [1, 1]]
     owner.kill()
     source = source_of(keeper, 2)  # the next generation asks, and fences the first
@@ -73,11 +79,8 @@ def test_a_killed_mover_comes_back_from_its_peer_on_another_layout(start: Start)
 
 def test_every_rank_of_a_peer_can_be_told_from_its_manifest(start: Start) -> None:
     """The bytes are those of the owner, extent by extent, and each layout reads what it needs."""
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner")
-    owner.begin(topology(replicas=2))
-    owner.put(4)
-    wait_until(lambda: owner.kept("keeper") == (1, 4))
+    keeper, owner = pair(start, topology(replicas=2))
+    put_kept(owner, 4)
     there, here = source_of(keeper, 1), source_of(owner, 1)
     assert there.inventory() == here.inventory()
     for line in there.inventory():
@@ -157,9 +160,7 @@ def test_the_first_copy_goes_to_the_stable_machine_and_not_to_the_other_replica(
 
 def test_connections_stay_open_from_step_to_step(start: Start) -> None:
     """One that the owner offers over, and one that the keeper reads over."""
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner")
-    owner.begin(topology())
+    keeper, owner = pair(start)
 
     def ends() -> set[Any]:
         found = psutil.Process(keeper.process.pid).net_connections("tcp")
@@ -173,22 +174,17 @@ def test_connections_stay_open_from_step_to_step(start: Start) -> None:
     assert len(seen[0]) == 2
     assert seen == [seen[0]] * 4
     owner.begin(topology(2))
-    owner.put(5)
-    wait_until(lambda: owner.kept("keeper") == (2, 5))
+    put_kept(owner, 5, generation=2)
     wait_until(lambda: len(ends()) == 2)  # those of the older generation are closed
     assert ends().isdisjoint(seen[0])
 
 
 def test_unchanged_extents_are_not_sent_again(start: Start) -> None:
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner")
-    owner.begin(topology())
-    owner.put(1)
-    wait_until(lambda: owner.kept("keeper") == (1, 1))
+    keeper, owner = pair(start)
+    put_kept(owner, 1)
     first = keeper.do("status")["keeps"]
     assert first["reused"] == 0
-    owner.put(2)
-    wait_until(lambda: owner.kept("keeper") == (1, 2))
+    put_kept(owner, 2)
     second = keeper.do("status")["keeps"]
     size = sum(spec.nbytes for spec in TABLE)
     frozen = TABLE[1].nbytes
@@ -202,11 +198,8 @@ def test_unchanged_extents_are_not_sent_again(start: Start) -> None:
 
 
 def test_a_kill_in_the_middle_of_a_pull_leaves_the_older_one_whole(start: Start) -> None:
-    keeper = start(name="keeper")
-    slow = start(keeper, name="owner", bytes_per_second=20_000.0)
-    slow.begin(topology(dp_shard=2), TABLE[:1])
-    slow.put(1)
-    wait_until(lambda: slow.kept("keeper") == (1, 1))
+    keeper, slow = pair(start, topology(dp_shard=2), TABLE[:1], bytes_per_second=20_000.0)
+    put_kept(slow, 1)
     slow.put(2)
     before = keeper.do("status")["keeps"]["pulled"]
     wait_until(lambda: keeper.do("status")["keeps"]["pulled"] > before)  # it has begun
@@ -217,9 +210,7 @@ def test_a_kill_in_the_middle_of_a_pull_leaves_the_older_one_whole(start: Start)
 
 
 def test_a_receiver_that_is_told_to_end_does_so_in_the_middle_of_a_pull(start: Start) -> None:
-    keeper = start(name="keeper")
-    slow = start(keeper, name="owner", bytes_per_second=5_000.0)
-    slow.begin(topology(), TABLE[:1])
+    keeper, slow = pair(start, topology(), TABLE[:1], bytes_per_second=5_000.0)
     slow.put(1)
     wait_until(lambda: slow.do("status")["sent"])
     assert keeper.process.stdin is not None
@@ -234,8 +225,7 @@ def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -
     keeper = start(name="keeper", port=free_port())
     owner = start(keeper, name="owner")
     owner.begin(topology())
-    owner.put(1)
-    wait_until(lambda: owner.kept("keeper") == (1, 1))
+    put_kept(owner, 1)
     stop(keeper.process.pid)
     assert owner.put(2) == []  # the pull hangs, the capture does not
     keeper.kill()
@@ -259,9 +249,7 @@ def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -
 
 
 def test_a_newer_step_takes_the_place_of_one_that_waits(start: Start) -> None:
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner", bytes_per_second=40_000.0)
-    owner.begin(topology(), TABLE[:1])
+    keeper, owner = pair(start, topology(), TABLE[:1], bytes_per_second=40_000.0)
     wait_until(lambda: owner.put(1) == [])
     wait_until(lambda: owner.do("status")["sends"]["keeper"]["busy"])
     assert owner.put(2) == owner.put(3) == owner.put(4) == []
@@ -276,9 +264,9 @@ def test_a_newer_step_takes_the_place_of_one_that_waits(start: Start) -> None:
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_slow_holder_holds_up_no_capture(start: Start, slots: int) -> None:
     """It has taken next to nothing, and every step finds a slot."""
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner", bytes_per_second=1_000.0, slots=slots)
-    owner.begin(topology(dp_shard=2), TABLE[:1])
+    keeper, owner = pair(
+        start, topology(dp_shard=2), TABLE[:1], bytes_per_second=1_000.0, slots=slots
+    )
     assert [owner.put(step) for step in range(1, 13)] == [[]] * 12
     assert keeper.has() == []
     status = owner.do("status")["sends"]["keeper"]
@@ -287,29 +275,18 @@ def test_a_slow_holder_holds_up_no_capture(start: Start, slots: int) -> None:
 
 
 def test_two_slots_and_a_holder_in_time(start: Start) -> None:
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner", slots=2)
-    owner.begin(topology(dp_shard=2))
+    _, owner = pair(start, topology(dp_shard=2), slots=2)
     for step in (1, 2, 3):
-        assert owner.put(step) == []
-        wait_until(lambda s=step: owner.kept("keeper") == (1, s))
+        put_kept(owner, step)
 
 
 def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner", every_steps=2)
-    owner.begin(topology())
+    keeper, owner = pair(start, every_steps=2)
     owner.put(1)  # not offered: only every second one is
     owner.do("flip", generation=1, step=1, rank=0)
     source = source_of(owner, 1)
     line = source.inventory()[0]
-    body = {
-        "part": line.sealed_manifest.decode(),
-        "run": "",
-        "source": owner.address,
-        "ranks": [0],
-        "plan": {"topology": topology().to_json(), "table": [s.to_json() for s in TABLE]},
-    }
+    body = offer_of(line.sealed_manifest, owner.address, topology())
     client = PeerClient(keeper.address, SECRET, 1)
     with pytest.raises(PeerError, match="sent other bytes than it announced"):
         client.post(OFFER_PATH, body)
@@ -321,11 +298,8 @@ def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
 
 
 def test_the_next_generation_ends_the_older_ones_when_it_is_complete(start: Start) -> None:
-    keeper = start(name="keeper")
-    owner = start(keeper, name="owner")
-    owner.begin(topology(dp_shard=3))
-    owner.put(5)
-    wait_until(lambda: owner.kept("keeper") == (1, 5))
+    keeper, owner = pair(start, topology(dp_shard=3))
+    put_kept(owner, 5)
     owner.begin(topology(2, dp_shard=2))
     owner.put(6, [0])  # rank 1 is missing: nothing is offered yet
     assert keeper.do("complete") == [[1, 5]]
@@ -341,11 +315,9 @@ def test_no_room_is_a_sentence_and_room_is_made_from_older_generations(start: St
     tight = start(name="keeper", room=3 * size)
     owner = start(tight, name="owner")
     owner.begin(topology())
-    owner.put(1)
-    wait_until(lambda: owner.kept("keeper") == (1, 1))
+    put_kept(owner, 1)
     owner.begin(topology(2, dp_shard=2))
-    owner.put(2)
-    wait_until(lambda: owner.kept("keeper") == (2, 2))
+    put_kept(owner, 2, generation=2)
     assert tight.has() == [(2, 2, 0), (2, 2, 1)]
     full = start(name="full", room=size)
     other = start(full, name="owner")

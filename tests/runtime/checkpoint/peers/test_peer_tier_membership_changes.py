@@ -3,7 +3,6 @@ copies of snapshots. Real movers, and SIGKILL for the lost ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,12 @@ from holdfast.elastic.worker.restore import restore
 from holdfast.events import Event, PeerFailed, SourceRejected
 from holdfast_lab.chaos.actions import flip_memory_bits
 from tests.support.mover_cluster import Nodes
-from tests.support.mover_process import DTYPE, TABLE, Mover, state
+from tests.support.mover_process import DTYPE, TABLE, Start, state
 from tests.support.peer_nodes import SECRET
 from tests.support.ranks import wait_until
 
-Start = Callable[..., Mover]
 
-
-def test_what_lies_in_the_memory_of_three_nodes_is_begun_from_by_each_of_them(
-    start: Start,
-) -> None:
+def test_what_lies_in_the_memory_of_three_nodes_is_begun_from_by_each_of_them(start: Start) -> None:
     """The workers are lost, the movers are not. No mover has all of the state, and no copy was
     made. A node that chose nothing itself finds it too."""
     nodes = Nodes(start, "a", "b", "c")

@@ -8,8 +8,8 @@ manifest says.
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from xxhash import xxh3_128_hexdigest
@@ -21,7 +21,7 @@ from holdfast.checkpoint.peers.messages import Offer
 from holdfast.checkpoint.peers.receiver import OFFER_HELD, SnapshotReceiver, _adjacent_extents
 from holdfast.core.format.manifest import Extent, PartManifest
 from holdfast.errors import CorruptError, HoldfastError
-from tests.support.peer_nodes import SECRET, TABLE, topology
+from tests.support.peer_nodes import SECRET, TABLE, offer_of, topology
 from tests.support.peer_tier_process import Node
 
 Step = tuple[int, int]  # generation, step
@@ -32,11 +32,7 @@ class Play:
 
     def __init__(self, seed: int, room: int) -> None:
         self.random = random.Random(seed)
-        boot = {
-            "secret": SECRET.hex(),
-            "extent_bytes": 8192,
-            "settings": PeerSettings().to_json(),
-        }
+        boot = {"secret": SECRET.hex(), "extent_bytes": 8192, "settings": PeerSettings().to_json()}
         self.owner = Node(boot)
         self.shelf = SnapshotStore()
         self.keeper = SnapshotReceiver(self.shelf, SECRET, room)
@@ -71,17 +67,8 @@ class Play:
 
     def offer(self, generation: int, step: int, rank: int, world: int) -> None:
         assert self.owner.topology is not None
-        plan = {
-            "topology": self.owner.topology.to_json(),
-            "table": [s.to_json() for s in TABLE],
-        }
-        body: dict[str, Any] = {
-            "part": self.owner.shelf.get(generation, step, rank).sealed_manifest.decode(),
-            "run": "",
-            "source": self.owner.peers.address,
-            "ranks": list(range(world)),
-            "plan": plan,
-        }
+        part = self.owner.shelf.get(generation, step, rank).sealed_manifest
+        body = offer_of(part, self.owner.peers.address, self.owner.topology, range(world))
         try:
             state = self.keeper.answer_offer(generation, Offer.from_json(body)).state
         except HoldfastError:
@@ -107,29 +94,23 @@ class Play:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_newest_complete_step_stays_until_a_newer_one_is(seed: int) -> None:
-    play = Play(seed, room=1 << 28)
-    try:
+    with closing(Play(seed, room=1 << 28)) as play:
         for number in range(1, 5):
             play.generation(number)
         assert play.complete
         # Older generations were dropped with the first complete step of a newer one.
         newest = play.complete[-1][0]
         assert all(line.generation >= newest for line in play.shelf.inventory())
-    finally:
-        play.close()
 
 
 def test_a_keeper_never_takes_more_than_its_room() -> None:
     size = sum(spec.nbytes for spec in TABLE)
-    play = Play(3, room=3 * size)
-    try:
+    with closing(Play(3, room=3 * size)) as play:
         for number in range(1, 6):
             play.complete.clear()  # with so little room an older generation goes for a newer one
             play.generation(number)
             status = play.keeper.status()
             assert status["used"] <= status["room"]
-    finally:
-        play.close()
 
 
 def test_extents_are_asked_for_together_up_to_a_gap_and_to_the_room() -> None:
@@ -166,8 +147,7 @@ def test_a_copy_over_a_quick_link_takes_few_requests(monkeypatch: pytest.MonkeyP
 
 def test_a_manifest_that_lists_other_tensors_than_its_blob_is_refused_at_any_step() -> None:
     """Also after one of the same rank whose header was right, and what comes after it is kept."""
-    play = Play(1, room=1 << 28)
-    try:
+    with closing(Play(1, room=1 << 28)) as play:
         plan = topology(1)
         play.owner.begin(plan.to_json(), [spec.to_json() for spec in TABLE])
         for step, wrong in ((1, True), (2, False), (3, True), (4, False)):
@@ -175,18 +155,10 @@ def test_a_manifest_that_lists_other_tensors_than_its_blob_is_refused_at_any_ste
             part = play.owner.shelf.get(1, step, 0).part
             if wrong:
                 part = replace(part, tensors=part.tensors[1:])
-            body = {
-                "part": part.to_bytes().decode(),
-                "run": "",
-                "source": play.owner.peers.address,
-                "ranks": [0],
-                "plan": {"topology": plan.to_json(), "table": [s.to_json() for s in TABLE]},
-            }
+            body = offer_of(part.to_bytes(), play.owner.peers.address, plan)
             if wrong:
                 with pytest.raises(CorruptError, match="does not list what its part does"):
                     play.keeper.answer_offer(1, Offer.from_json(body))
             else:
                 assert play.keeper.answer_offer(1, Offer.from_json(body)).state == OFFER_HELD
         assert {line.step for line in play.shelf.inventory()} == {2, 4}
-    finally:
-        play.close()

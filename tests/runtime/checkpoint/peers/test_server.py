@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
-from holdfast.checkpoint.peers.client import (
-    INVENTORY_PATH,
-    OFFER_PATH,
-    PeerClient,
-    PeerError,
-)
+from holdfast.checkpoint.peers.client import INVENTORY_PATH, OFFER_PATH, PeerClient, PeerError
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket
 from holdfast.checkpoint.peers.receiver import SnapshotReceiver
 from holdfast.checkpoint.peers.server import MAX_BODY_BYTES, PeerServer
@@ -29,7 +24,7 @@ from holdfast.wire.http.auth import AuthError, body_statement, request_headers, 
 from holdfast.wire.http.sync_connection import MAX_HEAD_BYTES
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
-from tests.support.peer_nodes import SECRET, TABLE, Node, topology
+from tests.support.peer_nodes import SECRET, Node, offer_of, topology
 from tests.support.ranks import wait_until
 
 STRANGER = Secret(b"x" * 32)
@@ -50,13 +45,7 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 def offer(nodes: tuple[Node, Node]) -> dict[str, Any]:
     owner = nodes[0]
     source = PeerSource("owner", owner.address, SECRET, 2)
-    return {
-        "part": source.inventory()[0].sealed_manifest.decode(),
-        "run": "",
-        "source": owner.address,
-        "ranks": [0],
-        "plan": {"topology": topology(2).to_json(), "table": [s.to_json() for s in TABLE]},
-    }
+    return offer_of(source.inventory()[0].sealed_manifest, owner.address, topology(2))
 
 
 @contextmanager
@@ -135,33 +124,9 @@ def test_a_wrong_secret_gets_nothing_and_changes_nothing(
     assert keeper.do("status")["generation"] < 9  # a stranger cannot fence any node
 
 
-def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node]) -> None:
-    """Another run's mover has the port, with another secret."""
-    other = Node(secret=STRANGER)
-    try:
-        raw = answer(other, request(nodes[0], "GET", INVENTORY_PATH, b"", 1, STRANGER))
-        with closing(socket.create_server(("127.0.0.1", 0))) as fake:
-            address = f"127.0.0.1:{fake.getsockname()[1]}"
-            client = PeerClient(address, SECRET, 1, silence_timeout_s=5)
-
-            def serve() -> None:
-                connection, _ = fake.accept()
-                with connection:
-                    connection.recv(65536)
-                    connection.sendall(raw)
-
-            thread = threading.Thread(target=serve)
-            thread.start()
-            with pytest.raises(AuthError, match="does not come from this run"):
-                client.inventory()
-            thread.join(120)
-    finally:
-        other.close()
-
-
-@pytest.mark.parametrize("status", [200, 400, 421])
-def test_a_strangers_long_answer_is_not_read(status: int) -> None:
-    """A client cannot know the port's owner before it has the complete answer."""
+@contextmanager
+def impostor(answer: bytes) -> Iterator[PeerClient]:
+    """A client of a port that another program has, which answers so."""
     with closing(socket.create_server(("127.0.0.1", 0))) as fake:
         client = PeerClient(f"127.0.0.1:{fake.getsockname()[1]}", SECRET, 1, silence_timeout_s=5)
 
@@ -169,16 +134,30 @@ def test_a_strangers_long_answer_is_not_read(status: int) -> None:
             connection, _ = fake.accept()
             with connection:
                 connection.recv(65536)
-                connection.sendall(
-                    f"HTTP/1.1 {status} X\r\ncontent-length: {64 << 20}\r\n\r\n".encode()
-                )
-                connection.recv(1)  # nothing of the body is waited for
+                connection.sendall(answer)
+                connection.recv(1)  # the client goes without waiting for more
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(PeerError, match="the answer is too long"):
-            client.newest_generation()
+        yield client
+        client.close()
         thread.join(120)
+
+
+def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node]) -> None:
+    """Another run's mover has the port, with another secret."""
+    with closing(Node(secret=STRANGER)) as other:
+        raw = answer(other, request(nodes[0], "GET", INVENTORY_PATH, b"", 1, STRANGER))
+    with impostor(raw) as client, pytest.raises(AuthError, match="does not come from this run"):
+        client.inventory()
+
+
+@pytest.mark.parametrize("status", [200, 400, 421])
+def test_a_strangers_long_answer_is_not_read(status: int) -> None:
+    """A client cannot know the port's owner before it has the complete answer."""
+    raw = f"HTTP/1.1 {status} X\r\ncontent-length: {64 << 20}\r\n\r\n".encode()
+    with impostor(raw) as client, pytest.raises(PeerError, match="the answer is too long"):
+        client.newest_generation()
 
 
 def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
@@ -268,8 +247,7 @@ def test_an_older_generation_is_fenced(nodes: tuple[Node, Node], offer: dict[str
 
 
 def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
-    keeper = Node()
-    try:
+    with closing(Node()) as keeper:
         client = PeerClient(keeper.address, SECRET, 2)
         part = PartManifest.from_bytes(offer["part"].encode(), "test")
         longer = PartManifest(
@@ -307,8 +285,6 @@ def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, An
         assert client.post(OFFER_PATH, offer) == held
         assert client.post(OFFER_PATH, offer) == held  # asked again: nothing more is done
         assert keeper.do("status")["keeps"]["pulled"] == part.blob.size
-    finally:
-        keeper.close()
 
 
 def test_ranges_that_are_not_there(nodes: tuple[Node, Node]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from holdfast.checkpoint.restore.verify import verify
 from holdfast.policy.placement import Machine
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.term import create_generation
-from tests.support.mover_process import Mover, Workers, assert_holds, topology
+from tests.support.mover_process import Mover, Start, Workers, assert_holds, topology
 from tests.support.peer_nodes import SECRET
 from tests.support.ranks import wait_until
-
-Start = Callable[..., Mover]
 
 
 class Stage:
@@ -35,20 +33,9 @@ class Stage:
         secret = folder / "secret"
         secret.write_text(SECRET.hex())
         secret.chmod(0o600)
+        options = f"--listen 127.0.0.1:0 --secret {secret} --memory {memory} --json"
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "holdfast.cli.main",
-                "stage",
-                "--listen",
-                "127.0.0.1:0",
-                "--secret",
-                str(secret),
-                "--memory",
-                str(memory),
-                "--json",
-            ],
+            [sys.executable, "-m", "holdfast.cli.main", "stage", *options.split()],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -93,12 +80,11 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     """Its mover is killed, and its memory with it. The new one begins from what the stage holds,
     four ranks' shards onto two. The run store has nothing newer than step 1."""
     first = start(secret=SECRET, peers=told(stage))
-    client = first.begin(topology(4))
-    workers = Workers(client, topology(4), slots=3)
+    workers = first.workers(4, slots=3)
     workers.commit(1)
     for step in (2, 3):
         capture(workers, step)
-        wait_until(lambda s=step: kept(client) == (1, s))
+        wait_until(lambda s=step: kept(workers.client) == (1, s))
     first.kill()
 
     second = start(secret=SECRET, peers=told(stage))
@@ -132,53 +118,47 @@ def test_another_run_finds_no_snapshots_of_this_one(
     """The secret and the model are the same, but the computation differs. Neither its restart nor
     its copies meet the first run's, and its generations fence no node there."""
     first = start(secret=SECRET, peers=told(stage))
-    client = first.begin(topology())
-    workers = Workers(client, topology(), slots=3)
+    workers = first.workers(slots=3)
     capture(workers, 1)
-    wait_until(lambda: kept(client) == (1, 1))
+    wait_until(lambda: kept(workers.client) == (1, 1))
     (tmp_path / "other").mkdir()
-    other = Mover(tmp_path / "other", SECRET, told(stage), config_hash="e")
-    try:
-        for generation in range(1, 6):
-            create_generation(other.store, generation, {})
-        asking = other.client(5)
-        assert asking.find_restore_point().key is None
-        asking.expect(topology(generation=5), workers.table, 0)
-        strange = Workers(asking, topology(generation=5), slots=3)
-        capture(strange, 1)
-        failed = wait_until(lambda: [e for e in asking.events(0)[0] if e.kind == "peer_failed"])
-        assert "the snapshots of another run are kept here" in failed[0].reason
-    finally:
-        other.close()
+    other = start(tmp_path / "other", secret=SECRET, peers=told(stage), config_hash="e")
+    for generation in range(1, 6):
+        create_generation(other.store, generation, {})
+    asking = other.client(5)
+    assert asking.find_restore_point().key is None
+    asking.expect(topology(generation=5), workers.table, 0)
+    strange = Workers(asking, topology(generation=5), slots=3)
+    capture(strange, 1)
+    failed = wait_until(lambda: [e for e in asking.events(0)[0] if e.kind == "peer_failed"])
+    assert "the snapshots of another run are kept here" in failed[0].reason
     capture(workers, 2)
-    wait_until(lambda: kept(client) == (1, 2))
+    wait_until(lambda: kept(workers.client) == (1, 2))
 
 
 def test_every_fifth_step_is_sent_and_the_others_are_not(start: Start, stage: Stage) -> None:
     mover = start(secret=SECRET, peers=told(stage, every_steps=5))
-    client = mover.begin(topology())
-    workers = Workers(client, topology(), slots=3)
+    workers = mover.workers(slots=3)
     for step in range(1, 11):
         capture(workers, step)
         if step % 5 == 0:
-            wait_until(lambda s=step: kept(client) == (1, s))
-    sends = client.status()["peers"]["sends"]["stage"]["counts"]
+            wait_until(lambda s=step: kept(workers.client) == (1, s))
+    sends = workers.client.status()["peers"]["sends"]["stage"]["counts"]
     assert sends == {"kept": 2, "superseded": 0, "failed": 0}
-    wait_until(lambda: [e.kind for e in client.events(0)[0]].count("snapshot_kept") == 2)
+    wait_until(lambda: [e.kind for e in workers.client.events(0)[0]].count("snapshot_kept") == 2)
 
 
 def test_a_peer_that_is_gone_stops_no_save(start: Start, tmp_path: Path) -> None:
     gone = Stage(tmp_path)
     gone.close()
     mover = start(secret=SECRET, peers=told(gone))
-    client = mover.begin(topology(2))
-    workers = Workers(client, topology(2), slots=3)
+    workers = mover.workers(2, slots=3)
     for step in (1, 2, 3):
         workers.commit(step)
-    failed = wait_until(lambda: [e for e in client.events(0)[0] if e.kind == "peer_failed"])
+    failed = wait_until(lambda: [e for e in workers.client.events(0)[0] if e.kind == "peer_failed"])
     assert len(failed) == 1
     assert "cannot be reached" in failed[0].reason
-    newest = client.find_restore_point()
+    newest = workers.client.find_restore_point()
     assert newest.step == 3
 
 

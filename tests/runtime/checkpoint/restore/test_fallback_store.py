@@ -3,8 +3,6 @@ lost every checkpoint is not taken for a new one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits
@@ -13,33 +11,33 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.sources import FallbackReader, StoreSource
 from holdfast.core.format.manifest import Commit, commit_key
 from holdfast.errors import CheckpointError, StoreError
-from holdfast.events import CheckpointCommitted, CheckpointUploaded, Event, SourceRejected
+from holdfast.events import CheckpointCommitted, SourceRejected
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import create_generation
 from tests.support import s3
-from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, events_until, topology
+from tests.support.mover_process import (
+    TABLE,
+    Mover,
+    Start,
+    assert_holds,
+    events_until,
+    topology,
+    uploaded,
+)
 from tests.support.s3 import Fault, Proxy
 
-Start = Callable[..., Mover]
-
 pytestmark = pytest.mark.usefixtures("s3_credentials")
-
-
-def _uploaded(step: int) -> Callable[[Event], bool]:
-    return lambda event: isinstance(event, CheckpointUploaded) and event.step == step
 
 
 def _committed(start: Start, where: str, *steps: int) -> Mover:
     """A mover whose run has these steps in its folder and in the bucket; killed."""
     mover = start(bucket=where)
-    topo = topology(1, 3)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(1, 3)
     for step in steps:
         workers.commit(step)
-        events_until(client, _uploaded(step))
+        events_until(workers.client, uploaded(step))
     mover.kill()
     return mover
 
@@ -128,8 +126,7 @@ def test_a_run_folder_without_its_checkpoints_is_no_new_run(start: Start, noted:
     """By its notes of starts, or by its journal alone; one that never had any begins at step 0."""
     mover = start()
     assert mover.client(1).find_restore_point().key is None
-    topo = topology()
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers()
     workers.commit(4)
     mover.kill()
     second = start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,11 @@ from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import Buffer, FolderStore
 from tests.support.memory_store import MemoryStore
-from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, state, topology
-
-Start = Callable[..., Mover]
+from tests.support.mover_process import TABLE, Mover, Start, Workers, assert_holds, state, topology
 
 
 def saved(mover: Mover, replicas: int, dp_shard: int, steps: tuple[int, ...]) -> FolderStore:
-    topo = topology(replicas, dp_shard)
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers(replicas, dp_shard)
     for step in steps:
         workers.commit(step)
     return mover.store
@@ -88,13 +85,9 @@ def test_tables_that_differ_are_told_apart(start: Start, tmp_path: Path) -> None
     mover = start()
     ours = saved(mover, 1, 1, (1,))
     (tmp_path / "other").mkdir()
-    second = Mover(tmp_path / "other")
-    try:
-        topo = topology()
-        Workers(second.begin(topo, other), topo, other).commit(1)
-        found = inspect.compare_checkpoints(opened(ours, "1"), opened(second.store, "1"))
-    finally:
-        second.close()
+    second, topo = start(tmp_path / "other"), topology()
+    Workers(second.begin(topo, other), topo, other).commit(1)
+    found = inspect.compare_checkpoints(opened(ours, "1"), opened(second.store, "1"))
     whats = {name: d.kind for name, d in found.differences.items()}
     assert whats["model.embed.weight"] == "shape"
     assert whats["model.scale"] == "dtype"
@@ -211,8 +204,7 @@ def test_a_folder_of_another_run_is_left_alone(
 
 def test_the_next_generation_after_a_copy_is_a_newer_one(start: Start, tmp_path: Path) -> None:
     mover = start()
-    topo = topology(generation=7)
-    Workers(mover.begin(topo), topo).commit(3)
+    mover.workers(generation=7).commit(3)
     (tmp_path / "copy").mkdir()
     target = FolderStore(tmp_path / "copy")
     copy_checkpoint(mover.store, inspect.find_commit_key(mover.store, "3"), target)

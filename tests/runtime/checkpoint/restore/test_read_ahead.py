@@ -15,16 +15,13 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
-from tests.support.mover_process import TABLE, Mover, Workers, state, topology
-
-Start = Callable[..., Mover]
+from tests.support.mover_process import TABLE, Start, Workers, state, topology
 
 
 @pytest.mark.parametrize("budget", [1, 1200, 1 << 20])
 def test_every_part_is_what_was_saved(start: Start, budget: int) -> None:
     mover = start()
-    topo = topology(1, 3)
-    Workers(mover.begin(topo), topo).commit(2)
+    mover.workers(1, 3).commit(2)
     checkpoint = Checkpoint.open(mover.store, list_commits(mover.store)[0])
     ahead = ReadAhead(checkpoint, [spec.name for spec in TABLE], budget)
     for name, full in state(2).items():
@@ -71,8 +68,7 @@ def test_a_sharded_checkpoint_is_read_once(start: Start) -> None:
 
 def test_a_wrong_byte_is_an_error_and_nothing_is_kept(start: Start) -> None:
     mover = start()
-    topo = topology()
-    Workers(mover.begin(topo), topo).commit(1)
+    mover.workers().commit(1)
     blob = next((Path(mover.store.folder) / "data").rglob("*.safetensors"))
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1

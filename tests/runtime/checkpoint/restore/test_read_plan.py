@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
@@ -22,8 +21,7 @@ from holdfast.checkpoint.restore.read_plan import (
     plan_ranges,
     split_buffered,
 )
-from holdfast.checkpoint.restore.read_pool import ReadPool
-from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.reader import Checkpoint, ReadPool
 from holdfast.checkpoint.restore.sources import FallbackReader, MappedSource, StoreSource
 from holdfast.core.format.manifest import Blob, commit_key
 from holdfast.core.sharding.boxes import Box
@@ -32,9 +30,8 @@ from holdfast.errors import CorruptError
 from holdfast.wire.store.bucket import BucketStore
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.store.vectored_io import group_buffers
-from tests.support.mover_process import Mover, Workers, state, topology
+from tests.support.mover_process import Start, Workers, assert_reads, topology
 
-Start = Callable[..., Mover]
 KEY = "data/blob"
 
 
@@ -203,18 +200,6 @@ TABLE: StateTable = (
 )
 
 
-def read_all(checkpoint: Checkpoint, boxes: Sequence[Box], step: int) -> None:
-    full = state(step, TABLE)
-    outs = [torch.zeros(box.lengths, dtype=full[box.name].dtype) for box in boxes]
-    checkpoint.read_all(
-        (box, out.reshape(-1).view(torch.uint8).numpy().data if box.size else memoryview(b""))
-        for box, out in zip(boxes, outs, strict=True)
-    )
-    for box, out in zip(boxes, outs, strict=True):
-        at = tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
-        assert torch.equal(out, full[box.name][at]), box
-
-
 BOXES = {
     "rows": [Box("model.wide", (3,), (50,)), Box("model.tall", (1,), (997,))],
     "columns": [Box("model.wide", (0, 700), (64, 900)), Box("model.tall", (0, 30), (999, 3))],
@@ -244,14 +229,14 @@ def test_memory_that_rots_is_made_good_from_the_disk(start: Start, kind: str) ->
     holdings = client.holdings(commit_key(1, 4))
     memory = MappedSource(holdings.slots)
     mixed = FallbackReader([memory, StoreSource(mover.store)])
-    read_all(Checkpoint(mixed, holdings.commit), boxes, 4)
+    assert_reads(Checkpoint(mixed, holdings.commit), boxes, 4, TABLE)
     assert set(mixed.stats.bytes_by_source) == {"memory"}
     blob = holdings.commit.writers[0].blob
     fd, slot, _ = holdings.slots[blob.key]
     arena = Arena(fd)
     arena.memory[arena.data_offset(slot) + blob.data_start + 9 * 8192] ^= 1
     arena.memory[arena.data_offset(slot) + blob.data_start + 5] ^= 1
-    read_all(Checkpoint(mixed, holdings.commit), boxes, 4)
+    assert_reads(Checkpoint(mixed, holdings.commit), boxes, 4, TABLE)
     if kind != "empty":
         assert {source for source, _, _ in mixed.stats.problems} == {"memory"}
         assert 0 < mixed.stats.bytes_by_source["run store"] <= 2 * 16384

@@ -17,9 +17,7 @@ from holdfast.errors import FencedError
 from holdfast.events import CheckpointCommitted
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.term import create_generation
-from tests.support.mover_process import TABLE, Mover, Workers, events_until, topology
-
-Start = Callable[..., Mover]
+from tests.support.mover_process import TABLE, Mover, Start, Workers, events_until, topology
 
 
 def _open(mover: Mover, generation: int) -> tuple[MoverClient, RestorePoint]:
@@ -41,7 +39,7 @@ def _zombie(start: Start, mover: Mover, at: Path, step: int) -> str:
     slept before it wrote. The commit is written elsewhere and comes late."""
     at.mkdir()
     elsewhere = start(at=at)
-    Workers(elsewhere.begin(topology()), topology()).commit(step)
+    elsewhere.workers().commit(step)
     (key,) = list_commits(elsewhere.store)
     copy_checkpoint(elsewhere.store, key, mover.store)
     return key

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoint.restore.catalog import list_commits
@@ -14,11 +13,9 @@ from holdfast.checkpoint.restore.verify import verify
 from holdfast.core.format.manifest import commit_key
 from holdfast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 from tests.support.mover_cluster import Nodes
-from tests.support.mover_process import TABLE, Mover, assert_holds
+from tests.support.mover_process import TABLE, Start, assert_holds
 from tests.support.processes import stop
 from tests.support.ranks import wait_until
-
-Start = Callable[..., Mover]
 
 
 def begun(start: Start, names: str, slots: int = 3, **settings: object) -> Nodes:
@@ -44,9 +41,7 @@ def test_each_stores_its_ranks_one_commits_and_all_hear_of_it(start: Start) -> N
     assert nodes.heard(CheckpointFailed) == []
 
 
-def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(
-    start: Start,
-) -> None:
+def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(start: Start) -> None:
     """The disk of a follower fails. Its save fails, the other nodes' parts are removed, the reason
     is reported once, and the next step is saved."""
     nodes = begun(start, "abc")

@@ -10,8 +10,7 @@ from typing import Any
 
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.peers.config import Cohort, Peer
-from holdfast.checkpoint.save.commit_protocol import CommitProtocol
-from holdfast.checkpoint.save.save_follower import SAVE_PATH
+from holdfast.checkpoint.save.commit_protocol import SAVE_PATH, CommitProtocol
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
 from holdfast.policy.placement import Machine
 from holdfast.wire.store.run_store import FolderStore

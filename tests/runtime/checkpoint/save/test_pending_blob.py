@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from holdfast.checkpoint.mover.capture_intake import HASH_THREADS
-from holdfast.checkpoint.mover.service import MoverService, MoverSettings
+from holdfast.checkpoint.mover.service import HASH_THREADS, MoverService, MoverSettings
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
 from holdfast.wire.store.run_store import Buffer, FolderStore, byte_views
 from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
-from tests.support.checkpoint_faults.movers import Ranks
+from tests.support.checkpoint_faults.movers import Direct, Ranks
 from tests.support.checkpoint_faults.verdict import compare
-from tests.support.mover_process import files
+from tests.support.mover_process import files, newest_verified
 from tests.support.ranks import DEADLINE_S
-
-
-class Direct:
-    """A service's requests without a socket."""
-
-    def __init__(self, service: MoverService, generation: int) -> None:
-        self.service, self.generation = service, generation
-
-    def get_arena(self, rank: int, blob_bytes: int, slots: int) -> int:
-        return self.service.get_arena(self.generation, rank, blob_bytes, slots)
-
-    def announce_capture(
-        self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
-    ) -> None:
-        self.service.accept_capture(self.generation, rank, step, slot, sequence, meta)
-
-    def wait_until_committed(self, step: int, wait: float) -> str | None:
-        ended, reason = self.service.save_tracker.wait_until_ended((self.generation, step), wait)
-        assert ended
-        return reason
 
 
 class Slow(FolderStore):
@@ -71,7 +48,7 @@ def begin(store: FolderStore, number: int = 0) -> tuple[MoverService, Ranks]:
     topo = states.topology(number, 1)
     create_generation(store, 1, {})
     service.expect(1, topo, states.TABLE)
-    return service, Ranks(Direct(service, 1), topo)  # type: ignore[arg-type]
+    return service, Ranks(Direct(service, 1), topo)
 
 
 @contextmanager
@@ -79,7 +56,7 @@ def hashing_held(service: MoverService) -> Iterator[None]:
     """No capture is hashed within."""
     go = threading.Event()
     for _ in range(HASH_THREADS):
-        service._capture_intake._hash_threads.submit(go.wait, DEADLINE_S)
+        service._hash_threads.submit(go.wait, DEADLINE_S)
     try:
         yield
     finally:
@@ -105,8 +82,7 @@ def test_the_blob_is_there_before_the_capture_is_hashed_and_the_part_is_not(tmp_
         assert store.list("parts/") == list_commits(store) == []
         assert service.snapshot_store.inventory() == []
     assert ranks.client.wait_until_committed(1, DEADLINE_S) is None
-    found = find_newest_verified(store)
-    assert found is not None
+    found = newest_verified(store)
     compare(found, states.topology(2, 2))
     service.close()
 
@@ -151,6 +127,7 @@ def test_a_capture_that_cannot_be_hashed_leaves_no_blob(tmp_path: Path) -> None:
 
 
 def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> None:
+    """Probe P2: the exception of a writing thread is the reason of the save."""
     store = Slow(tmp_path)
     store.full = True
     store.go.set()
@@ -160,6 +137,9 @@ def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> Non
     assert service.drain(DEADLINE_S)
     assert service.snapshot_store.complete_steps() == [(1, 1)]
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
+    store.full = False
+    assert ranks.save(2) is None
+    assert list_commits(store) == [commit_key(1, 2)]
     service.close()
 
 
@@ -174,11 +154,11 @@ def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
         create_generation(store, 2, {})
         service.expect(2, states.topology(0, 2), states.TABLE)
     meet = threading.Barrier(HASH_THREADS)  # every thread comes there
-    threads = service._capture_intake._hash_threads
+    threads = service._hash_threads
     for free in [threads.submit(meet.wait, DEADLINE_S) for _ in range(HASH_THREADS)]:
         free.result(2 * DEADLINE_S)
     assert any(arena.is_held(slot) for arena in ranks.arenas)  # the disk still reads
-    own = Ranks(Direct(service, 2), states.topology(0, 2))  # type: ignore[arg-type]
+    own = Ranks(Direct(service, 2), states.topology(0, 2))
     place, head = own.capture(0, 2)
     service.accept_capture(2, 0, 2, place, head.sequence, {}, durable=False)
     with service._change:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.format.blob import blob_header
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort, Peer
@@ -21,15 +20,13 @@ from holdfast.checkpoint.save import commit_protocol, retention
 from holdfast.checkpoint.save.retention import RetentionRules
 from holdfast.checkpoint.save.save_manager import SaveManager
 from holdfast.checkpoint.save.save_tracker import SaveTracker
-from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import commit_key, place_boxes
-from holdfast.core.sharding.ownership import owned_boxes
-from holdfast.core.sharding.state_table import ITEM_BYTES
+from holdfast.checkpoint.save.writer import try_commit
+from holdfast.core.format.manifest import commit_key
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.placement import Machine
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
-from tests.support.mover_process import TABLE, topology
+from tests.support.mover_process import TABLE, topology, write_noise
 from tests.support.peer_nodes import SECRET
 
 SAVE = (1, 10)
@@ -45,11 +42,7 @@ def stored(store: FolderStore) -> None:
     create_generation(store, 1, {})
     made = plan(1)
     for rank in range(2):
-        tensors = place_boxes(owned_boxes(made.topology, TABLE, rank), TABLE)
-        content = [blob_header(tensors)] + [
-            b"\1" * (p.box.size * ITEM_BYTES[p.dtype]) for p in tensors
-        ]
-        write_part(store, made, SAVE[1], rank, content, len(content[0]), tensors, {})
+        write_noise(store, made, SAVE[1], rank)
 
 
 def left(store: FolderStore) -> int:

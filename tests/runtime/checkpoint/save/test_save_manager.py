@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,21 @@ import torch
 from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.checkpoint.restore.verify import verify
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
 from holdfast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 from tests.support.mover_process import (
     TABLE,
-    Mover,
+    Start,
     Workers,
     assert_holds,
     events_until,
     files,
+    newest_verified,
     topology,
 )
-
-Start = Callable[..., Mover]
 
 
 @pytest.mark.parametrize(("replicas", "dp_shard"), [(1, 1), (4, 1), (1, 3), (2, 2)])
@@ -36,26 +34,22 @@ def test_committed_state_is_bit_equal_on_every_layout(
     start: Start, replicas: int, dp_shard: int
 ) -> None:
     mover = start()
-    topo = topology(replicas, dp_shard)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(replicas, dp_shard)
     workers.commit(7)
-    checkpoint = find_newest_verified(mover.store)
-    assert checkpoint is not None
+    checkpoint = newest_verified(mover.store)
     assert_holds(checkpoint, 7)
     assert checkpoint.commit.meta == {"position": 112}
     assert verify(mover.store, checkpoint.commit.key) == []
     # Nothing is stored twice: data bytes are those of one copy of the state.
     data = sum(w.blob.size - w.blob.data_start for w in checkpoint.commit.writers)
     assert data == sum(spec.nbytes for spec in TABLE) == sum(c.nbytes for c in workers.capturers)
-    assert client.find_restore_point().key == checkpoint.commit.key
+    assert workers.client.find_restore_point().key == checkpoint.commit.key
 
 
 def test_what_is_being_saved_is_never_overwritten(start: Start) -> None:
     """Probe P1: state changes, and is captured again, before the first save has begun."""
     mover = start()
-    topo = topology(2)
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers(2)
     for step in (1, 2):
         workers.compute(step)
         for capturer in workers.capturers:
@@ -77,8 +71,7 @@ def test_what_is_being_saved_is_never_overwritten(start: Start) -> None:
 
 def test_capture_waits_for_a_slot_when_asked_to(start: Start) -> None:
     mover = start()
-    topo = topology()
-    workers = Workers(mover.begin(topo), topo)
+    workers = mover.workers()
     (capturer,) = workers.capturers
     for step in (1, 2):
         workers.compute(step)
@@ -97,9 +90,7 @@ def test_capture_waits_for_a_slot_when_asked_to(start: Start) -> None:
 
 
 def test_a_dropped_capture_frees_its_slot(start: Start) -> None:
-    mover = start()
-    topo = topology()
-    (capturer,) = Workers(mover.begin(topo), topo).capturers
+    (capturer,) = start().workers().capturers
     for step in range(5):
         assert isinstance(capturer.capture(step), CompletedCapture)
         capturer.drop_capture(step)
@@ -108,8 +99,7 @@ def test_a_dropped_capture_frees_its_slot(start: Start) -> None:
 
 def test_training_goes_on_without_a_mover(start: Start) -> None:
     mover = start()
-    topo = topology()
-    (capturer,) = Workers(mover.begin(topo), topo).capturers
+    (capturer,) = mover.workers().capturers
     mover.kill()
     assert isinstance(capturer.capture(1), CompletedCapture)
     answer = capturer.announce(1, {})
@@ -123,9 +113,7 @@ def test_training_goes_on_without_a_mover(start: Start) -> None:
 
 def test_a_step_that_one_rank_skipped_is_never_committed(start: Start) -> None:
     mover = start()
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(2)
     workers.compute(1)
     first, second = workers.capturers
     assert isinstance(first.capture(1), CompletedCapture)
@@ -174,12 +162,12 @@ def test_more_ranks_than_rows_leave_whole_writers_empty(start: Start) -> None:
 
 def test_retention_removes_the_oldest_and_says_so(start: Start) -> None:
     mover = start(keep_last=2, keep_every=4)
-    topo = topology(2)
-    client = mover.begin(topo)
-    workers = Workers(client, topo)
+    workers = mover.workers(2)
     for step in range(1, 8):
         workers.commit(step)
-    events = events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 5)
+    events = events_until(
+        workers.client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 5
+    )
     assert [Checkpoint.open(mover.store, k).step for k in list_commits(mover.store)] == [7, 6, 4]
     kept = {f"{step:010d}" for step in (4, 6, 7)}
     data = [name.split("/")[2][:10] for name in files(mover.store) if name.startswith("data/")]
@@ -192,7 +180,7 @@ def test_retention_removes_the_oldest_and_says_so(start: Start) -> None:
 
 def test_the_checkpoint_that_was_restored_from_is_kept(start: Start) -> None:
     before = start(keep_last=1)
-    Workers(before.begin(topology()), topology()).commit(1)
+    before.workers().commit(1)
     before.kill()
     mover = start(keep_last=1)
     topo = topology(generation=2)
@@ -218,6 +206,4 @@ def test_saving_a_committed_step_again_leaves_it_as_it_is(start: Start) -> None:
     assert "exists already" in (workers.capturers[0].wait_until_committed(1, 60) or "")
     events, _ = client.events(0)
     assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [1]
-    checkpoint = find_newest_verified(second.store)
-    assert checkpoint is not None
-    assert_holds(checkpoint, 1)
+    assert_holds(newest_verified(second.store), 1)

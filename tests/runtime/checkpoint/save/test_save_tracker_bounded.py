@@ -13,8 +13,8 @@ from holdfast.checkpoint.save.save_tracker import MAX_SAVES_KEPT, SaveTracker
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
 from holdfast.wire.store.run_store import Buffer, FolderStore
-from tests.runtime.checkpoint.save.test_pending_blob import Direct, begin
-from tests.support.checkpoint_faults.movers import Ranks
+from tests.runtime.checkpoint.save.test_pending_blob import begin
+from tests.support.checkpoint_faults.movers import Direct, Ranks
 from tests.support.ranks import DEADLINE_S
 
 STEPS = 5000
@@ -98,7 +98,7 @@ class KeptBack(Direct):
 
 def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: Path) -> None:
     service, ranks = begin(Full(tmp_path))
-    kept_back = Ranks(KeptBack(service, 1), ranks.topology)  # type: ignore[arg-type]
+    kept_back = Ranks(KeptBack(service, 1), ranks.topology)
     failing = 3 * MAX_SAVES_KEPT
     for step in range(1, failing):
         assert kept_back.save(step) == "the disk is full"
@@ -107,7 +107,7 @@ def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: P
         service.accept_skip(1, 0, step, "no slot is free")
     saves = service._save_manager
     for thing in (
-        service._capture_intake,
+        service,
         service.save_tracker,
         saves.pending_parts,
         saves.cleaner,

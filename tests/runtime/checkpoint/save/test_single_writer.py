@@ -12,7 +12,7 @@ import torch
 from holdfast.checkpoint.interop.huggingface import import_huggingface
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.manifest import commit_key
@@ -24,20 +24,11 @@ from holdfast.model.huggingface import export_folder
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.memory_store import MemoryStore
-from tests.support.mover_process import read_box
+from tests.support.mover_process import newest_verified, read_box
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "checkpoints"
-MODEL = ModelConfig.model_validate(
-    {
-        "preset": None,
-        "layers": 1,
-        "dim": 16,
-        "heads": 2,
-        "kv_heads": 1,
-        "ffn_dim": 24,
-        "vocab_size": 40,
-        "max_position": 64,
-    }
+MODEL = ModelConfig(
+    preset=None, layers=1, dim=16, heads=2, kv_heads=1, ffn_dim=24, vocab_size=40, max_position=64
 )
 
 
@@ -56,8 +47,7 @@ def sources() -> list[TensorSource]:
 def test_what_is_written_is_read() -> None:
     store = MemoryStore()
     commit = write_single(store, 1, 6, sources(), {"position": 3}, extent_bytes=10)
-    found = find_newest_verified(store)
-    assert found is not None
+    found = newest_verified(store)
     assert found.commit == commit
     assert verify(store, commit.key) == []
     out = bytearray(8)
@@ -107,8 +97,7 @@ def test_a_hugging_face_folder_becomes_the_state_after_step_0(tmp_path: Path) ->
     store = FolderStore(tmp_path / "run")
     commit = import_huggingface(store, tmp_path / "hf", MODEL)
     assert (commit.step, commit.generation) == (0, 0)
-    found = find_newest_verified(store)
-    assert found is not None
+    found = newest_verified(store)
     assert [s.name for s in found.tensors] == [s.name for s in state_table(MODEL)]
     for name, tensor in weights.items():
         shape = tuple(tensor.shape)

@@ -31,7 +31,7 @@ from holdfast.wire.store.location import SEAL_KEY_VARIABLE, open_store
 from holdfast.wire.store.run_store import AlreadyExistsError, RunStore
 from holdfast.wire.term import create_generation
 from tests.support import s3
-from tests.support.mover_process import TABLE, assert_holds, state, topology
+from tests.support.mover_process import TABLE, assert_holds, newest_verified, state, topology
 from tests.support.s3 import Fault, Proxy, Request
 
 pytestmark = pytest.mark.usefixtures("s3_credentials")
@@ -97,9 +97,7 @@ def test_three_writers_commit_once_and_it_restores_bit_for_bit(
         assert commits
         assert len({commit.to_bytes() for commit in commits}) == 1
     assert len(list_commits(store)) == 2
-    found = find_newest_verified(store)
-    assert found is not None
-    assert_holds(found, 2)
+    assert_holds(newest_verified(store), 2)
     oldest = list_commits(store)[-1]
     assert apply_retention(store, RetentionRules(keep_last=1), [2], []) == [oldest]
     assert len(list_commits(store)) == 1
@@ -169,6 +167,4 @@ def test_an_endpoint_that_is_lost_during_a_restore_is_not_a_broken_checkpoint(
         find_newest_verified(store, lambda key, reason: rejected.append((key, reason)))
     assert rejected == []
     proxy.rule = lambda request: None
-    found = find_newest_verified(store)
-    assert found is not None
-    assert found.step == 2
+    assert newest_verified(store).step == 2

@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.checkpoint.restore.catalog import list_commits
+import pytest
+
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
-from holdfast.checkpoint.save import retention
-from holdfast.core.sharding.boxes import whole_box
+from holdfast.checkpoint.save.writer import write_part
+from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.state_table import TensorSpec
-from holdfast.wire.store.run_store import FolderStore
-from tests.support import killed_saver as killed
-from tests.support.mover_process import Mover, Workers, assert_holds, files, topology
-
-
-def test_kill_at_every_point_of_the_protocol(tmp_path: Path) -> None:
-    """Each create (in the middle of its bytes, and after) and each delete is a point."""
-    driver = subprocess.run(
-        [sys.executable, "-m", "tests.support.killed_saver", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    ends = [json.loads(line) for line in driver.stdout.splitlines()]
-    assert len(ends) > 20
-    assert [code for _, code, _ in ends] == [-signal.SIGKILL] * (len(ends) - 1) + [0]
-    reached: set[int] = set()
-    for point, _, said in ends:
-        store = FolderStore(tmp_path / str(point))
-        found = find_newest_verified(store)
-        assert found is not None
-        # Each step reported as committed is there, and each one there is intact.
-        known = max(said, default=1)
-        assert found.step in {known, known + 1}
-        reached.add(found.step)
-        for spec in killed.TABLE:
-            box = whole_box(spec.name, spec.shape)
-            out = bytearray(spec.nbytes)
-            found.read(box, memoryview(out))
-            assert bytes(out) == killed.content(found.step, box, spec.nbytes)
-        # The next generation sweeps what the kill left; only complete checkpoints stay.
-        retention.sweep_older_generations(store, 2)
-        assert all(verify(store, key) == [] for key in list_commits(store))
-        kept = [key for key in store.list("") if key.startswith(("data/", "parts/"))]
-        assert len(kept) == 4 * len(list_commits(store))
-        assert not [name for name in files(store) if ".tmp" in name]
-    assert reached == {1, 2, 3}
+from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore
+from holdfast.wire.term import create_generation
+from tests.support.checkpoint_faults import states
+from tests.support.checkpoint_faults.histories import history, plan
+from tests.support.checkpoint_faults.verdict import compare
+from tests.support.mover_process import (
+    Start,
+    Workers,
+    assert_holds,
+    files,
+    newest_verified,
+    topology,
+)
+from tests.support.ranks import RankContext, run_ranks
 
 
 def test_a_mover_killed_at_seeded_moments_never_breaks_the_newest(
-    start: Callable[..., Mover],
+    start: Start,
 ) -> None:
     """SIGKILL while four ranks' blobs are being written, at ten moments of one run."""
     table = (TensorSpec("w", "F32", (4096, 64), 0), TensorSpec("v", "F32", (300, 7), 0))
@@ -84,3 +59,33 @@ def test_a_mover_killed_at_seeded_moments_never_breaks_the_newest(
             assert verify(mover.store, found.commit.key) == []
         newest = after
     assert interrupted, files(mover.store)  # some of the kills must have hit a save
+
+
+def crash_over(ctx: RankContext, folder: Path) -> None:
+    """Save step 8 once more, by every way there is, and die after a hundred bytes of it."""
+    store = FolderStore(folder)
+    made = plan(states.topology(3, 2))
+    tensors = states.owned(made.topology, 0)
+    data, start = states.blob(99, tensors)
+    with pytest.raises(AlreadyExistsError):
+        write_part(store, made, 8, 0, [data], start, tensors, {})
+    with pytest.raises(AlreadyExistsError):
+        store.create(commit_key(2, 8), b"{}")
+    create_generation(store, 3, {})
+
+    def dying() -> Iterable[bytes]:
+        yield data[:100]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write_part(store, plan(states.topology(3, 3)), 8, 0, dying(), start, tensors, {})
+
+
+def test_a_crash_while_a_step_is_saved_again_destroys_nothing(tmp_path: Path) -> None:
+    """Probe P4. In torch.distributed.checkpoint the older checkpoint is lost, and looks valid."""
+    store = history(3, 3).pour(tmp_path / "run")
+    (ended,) = run_ranks(crash_over, 1, {"folder": store.folder}, dies={0: "SIGKILL"})
+    assert ended.exit == -signal.SIGKILL, ended.log
+    found = newest_verified(store)
+    assert found.commit.key == commit_key(2, 8)
+    compare(found, states.topology(0, 4))
+    assert verify(store, found.commit.key) == []

@@ -7,17 +7,14 @@ import threading
 
 import pytest
 
-from holdfast.checkpoint.format.blob import blob_header
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.restore.verify import verify
-from holdfast.checkpoint.save.writer import MAX_SEQUENTIAL_KEYS, gc_paused, try_commit, write_part
-from holdfast.core.format.manifest import place_boxes
-from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.checkpoint.save.writer import MAX_SEQUENTIAL_KEYS, gc_paused, try_commit
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
 from holdfast.wire.store.run_store import ReadPreference
 from tests.support.memory_store import MemoryStore
-from tests.support.mover_process import topology
+from tests.support.mover_process import topology, write_noise
 from tests.support.ranks import DEADLINE_S
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (64, 8), 0),)
@@ -50,10 +47,7 @@ def _written(store: MemoryStore) -> SaveContext:
     topo = topology(1, RANKS)
     plan = SaveContext(1, topo, TABLE, "c", "d", extent_bytes=1024)
     for rank in range(RANKS):
-        tensors = place_boxes(owned_boxes(topo, TABLE, rank), TABLE)
-        start = blob_header(tensors)
-        data = [bytes([rank]) * p.nbytes for p in tensors]
-        write_part(store, plan, 1, rank, [start, *data], len(start), tensors, {})
+        write_noise(store, plan, 1, rank)
     return plan
 
 

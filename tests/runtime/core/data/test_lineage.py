@@ -29,18 +29,8 @@ def test_work_beyond_the_restart_is_superseded() -> None:
 
 
 def test_a_later_restart_from_further_back_cuts_every_older_generation() -> None:
-    records = [
-        start(1, 0),
-        step(1, 1),
-        step(1, 2),
-        step(1, 3),
-        step(1, 4),
-        start(2, 3),
-        step(2, 4),
-        step(2, 5),
-        start(3, 1),
-        step(3, 2),
-    ]
+    records = [start(1, 0), *(step(1, n) for n in range(1, 5)), start(2, 3), step(2, 4), step(2, 5)]
+    records += [start(3, 1), step(3, 2)]
     effective, _ = split_effective(records)
     assert [(r.generation, r.event.step) for r in effective if isinstance(r.event, StepDone)] == [
         (1, 1),
@@ -61,9 +51,7 @@ def test_records_of_no_generation_stay() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 5)), min_size=1, max_size=6))
-def test_every_step_counts_once_however_often_it_was_done(
-    restarts: list[tuple[int, int]],
-) -> None:
+def test_every_step_counts_once_however_often_it_was_done(restarts: list[tuple[int, int]]) -> None:
     """Each generation begins at a step that the history has reached, and goes on some steps."""
     records, reached = [], 0
     for generation, (back, forward) in enumerate(restarts, start=1):

@@ -76,10 +76,7 @@ def test_mixture_refuses_a_vanishing_weight() -> None:
         Mixture([1.0, 1e-6])
 
 
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3),
-    seed=st.integers(0, 2**63 - 1),
-)
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3), seed=st.integers(0, 2**63 - 1))
 @settings(deadline=None, max_examples=30)
 def test_each_epoch_has_every_sample_once(sizes: list[int], seed: int) -> None:
     order = SampleOrder(seed, sizes, [1.0] * len(sizes))

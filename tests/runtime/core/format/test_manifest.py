@@ -146,21 +146,17 @@ def test_a_part_is_no_commit_and_a_newer_format_is_refused() -> None:
         unseal_manifest("commit", seal_manifest("commit", {}, 5), "x")
 
 
-def test_spread_experts_are_of_a_format_that_older_programs_refuse() -> None:
+@pytest.mark.parametrize(("cut", "version"), [({"ep": 2}, 3), ({"tp_degree": 2}, 4)])
+def test_new_cuts_are_of_a_format_that_older_programs_refuse(
+    cut: dict[str, int], version: int
+) -> None:
+    """Experts that are spread, and components with a degree of their own."""
     commit = merged(part(0), part(1))
     assert b'"format":2,' in commit.to_bytes()
-    table = tuple(replace(spec, ep=2) if spec.name == "w" else spec for spec in TABLE)
-    spread = replace(commit, table=table)
-    assert b'"format":3,' in spread.to_bytes()
-    assert Commit.from_bytes(spread.to_bytes(), spread.key) == spread
-
-
-def test_degrees_of_components_are_of_a_format_that_older_programs_refuse() -> None:
-    commit = merged(part(0), part(1))
-    table = tuple(replace(spec, tp_degree=2) if spec.name == "w" else spec for spec in TABLE)
-    cut = replace(commit, table=table)
-    assert b'"format":4,' in cut.to_bytes()
-    assert Commit.from_bytes(cut.to_bytes(), cut.key) == cut
+    table = tuple(replace(spec, **cut) if spec.name == "w" else spec for spec in TABLE)
+    newer = replace(commit, table=table)
+    assert f'"format":{version},'.encode() in newer.to_bytes()
+    assert Commit.from_bytes(newer.to_bytes(), newer.key) == newer
 
 
 def test_an_incomplete_checkpoint_cannot_be_merged() -> None:

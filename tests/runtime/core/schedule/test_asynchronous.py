@@ -9,11 +9,7 @@ from itertools import pairwise
 import pytest
 
 from holdfast.core.schedule.check import check_schedule
-from holdfast.core.schedule.step_window import (
-    look_ahead,
-    steady_window,
-    step_window,
-)
+from holdfast.core.schedule.step_window import look_ahead, steady_window, step_window
 from holdfast.core.schedule.table import Action, ActionKind, actions_of
 from holdfast.core.schedule.timing import Durations, time_schedule
 from holdfast.options.asynchronous.cost import weight_versions

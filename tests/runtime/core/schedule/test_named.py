@@ -93,8 +93,7 @@ def test_placements_are_those_of_the_table() -> None:
         is_folded = SCHEDULE_KINDS[name].is_folded
         assert (
             table.rank_of
-            == {
-                True: (0, 1, 2, 2, 1, 0),
-                False: (0, 1, 2) * (2 if name == "interleaved" else 1),
-            }[is_folded]
+            == {True: (0, 1, 2, 2, 1, 0), False: (0, 1, 2) * (2 if name == "interleaved" else 1)}[
+                is_folded
+            ]
         )

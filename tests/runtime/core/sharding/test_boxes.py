@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sharding.boxes import (
-    Box,
-    copy_runs,
-    coverage_problem,
-    element_range,
-    whole_box,
-)
+from holdfast.core.sharding.boxes import Box, copy_runs, coverage_problem, element_range, whole_box
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 

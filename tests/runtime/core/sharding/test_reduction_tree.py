@@ -14,7 +14,6 @@ from holdfast.core.sharding.reduction_tree import (
     count_pieces,
     deal,
     maximal_subtrees,
-    move_leaves,
     piece_sizes,
     plan_accumulation,
 )
@@ -58,25 +57,8 @@ def _dealt(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, ...], ...]]:
 
 
 def test_left_subtree_is_the_largest_power_of_two_below() -> None:
-    splits = {n: TreeNode(0, n).split()[0].leaves for n in range(2, 18)}
-    assert splits == {
-        2: 1,
-        3: 2,
-        4: 2,
-        5: 4,
-        6: 4,
-        7: 4,
-        8: 4,
-        9: 8,
-        10: 8,
-        11: 8,
-        12: 8,
-        13: 8,
-        14: 8,
-        15: 8,
-        16: 8,
-        17: 16,
-    }
+    splits = [TreeNode(0, n).split()[0].leaves for n in range(2, 18)]
+    assert splits == [1, 2, 2, *[4] * 4, *[8] * 8, 16]
 
 
 def test_pieces_of_the_drawn_example() -> None:
@@ -203,29 +185,6 @@ def test_pieces_are_counted_by_arithmetic(leaves: int, data: st.DataObject) -> N
     stop = data.draw(st.integers(start, leaves))
     share = tuple(range(start, stop))
     assert count_pieces(leaves, start, stop) == len(maximal_subtrees(ReductionTree(leaves), share))
-
-
-@given(_dealt(), st.data())
-def test_leaves_are_computed_elsewhere(dealt, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
-    leaves, shares = dealt
-    owner = {leaf: index for index, share in enumerate(shares) for leaf in share}
-    moved = data.draw(st.sets(st.sampled_from(range(leaves)), max_size=4))
-    found = move_leaves(shares, {leaf: owner[leaf] for leaf in moved})
-    check_dealing(leaves, found)
-    if len(shares) == 1:
-        assert found == shares
-        return
-    for leaf in moved:
-        assert leaf not in found[owner[leaf]]
-    if all(len(share) > 4 for share in shares):
-        assert [len(share) for share in found] == [len(share) for share in shares]
-
-
-def test_leaves_change_places() -> None:
-    shares = ((0, 1, 2), (3, 4, 5))
-    assert move_leaves(shares, {1: 0}) == ((0, 2, 3), (1, 4, 5))
-    assert move_leaves(shares, {1: 1}) == shares, "it is not there anyway"
-    assert move_leaves(((0,), (1,)), {0: 0, 1: 1}) == ((1,), (0,))
 
 
 def test_more_replicas_than_microbatches_leaves_some_idle() -> None:

@@ -103,10 +103,7 @@ def test_which_gradients_are_parts() -> None:
     table = sharding_table(tiny())
 
     def partial(name: str) -> tuple[bool, bool]:
-        return (
-            gradient_is_partial(table[name], False),
-            gradient_is_partial(table[name], True),
-        )
+        return (gradient_is_partial(table[name], False), gradient_is_partial(table[name], True))
 
     for name in ("norm", "layers.0.attention_norm", "layers.0.ffn_norm"):
         assert partial(f"{name}.weight") == (False, True)

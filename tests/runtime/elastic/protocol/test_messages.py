@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.checkpoint.mover import messages as mover_messages
 from holdfast.checkpoint.peers.messages import Inventory, Offer, OfferReply
-from holdfast.checkpoint.save.save_follower import SaveReply, SaveReport
+from holdfast.checkpoint.save.commit_protocol import SaveReply, SaveReport
 from holdfast.core.json_parsing import JsonMessage
 from holdfast.elastic.protocol.coordinator_messages import (
     Heartbeat,

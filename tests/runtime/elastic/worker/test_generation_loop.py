@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.store.run_store import FolderStore
+from tests.support.mover_process import newest_verified
 from tests.support.processes import STOPPED, runs, state
 from tests.support.ranks import DEADLINE_S, wait_until
 from tests.support.worker_generations import (
@@ -248,8 +248,7 @@ def test_a_loss_in_the_last_step_leaves_a_checkpoint_of_it(drive: Drive) -> None
         run.begin(_two(2), [0, 2], STEPS, came_from=[0, 2], before=_three())
 
     drive(script, _three(), deeds={"die in the update": [1, 1, STEPS]}, dies=[1])
-    newest = find_newest_verified(FolderStore(drive.folder / "run"), lambda *_: None)
-    assert newest is not None
+    newest = newest_verified(FolderStore(drive.folder / "run"), lambda *_: None)
     assert (newest.commit.step, newest.commit.generation) == (STEPS, 2)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.protocol.generation_record import PreviousState
@@ -24,7 +23,7 @@ from holdfast.wire.secret import Secret
 from tests.support import control_server
 from tests.support.control_server import Control, controlling
 from tests.support.corpus import make
-from tests.support.mover_process import Mover
+from tests.support.mover_process import Mover, newest_verified
 from tests.support.ranks import RankContext, rank_values, wait_until
 from tests.support.worker_generations import config_in
 
@@ -179,6 +178,5 @@ def test_workers_adopt_a_topology(
         assert loss == pytest.approx(alone.losses[step], rel=1e-10)
     assert sorted(journal.fed) == sorted(alone.fed)
     assert sorted(journal.ready) == [(1, 0, 0), (1, 1, 0), (2, 0, left), (2, 1, left)]
-    newest = find_newest_verified(mover.store, lambda *_: None)
-    assert newest is not None
+    newest = newest_verified(mover.store, lambda *_: None)
     assert (newest.commit.step, newest.commit.generation) == (STEPS, 2)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
-from holdfast.checkpoint.capture.reconnecting_capturer import CapturerProtocol, ReconnectingCapturer
+from holdfast.checkpoint.capture.reconnecting_capturer import (
+    ReconnectingCapturer,
+)
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.loading.load import load_config
 from holdfast.core.sharding.boxes import Box
@@ -97,7 +99,7 @@ class QuickCapturer(SlowCapturer):
 
 
 def _in_the_making(make: Callable[[], QuickCapturer]) -> ReconnectingCapturer:
-    made = cast(Callable[[], CapturerProtocol], make)
+    made = cast(Callable[[], Capturer], make)
     return ReconnectingCapturer(made, made, lambda skipped: None, in_background=True)
 
 
