@@ -42,7 +42,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.gradients.exchange import Slot
+from holdfast.parallel.gradients.buckets import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.gradients.reducer import MakeBuffer

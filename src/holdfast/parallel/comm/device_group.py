@@ -26,8 +26,7 @@ from torch import Tensor
 from holdfast.core.device_progress import GroupProgress
 from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.parallel.comm import lanes
-from holdfast.parallel.comm.abortable_group import AbortableGroup
-from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.comm.abortable_wait import AbortableGroup, AbortableWait
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.torch_compat import (
     BulkGroup,
@@ -165,7 +164,7 @@ class DeviceGroup(AbortableGroup):
     # --- operations, in one order on all ranks -----------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start the backend's own sum in place."""
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, "reduce")
+        self._count(2 * (self.size - 1) * tensor.nbytes // self.size)
         return self.group.allreduce([tensor])
 
     def all_to_all(
@@ -173,12 +172,12 @@ class DeviceGroup(AbortableGroup):
     ) -> Work:
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it."""
-        self._count((sum(sizes) - sizes[self.rank]) * tensor.element_size(), "reduce")
+        self._count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
         return self.group.alltoall_base(out, tensor, out_sizes, sizes)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Start to gather parts of one size in rank order.  part: [t] -> out: [size * t]"""
-        self._count(part.nbytes * (self.size - 1), "reduce")
+        self._count(part.nbytes * (self.size - 1))
         return self.group._allgather_base(out, part)
 
     def send(self, tensor: Tensor, peer: int, kind: str) -> Work:
@@ -189,10 +188,6 @@ class DeviceGroup(AbortableGroup):
     def receive(self, tensor: Tensor, peer: int) -> Work:
         """Start to receive the peer's next message."""
         return self.group.recv([tensor], peer, 0)
-
-    def _count(self, nbytes: int, kind: str) -> None:
-        if self.traffic is not None:
-            self.traffic.add(kind, nbytes)
 
     # --- the end -------------------------------------------------------------------------------
     def forget_sends(self) -> None:

@@ -23,14 +23,13 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.abortable_group import AbortableGroup
-from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.comm.abortable_wait import AbortableGroup, AbortableWait
 from holdfast.parallel.comm.batched_store import make_batched_store
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.gloo_sockets import (
@@ -40,19 +39,13 @@ from holdfast.parallel.comm.gloo_sockets import (
     cut_connections,
     listening_addresses,
 )
-from holdfast.parallel.comm.lanes import HostLane, Lane
+from holdfast.parallel.comm.lanes import Lane
 from holdfast.parallel.comm.staging import staged, to_host
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
 _UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
 CLOSE_TIMEOUT_S, CLOSE_AFTER_CUT_TIMEOUT_S = 0.001, 0.05
 """Seconds to wait on an open connection before it is closed, and on one that was shut down."""
-
-
-class CanReceive(Protocol):
-    """A group of ours or of torch's registry."""
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
 class PeerGroup(AbortableGroup):
@@ -113,8 +106,7 @@ class PeerGroup(AbortableGroup):
 
     def send(self, tensor: Tensor, peer: int, tag: int, kind: str = "reduce") -> None:
         """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
-        if self.traffic is not None:
-            self.traffic.add(kind, tensor.nbytes)
+        self._count(tensor.nbytes, kind)
         self._pending_sends.append(self.group.send([to_host(tensor)], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -123,8 +115,7 @@ class PeerGroup(AbortableGroup):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start gloo's own sum in place. All ranks must call in the same order."""
-        if self.traffic is not None:
-            self.traffic.add("reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        self._count(2 * (self.size - 1) * tensor.nbytes // self.size)
         return staged(tensor, lambda host: self.group.allreduce([host]), reads=True)
 
     def all_to_all(
@@ -132,9 +123,7 @@ class PeerGroup(AbortableGroup):
     ) -> Work:
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it. All ranks must call in the same order."""
-        if self.traffic is not None:
-            elements = sum(sizes) - sizes[self.rank]
-            self.traffic.add("reduce", elements * tensor.element_size())
+        self._count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
         given = to_host(tensor)
         return staged(out, lambda host: self.group.alltoall_base(host, given, out_sizes, sizes))
 
@@ -143,14 +132,13 @@ class PeerGroup(AbortableGroup):
 
         `part` may be this rank's place in `out`. All ranks must call in the same order.
         """
-        if self.traffic is not None:
-            self.traffic.add("reduce", part.nbytes * (self.size - 1))
+        self._count(part.nbytes * (self.size - 1))
         given = to_host(part)
         return staged(out, lambda host: self.group._allgather_base(host, given))
 
     def lane(self, errand: AbortableWait) -> Lane:
         """Return the place for work on what arrives: gloo's waits block."""
-        return HostLane(errand)
+        return Lane(errand)
 
     def mark(self) -> object:
         """Return None: what a thread has computed is final, or `staging.py` waits for it."""
@@ -162,8 +150,7 @@ class PeerGroup(AbortableGroup):
 
     def send_to_all(self, record: Tensor, tag: int) -> None:
         """Send a record to all ranks, as part of an exchange."""
-        if self.traffic is not None:
-            self.traffic.add("control", record.nbytes * len(self.others))
+        self._count(record.nbytes * len(self.others), "control")
         self._exchange_sends += [self.group.send([record], peer, tag) for peer in self.others]
 
     def forget_previous_exchange(self) -> None:
@@ -198,7 +185,7 @@ class PeerGroup(AbortableGroup):
 
 
 def close_connections(
-    group: CanReceive, others: Iterable[int], seconds: float = CLOSE_TIMEOUT_S
+    group: GlooGroup | dist.ProcessGroup, others: Iterable[int], seconds: float = CLOSE_TIMEOUT_S
 ) -> None:
     """Close every connection of a gloo group to other ranks that is still open after `seconds`.
 

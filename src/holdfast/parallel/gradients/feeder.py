@@ -28,9 +28,8 @@ from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.buckets import arrange_boxes
+from holdfast.parallel.gradients.buckets import Slot, arrange_boxes
 from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
-from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.grad_norm import total_of_squares
 from holdfast.parallel.gradients.leaf_progress import LeafProgress, StageParameters

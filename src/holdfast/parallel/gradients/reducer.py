@@ -42,10 +42,10 @@ from holdfast.core.sharding.reduction_tree import LeafAction, Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.buckets import FlatLayout
+from holdfast.parallel.gradients.buckets import FlatLayout, Slot
 from holdfast.parallel.gradients.cell_team import TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.gradients.direct import DirectRound
-from holdfast.parallel.gradients.exchange import ExchangeRound, Slot, bucket_view
+from holdfast.parallel.gradients.exchange import ExchangeRound
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, make_reduction_plan
 from holdfast.parallel.torch_compat import is_peer_loss
@@ -196,11 +196,8 @@ class Reducer:
     def start_leaf(self, leaf: int) -> Slot:
         """The gradients that come now belong to `leaf`. Returns the slot they go to."""
         self._leaf_action = self.plan.leaf_actions[leaf]
-        return (
-            (self._leaf_action.piece, 0)
-            if self._leaf_action.depth == 0
-            else (0, self._leaf_action.depth)
-        )
+        turn = self._leaf_action
+        return (turn.piece, 0) if turn.depth == 0 else (0, turn.depth)
 
     @property
     def stays_in_place(self) -> bool:
@@ -228,11 +225,11 @@ class Reducer:
         depth = turn.depth
         for _ in range(turn.carries):
             below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
-            bucket_view(self.slot(below), bucket).add_(bucket_view(self.slot((0, depth)), bucket))
+            bucket.view(self.slot(below)).add_(bucket.view(self.slot((0, depth))))
             depth -= 1
         if not turn.completes_piece:
             return
-        self._looks.append(bucket_view(self.slot((turn.piece, 0)), bucket).sum())
+        self._looks.append(bucket.view(self.slot((turn.piece, 0))).sum())
         if self._round is not None:
             self._round.piece_ready(index, turn.piece)
 
