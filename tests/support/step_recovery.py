@@ -124,10 +124,10 @@ class Survivor:
         executor: Any = self.engine.executor
         plain = type(executor).train
 
-        def train(leaves: Sequence[int], *arguments: Any) -> Any:
+        def train(share: Sequence[Any], *arguments: Any) -> Any:
             step = self.engine.step
-            self.computed[step] = self.computed.get(step, 0) + len(leaves)
-            return plain(executor, leaves, *arguments)
+            self.computed[step] = self.computed.get(step, 0) + len(share)
+            return plain(executor, share, *arguments)
 
         executor.train = train
 

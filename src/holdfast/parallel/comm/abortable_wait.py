@@ -114,7 +114,8 @@ class AbortableGroup:
         self._is_aborted = False
         self._lock = threading.Lock()  # of the two
 
-    def _count(self, nbytes: int, kind: str = "reduce") -> None:
+    def count(self, nbytes: int, kind: str = "reduce") -> None:
+        """Count bytes that leave this rank. kind: see `TRAFFIC_KINDS`."""
         if self.traffic is not None:
             self.traffic.add(kind, nbytes)
 

@@ -164,7 +164,7 @@ class DeviceGroup(AbortableGroup):
     # --- operations, in one order on all ranks -----------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start the backend's own sum in place."""
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size)
+        self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
         return self.group.allreduce([tensor])
 
     def all_to_all(
@@ -172,17 +172,17 @@ class DeviceGroup(AbortableGroup):
     ) -> Work:
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it."""
-        self._count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
+        self.count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
         return self.group.alltoall_base(out, tensor, out_sizes, sizes)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Start to gather parts of one size in rank order.  part: [t] -> out: [size * t]"""
-        self._count(part.nbytes * (self.size - 1))
+        self.count(part.nbytes * (self.size - 1))
         return self.group._allgather_base(out, part)
 
     def send(self, tensor: Tensor, peer: int, kind: str) -> Work:
         """Start to send; the peer receives in the same order. kind: of traffic."""
-        self._count(tensor.nbytes, kind)
+        self.count(tensor.nbytes, kind)
         return self.group.send([tensor], peer, 0)
 
     def receive(self, tensor: Tensor, peer: int) -> Work:

@@ -106,7 +106,7 @@ class PeerGroup(AbortableGroup):
 
     def send(self, tensor: Tensor, peer: int, tag: int, kind: str = "reduce") -> None:
         """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
-        self._count(tensor.nbytes, kind)
+        self.count(tensor.nbytes, kind)
         self._pending_sends.append(self.group.send([to_host(tensor)], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -115,7 +115,7 @@ class PeerGroup(AbortableGroup):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start gloo's own sum in place. All ranks must call in the same order."""
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size)
+        self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
         return staged(tensor, lambda host: self.group.allreduce([host]), reads=True)
 
     def all_to_all(
@@ -123,7 +123,7 @@ class PeerGroup(AbortableGroup):
     ) -> Work:
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it. All ranks must call in the same order."""
-        self._count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
+        self.count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
         given = to_host(tensor)
         return staged(out, lambda host: self.group.alltoall_base(host, given, out_sizes, sizes))
 
@@ -132,7 +132,7 @@ class PeerGroup(AbortableGroup):
 
         `part` may be this rank's place in `out`. All ranks must call in the same order.
         """
-        self._count(part.nbytes * (self.size - 1))
+        self.count(part.nbytes * (self.size - 1))
         given = to_host(part)
         return staged(out, lambda host: self.group._allgather_base(host, given))
 
@@ -150,7 +150,7 @@ class PeerGroup(AbortableGroup):
 
     def send_to_all(self, record: Tensor, tag: int) -> None:
         """Send a record to all ranks, as part of an exchange."""
-        self._count(record.nbytes * len(self.others), "control")
+        self.count(record.nbytes * len(self.others), "control")
         self._exchange_sends += [self.group.send([record], peer, tag) for peer in self.others]
 
     def forget_previous_exchange(self) -> None:

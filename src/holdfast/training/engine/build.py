@@ -42,7 +42,6 @@ from holdfast.parallel.torch_compat import (
 from holdfast.training.engine.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.loss_scale import LossScale
-from holdfast.training.engine.metered_executor import MeteredExecutor
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
@@ -53,6 +52,7 @@ from holdfast.training.memory.activations import move_activations
 from holdfast.training.memory.float8 import apply_float8
 from holdfast.training.memory.places import StateMemory
 from holdfast.training.memory.recompute import apply_recompute
+from holdfast.training.memory.tensor_account import PassMeter
 
 
 @dataclass
@@ -187,11 +187,9 @@ def build_engine(
     layout, named = config.layout, partial(task.named_parameters, objective)
     for wrap in hooks("layout", layout, lambda effect: effect.executor):
         executor, parameters = wrap(config, executor, parameters, named)
-    compiled_here = config.train.compile and device.type == "cpu"
-    is_metered = memory.ledger.limit > 0 and not compiled_here
     engine = StepEngine(
         objective,
-        MeteredExecutor(executor, memory) if is_metered else executor,
+        executor,
         parameters,
         feed,
         groups,
@@ -201,6 +199,8 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
+    if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
+        engine.measure_passes = PassMeter(memory).measured
     for change in hooks("layout", layout, lambda effect: effect.engine):
         change(config, engine)
     if not memory.stages_updates:

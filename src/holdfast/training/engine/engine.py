@@ -17,6 +17,7 @@ replicas is stored until all of them reach the end of `reduce`. It is raised on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -112,8 +113,8 @@ class StepEngine:
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. user: what the run file names by a path.
-    on_vote_sent: called when this rank's vote is on its way. order_shares: the shares of a
-    generation, one by one, as the executor needs them.
+    measure_passes: passes run inside of it. on_vote_sent: called when this rank's vote is on its
+    way. order_shares: the shares of a generation, one by one, as the executor needs them.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
     rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`.
     """
@@ -135,6 +136,7 @@ class StepEngine:
         executor.loss_scale = self.loss_scale = loss_scale
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device, self._gradients = feed, device, feed(groups, None)
+        self.measure_passes: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_vote_sent: Callable[[], None] = lambda: None
         self.order_shares: Callable[[StepFeed], Iterator[StepShare]] = iter
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
@@ -182,7 +184,9 @@ class StepEngine:
         leaves = [leaf for leaf in share if not computed or leaf not in computed[replica]]
         by_leaf, losses = dict(zip(share, self.batches, strict=True)), list[Tensor]()
         try:
-            self.executor.train(leaves, [by_leaf[leaf] for leaf in leaves], self._gradients, losses)
+            with self.measure_passes():
+                todo = [(leaf, by_leaf[leaf]) for leaf in leaves]
+                self.executor.train(todo, self._gradients, losses)
             if self.device.type != "cpu":  # else its work would count as the next phase's
                 torch.accelerator.synchronize(self.device)
         except Exception as error:

@@ -170,7 +170,7 @@ def _first_non_finite(
     found in the backward pass, and its index."""
     parameters = list(objective.parameters())
     order = {id(p): i for i, p in enumerate(parameters)}
-    bad: list[int] = []
+    bad, losses = list[int](), list[Tensor]()
 
     # FSDP2 swaps full parameters in for the forward, so their owners are looked up beforehand.
     owners = {
@@ -185,7 +185,7 @@ def _first_non_finite(
     hooks = [m.register_forward_hook(look) for m in objective.modules() if owners[id(m)]]
     try:
         with _without_compilation():
-            losses = executor.train([leaf], [batch], _IgnoreGradients())
+            executor.train([(leaf, batch)], _IgnoreGradients(), losses)
     finally:
         for hook in hooks:
             hook.remove()

@@ -38,7 +38,7 @@ from holdfast.parallel.axes.expert_parallel import (
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.training.engine.evaluate import TokenValidation, Validation
-from holdfast.training.engine.executors import Executor, make_executor
+from holdfast.training.engine.executors import Executor, PipelinedExecutor, SingleStageExecutor
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
@@ -208,15 +208,9 @@ class DecoderTask:
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
     ) -> Executor:
         config = self._config
-        return make_executor(
-            objective,
-            groups,
-            config.layout.schedule,
-            config.model.dim,
-            dtype,
-            device,
-            sequence_parallel=config.layout.sequence_parallel,
-        )
+        if groups.degree("pp") == 1:
+            return SingleStageExecutor(objective, groups.recorder)
+        return PipelinedExecutor(objective, groups, config.layout, config.model.dim, dtype, device)
 
     def open_batches(self, dataset: str) -> Batches:
         config = self._config
