@@ -20,6 +20,7 @@ from benchmarks.peers.work import Bench, Work
 from holdfast.data.stream.batch import Batches, ValidationSet
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.training.engine.build import build_engine, make_session
 from holdfast.training.engine.engine import StepEngine
@@ -52,7 +53,9 @@ def run(bench: Bench, layouts: str) -> None:
     configs = [run_config(work, world, layout) for layout in wanted]
     store = dist.FileStore(bench.meeting, world)
     device = torch.device("cpu")
-    groups = connect(place_layout(wanted[0], 1, ("local",) * world), bench.rank, store, device)
+    groups = connect(
+        ConnectSettings(store, device), place_layout(wanted[0], 1, ("local",) * world), bench.rank
+    )
     engine = build_engine(configs[0], groups, device)
     engine.initialise(work.seed)
     train(engine, work, 1)

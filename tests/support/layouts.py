@@ -41,7 +41,7 @@ from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.torch_compat import Store
 from holdfast.plan.placing.balance import planned_stages
-from holdfast.training.engine.build import build_engine, choose_exchange
+from holdfast.training.engine.build import build_engine, connect_settings
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
 from tests.support.tiny_training import CPU, LENGTH, changed, feed
@@ -301,15 +301,7 @@ def engine_of(
     config: RunConfig, topology: Topology, rank: int, store: Store, seconds: float = 60.0
 ) -> StepEngine:
     """Connected and initialised."""
-    groups = connect(
-        topology,
-        rank,
-        store,
-        CPU,
-        seconds=seconds,
-        exchange=choose_exchange(config, CPU),
-        ep=config.layout.ep,
-    )
+    groups = connect(connect_settings(config, store, CPU, seconds), topology, rank)
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     return made

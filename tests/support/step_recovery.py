@@ -25,6 +25,7 @@ from holdfast.errors import PeerLostError
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.training.engine import engine as engine_module
 from holdfast.training.engine.build import TrainingSession, build_engine, make_session
 from holdfast.training.engine.engine import StepEngine
@@ -95,7 +96,9 @@ class Survivor:
 
     def begin(self, topology: Topology, dealer: Dealer = deal) -> None:
         ep = self.config.layout.ep
-        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=120, ep=ep)
+        groups = connect(
+            ConnectSettings(self.rank.store(), CPU, seconds=120, ep=ep), topology, self.me
+        )
         engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
         for words in engine.loss_scale.state():

@@ -18,12 +18,13 @@ from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.events import Evaluated, Event
 from holdfast.layout import Layout, place_layout
 from holdfast.policy.saving.destinations import SaveDestinations
-from holdfast.training.engine.build import TrainingSession, build_session
-from holdfast.training.engine.runner import TrainingOutcome, run_training
+from holdfast.training.engine.build import TrainingSession, make_session
+from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.vote import Wishes
 from holdfast.training.recover.recover import recover
 from tests.support.corpus import batches, data_config, make, text_folder, text_source
+from tests.support.layouts import engine_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest
 
@@ -106,26 +107,21 @@ def _session(rank: RankContext, config: RunConfig, name: str, dp_shard: int = 1)
     data = batches(make(config.data), config.data, config.seed, **_train_values(config))
     layout = Layout(dp_replicate=rank.world_size // dp_shard, dp_shard=dp_shard)
     topology = place_layout(layout, 1, ("node",) * rank.world_size)
-    return build_session(config, data, topology, rank.rank, rank.store(name), CPU, seconds=60)
+    return make_session(config, engine_of(config, topology, rank.rank, rank.store(name)), data, CPU)
 
 
 def _train_values(config: RunConfig) -> dict[str, Any]:
     return {"batch_size": config.train.batch_size, "microbatch_size": config.train.microbatch_size}
 
 
-def _run(session: TrainingSession, rank: int, world: World, start: int = 0) -> TrainingOutcome:
+def loop_of(session: TrainingSession, world: World, **how: Any) -> TrainingLoop:
+    engine, evaluator, config = session.engine, session.evaluator, session.config
+    return TrainingLoop(engine, world, world, world, evaluator, config, **how)
+
+
+def _run(session: TrainingSession, world: World, start: int = 0) -> TrainingOutcome:
     with session.loader(start) as loader:
-        return run_training(
-            session.engine,
-            loader,
-            world,
-            world,
-            world,
-            session.evaluator,
-            session.config,
-            rank=rank,
-            start_step=start,
-        )
+        return loop_of(session, world, start_step=start).run(loader)
 
 
 def _whole_run(rank: RankContext, config: dict[str, Any], dp_shard: int = 1) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def _whole_run(rank: RankContext, config: dict[str, Any], dp_shard: int = 1) -> 
     session = _session(rank, RunConfig.model_validate(config), "whole", dp_shard)
     session.engine.initialise(session.config.seed)
     world = World()
-    outcome = _run(session, rank.rank, world)
+    outcome = _run(session, world)
     assert (outcome.kind, outcome.step, outcome.unsaved_reason) == ("finished", STEPS, None)
     state = digest(session.engine)
     session.close()
@@ -206,7 +202,7 @@ def _stopped(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
     session = _session(rank, RunConfig.model_validate(config), "stopped")
     session.engine.initialise(session.config.seed)
     world = World(stop_after=2 if rank.rank == 1 else 0, save_at=1 if rank.rank == 0 else 0)
-    outcome = _run(session, rank.rank, world)
+    outcome = _run(session, world)
     torch.save(world.saved[2], rank.folder / f"rank{rank.rank}.state")
     session.close()
     return {"kind": outcome.kind, "step": outcome.step, "saved": sorted(world.saved)}
@@ -220,7 +216,7 @@ def _resumed(rank: RankContext, config: dict[str, Any], path: Path) -> str:
         out.copy_(saved[box.name])
 
     session.engine.load(read)
-    outcome = _run(session, rank.rank, World(), start=2)
+    outcome = _run(session, World(), start=2)
     assert outcome.kind == "finished"
     state = digest(session.engine)
     session.close()
@@ -244,7 +240,7 @@ def _poisoned(rank: RankContext, config: dict[str, Any]) -> list[Any]:
         session.engine.parameters.master_tensors[0].fill_(math.inf)
     world = World()
     with pytest.raises(NonFiniteError, match=r"embed\.weight is not finite on rank 1"):
-        _run(session, rank.rank, world)
+        _run(session, world)
     return [[e.rank, e.parameter, e.step] for e in world.events("non_finite")]
 
 
@@ -254,7 +250,7 @@ def test_a_non_finite_step_is_journalled_once(config: dict[str, Any]) -> None:
 
 def _finished(rank: RankContext, config: dict[str, Any]) -> list[Any]:
     session = _session(rank, RunConfig.model_validate(config), "finished")
-    outcome = _run(session, rank.rank, world := World(), start=STEPS)
+    outcome = _run(session, world := World(), start=STEPS)
     return [outcome.kind, outcome.step, world.log]
 
 
@@ -277,7 +273,7 @@ def _left_without(rank: RankContext, config: dict[str, Any]) -> tuple[str, int, 
     session = _session(rank, RunConfig.model_validate(config), "left")
     session.engine.initialise(session.config.seed)
     world = NoRoom(stop_after=2)
-    outcome = _run(session, rank.rank, world)
+    outcome = _run(session, world)
     session.close()
     return outcome.kind, outcome.step, outcome.unsaved_reason, world.settled
 
@@ -315,7 +311,7 @@ def _broken_off(
     session.engine.initialise(session.config.seed)
     world = BrokenOff(*where, dies=rank.rank not in left)
     with pytest.raises(PeerLostError):
-        _run(session, rank.rank, world)
+        _run(session, world)
     if rank.rank in left:
         me, topology = (
             left.index(rank.rank),
@@ -323,7 +319,7 @@ def _broken_off(
         )
         found = recover(session, topology, me, rank.store("next"), left, step=0, seconds=60)
         session, later = found.session, World()
-        outcome = _run(session, me, later, found.step)
+        outcome = _run(session, later, found.step)
         assert outcome.kind == "finished"
         world.log += [*found.events, *later.log]
     session.close()
@@ -355,10 +351,10 @@ def _ignored(rank: RankContext, config: dict[str, Any], pp: int) -> list[Any]:
     data = batches(make(run_file.data), run_file.data, run_file.seed, **_train_values(run_file))
     layout = Layout(pp=2, stages=(1, 1)) if pp == 2 else Layout(dp_replicate=2)
     topology = place_layout(layout, 1, ("node",) * rank.world_size)
-    session = build_session(run_file, data, topology, rank.rank, rank.store("few"), CPU, seconds=60)
-    session.engine.initialise(run_file.seed)
+    engine = engine_of(run_file, topology, rank.rank, rank.store("few"))
+    session = make_session(run_file, engine, data, CPU)
     world = World()
-    _run(session, rank.rank, world)
+    _run(session, world)
     session.close()
     return [[e.key, e.step] for e in world.events("setting_ignored")]
 

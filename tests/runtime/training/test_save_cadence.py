@@ -17,10 +17,9 @@ from holdfast.config.sections.peers import PeerConfig
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.training.engine.runner import run_training
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
 from holdfast.training.engine.vote import Wishes
-from tests.runtime.training.test_runner import STEPS, World, _config, _session
+from tests.runtime.training.test_runner import STEPS, World, _config, _session, loop_of
 from tests.support.ranks import RankContext, rank_values
 
 RULES = CheckpointConfig(interval="adaptive", min_seconds=1, max_seconds=100)
@@ -146,19 +145,9 @@ def _run(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
     session.engine.initialise(session.config.seed)
     world, ticks = World(), count()
     with session.loader(0) as loader:
-        run_training(
-            session.engine,
-            loader,
-            world,
-            world,
-            world,
-            session.evaluator,
-            session.config,
-            rank=rank.rank,
-            start_step=0,
-            clock=lambda: float(next(ticks)),
-            stats=FailureStats(FailureRate.from_prior().with_observation(3600, failures=2)),
-        )
+        stats = FailureStats(FailureRate.from_prior().with_observation(3600, failures=2))
+        clock = lambda: float(next(ticks))  # noqa: E731
+        loop_of(session, world, start_step=0, clock=clock, stats=stats).run(loader)
     session.close()
     told = [[e.step, e.tier, e.seconds, e.reason] for e in world.events("save_interval")]
     into = {
@@ -227,18 +216,7 @@ def _owed(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
     session.engine.initialise(session.config.seed)
     world = _Full({3, 4} if rank.rank == 1 else set())
     with session.loader(0) as loader:
-        run_training(
-            session.engine,
-            loader,
-            world,
-            world,
-            world,
-            session.evaluator,
-            session.config,
-            rank=rank.rank,
-            start_step=0,
-            clock=lambda: float(world.now),
-        )
+        loop_of(session, world, start_step=0, clock=lambda: float(world.now)).run(loader)
     session.close()
     skipped = [event.step for event in world.events("checkpoint_skipped")]
     return {"saved": sorted(world.saved), "skipped": skipped}

@@ -14,12 +14,13 @@ from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import PeerLostError
 from holdfast.events import SettingIgnored
 from holdfast.layout import Topology
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.plan.placing.planner import dealer_of
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.training.engine.build import (
     TrainingSession,
     build_engine,
-    connect_groups,
+    connect_settings,
     make_session,
 )
 from holdfast.training.engine.engine import StepEngine
@@ -172,7 +173,8 @@ def _build_session(
 ) -> TrainingSession:
     """Connect the groups of `topology`, and build this rank's engine, without values."""
     config, device, task, batches = setup.config, setup.device, setup.task, setup.open_batches()
-    groups = connect_groups(config, topology, rank, store, device, _GROUP_WAIT_TIMEOUT_S)
+    settings = connect_settings(config, store, device, _GROUP_WAIT_TIMEOUT_S)
+    groups = connect(settings, topology, rank)
     try:
         # The weights of the replicas may differ.
         dealer = dealer_of(topology, config.layout.schedule)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -38,6 +38,7 @@ from holdfast.training.engine.fallbacks import Fallbacks
 from holdfast.training.engine.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
 from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
 from holdfast.training.memory.expert_meter import ExpertMeter
 from holdfast.training.memory.memory_meter import MemoryMeter
@@ -59,86 +60,6 @@ class TrainingOutcome:
     unsaved_reason: str | None = None
 
 
-@dataclass
-class _StepTimer:
-    """Seconds of one step, by phase."""
-
-    clock: Callable[[], float]
-    phases: dict[str, float] = field(default_factory=dict)
-    previous_phases: dict[str, float] = field(default_factory=dict)  # of the step before
-    _since: float = 0.0
-
-    def start(self) -> None:
-        self.previous_phases, self.phases = self.phases, {}
-        self._since = self.clock()
-
-    def lap(self, phase: str) -> None:
-        now = self.clock()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
-        self._since = now
-
-
-def run_training(
-    engine: StepEngine,
-    loader: StepFeed,
-    membership: Membership,
-    reporter: EventReporter,
-    saver: Saver,
-    evaluator: Evaluator,
-    config: RunConfig,
-    *,
-    rank: int,
-    start_step: int,
-    settle_seconds: float = 600.0,
-    clock: Callable[[], float] = time.monotonic,
-    stats: FailureStats | None = None,
-    tier_durations: Callable[[], TierDurations] = TierDurations,
-    is_in_danger: Callable[[], bool] = lambda: False,
-    retry: StepRetry | None = None,
-) -> TrainingOutcome:
-    """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
-
-    loader: this rank's shares, beginning with step `start_step` + 1. stats: number of failures of
-    the run so far, needed if a cadence is to be decided. tier_durations: asked at each step on
-    rank 0 for the seconds of each tier's saves and restores. is_in_danger: asked at each
-    snapshot whether this rank's part goes to peers in any case. retry: of a bad step. Raises
-    PeerLostError when a rank is lost. Raises on every rank alike JumpError and NonFiniteError,
-    which rank 0 journals. In all cases the step was not applied.
-    """
-    loop = _TrainingLoop(
-        engine,
-        membership,
-        reporter,
-        saver,
-        evaluator,
-        config,
-        rank,
-        start_step,
-        clock,
-        stats or FailureStats(),
-        tier_durations,
-        is_in_danger,
-        retry,
-    )
-    if start_step >= config.train.steps:
-        return TrainingOutcome("finished", start_step)
-    loop.resume_validation(start_step)
-    for batch in engine.order_shares(loader):
-        stopping = loop.step(batch)
-        if batch.step >= config.train.steps or stopping:
-            # A save that never began has no end to wait for; the last reports are stored anyway.
-            saves = loop.saves
-            waits = not (saves.ends_with_snapshot or saves.is_last_step_uncaptured)
-            unsaved = saver.wait_until_committed(batch.step, settle_seconds, durable=waits)
-            if saves.is_last_step_uncaptured and unsaved is None:
-                unsaved = "no snapshot could be made of it"
-            finished = batch.step >= config.train.steps
-            return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
-        if loop.is_pausing:
-            return TrainingOutcome("paused", batch.step)
-    raise RuntimeError(f"batches ended before step {config.train.steps}")
-
-
 class _SaveScheduler:
     """When one rank copies its state, where the copy goes, and which saves are owed.
 
@@ -155,7 +76,7 @@ class _SaveScheduler:
         config: RunConfig,
         rank: int,
         start_step: int,
-        timer: _StepTimer,
+        timer: PhaseTimer,
         durations: Callable[[], TierDurations],
         is_in_danger: Callable[[], bool],
     ):
@@ -172,9 +93,8 @@ class _SaveScheduler:
         """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
         now, every = self._timer.clock(), self._config.train.evaluate.every
         # Length of the stall: from the capture's begin in the step before to this step's fence.
-        stood = self._timer.previous_phases.get("capture", 0.0) + self._timer.phases.get(
-            "capture", 0.0
-        )
+        phases = self._timer.previous_phases, self._timer.phases
+        stood = sum(found.get("capture", 0.0) for found in phases)
         usual = not (every and (step - 1) % every == 0)
         for decided in self._cadence.tick(now, stood, usual, self._tier_durations()):
             seconds = 0.0 if decided.seconds == inf else decided.seconds
@@ -218,13 +138,8 @@ class _SaveScheduler:
         if not (durable or self.ends_with_snapshot or remembered):
             return None
         last = reason in ("end", "stop")
-        waits = (
-            _FINAL_SLOT_TIMEOUT_S
-            if last
-            else _LEAVING_SLOT_TIMEOUT_S
-            if wishes.is_node_leaving
-            else 0.0
-        )
+        waits = _LEAVING_SLOT_TIMEOUT_S if wishes.is_node_leaving else 0.0
+        waits = _FINAL_SLOT_TIMEOUT_S if last else waits
         self._reporter.progress(step, "capture")
         captured = (bool(waits) or not wishes.has_no_slot) and self._saver.capture(
             step, engine.state(), waits, durable
@@ -273,8 +188,14 @@ class _SaveScheduler:
         self._is_save_owed = full
 
 
-class _TrainingLoop:
-    """One rank's loop; its only memory beyond the engine is in `saves`."""
+class TrainingLoop:
+    """One rank's loop; its only memory beyond the engine is in `saves`.
+
+    stats: number of failures of the run so far, needed if a cadence is to be decided.
+    tier_durations: asked at each step on rank 0 for the seconds of each tier's saves and restores.
+    is_in_danger: asked at each snapshot whether this rank's part goes to peers in any case. retry:
+    of a bad step.
+    """
 
     def __init__(
         self,
@@ -284,36 +205,78 @@ class _TrainingLoop:
         saver: Saver,
         evaluator: Evaluator,
         config: RunConfig,
-        rank: int,
+        *,
         start_step: int,
-        clock: Callable[[], float],
-        stats: FailureStats,
-        durations: Callable[[], TierDurations],
-        in_danger: Callable[[], bool],
-        retry: StepRetry | None,
+        settle_seconds: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+        stats: FailureStats | None = None,
+        tier_durations: Callable[[], TierDurations] = TierDurations,
+        is_in_danger: Callable[[], bool] = lambda: False,
+        retry: StepRetry | None = None,
     ):
         self.engine, self.membership, self.reporter = engine, membership, reporter
-        self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
+        self.saver, self.evaluator, self.config = saver, evaluator, config
+        self.rank, self.start_step, self.settle_seconds = (
+            engine.groups.rank,
+            start_step,
+            settle_seconds,
+        )
         engine.on_vote_sent = lambda: reporter.progress(engine.step, "vote")
         self.clock = clock
         self.replica_checker: ReplicaChecker | None = None
-        self.timer = _StepTimer(clock)
-        self.timer.start()
+        self.timer = PhaseTimer(clock)
         self.memory = MemoryMeter(engine.device, clock)
         at, last_step = engine.groups.coordinate, config.train.steps
         self.experts = ExpertMeter(engine.objective, at, last_step, clock)
         self.recorder = engine.groups.recorder
         self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
-        cadence = SaveCadence(config.checkpoint, stats, nodes, clock())
+        cadence = SaveCadence(config.checkpoint, stats or FailureStats(), nodes, clock())
         self.saves = _SaveScheduler(
-            cadence, saver, reporter, config, rank, start_step, self.timer, durations, in_danger
+            cadence,
+            saver,
+            reporter,
+            config,
+            self.rank,
+            start_step,
+            self.timer,
+            tier_durations,
+            is_in_danger,
         )
         self.retry = retry
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit, engine.objective)
-        judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
+        judges = self.rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
         engine.judge_loss = self._judge_loss if judges else lambda step, account: None
+
+    def run(self, loader: StepFeed) -> TrainingOutcome:
+        """Train from the state after `start_step` to the last step, or until a wish to stop or
+        pause.
+
+        loader: this rank's shares, beginning with step `start_step` + 1. Raises PeerLostError when
+        a rank is lost. Raises on every rank alike JumpError and NonFiniteError, which rank 0
+        journals. In all cases the step was not applied.
+        """
+        last_step = self.config.train.steps
+        if self.start_step >= last_step:
+            return TrainingOutcome("finished", self.start_step)
+        self.resume_validation(self.start_step)
+        for batch in self.engine.order_shares(loader):
+            stopping = self.step(batch)
+            if batch.step >= last_step or stopping:
+                # A save that never began has no end to wait for. Reports are stored anyway.
+                saves = self.saves
+                waits = not (saves.ends_with_snapshot or saves.is_last_step_uncaptured)
+                unsaved = self.saver.wait_until_committed(
+                    batch.step, self.settle_seconds, durable=waits
+                )
+                if saves.is_last_step_uncaptured and unsaved is None:
+                    unsaved = "no snapshot could be made of it"
+                finished = batch.step >= last_step
+                return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
+            if self.is_pausing:
+                return TrainingOutcome("paused", batch.step)
+        raise RuntimeError(f"batches ended before step {last_step}")
 
     def step(self, batch: StepShare) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
@@ -387,17 +350,9 @@ class _TrainingLoop:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
             if self.rank == 0:
-                node = self.engine.groups.topology.nodes[error.rank]
-                self.reporter.emit(
-                    NonFinite(
-                        error.rank,
-                        error.parameter,
-                        node,
-                        list(error.suspects),
-                        error.again,
-                        step=step,
-                    )
-                )
+                node, suspects = self.engine.groups.topology.nodes[error.rank], list(error.suspects)
+                place = error.rank, error.parameter, node
+                self.reporter.emit(NonFinite(*place, suspects, error.again, step=step))
             raise
 
     def _judge_loss(self, step: int, account: StepAccount) -> LossJump | None:
@@ -411,12 +366,13 @@ class _TrainingLoop:
     def _report(self, batch: StepShare, verdict: StepVerdict, rate: float) -> None:
         if self.engine.groups.feeds_ledger:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
-        if (sample := self.memory.sample_if_due(self.rank, batch.step)) is not None:
-            self.reporter.emit(sample)
-        is_pausing = verdict.requests.pause
-        routed = self.experts.sample_if_due(self.rank, batch.step, is_pausing=is_pausing)
-        if routed is not None:
-            self.reporter.emit(routed)
+        pauses = verdict.requests.pause
+        for sample in (
+            self.memory.sample_if_due(self.rank, batch.step),
+            self.experts.sample_if_due(self.rank, batch.step, is_pausing=pauses),
+        ):
+            if sample is not None:
+                self.reporter.emit(sample)
         if self.rank != 0:
             return
         phases = self.timer.phases
@@ -435,15 +391,8 @@ class _TrainingLoop:
         )
         if self.retry is not None and self.retry.step == batch.step and self.retry.if_passed:
             found = self.retry.if_passed
-            self.reporter.emit(
-                Blamed(
-                    found.blame,
-                    list(found.microbatches),
-                    list(found.devices),
-                    found.why,
-                    step=batch.step,
-                )
-            )
+            causes = list(found.microbatches), list(found.devices)
+            self.reporter.emit(Blamed(found.blame, *causes, found.why, step=batch.step))
 
     def resume_validation(self, start_step: int) -> None:
         """Compute the validation after the step that survivors resume from, unless one has it.

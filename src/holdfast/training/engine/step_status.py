@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.events import Evaluated
@@ -114,3 +116,23 @@ class StepStatus:
             self.is_torn,
             is_replica_intact,
         )
+
+
+class PhaseTimer:
+    """Seconds of each phase, of a step for example. clock: seconds; it does not jump."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self._since = clock, clock()
+        self.phases: dict[str, float] = {}
+        self.previous_phases: dict[str, float] = {}  # of the step before
+
+    def start(self) -> None:
+        """Begin another step."""
+        self.previous_phases, self.phases = self.phases, {}
+        self._since = self.clock()
+
+    def lap(self, phase: str) -> None:
+        """End a phase."""
+        now = self.clock()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
+        self._since = now

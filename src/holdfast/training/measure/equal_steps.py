@@ -22,6 +22,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.devices import select_device
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
@@ -47,7 +48,7 @@ def lone_engine(config: RunConfig, device: torch.device) -> StepEngine:
     topology = place_layout(Layout(), 1, ("local",))
     with tempfile.NamedTemporaryFile(prefix="holdfast-meeting-") as meeting:
         store = dist.FileStore(meeting.name, 1)  # type: ignore[attr-defined]
-        groups = connect(topology, 0, store, device, seconds=60)
+        groups = connect(ConnectSettings(store, device, seconds=60), topology, 0)
     return build_engine(config, groups, device)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from holdfast.core.seeds import key_seed
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.torch_compat import file_store
 from holdfast.plan.hardware.fit import Sample
 from holdfast.plan.probing.probes import Probe, probes_for
@@ -64,7 +65,11 @@ def measure_steps(
 def _engine(probe: Probe, device: torch.device, rank: int, meeting: Path) -> StepEngine:
     config = probe.config(device.type)
     store = file_store(meeting, probe.ranks)
-    groups = connect(probe.topology(), rank, store, device, seconds=_SECONDS, ep=config.layout.ep)
+    groups = connect(
+        ConnectSettings(store, device, seconds=_SECONDS, ep=config.layout.ep),
+        probe.topology(),
+        rank,
+    )
     engine = build_engine(config, groups, device)
     engine.initialise(config.seed)
     return engine

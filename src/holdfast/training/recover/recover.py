@@ -18,9 +18,8 @@ groups are new, only its state counts: the computed and summed parts of the open
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,19 +34,18 @@ from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import complete, join_control
 from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.axes.reshard import LocalShard, move
-from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.torch_compat import Store
 from holdfast.policy.recovery.step_resolution import StepResolution
 from holdfast.training.engine.build import (
     TrainingSession,
     build_engine,
-    choose_exchange,
+    connect_settings,
     make_session,
 )
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.step_plan import Dealer
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
 from holdfast.training.recover.journal_repair import entries_of_open_step, missing_events
@@ -110,12 +108,11 @@ def recover(
     """
     engine, old, config = session.engine, session.engine.groups, session.config
     old_topology = old_topology or old.topology
-    joining = _connect_settings(config, store, seconds, old.traffic, session.device)
-    entry = _GenerationEntry(
-        config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
-    )
+    settings = connect_settings(config, store, session.device, seconds)
+    settings = replace(settings, traffic=old.traffic, recorder=old.recorder)
+    entry = _GenerationEntry(config, topology, rank, settings, old_topology, dealer, on_meeting)
     old.abort_between_replicas()  # a thread that still waits there would wait in vain
-    entry.lap("abort")
+    entry.timer.lap("abort")
     here = old_topology.generation == old.topology.generation
     statement = statement_of(engine, step) if here else NO_STATE
     control, found = entry.meet_and_agree(statement, came_from)
@@ -127,7 +124,7 @@ def recover(
     try:
         if rank in found.resolution.appliers:
             _catch_up(engine, found, kept)
-            entry.lap("apply")
+            entry.timer.lap("apply")
         if kept:
             tensors = entry.regroup(session, found, control)
         else:
@@ -136,7 +133,7 @@ def recover(
             engine = built = entry.build(config, control, session.task)
             engine.history = history
             session = make_session(config, engine, session.batches, session.device, session.task)
-        entry.lap("groups" if kept else "build")
+        entry.timer.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
     except BaseException:
         control.abort()  # no rank is to wait for this process
@@ -162,15 +159,13 @@ def join_generation(
 ) -> RecoveryResult:
     """As `recover`, for a process that holds nothing: it is sent its part of the state. task: what
     is trained; None: the decoder."""
-    joining = _connect_settings(config, store, seconds, None, device)
-    entry = _GenerationEntry(
-        config, device, topology, rank, joining, old_topology, dealer, on_meeting
-    )
+    settings = connect_settings(config, store, device, seconds)
+    entry = _GenerationEntry(config, topology, rank, settings, old_topology, dealer, on_meeting)
     control, found = entry.meet_and_agree(NO_STATE, came_from)
     engine: StepEngine | None = None
     try:
         engine = entry.build(config, control, task)
-        entry.lap("build")
+        entry.timer.lap("build")
         entry.fill(engine, {}, found, control, False)
     except BaseException:
         control.abort()
@@ -178,18 +173,6 @@ def join_generation(
         raise
     session = make_session(config, engine, batches, device, task)
     return entry.to_result(session, [], found, False)
-
-
-def _connect_settings(
-    config: RunConfig,
-    store: Store,
-    seconds: float,
-    traffic: TrafficCounter | None,
-    device: torch.device,
-) -> ConnectSettings:
-    exchange = choose_exchange(config, device)
-    where = store, config.cluster.gloo_device, seconds, traffic, exchange, device
-    return ConnectSettings(*where, ep=config.layout.ep)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
@@ -224,40 +207,33 @@ class _GenerationEntry:
     """One process's way into a generation, and how long its parts took."""
 
     config: RunConfig
-    device: torch.device
     topology: Topology
     rank: int
     settings: ConnectSettings
     old_topology: Topology
     dealer: Dealer
     on_meeting: OnMeeting
-    phases: dict[str, float] = field(default_factory=dict)
     reshard_plan: ReshardPlan | None = None
-    _since: float = field(default_factory=time.monotonic)
-
-    def lap(self, phase: str) -> None:
-        now = time.monotonic()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
-        self._since = now
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
 
     def meet_and_agree(
         self, statement: RankStatement, came_from: Sequence[int | None]
     ) -> tuple[PeerGroup, Agreement]:
         """Come together, agree, and plan who sends what to whom."""
-        control = join_control(self.settings, self.topology, self.rank, self.device)
-        self.lap("control")
+        control = join_control(self.settings, self.topology, self.rank)
+        self.timer.lap("control")
         self.on_meeting(control)
         train = self.config.train
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
         found = agree(control, statement, self.topology, self.old_topology, came_from, most)
-        self.lap("agree")
+        self.timer.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):
             table = run_state_table(self.config)
             self.reshard_plan = plan_reshard(
                 self.old_topology, self.topology, table, found.came_from, self.rank
             )
-            self.lap("plan")
+            self.timer.lap("plan")
         return control, found
 
     def regroup(
@@ -268,9 +244,7 @@ class _GenerationEntry:
         topology, rank = self.topology, self.rank
         if found.computed_leaves and found.computed_leaves[topology.coordinate(rank).replica]:
             engine.keep_computed()
-        groups = complete(
-            self.settings, topology, rank, self.device, control, old.recorder, old.replica_groups
-        )
+        groups = complete(self.settings, topology, rank, control, old.replica_groups)
         engine.regroup(groups, self.dealer)
         old.close_between_replicas()
         session.groups = groups
@@ -280,10 +254,10 @@ class _GenerationEntry:
     def build(self, config: RunConfig, control: PeerGroup, task: EngineTask | None) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
-        recorder = SpanRecorder(self.device) if config.layout.trace_step else None
-        groups = complete(self.settings, self.topology, self.rank, self.device, control, recorder)
+        groups = complete(self.settings, self.topology, self.rank, control)
+        device = self.settings.device
         try:
-            return build_engine(config, groups, self.device, dealer=self.dealer, task=task)
+            return build_engine(config, groups, device, dealer=self.dealer, task=task)
         except BaseException:
             groups.close()
             raise
@@ -303,7 +277,7 @@ class _GenerationEntry:
             move(tensors, engine.state(), self.reshard_plan, control, positions, step=step)
             if not is_replica_kept:
                 engine.parameters.refresh()
-            self.lap("move")
+            self.timer.lap("move")
         engine.set_applied_step(step)
         engine.history.validated_step = found.validated_step
         if found.computed_leaves:
@@ -321,7 +295,7 @@ class _GenerationEntry:
     ) -> RecoveryResult:
         events = missing_events(entries, found, session.engine)
         session.engine.history.unreported_step = 0
-        self.lap("events")
+        self.timer.lap("events")
         return RecoveryResult(
             session,
             found.resolution.step,
@@ -330,5 +304,5 @@ class _GenerationEntry:
             found.verdict,
             kept,
             sum(map(len, found.computed_leaves)),
-            self.phases,
+            self.timer.phases,
         )
