@@ -239,7 +239,7 @@ def _whole_among_others(rank: RankContext) -> list[Any]:
     if rank.rank > 1:
         made.engine.interrupt(True)
         return []
-    assert made.engine.progress.reduced_step == DIES
+    assert made.engine.status.reduced_step == DIES
     if rank.rank == 1:
         made.engine.status.stage = StepStage.COMPUTING  # it is interrupted a moment before
     plain = recover_module._GenerationEntry.fill

@@ -161,7 +161,7 @@ class HeldSession:
         if not self.is_usable:
             return HeldState(generation, rank, self.step, None, True, kind, text, bad=bad_step)
         engine = self.current.engine
-        groups, whole = engine.groups, engine.progress.reduced_step
+        groups, whole = engine.groups, engine.status.reduced_step
         place = (groups.topology.generation, groups.rank)
         # perhaps in a recovery that did not come to its end
         applied = engine.status.applied_step or self.step

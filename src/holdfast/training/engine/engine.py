@@ -9,7 +9,7 @@
 Nothing before `apply` changes a parameter, so a step that fails anywhere has not happened.
 A runner drives the calls; the engine knows nothing of clocks, journals or checkpoints.
 
-When a peer is lost, `progress` describes what the engine still has. `recover.py` then finds the
+When a peer is lost, `status` describes what the engine still has. `recover.py` then finds the
 step that all ranks resume from. If other ranks compute in lockstep with this one, a failure between
 replicas is stored until all of them reach the end of `reduce`. It is raised on all or on none.
 """
@@ -28,7 +28,7 @@ from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
-from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
+from holdfast.errors import HoldfastError, JumpError, PeerLostError
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
@@ -36,7 +36,7 @@ from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
-from holdfast.training.engine.nonfinite import describe_non_finite, find_non_finite
+from holdfast.training.engine.nonfinite import find_non_finite
 from holdfast.training.engine.precision import as_indeterminate
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import (
@@ -48,7 +48,7 @@ from holdfast.training.engine.state import (
     state_tensors,
 )
 from holdfast.training.engine.step_plan import Dealer, StepPlan
-from holdfast.training.engine.step_status import StepHistory, StepProgress, StepStatus
+from holdfast.training.engine.step_status import StepHistory, StepStatus
 from holdfast.training.engine.vote import (
     AccountExchange,
     Ballot,
@@ -231,10 +231,21 @@ class StepEngine:
             raise lost
         if verdict.can_be_applied:
             return verdict
-        found = _rejection_error(self, verdict, self._gradients)
+        found = self._rejection_error(verdict)
         self._is_leaving = True
         meet_before_leaving(self.groups)
         raise found
+
+    def _rejection_error(self, verdict: StepVerdict) -> HoldfastError:
+        """Why the step was voted down, alike on every rank. If something is not finite, compute my
+        share again without reduction, and agree with all on where it began."""
+        if not (verdict.is_finite or verdict.is_skipped):
+            return find_non_finite(self, self._gradients.is_finite)
+        jump = self.loss_jump
+        if jump is None:  # another rank knows more
+            return JumpError(self.step, verdict.mean_loss)
+        shares, suspects = self.dealt_shares, jump.microbatches
+        return JumpError(self.step, verdict.mean_loss, jump.threshold, shares, suspects)
 
     def apply(self, verdict: StepVerdict) -> float:
         """Update the parameters; returns the learning rate that was used."""
@@ -287,10 +298,10 @@ class StepEngine:
         return self._shares
 
     @property
-    def progress(self) -> StepProgress:
-        """What this process has, now that it has stopped."""
-        inside = self.groups.replica_groups
-        return self.status.progress(len(self.groups.replica.ranks) == 1 or not inside.is_aborted)
+    def is_replica_intact(self) -> bool:
+        """Whether the groups inside the replica can still be used."""
+        alone = len(self.groups.replica.ranks) == 1
+        return alone or not self.groups.replica_groups.is_aborted
 
     @property
     def is_summed(self) -> bool:
@@ -369,36 +380,6 @@ def _give_up(groups: ProcessGroups, *, inside: bool) -> None:
         groups.abort()
     else:
         groups.abort_between_replicas()
-
-
-def _rejection_error(
-    engine: StepEngine, verdict: StepVerdict, gradients: GradientReducer
-) -> HoldfastError:
-    """Why the step was voted down, alike on every rank."""
-    if not (verdict.is_finite or verdict.is_skipped):
-        return _non_finite_error(engine, gradients)
-    jump = engine.loss_jump
-    if jump is None:  # another rank knows more
-        return JumpError(engine.step, verdict.mean_loss)
-    shares, suspects = engine.dealt_shares, jump.microbatches
-    return JumpError(engine.step, verdict.mean_loss, jump.threshold, shares, suspects)
-
-
-def _non_finite_error(engine: StepEngine, gradients: GradientReducer) -> NonFiniteError:
-    """Compute my share again without reduction, and agree with all on where it began, and on
-    the microbatches that may have caused it."""
-    account, groups, shares = engine.status.account, engine.groups, engine.dealt_shares
-    assert account is not None, "nobody votes without it"
-    found = find_non_finite(
-        engine.objective,
-        engine.executor,
-        groups,
-        engine.parameters,
-        list(zip(shares[groups.coordinate.replica], engine.batches, strict=True)),
-        len(account.losses),
-        gradients.is_finite,
-    )
-    return describe_non_finite(engine.step, found, account, shares, groups.topology)
 
 
 def _known_error(error: Exception, step: int) -> HoldfastError | None:

@@ -8,7 +8,7 @@ the shards of one replica must run the same forward together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,35 +19,12 @@ from torch import Tensor, nn
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal
 from holdfast.core.weights import shortest
+from holdfast.data.stream.batch import ValidationSet
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.vote import gather_losses, reports_losses
-
-
-class HostMicrobatch(Protocol):
-    """Samples as numpy arrays: inputs, targets [B, S]; documents [B, S] or None."""
-
-    @property
-    def inputs(self) -> NDArray[np.int64]: ...
-
-    @property
-    def targets(self) -> NDArray[np.int64]: ...
-
-    @property
-    def documents(self) -> NDArray[np.int32] | None: ...
-
-
-class ValidationSamples(Protocol):
-    """`data.batch.ValidationSet` is one."""
-
-    @property
-    def microbatches(self) -> Sequence[HostMicrobatch]: ...
-
-    @property
-    def tokens(self) -> float: ...
-
-    def bits_per_byte(self, nats: float) -> float: ...
 
 
 class Validation(Protocol):
@@ -81,26 +58,17 @@ class Evaluation:
     tokens: float
 
 
-@dataclass(frozen=True)
-class _RankRows:
-    """One rank's part of a validation microbatch."""
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Tensor | None
-
-
 class TokenValidation:
     """Validation text of the built-in decoder."""
 
-    def __init__(self, samples: ValidationSamples) -> None:
+    def __init__(self, samples: ValidationSet) -> None:
         self._samples, self.tokens = samples, samples.tokens
 
     @property
     def microbatches(self) -> int:
         return len(self._samples.microbatches)
 
-    def part(self, index: int, part: int, parts: int, device: torch.device) -> _RankRows:
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> TensorMicrobatch:
         batch = self._samples.microbatches[index]
 
         def moved(array: NDArray[Any], pad: int) -> Tensor:
@@ -108,7 +76,8 @@ class TokenValidation:
 
         documents = None if batch.documents is None else moved(batch.documents, 0)
         inputs = moved(batch.inputs, 0)
-        return _RankRows(inputs, moved(batch.targets, IGNORED_TARGET), documents)
+        targets = moved(batch.targets, IGNORED_TARGET)
+        return TensorMicrobatch(inputs, targets, documents, [], batch.tokens)
 
     def bits_per_byte(self, nats: float) -> float:
         return self._samples.bits_per_byte(nats)

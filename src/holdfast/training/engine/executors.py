@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Schedule, forward_only
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.layout import Replica
 from holdfast.model.stage import StagePart, leave_weight_gradients
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -36,25 +37,11 @@ from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.stage_work import GradientListener, RankStage, RankStages, ShareWork
 
-
-class Inputs(Protocol):
-    """The part of a microbatch that is computed on."""
-
-    @property
-    def inputs(self) -> Tensor: ...
-
-    @property
-    def targets(self) -> Tensor: ...
-
-    @property
-    def documents(self) -> Tensor | None: ...
-
-
 Share = Sequence[tuple[int, Any]]
 """Microbatches to compute, as the task feeds them, each with its number in the step."""
 
 
-def token_arguments(batch: Inputs) -> tuple[Any, ...]:
+def token_arguments(batch: TensorMicrobatch) -> tuple[Any, ...]:
     """What the decoder's objective takes of a microbatch."""
     return batch.inputs, batch.targets, batch.documents
 
@@ -173,7 +160,9 @@ class PipelinedExecutor(Executor):
             work = ShareWork(self._stages, self.loss_scale, share, losses, listener)
             self.interpreter.run(self.schedule_for(len(share)), work)
 
-    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
+    def evaluate(
+        self, batches: Sequence[TensorMicrobatch], on_progress: Callable[[], None]
+    ) -> list[Tensor]:
         losses: list[Tensor] = []
         if batches:
             share = list(enumerate(batches))
@@ -182,12 +171,14 @@ class PipelinedExecutor(Executor):
             self.interpreter.run(schedule, work)
         return losses
 
-    def run_stage(self, part: StagePart | None, batch: Inputs, incoming: Tensor | None) -> Tensor:
+    def run_stage(
+        self, part: StagePart | None, batch: TensorMicrobatch, incoming: Tensor | None
+    ) -> Tensor:
         """A stage's own part of the forward: its residual stream, or on the last stage a loss."""
         out: Tensor = self._objective(*self.arguments(batch), incoming, part)
         return out
 
-    def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+    def boundary(self, batch: TensorMicrobatch) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what passes between two stages for a microbatch."""
         rows, length = batch.inputs.shape
         length //= self._cp

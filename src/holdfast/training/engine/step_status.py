@@ -33,23 +33,6 @@ class StepHistory:
     last_validation: Evaluated | None = None
 
 
-@dataclass(frozen=True)
-class StepProgress:
-    """State of a stopped process, from which the next generation decides how to continue.
-
-    applied_step: its state is that after this step; None: as it was loaded. `reduced_step`: the
-    step after it, if its complete reduced gradient is here. has_all_votes: every vote for that step
-    has arrived. is_torn: an update was interrupted, so that there is no state any more.
-    is_replica_intact: the groups inside the replica can still be used.
-    """
-
-    applied_step: int | None
-    reduced_step: int | None
-    has_all_votes: bool
-    is_torn: bool
-    is_replica_intact: bool
-
-
 @dataclass
 class StepStatus:
     """Which state an engine has, and how far the step after it has come.
@@ -106,16 +89,10 @@ class StepStatus:
             return False
         return not self.verdict.can_be_applied
 
-    def progress(self, is_replica_intact: bool) -> StepProgress:
-        """What this process has, now that it has stopped."""
-        whole = self.stage in (StepStage.REDUCED, StepStage.VOTED)
-        return StepProgress(
-            self.applied_step,
-            self.step if whole else None,
-            self.stage is StepStage.VOTED,
-            self.is_torn,
-            is_replica_intact,
-        )
+    @property
+    def reduced_step(self) -> int | None:
+        """The step after the applied one, if its complete reduced gradient is here."""
+        return self.step if self.stage in (StepStage.REDUCED, StepStage.VOTED) else None
 
 
 class PhaseTimer:

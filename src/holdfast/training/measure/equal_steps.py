@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.axes.replica_groups import ConnectSettings
@@ -31,16 +31,6 @@ from holdfast.training.engine.vote import StepVerdict
 from holdfast.wire.process_end import skip_last_collection
 
 STEPS = 2
-
-
-@dataclass(frozen=True)
-class RandomTokens:
-    """One microbatch, [samples, sequence] each. tokens: those with a loss."""
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    tokens: int
 
 
 def lone_engine(config: RunConfig, device: torch.device) -> StepEngine:
@@ -55,18 +45,20 @@ def lone_engine(config: RunConfig, device: torch.device) -> StepEngine:
 def one_step(engine: StepEngine, config: RunConfig, step: int) -> StepVerdict:
     """One step on tokens that are a function of the step and the microbatch."""
     size, length = config.train.microbatch_size, config.data.sequence_length
+    rows = size // engine.groups.degree("dp_shard")
     batches = []
     for leaf in engine.begin(step):
         generator = torch.Generator().manual_seed(key_seed(7, "benchmark", step, leaf))
         vocabulary = config.model.vocab_size
         tokens = torch.randint(0, vocabulary, (size, length + 1), generator=generator)
+        tokens = tokens[engine.groups.coordinate.dp_shard * rows :][:rows]
         inputs = tokens[:, :-1].contiguous().to(engine.device)
         targets = tokens[:, 1:].contiguous().to(engine.device)
         documents = None
         if config.data.attention == "document":  # three in each sample
             row = torch.arange(length, dtype=torch.int32) * 3 // length
-            documents = row.expand(size, length).contiguous().to(engine.device)
-        batches.append(RandomTokens(inputs, targets, documents, targets.numel()))
+            documents = row.expand(rows, length).contiguous().to(engine.device)
+        batches.append(TensorMicrobatch(inputs, targets, documents, [], targets.numel()))
     engine.compute(batches)
     verdict = engine.reduce()
     engine.apply(verdict)
