@@ -27,12 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.core.sharding.boxes import Box

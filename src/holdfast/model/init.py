@@ -19,13 +19,7 @@ from numpy.random import SFC64, Generator  # with this module: a fork server's, 
 from torch import Tensor
 
 from holdfast.core.seeds import key_seed
-from holdfast.core.sharding.parameters import (
-    Normal,
-    Ones,
-    Parameter,
-    Uniform,
-    decoder_parameters,
-)
+from holdfast.core.sharding.parameters import Normal, Ones, Parameter, Uniform, decoder_parameters
 from holdfast.model.decoder import Decoder
 
 _CHUNK = 2**20  # float64 draws held at a time

@@ -45,11 +45,7 @@ YARN = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama_bias_yarn": {
-        "model_type": "llama",
-        "attention_bias": True,
-        "rope_parameters": YARN,
-    },
+    "llama_bias_yarn": {"model_type": "llama", "attention_bias": True, "rope_parameters": YARN},
     "llama_linear": {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},

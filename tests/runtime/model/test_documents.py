@@ -186,8 +186,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["llama_plain", "llama_grouped_scaled", "window_shorter_than_documents"],
+    "family", ["llama_plain", "llama_grouped_scaled", "window_shorter_than_documents"]
 )
 def test_varlen_has_the_numbers_of_blocks(family: str, stand_in: StandIn) -> None:
     model = lively(config(**FAMILIES[family], attention_scale=0.4), dtype=torch.float64)

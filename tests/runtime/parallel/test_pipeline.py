@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.named import build_schedule
-from holdfast.core.schedule.table import (
-    Action,
-    ActionKind,
-    Schedule,
-    Value,
-    actions_of,
-)
+from holdfast.core.schedule.table import Action, ActionKind, Schedule, Value, actions_of
 from holdfast.core.schedule.timing import max_in_flight
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.parallel.comm.comm_stats import TrafficCounter

@@ -13,14 +13,7 @@ from torch import Tensor
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_state_table
 from tests.runtime.training.test_recover import POINTS, survivors
-from tests.support.layouts import (
-    assert_all_state,
-    case,
-    load_pieces,
-    one_step,
-    pieces,
-    save_pieces,
-)
+from tests.support.layouts import assert_all_state, case, load_pieces, one_step, pieces, save_pieces
 from tests.support.marks import in_campaign
 from tests.support.optimizers import ELEMENTWISE, MODULE, OPTIMIZERS, engine_with, optimizer_config
 from tests.support.ranks import RankContext, rank_values
@@ -60,8 +53,7 @@ KILLS = [(name, when) for name in ("sgd", "lion", "adafactor", "muon") for when 
 
 
 @pytest.mark.parametrize(
-    ("name", "when"),
-    [kill if kill == ("muon", "voted") else in_campaign(*kill) for kill in KILLS],
+    ("name", "when"), [kill if kill == ("muon", "voted") else in_campaign(*kill) for kill in KILLS]
 )
 def test_one_of_three_replicas_is_killed(name: str, when: str) -> None:
     """At a point of a step; the other ranks continue from their own state."""

@@ -97,11 +97,7 @@ EXPERTS = (
             "shard2+tp2",
         )
     ]
-    + [
-        "dropping.zero1.2",
-        "dropping.ep2.shard4",
-        "dropping.pp2-tp2",
-    ]
+    + ["dropping.zero1.2", "dropping.ep2.shard4", "dropping.pp2-tp2"]
     + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
 )
 SIGMOID = [
@@ -162,12 +158,7 @@ SPREAD_OVER_CONTEXT = [
 ]
 FIVE_AXES = "experts.ep4.pp2-shard2-cp2-tp2"
 """On 16 ranks, which share the cores of one machine."""
-CONTEXT = [
-    "ring.cp2",
-    "documents.shard2-cp2",
-    "heads.ulysses.cp2-tp2",
-    "documents.ring.pp2-cp2",
-]
+CONTEXT = ["ring.cp2", "documents.shard2-cp2", "heads.ulysses.cp2-tp2", "documents.ring.pp2-cp2"]
 MORE_CONTEXT = [
     "cp2",
     "heads.ulysses.cp2",

@@ -114,15 +114,7 @@ LAYOUTS = {
 }
 """Every kind of layout (the names are those of `tests/support/layouts.py`), and the other one that
 it becomes."""
-EACH_AXIS = (
-    "dp2",
-    "shard2",
-    "tp2",
-    "pp2",
-    "cp2",
-    "shard2-tp2",
-    "tp2+one",
-)
+EACH_AXIS = ("dp2", "shard2", "tp2", "pp2", "cp2", "shard2-tp2", "tp2+one")
 """Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""
 
 
@@ -422,10 +414,7 @@ def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cycle",
-    [
-        pytest.param("shard2 tp2 pp2", marks=pytest.mark.slow),
-        "pp2-shard2 shard2-tp2 pp2-tp2",
-    ],
+    [pytest.param("shard2 tp2 pp2", marks=pytest.mark.slow), "pp2-shard2 shard2-tp2 pp2-tp2"],
 )
 def test_thirty_rebuilds_leave_no_more_behind_than_three(cycle: str) -> None:
     names = of_one_model(*(f"small.{name}" for name in cycle.split()))

@@ -33,11 +33,7 @@ from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.devices import check_backends
 from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.cell_team import (
-    FIRST_TAG,
-    TAGS_PER_REDUCER,
-    CellTeam,
-)
+from holdfast.parallel.gradients.cell_team import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.torch_compat import check_version
 
 _READY_TAG = 13  # of the exchange in `control` before groups of a device are made

@@ -89,10 +89,7 @@ class EngineTask(Protocol):
         ...
 
     def loader(
-        self,
-        batches: TaskBatchSource,
-        share: Callable[[int], Sequence[int]],
-        **where: Any,
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> ShareLoader:
         """What reads a rank's shares ahead. where: as `Loader` takes them."""
         ...

@@ -207,7 +207,7 @@ def measure_links(watch: Stopwatch, rank: int, ranks: int) -> Iterator[Sample]:
 def measure_steps(
     share_s: float, quantile: float, device: torch.device, rank: int, ranks: int, folder: Path
 ) -> Iterator[Sample]:
-    """Time a step of each probe (`plan/probing/probes.py`) that so many ranks can run. A probe alone
+    """Time a step of each probe (`plan/probing/probes.py`) that so many ranks can run. A lone probe
     runs in every process at the same time, because the workers of a run share caches and memory. A
     probe of two ranks trains in its layout.
 

@@ -154,10 +154,7 @@ class PieceStream:
                     self._memory.store(role.part(part), _cut(buffer.host, part))
 
     def _copy_back(
-        self,
-        number: int,
-        changed: Sequence[tuple[StagedTensors, _Buffer]],
-        updated: torch.Event,
+        self, number: int, changed: Sequence[tuple[StagedTensors, _Buffer]], updated: torch.Event
     ) -> None:
         """Copy from the device. What goes through a buffer of the host has arrived on return. A
         later load into the same buffers waits for all of it."""

@@ -287,11 +287,7 @@ class _GenerationEntry:
             engine.plan.resume(step + 1, shares, found.computed_leaves)
 
     def to_result(
-        self,
-        session: TrainingSession,
-        entries: list[dict[str, Any]],
-        found: Agreement,
-        kept: bool,
+        self, session: TrainingSession, entries: list[dict[str, Any]], found: Agreement, kept: bool
     ) -> RecoveryResult:
         events = missing_events(entries, found, session.engine)
         session.engine.history.unreported_step = 0
