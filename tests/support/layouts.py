@@ -44,6 +44,7 @@ from holdfast.plan.placing.balance import planned_stages
 from holdfast.training.engine.build import build_engine, connect_settings
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
+from tests.support.ranks import RankContext
 from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8
@@ -305,6 +306,12 @@ def engine_of(
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     return made
+
+
+def engine_for(rank: RankContext, name: str, config: RunConfig | None = None) -> StepEngine:
+    """That of a rank of the layout `name`, connected and initialised."""
+    config = config or config_of(case(name).changes)
+    return engine_of(config, topology_of(case(name), config), rank.rank, rank.store())
 
 
 def one_step(made: StepEngine, step: int, data: DataConfig | None = None) -> StepVerdict:

@@ -73,6 +73,14 @@ def config_for(name: str, microbatches: int = 6) -> Any:
     return config_of({"model__layers": 2, **case(name).changes, **changes})
 
 
+def assert_undisturbed(values: Sequence[dict[str, Any]], layout: str = "one", *more: int) -> None:
+    """Each has the curve and the last state of the run that nothing disturbed, bit by bit."""
+    (alone,) = undisturbed(layout, *more)
+    for value in values:
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
+
+
 def topology_for(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
     return topology_of(case(name), config_for(name), generation, ranks)
 

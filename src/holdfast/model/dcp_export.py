@@ -13,6 +13,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -147,19 +148,18 @@ def to_pairs(rows: torch.Tensor, head: int) -> torch.Tensor:
     return parts.transpose(1, 2).reshape(rows.shape)
 
 
+def _row_bytes(tensor: ExportedTensor) -> int:
+    return ITEM_BYTES[tensor.dtype] * prod(tensor.shape[1:])
+
+
 def _rows_per_piece(tensor: ExportedTensor) -> int:
-    row = ITEM_BYTES[tensor.dtype]
-    for length in tensor.shape[1:]:
-        row *= length
     unit = tensor.shape[0] // tensor.pairs if tensor.pairs else 1  # a head stays in one piece
-    return max(1, WRITE_PIECE_BYTES // (row * unit)) * unit
+    return max(1, WRITE_PIECE_BYTES // (_row_bytes(tensor) * unit)) * unit
 
 
 def _piece_bytes(tensor: ExportedTensor) -> int:
-    size = ITEM_BYTES[tensor.dtype]
-    for length in tensor.shape[1:]:
-        size *= length
-    return size * min(_rows_per_piece(tensor), tensor.shape[0]) if tensor.shape else size
+    rows = min(_rows_per_piece(tensor), tensor.shape[0]) if tensor.shape else 1
+    return _row_bytes(tensor) * rows
 
 
 def _items(tensor: ExportedTensor) -> Iterator[WriteItem]:

@@ -81,7 +81,7 @@ def test_a_document_does_not_depend_on_its_place(family: str) -> None:
     def attend(documents: list[list[int]], *given: Tensor) -> Tensor:
         known = model.document_attention.pack(torch.tensor(documents))
         known = known.within(window, torch.float32) if window else known
-        return known.how.attend(*given, known, layer._mix, layer.scale)
+        return known.attend(*given, layer._mix, layer.scale)
 
     alone = attend([[0] * 30], q, k, v)
     shifted = [torch.cat((x[:, :7], x, x[:, :23]), 1) for x in (q, k, v)]

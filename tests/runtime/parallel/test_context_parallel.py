@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.parallel.axes.context import ContextMethod, apply_context_parallel
+from holdfast.parallel.axes.context import ContextMethod, ContextParallel
 from holdfast.parallel.axes.context_kernels import (
     FusedAttention,
     Keys,
@@ -53,7 +53,7 @@ def spread(
     group = dist.group.WORLD
     assert group is not None
     objective = single(model)
-    apply_context_parallel(objective, group, method, ring, traffic=traffic)
+    objective.context = ContextParallel(group, method, ring, traffic)
     return objective
 
 

@@ -22,9 +22,7 @@ from tests.support.ranks import RankContext, rank_values, ranks
 
 def check_components(rank: RankContext, cases: list[tuple[str, Degrees, int]]) -> None:
     """Of each case a shape, degrees, and samples: fewer than there are sets of ranks, too."""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for index, (shape, tp_by, batch) in enumerate(cases):
         model = config(shape)
         reference = single(model)
@@ -69,9 +67,7 @@ def test_components_of_a_lower_degree(tp: int) -> None:
 
 @ranks(4)
 def test_collectives_add_in_rank_order_in_every_dtype(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     collectives = Collectives(group)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         everybody = [

@@ -203,9 +203,7 @@ def check_gradients(
 
 
 def check_parity(rank: RankContext, shapes: list[str]) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for index, shape in enumerate(shapes):
         model = config(shape)
         reference = single(model)
@@ -297,9 +295,7 @@ def test_a_stage_that_does_not_exist_is_refused() -> None:
 
 @ranks(2)
 def test_stages_over_tensor_ranks_with_microbatches_in_flight(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("tied")
     microbatches = [samples(model, True, seed, batch) for seed, batch in ((1, 2), (2, 3), (3, 1))]
     whole = single(model)
@@ -324,9 +320,7 @@ def bytes_of(
     rank: RankContext, sequence_parallel: bool, first: bool, last: bool
 ) -> tuple[int, float]:
     """(counted, by the formula) bytes of one microbatch's forward and backward in float64"""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model, traffic = ModelConfig.model_validate({**SMALL, "dim": 128}), TrafficCounter()
     boxes = boxes_of(model, group.size(), group.rank())
     with torch.device("meta"):
@@ -365,9 +359,7 @@ def test_bytes_are_two_all_reduces_per_block_and_direction(
 @ranks(4)
 def test_any_number_of_tokens_can_be_cut(rank: RankContext) -> None:
     """Also where tp does not divide them, as at the end of a validation set."""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("qk_norm")
     text, targets, numbers = samples(model, True)
     assert numbers is not None
@@ -390,9 +382,7 @@ def test_shape_of_what_passes_between_stages() -> None:
 
 @ranks(3)
 def test_what_cannot_be_cut_is_refused(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for shape, words in (
         ({}, "tp 3 does not divide the 4 query heads"),
         ({"heads": 12, "kv_heads": 4, "head_dim": 4}, "neither a divisor nor a multiple"),
@@ -433,9 +423,7 @@ def test_tensor_ranks_that_fsdp_shards_further(rank: RankContext) -> None:
 @pytest.mark.slow
 @ranks(2)
 def test_compiled_blocks_compute_the_same(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("grouped")
     given = samples(model, True, batch=2)
     whole = single(model)
@@ -456,9 +444,7 @@ def test_compiled_blocks_compute_the_same(rank: RankContext) -> None:
 @ranks(2)
 def test_precisions_stay_near(rank: RankContext) -> None:
     """Losses of one process in the same precision: float32 to 2e-5, bfloat16 to 1e-3."""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for dtype, near in ((torch.float32, 2e-5), (torch.bfloat16, 1e-3)):
         for sequence_parallel in (True, False):
             model = ModelConfig.model_validate({**SMALL, "dim": 64, "init_std": 0.05})
@@ -475,9 +461,7 @@ def test_precisions_stay_near(rank: RankContext) -> None:
 
 @ranks(2, dies={1: "SIGKILL"})
 def test_a_lost_tensor_rank_is_a_lost_peer(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("plain")
     objective = spread(model, group, sequence_parallel=True)
     loss = objective(*samples(model, False, batch=2))

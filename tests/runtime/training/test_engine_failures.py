@@ -12,7 +12,7 @@ import torch
 
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.training.engine.engine import StepEngine
-from tests.support.layouts import case, config_of, engine_of, topology_of
+from tests.support.layouts import case, engine_for
 from tests.support.layouts import one_step as layout_step
 from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
@@ -94,9 +94,7 @@ def test_a_nan_in_a_shard_is_found_dpshard2() -> None:
 
 
 def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> list[Any]:
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     if rank.rank == at_rank:
         index = [row.name for row in made.parameters.table].index(parameter)
         made.parameters.master_tensors[index].view(-1)[0] = math.nan
@@ -126,9 +124,7 @@ def test_a_nan_is_named_where_it_began_and_not_where_its_sum_arrived(
 
 def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
     """One rank gives the sum a NaN that its next computation does not give again."""
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     clean = layout_step(made, 1)
     before = digest(made)
     if rank.rank == at_rank:
@@ -270,9 +266,7 @@ def _connection_is_closed() -> None:
 
 
 def _broken_choices(rank: RankContext, name: str) -> str:
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     names = [row.name for row in made.parameters.table]
     victim = next((i for i, one in enumerate(names) if "choice_bias" in one), None)
     feeder: Any = made._gradients

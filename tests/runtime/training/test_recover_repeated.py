@@ -13,7 +13,15 @@ from holdfast.training.recover import recover as recover_module
 from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
 from tests.support.ranks import RankContext, rank_values, run_ranks
-from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for, undisturbed
+from tests.support.step_recovery import (
+    DIES,
+    LAST,
+    Deadly,
+    Survivor,
+    assert_undisturbed,
+    topology_for,
+    undisturbed,
+)
 
 
 def _lost_twice(rank: RankContext) -> dict[str, Any]:
@@ -291,10 +299,7 @@ def _bad_and_interrupted(rank: RankContext) -> dict[str, Any]:
 
 
 def test_what_was_heard_of_a_bad_attempt_does_not_count_for_the_next() -> None:
-    (alone,) = undisturbed("one")
-    for value in rank_values(_bad_and_interrupted, 3):
-        assert value["curve"] == alone["curve"]
-        assert value["digest"] == alone["digest"]
+    assert_undisturbed(rank_values(_bad_and_interrupted, 3))
 
 
 def _torn(rank: RankContext) -> dict[str, Any]:

@@ -103,7 +103,9 @@ class GradientFeeder:
         self._target: list[list[Tensor]] = []
         self._missing_slices: list[list[int]] = []  # by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
-        self._defers_errors = False
+        # Errors wait for `finish` if other ranks compute in lockstep with this one: they would wait
+        # for ever.
+        self.defers_errors = False
         self._progress = LeafProgress()  # of the step that is open
 
     # --- a step ---------------------------------------------------------------------------
@@ -123,7 +125,9 @@ class GradientFeeder:
         for reducer in self.reducers:
             reducer.begin(leaves, shares, computed)
         self._launcher.start()
-        self._spread_errors()
+        if self._error is not None:  # a reducer may have failed before the next one had begun
+            self.fail(self._error)
+        self.check()
 
     @property
     def computed_leaves(self) -> tuple[int, ...]:
@@ -183,18 +187,6 @@ class GradientFeeder:
         if not self.defers_errors:
             self._raise_stored()
 
-    @property
-    def defers_errors(self) -> bool:
-        """True if errors wait for `finish`, because other ranks compute in lockstep with this one
-        and would wait for ever."""
-        return self._defers_errors
-
-    @defers_errors.setter
-    def defers_errors(self, patient: bool) -> None:
-        self._defers_errors = patient
-        for reducer in self.reducers:
-            reducer.defers_errors = patient
-
     def regroup(self, cells: Cells, by_unit: bool) -> bool:
         """Continue with other members of the same cells, in the same buffers. If the cells are
         cut differently than before, return False and change nothing. Nothing of an open step is
@@ -220,11 +212,6 @@ class GradientFeeder:
         self._error = self._error or error
         for reducer in self.reducers:
             reducer.fail(error)
-
-    def _spread_errors(self) -> None:
-        """A reducer may have failed before the next one had begun, which cleared the error."""
-        if self._error is not None:
-            self.fail(self._error)
 
     def gradients(self) -> list[Tensor]:
         """The summed gradient of each parameter's wanted box, in forward order.

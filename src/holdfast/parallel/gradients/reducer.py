@@ -65,8 +65,6 @@ class Reducer:
     on_error: called with the first error of a step, so that other reducers of this rank stop too.
     is_summed: something of this step was summed here, or received; what was computed is lost.
     are_slots_moved: slots do not lie where they do in other steps, because a step was resumed.
-    defers_errors: `begin` raises nothing either. Other ranks compute in lockstep with this one, and
-        must not wait for it until all of them come to `finish`.
     buffers: gives the memory of the sums, zeros for a number of elements; None: on the device.
     launcher: of a rank with several reducers, which all use it; its owner starts it when each of
         them has begun. Without it this reducer has one of its own.
@@ -89,7 +87,7 @@ class Reducer:
         self.team = team if isinstance(team, CellTeam) else CellTeam.of_replicas(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
         self.fast, self._on_error = fast and self.team.is_plain_all_reduce, on_error
-        self.defers_errors = self.is_summed = self.are_slots_moved = False
+        self.is_summed = self.are_slots_moved = False
         self._spare_buffers: list[Tensor] = []  # buffers of slots that are not used now
         self._make_buffer = buffers or partial(torch.zeros, dtype=dtype, device=device)
         self.gradient = self._make_buffer(layout.size)
@@ -108,8 +106,7 @@ class Reducer:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`. If the
         replicas have `computed` some of it, continue with what `keep` has kept.
 
-        The step before must have been voted on and its sends forgotten.
-        Raises PeerLostError when a peer is known to be lost, unless it is `defers_errors`.
+        The step before must have been voted on and its sends forgotten. `check` raises what failed.
         """
         self._drop_void_sum()
         self._error, self._looks = None, []
@@ -139,8 +136,6 @@ class Reducer:
             self._stop_round()  # by another thread, before it could be stopped
         except RuntimeError as error:
             self.fail(error)
-            if not self.defers_errors:
-                self.check()
 
     def _open_round(self) -> ExchangeRound:
         if self.team.exchange == "direct" or self.fast or len(self.team.members) == 1:

@@ -77,7 +77,7 @@ class TokenValidation:
         documents = None if batch.documents is None else moved(batch.documents, 0)
         inputs = moved(batch.inputs, 0)
         targets = moved(batch.targets, IGNORED_TARGET)
-        return TensorMicrobatch(inputs, targets, documents, [], batch.tokens)
+        return TensorMicrobatch(inputs, targets, documents, [], 0.0)
 
     def bits_per_byte(self, nats: float) -> float:
         return self._samples.bits_per_byte(nats)

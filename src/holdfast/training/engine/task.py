@@ -28,7 +28,7 @@ from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.options.registry import hooks
-from holdfast.parallel.axes.context import apply_context_parallel
+from holdfast.parallel.axes.context import ContextParallel
 from holdfast.parallel.axes.expert_parallel import (
     ExpertExchange,
     apply_expert_parallel,
@@ -152,14 +152,12 @@ class DecoderTask:
             if config.train.compile and objective.tensor is not None:
                 objective.tensor.exclude_from_compilation()
         if groups.degree("cp") > 1:
-            apply_context_parallel(
-                objective,
-                groups.axis("cp"),
-                config.layout.cp_method,
-                config.layout.cp_ring,
-                is_compiled=config.train.compile,
-                traffic=groups.traffic,
+            layout = config.layout
+            objective.context = ContextParallel(
+                groups.axis("cp"), layout.cp_method, layout.cp_ring, groups.traffic
             )
+            if config.train.compile:
+                objective.context.exclude_from_compilation()
         if config.model.experts is not None:
             self._spread_experts(decoder, groups)
         return objective
