@@ -17,6 +17,7 @@ from tests.support.layouts import assert_all_state, case, load_pieces, one_step,
 from tests.support.marks import in_campaign
 from tests.support.optimizers import ELEMENTWISE, MODULE, OPTIMIZERS, engine_with, optimizer_config
 from tests.support.ranks import RankContext, rank_values
+from tests.support.step_recovery import assert_undisturbed
 from tests.support.tiny_training import digest
 
 STEPS = 6
