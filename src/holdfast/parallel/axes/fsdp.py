@@ -20,7 +20,6 @@ Under ZeRO 2 parameters are gathered once a step: they stay until the sum of the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -169,13 +168,12 @@ class ShardedGradients(GradientFeeder):
         self._are_sums_here = are_sums_here
         self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
         self._missing_units: set[int] = set()
-        self._missing_plain: set[int] = set()  # of the leaf that is open
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._plain = [i for i, p in enumerate(self._parameters) if is_plain(p) and p.numel()]
         for index in self._plain:
             parameter = self._parameters[index]
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._plain_hook(index)
+                self._hook(index)
             )
         for module in root.modules():
             members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
@@ -205,8 +203,9 @@ class ShardedGradients(GradientFeeder):
         """The next backward pass belongs to `leaf`. A part cannot be told apart from the rest."""
         assert part is None, "the run file's rules refuse stages of a rank with ZeRO 2 and 3"
         self._slot = self._open_slot(leaf)
+        self._is_listening = self._slot is not None
         self._missing_units = set(range(len(self._units)))
-        self._missing_plain = set(self._plain)
+        self._missing_parameters = set(self._plain)
 
     def end_leaf(self) -> None:
         """The backward pass is over. Take what units without all of their gradients have, and drop
@@ -214,10 +213,10 @@ class ShardedGradients(GradientFeeder):
         if self._slot is not None:
             for number in sorted(self._missing_units):
                 self._store_partial_unit(self._units[number])
-            for index in sorted(self._missing_plain):
+            for index in sorted(self._missing_parameters):
                 self._take(index, None)
         self._progress.close()
-        self._slot = None
+        self._slot, self._is_listening = None, False
         self._stored_units.clear()
         for parameter in self._parameters:
             parameter.grad = None
@@ -299,20 +298,6 @@ class ShardedGradients(GradientFeeder):
                 self.fail(error)
 
         return take
-
-    def _plain_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Return what takes a plain parameter's gradient. It does not keep this object alive, as
-        `ReplicatedGradients._hook` says."""
-        whose = weakref.ref(self)
-
-        def listen(parameter: Tensor) -> None:
-            me = whose()
-            if me is not None and me._slot is not None:
-                gradient, parameter.grad = parameter.grad, None
-                me._missing_plain.discard(index)
-                me._take(index, gradient)
-
-        return listen
 
     def _store_output(self, unit: FsdpUnit, output: Tensor) -> None:
         """Move a unit's sum into the current slot.  output: [unit.size]"""

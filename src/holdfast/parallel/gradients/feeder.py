@@ -17,7 +17,8 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -107,6 +108,8 @@ class GradientFeeder:
         # for ever.
         self.defers_errors = False
         self._progress = LeafProgress()  # of the step that is open
+        self._is_listening = False
+        self._missing_parameters: set[int] = set()  # of the leaf that is open
 
     # --- a step ---------------------------------------------------------------------------
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
@@ -260,6 +263,24 @@ class GradientFeeder:
         return (
             bool(self._contributed_cells) and self.reducers[self._contributed_cells[0]].accumulates
         )
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return a hook that does not keep this object alive. torch holds the hooks of a tensor
+        where the garbage collector cannot see them. A cycle over the parameters would outlive every
+        rebuild, and with it the model and its gradients."""
+        whose = weakref.ref(self)
+
+        def listen(parameter: Tensor) -> None:
+            me = whose()
+            if me is not None and me._is_listening:
+                me._missing_parameters.discard(index)
+                me._take_gradient(index, parameter)
+
+        return listen
+
+    def _take_gradient(self, index: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        self._take(index, gradient)
 
     def _take(self, index: int, gradient: Tensor | None) -> None:
         """Add a parameter's gradient (None: zero) to the current slot, and send what is ready."""

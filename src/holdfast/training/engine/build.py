@@ -37,7 +37,7 @@ from holdfast.parallel.torch_compat import (
     local_tensor,
     place_shards,
 )
-from holdfast.training.engine.engine import GradientFeed, GradientReducer, StepEngine
+from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
@@ -369,10 +369,10 @@ def _gradient_feed(parts: _Parts, make: Callable[[Cells, bool], GradientFeeder])
     """See `engine.GradientFeed`. make: from the cells of a rank, and whether buckets are blocks."""
     config = parts.config
 
-    def feed(groups: ProcessGroups, old: GradientReducer | None) -> GradientReducer:
+    def feed(groups: ProcessGroups, old: GradientFeeder | None) -> GradientFeeder:
         cells, by_unit = run_cells(config, groups.topology, groups.rank), _by_unit(config, groups)
         joined = list(zip(cells, groups.teams(cells), strict=True))
-        if isinstance(old, GradientFeeder) and old.regroup(joined, by_unit):
+        if old is not None and old.regroup(joined, by_unit):
             return old
         parts.memory.forget("gradients")
         return make(joined, by_unit)

@@ -19,17 +19,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
-from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
+from holdfast.data.stream.loader import LoadedMicrobatch
 from holdfast.errors import HoldfastError, JumpError, PeerLostError
 from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.parallel.gradients.feeder import GradientFeeder
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
@@ -38,7 +39,6 @@ from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
 from holdfast.training.engine.nonfinite import find_non_finite
 from holdfast.training.engine.precision import as_indeterminate
-from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import (
     LocalTensor,
     Parameters,
@@ -67,42 +67,7 @@ if TYPE_CHECKING:
     from holdfast.training.engine.protocols import StepFeed, StepShare
 
 
-class DeviceMicrobatch(Protocol):
-    """What the engine reads of one microbatch (its part, where samples are split over shards).
-    The executor knows the rest."""
-
-    @property
-    def tokens(self) -> float: ...
-
-
-class GradientReducer(GradientListener, Protocol):
-    """Sums gradients over the ranks that hold the same parameters, as `ReplicatedGradients`."""
-
-    defers_errors: bool
-
-    @property
-    def computed_leaves(self) -> tuple[int, ...]: ...
-
-    @property
-    def is_summed(self) -> bool: ...
-
-    @property
-    def is_finite(self) -> bool: ...
-
-    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None: ...
-
-    def keep(self, share: Sequence[int]) -> None: ...
-
-    def fail(self, error: Exception) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def squared_norm(self) -> float: ...
-
-    def gradients(self) -> list[Tensor]: ...
-
-
-GradientFeed = Callable[[ProcessGroups, GradientReducer | None], GradientReducer]
+GradientFeed = Callable[[ProcessGroups, GradientFeeder | None], GradientFeeder]
 """Returns the gradients' summation for the groups of a generation: the old one if it may stay."""
 
 
@@ -147,7 +112,7 @@ class StepEngine:
         where = parameters.memory, parameters.boxes
         self.optimizer = make_optimizer(train.optimizer, *held, gradients, self._user, *where)
         self._shares: Shares = ()
-        self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
+        self.batches: list[LoadedMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
         self._losses: dict[int, Tensor] = {}  # of my share, if this rank receives them
         self._is_stopping = self._is_leaving = False  # leaving: it waits for no peer any more
@@ -175,7 +140,7 @@ class StepEngine:
             self._gradients.fail(_interrupted_error(step))
         return self._shares[self.groups.coordinate.replica]
 
-    def compute(self, batches: Sequence[DeviceMicrobatch]) -> None:
+    def compute(self, batches: Sequence[LoadedMicrobatch]) -> None:
         """Run forward and backward of my share, in its order. Skip the microbatches that were
         computed before the step was resumed. Raises PeerLostError."""
         replica = self.groups.coordinate.replica
