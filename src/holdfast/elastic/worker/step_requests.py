@@ -11,7 +11,7 @@ from holdfast.training.engine.vote import Wishes
 
 MAX_UNSENT_STEPS = 3
 """Steps whose events a process may still have to itself when it votes on the next one. If it is
-killed, other processes report these steps (`training/recover/journal_repair.py`), and the agent
+killed, other processes report these steps (`training/recover/recover.py`), and the agent
 completes the ledger (`elastic/coordinator/ledger_repair.py`)."""
 
 

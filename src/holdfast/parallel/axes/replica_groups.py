@@ -25,8 +25,13 @@ from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
 from holdfast.parallel.axes.expert_groups import ExpertGroups, join_expert_groups
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.comm.device_group import Abort, DeviceGroup, open_group, wait_for_aborts
-from holdfast.parallel.comm.pipes import PipelinePipes
+from holdfast.parallel.comm.device_group import (
+    Abort,
+    DeviceGroup,
+    PipelinePipes,
+    open_group,
+    wait_for_aborts,
+)
 from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup, close_connections
 from holdfast.parallel.gradients.cell_team import ExchangeKind

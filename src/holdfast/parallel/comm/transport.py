@@ -11,7 +11,7 @@ gloo shape this file (all observed with torch 2.13):
   group's own. `abort` is a deliberate short wait for a message that never comes. It wakes every
   thread blocked in this group, here and, through closed connections, elsewhere. That takes
   10 ms a peer, so known connections are shut down before (`gloo_sockets.py`).
-- gloo reads and writes the host's memory only: tensors of a device go through it (`staging.py`).
+- gloo reads and writes the host's memory only: tensors of a device go through it (`StagedWork`).
 - A receive posted before its message arrives lets the data go straight into its buffer. A receive
   that has got a part is never woken. So large messages are waited for by an errand
   (`abortable_wait.py`).
@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,6 @@ from holdfast.parallel.comm.gloo_sockets import (
     listening_addresses,
 )
 from holdfast.parallel.comm.lanes import Lane
-from holdfast.parallel.comm.staging import staged, to_host
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
 _UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
@@ -141,7 +141,7 @@ class PeerGroup(AbortableGroup):
         return Lane(errand)
 
     def mark(self) -> object:
-        """Return None: what a thread has computed is final, or `staging.py` waits for it."""
+        """Return None: what a thread has computed is final, or `StagedWork` waits for it."""
         return None
 
     def forget_sends(self) -> None:
@@ -227,3 +227,35 @@ def exchange(
         peers.abort()
         raise PeerLostError(f"a peer was lost during an exchange: {error}") from error
     return out
+
+
+class StagedWork:
+    """An operation into `host`, whose content belongs into `tensor`.
+
+    A copy to the host waits for the work that the calling thread has given to the device so far. So
+    what is sent is final. A copy from the host is made by the thread that waits for the message.
+    """
+
+    def __init__(self, work: Work, host: Tensor, tensor: Tensor) -> None:
+        self._work, self._host, self._tensor = work, host, tensor
+
+    def wait(self, timeout: timedelta | None = None) -> object:
+        """Return when the content is where it belongs. Raises as the operation does."""
+        result = self._work.wait() if timeout is None else self._work.wait(timeout)
+        with torch.no_grad():
+            self._tensor.copy_(self._host)
+        return result
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of a device's."""
+    return tensor if tensor.is_cpu else tensor.to("cpu", copy=True)
+
+
+def staged(tensor: Tensor, start: Callable[[Tensor], Work], *, reads: bool = False) -> Work:
+    """Start an operation that writes `tensor`. reads: it also reads it."""
+    if tensor.is_cpu:
+        return start(tensor)
+    host = to_host(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
+    work: Any = StagedWork(start(host), host, tensor)
+    return work  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ Nothing can wait forever that the table did not make wait. A send is started and
 In each of the two directions, the receive of the next message is posted one ahead of its use.
 So a message finds its buffer ready while the action before it still computes. A rank holds at
 most one activation and one gradient more than the table keeps. Over pipes receives are posted in
-the order in which each peer sends, so a rank may hold more (`comm/pipes.py`).
+the order in which each peer sends, so a rank may hold more (`PipelinePipes`).
 
 When may the buffer of a send be dropped? Gloo moves data only once its receiver has posted, and a
 send that is dropped earlier is lost. A send has arrived once its receiver has sent back anything
@@ -35,7 +35,7 @@ from torch import Tensor
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.table import Action, ActionKind, Schedule, Value
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.comm.pipes import PipelinePipes
+from holdfast.parallel.comm.device_group import PipelinePipes
 from holdfast.parallel.comm.trace import COMPUTE, RECEIVE, SEND, SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.pipeline.pipeline_plan import (

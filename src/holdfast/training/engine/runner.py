@@ -40,8 +40,7 @@ from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
-from holdfast.training.memory.expert_meter import ExpertMeter
-from holdfast.training.memory.memory_meter import MemoryMeter
+from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
 _FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where a capture must not be skipped
 _LEAVING_SLOT_TIMEOUT_S = 10.0  # and where a node is about to leave, which has twenty

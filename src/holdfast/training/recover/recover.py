@@ -29,7 +29,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.step_resume import deal_rest
-from holdfast.events import Event
+from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import complete, join_control
 from holdfast.parallel.axes.replica_groups import ConnectSettings
@@ -45,10 +45,9 @@ from holdfast.training.engine.build import (
 )
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.step_plan import Dealer
-from holdfast.training.engine.step_status import PhaseTimer
+from holdfast.training.engine.step_status import REMEMBERED_STEPS, PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.journal_repair import entries_of_open_step, missing_events
 from holdfast.training.recover.recovery_agreement import (
     NO_STATE,
     Agreement,
@@ -302,3 +301,64 @@ class _GenerationEntry:
             sum(map(len, found.computed_leaves)),
             self.timer.phases,
         )
+
+
+def entries_of_open_step(engine: StepEngine) -> list[dict[str, Any]]:
+    """Return the ledger's entries of what this rank was fed in the open step, if it feeds the
+    ledger."""
+    if not engine.groups.feeds_ledger:
+        return []
+    return [entry for batch in engine.batches for entry in getattr(batch, "entries", ())]
+
+
+def missing_events(
+    entries: list[dict[str, Any]], agreement: Agreement, engine: StepEngine
+) -> list[Event]:
+    """What the journal lacks of the step that the survivors applied, as far as this rank of the new
+    generation reports it. entries: `entries_of_open_step` of the generation that is over.
+
+    A rank that applies a step in a recovery has not reported it. Rank 0 may be lost before it
+    reports the last few steps and the newest validation. Another rank that computed them reports
+    them once more, and readers count each once (`core.data.lineage.DuplicateFilter`). What a lost
+    rank fed the agent enters into the ledger (`elastic/coordinator/ledger_repair.py`).
+    """
+    rank, step, events = engine.groups.rank, agreement.resolution.step, list[Event]()
+    if entries and rank in agreement.resolution.appliers:
+        events.append(BatchFed(rank, entries, step=step))
+    survivors = [r for r, was in enumerate(agreement.came_from) if was is not None]
+    lived = 0 in agreement.came_from
+    if lived:
+        teller = agreement.came_from.index(0)
+    else:  # one that applied the last steps reports them for a lost rank 0
+        receivers = agreement.resolution.receivers
+        teller = next((r for r in survivors if r not in receivers), survivors[0])
+    quiet = rank in agreement.resolution.appliers or engine.history.unreported_step == step
+    if rank == teller and (quiet or not lived):
+        events += _step_events(engine, agreement, 1 if lived else REMEMBERED_STEPS)
+    newest, told = engine.history.last_validation, lived and teller in agreement.validators
+    if newest is not None and newest.step > step - REMEMBERED_STEPS and not told:
+        events += [newest] * (rank in agreement.validators[:1])
+    return events
+
+
+def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> list[Event]:
+    """Return the last `max_steps` steps that this rank knows of. Some may have been reported
+    before."""
+    step = agreement.resolution.step
+    voted = {} if agreement.verdict is None else {step: agreement.verdict}
+    voted.update(engine.history.applied_verdicts)  # with their loss scales
+    return [
+        StepDone(
+            loss=verdict.mean_loss,
+            tokens=verdict.tokens,
+            grad_norm=verdict.mean_norm,
+            learning_rate=engine.learning_rate(number),
+            seconds=0.0,
+            samples=engine.plan.samples(number),
+            phases={},
+            skipped_at=verdict.skipped_at,
+            step=number,
+        )
+        for number, verdict in sorted(voted.items())
+        if step - max_steps < number <= step
+    ]
