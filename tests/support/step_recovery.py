@@ -32,7 +32,7 @@ from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.recover import RecoveryResult, join_generation, recover
+from holdfast.training.recover.recover import GenerationEntry, RecoveryResult
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest, feed
@@ -163,16 +163,8 @@ class Survivor:
         assert self.session is not None
         old = self.session.groups.rank
         self.me = list(came_from).index(old)
-        found = recover(
-            self.session,
-            topology,
-            self.me,
-            self.rank.store(),
-            came_from,
-            step=self.step,
-            dealer=dealer,
-            seconds=60,
-        )
+        entry = self._entry(topology, self.session.groups.topology, came_from, dealer)
+        found = entry.recover(self.session, self.step)
         self._entered(found)
         return found
 
@@ -185,21 +177,20 @@ class Survivor:
         dealer: Dealer = deal,
     ) -> RecoveryResult:
         self.me = me
-        found = join_generation(
-            self.config,
-            DATA,
-            topology,
-            self.me,
-            self.rank.store(),
-            CPU,
-            before,
-            came_from,
-            dealer=dealer,
-            seconds=60,
-        )
+        found = self._entry(topology, before, came_from, dealer).join(DATA)
         self.step = found.step
         self._entered(found)
         return found
+
+    def _entry(
+        self,
+        topology: Topology,
+        before: Topology,
+        came_from: Sequence[int | None],
+        dealer: Dealer,
+    ) -> GenerationEntry:
+        where = topology, self.me, self.rank.store(), CPU, before
+        return GenerationEntry(self.config, *where, came_from, dealer=dealer, seconds=60)
 
     def _entered(self, found: RecoveryResult) -> None:
         self.session = found.session

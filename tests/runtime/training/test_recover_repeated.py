@@ -164,7 +164,7 @@ def _turned(made: Survivor, fails: str, generation: int) -> None:
     fails on all of them at `fails`, or for "begun" is over before any rank has begun its step.
     A rank leaves only when all ranks are there, because peers may still connect to it."""
     module: Any = recover_module
-    where, name = (module._GenerationEntry, "fill") if fails == "fill" else (module, fails)
+    where, name = (module.GenerationEntry, "fill") if fails == "fill" else (module, fails)
     plain = getattr(where, name, None)
 
     def broken(*_: Any) -> None:
@@ -250,16 +250,16 @@ def _whole_among_others(rank: RankContext) -> list[Any]:
     assert made.engine.status.reduced_step == DIES
     if rank.rank == 1:
         made.engine.status.stage = StepStage.COMPUTING  # it is interrupted a moment before
-    plain = recover_module._GenerationEntry.fill
+    plain = recover_module.GenerationEntry.fill
     module: Any = recover_module
 
     def broken(*_: Any) -> None:
         raise PeerLostError("a newcomer is lost")
 
-    module._GenerationEntry.fill = broken
+    module.GenerationEntry.fill = broken
     with pytest.raises(PeerLostError, match="a newcomer is lost"):
         made.recover(topology_for("dp2", 2), [0, 1])
-    module._GenerationEntry.fill = plain
+    module.GenerationEntry.fill = plain
     made.engine.interrupt(True)
     if rank.rank == 1:
         rank.mark("left")

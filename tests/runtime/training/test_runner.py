@@ -22,7 +22,7 @@ from holdfast.training.engine.build import TrainingSession, make_session
 from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.vote import Wishes
-from holdfast.training.recover.recover import recover
+from holdfast.training.recover.recover import GenerationEntry
 from tests.support.corpus import batches, data_config, make, text_folder, text_source
 from tests.support.layouts import engine_of
 from tests.support.ranks import RankContext, rank_values
@@ -317,7 +317,9 @@ def _broken_off(
             left.index(rank.rank),
             place_layout(Layout(len(left)), 2, ("node",) * len(left)),
         )
-        found = recover(session, topology, me, rank.store("next"), left, step=0, seconds=60)
+        before, store = session.groups.topology, rank.store("next")
+        entry = GenerationEntry(session.config, topology, me, store, CPU, before, left, seconds=60)
+        found = entry.recover(session, 0)
         session, later = found.session, World()
         outcome = _run(session, later, found.step)
         assert outcome.kind == "finished"

@@ -25,7 +25,7 @@ from holdfast.training.engine.build import (
 )
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.recover import RecoveryResult, join_generation, recover
+from holdfast.training.recover.recover import GenerationEntry, RecoveryResult
 
 logger = logging.getLogger(__name__)
 
@@ -92,32 +92,21 @@ class HeldSession:
         Collective over the topology of `connection`. came_from: in ranks of `before`.
         """
         topology, rank, rendezvous = connection.topology, connection.rank, connection.rendezvous
+        entry = GenerationEntry(
+            setup.config if self.session is None else self.session.config,
+            topology,
+            rank,
+            rendezvous.store,
+            setup.device,
+            before,
+            came_from,
+            dealer=dealer_of(topology, setup.config.layout.schedule),
+            on_meeting=rendezvous.on_peers_met,
+        )
         if self.session is not None:
-            found = recover(
-                self.session,
-                topology,
-                rank,
-                rendezvous.store,
-                came_from,
-                step=self.step,
-                old_topology=before,
-                dealer=dealer_of(topology, setup.config.layout.schedule),
-                on_meeting=rendezvous.on_peers_met,
-            )
+            found = entry.recover(self.session, self.step)
         else:
-            found = join_generation(
-                setup.config,
-                setup.open_batches(),
-                topology,
-                rank,
-                rendezvous.store,
-                setup.device,
-                before,
-                came_from,
-                dealer=dealer_of(topology, setup.config.layout.schedule),
-                on_meeting=rendezvous.on_peers_met,
-                task=setup.task,
-            )
+            found = entry.join(setup.open_batches(), setup.task)
         self._enter_recovered(found, connection)
         _report_waits(setup.open_batches(), connection)
         slow = setup.transport.find_slow(topology)

@@ -32,7 +32,6 @@ from holdfast.core.sharding.step_resume import deal_rest
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import complete, join_control
-from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.axes.reshard import LocalShard, move
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.torch_compat import Store
@@ -56,8 +55,6 @@ from holdfast.training.recover.recovery_agreement import (
     statement_of,
 )
 
-OnMeeting = Callable[[PeerGroup], None]
-
 
 @dataclass(frozen=True)
 class RecoveryResult:
@@ -78,100 +75,6 @@ class RecoveryResult:
     kept_replica: bool
     computed_leaves: int
     phases: dict[str, float]
-
-
-def recover(
-    session: TrainingSession,
-    topology: Topology,
-    rank: int,
-    store: Store,
-    came_from: Sequence[int | None],
-    *,
-    step: int,
-    old_topology: Topology | None = None,
-    dealer: Dealer = deal,
-    seconds: float = 1800.0,
-    on_meeting: OnMeeting = lambda control: None,
-) -> RecoveryResult:
-    """Continue as `rank` of `topology`, with all that `session` still holds.
-
-    Collective over `topology`. Close the loader and end every capture first. came_from: see
-    `core.sharding.reshard_plan.plan_reshard`, in ranks of `old_topology`; that is the session's own
-    topology by default. A session of another generation than `old_topology` counts as without
-    state. step: of the state, where this session's engine has not applied any step itself.
-    on_meeting: receives the group of all, once they have come together; aborting it ends all waits.
-
-    Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the state
-    is lost or the layout cannot be run. The session is as good as before then, with one exception:
-    if the rebuild of the replica had begun, `session.engine` and the state are lost.
-    """
-    engine, old, config = session.engine, session.engine.groups, session.config
-    old_topology = old_topology or old.topology
-    settings = connect_settings(config, store, session.device, seconds)
-    settings = replace(settings, traffic=old.traffic, recorder=old.recorder)
-    entry = _GenerationEntry(config, topology, rank, settings, old_topology, dealer, on_meeting)
-    old.abort_between_replicas()  # a thread that still waits there would wait in vain
-    entry.timer.lap("abort")
-    here = old_topology.generation == old.topology.generation
-    statement = statement_of(engine, step) if here else NO_STATE
-    control, found = entry.meet_and_agree(statement, came_from)
-    nothing = rank in found.resolution.receivers
-    entries = [] if nothing else entries_of_open_step(engine)
-    history = engine.history
-    kept = topology.coordinate(rank).replica in found.kept_replicas
-    built: StepEngine | None = None
-    try:
-        if rank in found.resolution.appliers:
-            _catch_up(engine, found, kept)
-            entry.timer.lap("apply")
-        if kept:
-            tensors = entry.regroup(session, found, control)
-        else:
-            tensors = _take_state(session, nothing=nothing)
-            del engine, old
-            engine = built = entry.build(config, control, session.task)
-            engine.history = history
-            session = make_session(config, engine, session.batches, session.device, session.task)
-        entry.timer.lap("groups" if kept else "build")
-        entry.fill(engine, tensors, found, control, kept)
-    except BaseException:
-        control.abort()  # no rank is to wait for this process
-        _discard_engine(built)
-        raise
-    return entry.to_result(session, entries, found, kept)
-
-
-def join_generation(
-    config: RunConfig,
-    batches: TaskBatchSource,
-    topology: Topology,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    old_topology: Topology,
-    came_from: Sequence[int | None],
-    *,
-    dealer: Dealer = deal,
-    seconds: float = 1800.0,
-    on_meeting: OnMeeting = lambda control: None,
-    task: EngineTask | None = None,
-) -> RecoveryResult:
-    """As `recover`, for a process that holds nothing: it is sent its part of the state. task: what
-    is trained; None: the decoder."""
-    settings = connect_settings(config, store, device, seconds)
-    entry = _GenerationEntry(config, topology, rank, settings, old_topology, dealer, on_meeting)
-    control, found = entry.meet_and_agree(NO_STATE, came_from)
-    engine: StepEngine | None = None
-    try:
-        engine = entry.build(config, control, task)
-        entry.timer.lap("build")
-        entry.fill(engine, {}, found, control, False)
-    except BaseException:
-        control.abort()
-        _discard_engine(engine)
-        raise
-    session = make_session(config, engine, batches, device, task)
-    return entry.to_result(session, [], found, False)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
@@ -202,22 +105,90 @@ def _take_state(session: TrainingSession, *, nothing: bool) -> dict[str, LocalSh
 
 
 @dataclass
-class _GenerationEntry:
-    """One process's way into a generation, and how long its parts took."""
+class GenerationEntry:
+    """One process's way into a generation, and how long its parts took. It may be used once.
+
+    Close the loader and end every capture first. rank: of this process in `topology`. came_from:
+    see `core.sharding.reshard_plan.plan_reshard`, in ranks of `old_topology`. seconds: bounds every
+    wait. on_meeting: receives the group of all, once they have come together; aborting it ends all
+    waits.
+    """
 
     config: RunConfig
     topology: Topology
     rank: int
-    settings: ConnectSettings
+    store: Store
+    device: torch.device
     old_topology: Topology
-    dealer: Dealer
-    on_meeting: OnMeeting
+    came_from: Sequence[int | None]
+    dealer: Dealer = deal
+    seconds: float = 1800.0
+    on_meeting: Callable[[PeerGroup], None] = lambda control: None
     reshard_plan: ReshardPlan | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
 
-    def meet_and_agree(
-        self, statement: RankStatement, came_from: Sequence[int | None]
-    ) -> tuple[PeerGroup, Agreement]:
+    def __post_init__(self) -> None:
+        self.settings = connect_settings(self.config, self.store, self.device, self.seconds)
+
+    def recover(self, session: TrainingSession, step: int) -> RecoveryResult:
+        """Continue with all that `session` still holds. Collective over `topology`.
+
+        A session of another generation than `old_topology` counts as without state. step: of the
+        state, where this session's engine has not applied any step itself.
+
+        Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the
+        state is lost or the layout cannot be run. The session is as good as before then, with one
+        exception: if the rebuild of the replica had begun, `session.engine` and the state are lost.
+        """
+        engine, old = session.engine, session.engine.groups
+        self.settings = replace(self.settings, traffic=old.traffic, recorder=old.recorder)
+        old.abort_between_replicas()  # a thread that still waits there would wait in vain
+        self.timer.lap("abort")
+        here = self.old_topology.generation == old.topology.generation
+        control, found = self.meet_and_agree(statement_of(engine, step) if here else NO_STATE)
+        nothing = self.rank in found.resolution.receivers
+        entries = [] if nothing else entries_of_open_step(engine)
+        history = engine.history
+        kept = self.topology.coordinate(self.rank).replica in found.kept_replicas
+        built: StepEngine | None = None
+        try:
+            if self.rank in found.resolution.appliers:
+                _catch_up(engine, found, kept)
+                self.timer.lap("apply")
+            if kept:
+                tensors = self.regroup(session, found, control)
+            else:
+                tensors = _take_state(session, nothing=nothing)
+                del engine, old
+                engine = built = self.build(control, session.task)
+                engine.history = history
+                batches, task = session.batches, session.task
+                session = make_session(self.config, engine, batches, self.device, task)
+            self.timer.lap("groups" if kept else "build")
+            self.fill(engine, tensors, found, control, kept)
+        except BaseException:
+            control.abort()  # no rank is to wait for this process
+            _discard_engine(built)
+            raise
+        return self.to_result(session, entries, found, kept)
+
+    def join(self, batches: TaskBatchSource, task: EngineTask | None = None) -> RecoveryResult:
+        """As `recover`, for a process that holds nothing: it is sent its part of the state. task:
+        what is trained; None: the decoder."""
+        control, found = self.meet_and_agree(NO_STATE)
+        engine: StepEngine | None = None
+        try:
+            engine = self.build(control, task)
+            self.timer.lap("build")
+            self.fill(engine, {}, found, control, False)
+        except BaseException:
+            control.abort()
+            _discard_engine(engine)
+            raise
+        session = make_session(self.config, engine, batches, self.device, task)
+        return self.to_result(session, [], found, False)
+
+    def meet_and_agree(self, statement: RankStatement) -> tuple[PeerGroup, Agreement]:
         """Come together, agree, and plan who sends what to whom."""
         control = join_control(self.settings, self.topology, self.rank)
         self.timer.lap("control")
@@ -225,13 +196,13 @@ class _GenerationEntry:
         train = self.config.train
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
-        found = agree(control, statement, self.topology, self.old_topology, came_from, most)
+        before, came_from = self.old_topology, self.came_from
+        found = agree(control, statement, self.topology, before, came_from, most)
         self.timer.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):
             table = run_state_table(self.config)
-            self.reshard_plan = plan_reshard(
-                self.old_topology, self.topology, table, found.came_from, self.rank
-            )
+            topology, came_from = self.topology, found.came_from
+            self.reshard_plan = plan_reshard(before, topology, table, came_from, self.rank)
             self.timer.lap("plan")
         return control, found
 
@@ -250,13 +221,12 @@ class _GenerationEntry:
         session.evaluator.regroup(groups)
         return {held.name: held for held in engine.state()}
 
-    def build(self, config: RunConfig, control: PeerGroup, task: EngineTask | None) -> StepEngine:
+    def build(self, control: PeerGroup, task: EngineTask | None) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
         groups = complete(self.settings, self.topology, self.rank, control)
-        device = self.settings.device
         try:
-            return build_engine(config, groups, device, dealer=self.dealer, task=task)
+            return build_engine(self.config, groups, self.device, dealer=self.dealer, task=task)
         except BaseException:
             groups.close()
             raise
