@@ -332,16 +332,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 FOR_OWN_CODE = (
-    "unknown",
-    "several",
-    "longrope",
-    "vision",
-    "in scaling",
-    "layer type",
-    "both ways",
-    "partial",
-    "late window",
-    "a list",
+    *("unknown", "several", "longrope", "vision", "in scaling", "layer type", "both ways"),
+    *("partial", "late window", "a list"),
 )
 
 

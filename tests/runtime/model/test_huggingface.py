@@ -189,11 +189,8 @@ def test_tokenizer_is_loaded_and_says_the_same(tmp_path: Path) -> None:
     again, tensors = import_folder(tmp_path / "out")
     export_folder(tmp_path / "again", again, tensors, tmp_path / "out")
     for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
+        *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"),
+        *("model.safetensors",),
     ):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 

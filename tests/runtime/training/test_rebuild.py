@@ -261,10 +261,8 @@ def _rebuilt_lower(rank: RankContext, name: str) -> list[dict[int, list[float]]]
 @pytest.mark.parametrize(
     "name",
     [
-        in_campaign("bf16.tp2"),
-        in_campaign("bf16.zero1.2"),
-        "bf16.pp2-shard2",
-        in_campaign("fp32.tp2"),
+        *(in_campaign("bf16.tp2"), in_campaign("bf16.zero1.2"), "bf16.pp2-shard2"),
+        *(in_campaign("fp32.tp2"),),
     ],
 )
 def test_rebuild_in_lower_precision(name: str) -> None:
@@ -358,13 +356,8 @@ class LeftBehind:
             "groups that torch has registered": sum(
                 len(getattr(tables, table))
                 for table in (
-                    "pg_map",
-                    "pg_names",
-                    "pg_group_ranks",
-                    "pg_backend_config",
-                    "pg_to_tag",
-                    "tags_to_pg",
-                    "pg_coalesce_state",
+                    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
+                    *("tags_to_pg", "pg_coalesce_state"),
                 )
             ),
             "meshes": sum(isinstance(thing, DeviceMesh) for thing in things),

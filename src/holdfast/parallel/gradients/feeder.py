@@ -128,8 +128,7 @@ class GradientFeeder:
         for reducer in self.reducers:
             reducer.begin(leaves, shares, computed)
         self._launcher.start()
-        if self._error is not None:  # a reducer may have failed before the next one had begun
-            self.fail(self._error)
+        self._spread_errors()
         self.check()
 
     @property
@@ -215,6 +214,11 @@ class GradientFeeder:
         self._error = self._error or error
         for reducer in self.reducers:
             reducer.fail(error)
+
+    def _spread_errors(self) -> None:
+        """A reducer may have failed before the next one had begun, which cleared the error."""
+        if self._error is not None:
+            self.fail(self._error)
 
     def gradients(self) -> list[Tensor]:
         """The summed gradient of each parameter's wanted box, in forward order.
