@@ -119,7 +119,12 @@ class _BoxSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [item for tensor in self._tensors for item in _items(tensor)]
-        items += [_object_item(row) for row in self._objects]
+        items += [
+            _item(row.name, "F32", (), (), ())
+            if row.tensor
+            else WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
+            for row in self._objects
+        ]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
@@ -189,12 +194,6 @@ def _item(
     return WriteItem(
         MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data
     )
-
-
-def _object_item(row: ExportedObject) -> WriteItem:
-    if row.tensor:
-        return _item(row.name, "F32", (), (), ())
-    return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
 
 
 def optimizer_settings(

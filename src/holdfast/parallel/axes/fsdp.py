@@ -322,14 +322,15 @@ class ShardedGradients(GradientFeeder):
             self._take(index, None if gradient is None else local_tensor(gradient))
 
 
+@dataclass(eq=False)
 class CountedGather:
     """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface).
 
     code: of what is sent. All shards then compute with what comes out of it, the owner too.
     """
 
-    def __init__(self, traffic: TrafficCounter | None, code: Code | None = None):
-        self._traffic, self._code = traffic, code
+    traffic: TrafficCounter | None
+    code: Code | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the output."""
@@ -343,17 +344,18 @@ class CountedGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """output: [shards * n]; input: [n], maybe a part of the output"""
-        sent = input_tensor if self._code is None else self._code.pack(input_tensor[None])[0]
-        if self._traffic is not None:
-            self._traffic.add("gather", (group.size() - 1) * sent.nbytes)
-        if self._code is None:
+        sent = input_tensor if self.code is None else self.code.pack(input_tensor[None])[0]
+        if self.traffic is not None:
+            self.traffic.add("gather", (group.size() - 1) * sent.nbytes)
+        if self.code is None:
             return gather_parts(output_tensor, sent, group, async_op)
         received = sent.new_empty(group.size(), len(sent))
         gather_parts(received.view(-1), sent, group)
-        self._code.unpack(received, output_tensor.view(group.size(), -1))
+        self.code.unpack(received, output_tensor.view(group.size(), -1))
         return None
 
 
+@dataclass(eq=False)
 class OrderedReduceScatter:
     """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
 
@@ -363,22 +365,17 @@ class OrderedReduceScatter:
         parameter has no gradient, numbers are sent.
     """
 
-    def __init__(
-        self,
-        output_size: int,
-        output_slot: Callable[[], Tensor | None],
-        traffic: TrafficCounter | None = None,
-        on_start: Callable[[], None] = lambda: None,
-        code: Code | None = None,
-    ):
-        self._output_size, self._slot, self._traffic = output_size, output_slot, traffic
-        self._on_start, self._code = on_start, code
+    output_size: int
+    output_slot: Callable[[], Tensor | None]
+    traffic: TrafficCounter | None = None
+    on_start: Callable[[], None] = lambda: None
+    code: Code | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
-        slot = self._slot() if prod(size) == self._output_size else None
-        if prod(size) != self._output_size:
-            self._on_start()
+        slot = self.output_slot() if prod(size) == self.output_size else None
+        if prod(size) != self.output_size:
+            self.on_start()
         if slot is not None and (slot.dtype, slot.device.type) == (dtype, device.type):
             return slot
         return torch.empty(*size, dtype=dtype, device=device)
@@ -393,10 +390,10 @@ class OrderedReduceScatter:
     ) -> None:
         """output: [n]; input: [shards * n], the parts of all shards one after another."""
         parts = input_tensor.view(group.size(), -1)
-        code = self._code if output_tensor.numel() == self._output_size else None
+        code = self.code if output_tensor.numel() == self.output_size else None
         sent = parts if code is None else code.pack(parts)
-        if self._traffic is not None:
-            self._traffic.add("scatter", (group.size() - 1) * sent[0].nbytes)
+        if self.traffic is not None:
+            self.traffic.add("scatter", (group.size() - 1) * sent[0].nbytes)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         if code is not None:

@@ -234,17 +234,18 @@ class _Sent(NamedTuple):
     received: int
 
 
-class Rotation:
+class Rotation(NamedTuple):
     """What comes from the rank before."""
 
-    def __init__(self, into: Tensor, receipt: Any, on_arrival: Callable[[], None]) -> None:
-        self._into, self._receipt, self._on_arrival = into, receipt, on_arrival
+    into: Tensor
+    receipt: Any
+    on_arrival: Callable[[], None]
 
     def wait(self) -> Tensor:
         """Return it once it is here."""
-        self._receipt.wait()
-        self._on_arrival()
-        return self._into
+        self.receipt.wait()
+        self.on_arrival()
+        return self.into
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:

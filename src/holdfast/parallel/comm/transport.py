@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -229,6 +230,7 @@ def exchange(
     return out
 
 
+@dataclass(eq=False)
 class StagedWork:
     """An operation into `host`, whose content belongs into `tensor`.
 
@@ -236,14 +238,15 @@ class StagedWork:
     what is sent is final. A copy from the host is made by the thread that waits for the message.
     """
 
-    def __init__(self, work: Work, host: Tensor, tensor: Tensor) -> None:
-        self._work, self._host, self._tensor = work, host, tensor
+    work: Work
+    host: Tensor
+    tensor: Tensor
 
     def wait(self, timeout: timedelta | None = None) -> object:
         """Return when the content is where it belongs. Raises as the operation does."""
-        result = self._work.wait() if timeout is None else self._work.wait(timeout)
+        result = self.work.wait() if timeout is None else self.work.wait(timeout)
         with torch.no_grad():
-            self._tensor.copy_(self._host)
+            self.tensor.copy_(self.host)
         return result
 
 

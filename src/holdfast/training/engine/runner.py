@@ -59,6 +59,7 @@ class TrainingOutcome:
     unsaved_reason: str | None = None
 
 
+@dataclass(eq=False)
 class _SaveScheduler:
     """When one rank copies its state, where the copy goes, and which saves are owed.
 
@@ -67,39 +68,32 @@ class _SaveScheduler:
     was to be saved, and there was no room or no mover.
     """
 
-    def __init__(
-        self,
-        cadence: SaveCadence,
-        saver: Saver,
-        reporter: EventReporter,
-        config: RunConfig,
-        rank: int,
-        start_step: int,
-        timer: PhaseTimer,
-        durations: Callable[[], TierDurations],
-        is_in_danger: Callable[[], bool],
-    ):
-        self._cadence, self._saver, self._reporter = cadence, saver, reporter
-        self._config, self._rank, self._timer = config, rank, timer
-        self._tier_durations, self._is_in_danger = durations, is_in_danger
-        self._saved_step = start_step
-        self._is_save_owed = False  # a durable save found no slot: made as soon as there is one
-        self._is_copy_owed = False  # the same of a snapshot that peers were to get
-        self.ends_with_snapshot = False
-        self.is_last_step_uncaptured = False
+    cadence: SaveCadence
+    saver: Saver
+    reporter: EventReporter
+    config: RunConfig
+    rank: int
+    saved_step: int
+    timer: PhaseTimer
+    tier_durations: Callable[[], TierDurations]
+    is_in_danger: Callable[[], bool]
+    ends_with_snapshot: bool = False
+    is_last_step_uncaptured: bool = False
+    is_save_owed: bool = False  # a durable save found no slot: made as soon as there is one
+    is_copy_owed: bool = False  # the same of a snapshot that peers were to get
 
     def add_due(self, step: int, wishes: Wishes) -> Wishes:
         """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
-        now, every = self._timer.clock(), self._config.train.evaluate.every
+        now, every = self.timer.clock(), self.config.train.evaluate.every
         # Length of the stall: from the capture's begin in the step before to this step's fence.
-        phases = self._timer.previous_phases, self._timer.phases
+        phases = self.timer.previous_phases, self.timer.phases
         stood = sum(found.get("capture", 0.0) for found in phases)
         usual = not (every and (step - 1) % every == 0)
-        for decided in self._cadence.tick(now, stood, usual, self._tier_durations()):
+        for decided in self.cadence.tick(now, stood, usual, self.tier_durations()):
             seconds = 0.0 if decided.seconds == inf else decided.seconds
-            self._reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
+            self.reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
         by_steps = self._tiers_due_by_steps(step)
-        due_tiers = self._cadence.due_tiers(now, by_steps) - by_steps
+        due_tiers = self.cadence.due_tiers(now, by_steps) - by_steps
         return replace(
             wishes,
             save=wishes.save or DISK in due_tiers,
@@ -110,24 +104,24 @@ class _SaveScheduler:
 
     def _tiers_due_by_steps(self, step: int) -> frozenset[int]:
         """The tiers that are saved into at this step by a rule that every rank knows."""
-        rules = self._config.checkpoint
+        rules = self.config.checkpoint
         every = rules.memory_every_steps
-        durable = self._is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
+        durable = self.is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
         remembered = (
-            durable or self._is_copy_owed or bool(every and every != "auto" and step % every == 0)
+            durable or self.is_copy_owed or bool(every and every != "auto" and step % every == 0)
         )
         return frozenset([DISK] * durable + [MEMORY] * remembered)
 
     def capture(self, step: int, wishes: Wishes, engine: StepEngine) -> SaveDestinations | None:
         """Begin to copy the state if the policy or a rank's wish says so, unless some rank has no
         room: the same on all ranks. Returns the destinations; None: nothing was captured."""
-        rules, by_steps = self._config.checkpoint, self._tiers_due_by_steps(step)
+        rules, by_steps = self.config.checkpoint, self._tiers_due_by_steps(step)
         reason = why_save_now(
             step,
-            self._config.train.steps,
+            self.config.train.steps,
             every_steps=rules.by_steps,
             is_stopping=wishes.stop,
-            last_saved=self._saved_step,
+            last_saved=self.saved_step,
         )
         self.ends_with_snapshot = wishes.is_snapshot_enough and reason == "stop"
         durable = not self.ends_with_snapshot and (
@@ -139,8 +133,8 @@ class _SaveScheduler:
         last = reason in ("end", "stop")
         waits = _LEAVING_SLOT_TIMEOUT_S if wishes.is_node_leaving else 0.0
         waits = _FINAL_SLOT_TIMEOUT_S if last else waits
-        self._reporter.progress(step, "capture")
-        captured = (bool(waits) or not wishes.has_no_slot) and self._saver.capture(
+        self.reporter.progress(step, "capture")
+        captured = (bool(waits) or not wishes.has_no_slot) and self.saver.capture(
             step, engine.state(), waits, durable
         )
         into = self._destinations(durable, last, wishes)
@@ -148,43 +142,43 @@ class _SaveScheduler:
             self._on_captured(step, into)
         else:
             self.is_last_step_uncaptured = last
-            self._is_copy_owed = self._is_copy_owed or (wishes.copy and wishes.has_no_slot)
+            self.is_copy_owed = self.is_copy_owed or (wishes.copy and wishes.has_no_slot)
             if durable:
                 self._record_owed_save(step, reason, wishes.has_no_slot and not last)
-        self._timer.lap("capture")
+        self.timer.lap("capture")
         return into if captured else None
 
     def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
         """Return the destinations of a capture. The state left behind at the end goes to all."""
-        decided = PEERS in self._cadence.tiers.automatic
-        wanted = wishes.copy or self._is_copy_owed or self._is_in_danger()
+        decided = PEERS in self.cadence.tiers.automatic
+        wanted = wishes.copy or self.is_copy_owed or self.is_in_danger()
         copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
         if decided and copied is None:
             copied = False
-        every = self._config.checkpoint.bucket_every_seconds == 0
+        every = self.config.checkpoint.bucket_every_seconds == 0
         return SaveDestinations(durable, copied, every or wishes.upload or last)
 
     def _on_captured(self, step: int, into: SaveDestinations) -> None:
-        self._is_copy_owed = False
+        self.is_copy_owed = False
         if into.is_durable:
-            self._saved_step, self._is_save_owed = step, False
+            self.saved_step, self.is_save_owed = step, False
         reached = {
             MEMORY: True,
             PEERS: into.to_peers is not False,
             DISK: into.is_durable,
             BUCKET: into.is_durable and into.to_bucket,
         }
-        present = self._cadence.tiers.present
-        self._cadence.record_save(self._timer.clock(), [t for t in present if reached[t]])
+        present = self.cadence.tiers.present
+        self.cadence.record_save(self.timer.clock(), [t for t in present if reached[t]])
 
     def _record_owed_save(self, step: int, reason: str | None, full: bool) -> None:
         """A durable save found no slot. What is owed is said once: it is tried at every step."""
-        said = self._is_save_owed and (
-            reason is None or bool(self._config.checkpoint.memory_every_steps)
+        said = self.is_save_owed and (
+            reason is None or bool(self.config.checkpoint.memory_every_steps)
         )
-        if self._rank == 0 and full and not said:
-            self._reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
-        self._is_save_owed = full
+        if self.rank == 0 and full and not said:
+            self.reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
+        self.is_save_owed = full
 
 
 class TrainingLoop:

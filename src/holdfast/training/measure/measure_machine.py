@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -56,16 +57,16 @@ _CARD_SIZES = tuple(2**power for power in range(14, 30, 2))
 _MESSAGE_SIZES = tuple(2**power for power in range(8, 24, 2))
 
 
+@dataclass
 class Stopwatch:
     """Times an operation again and again until its share of the time is over.
 
     All ranks stop after the same number: rank 0 says after each one whether there is another.
     """
 
-    def __init__(self, device: torch.device, share_s: float, group: dist.ProcessGroup | None):
-        self.device = device
-        self.share_s = share_s
-        self.group = group
+    device: torch.device
+    share_s: float
+    group: dist.ProcessGroup | None
 
     def time(self, act: Callable[[], object], alike: bool = False) -> float:
         """Seconds of one call of `act` (`QUANTILE`). alike: the ranks need each other in it, so
