@@ -156,6 +156,23 @@ class Survivor:
             return
         raise AssertionError("nobody was lost")
 
+    def stop(self, step: int, after: int) -> None:
+        """Train until this rank interrupts itself in `step`, after so many of its microbatches;
+        with 0 at once."""
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+            if passes == after:
+                self.engine.interrupt(False)
+
+        if after == 0:
+            self.engine.interrupt(False)
+        hook = self.engine.objective.register_forward_pre_hook(count)
+        self.lose(step)
+        hook.remove()
+
     def recover(
         self, topology: Topology, came_from: Sequence[int | None], dealer: Dealer = deal
     ) -> RecoveryResult:
@@ -311,26 +328,21 @@ class Deadly:
 
         control.send_to_all = some  # type: ignore[method-assign]
 
-    def _voted(self) -> None:
+    def _voted(self, is_applied: bool = False) -> None:
         engine = self.survivor.engine
         plain = type(engine).update
 
         def update(verdict: StepVerdict) -> float:
-            self.die()
-            return plain(engine, verdict)
-
-        engine.update = update  # type: ignore[method-assign]
-
-    def _applied(self) -> None:
-        engine = self.survivor.engine
-        plain = type(engine).update
-
-        def update(verdict: StepVerdict) -> float:
+            if not is_applied:
+                self.die()
             rate = plain(engine, verdict)
             self.die()
             return rate
 
         engine.update = update  # type: ignore[method-assign]
+
+    def _applied(self) -> None:
+        self._voted(is_applied=True)
 
 
 def _undisturbed(rank: RankContext, name: str, microbatches: int) -> dict[str, Any]:

@@ -43,6 +43,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 6}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
     "llama_bias_yarn": {"model_type": "llama", "attention_bias": True, "rope_parameters": YARN},
@@ -63,8 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2_window": {
         "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 7,
+        **WINDOW,
         "max_window_layers": 3,
         "tie_word_embeddings": True,
     },
@@ -73,19 +74,15 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral_wide_head": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 9},
     "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
+        **QWEN3_MOE,
         "moe_intermediate_size": 24,
+        "num_experts_per_tok": 3,
         "norm_topk_prob": True,
     },
     "qwen3_moe_no_sum": {
-        "model_type": "qwen3_moe",
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
+        **QWEN3_MOE,
         "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.01,
     },
     "dots1": {
@@ -140,12 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
-    "smollm3_window": {
-        "model_type": "smollm3",
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "no_rope_layers": [1, 0, 1, 1, 0],
-    },
+    "smollm3_window": {"model_type": "smollm3", **WINDOW, "no_rope_layers": [1, 0, 1, 1, 0]},
 }
 
 
@@ -210,58 +202,21 @@ def test_cached_reading_gives_the_same_logits(case: str) -> None:
             torch.testing.assert_close(got, want[:, at - 1], rtol=1e-9, atol=1e-9)
 
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_30B_A3B: dict[str, Any] = json.loads("""
+{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+"max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type":
+"qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32,
+"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+"output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0,
+"router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false, "torch_dtype":
+"bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+"vocab_size": 151936}
+""")
 """As it was published with the weights."""
-DOTS1: dict[str, Any] = SIZES | {
-    "model_type": "dots1",
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_group": None,
-    "topk_group": None,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "noaux_tc",
-    "sliding_window": None,
-}
+DOTS1 = SIZES | CASES["dots1"] | {"moe_layer_freq": 1, "scoring_func": "noaux_tc"}
+DOTS1 |= {"n_group": None, "topk_group": None}
 
 
 def test_published_configs_of_experts_are_read() -> None:
@@ -310,12 +265,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "partial": ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "late window": (
-        {
-            **CASES["qwen3_moe"],
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "max_window_layers": 3,
-        },
+        {**CASES["qwen3_moe"], **WINDOW, "max_window_layers": 3},
         "max_window_layers 3 with a window is not supported",
     ),
     "window": (

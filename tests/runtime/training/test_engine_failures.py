@@ -63,14 +63,18 @@ def test_a_killed_shard_is_an_error_in_its_replica_and_in_the_other(rank: RankCo
     assert digest(made) == before
 
 
+def _spoil(made: StepEngine, parameter: str) -> None:
+    index = [row.name for row in made.parameters.table].index(parameter)
+    made.parameters.master_tensors[index].view(-1)[0] = math.nan
+
+
 def _poisoned(rank: RankContext, dp_shard: int, parameter: str, at_rank: int) -> list[Any]:
     """A NaN in the weights of one rank: what every rank says, and whether anything changed."""
     replicas = rank.world_size // dp_shard
     made = engine(tiny(), rank.rank, rank.store(), replicas=replicas, dp_shard=dp_shard)
     train(made, 2)
     if rank.rank == at_rank:
-        index = [row.name for row in made.parameters.table].index(parameter)
-        made.parameters.master_tensors[index].view(-1)[0] = math.nan
+        _spoil(made, parameter)
     before = digest(made)
     try:
         one_step(made, 3)
@@ -96,8 +100,7 @@ def test_a_nan_in_a_shard_is_found_dpshard2() -> None:
 def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> list[Any]:
     made = engine_for(rank, name)
     if rank.rank == at_rank:
-        index = [row.name for row in made.parameters.table].index(parameter)
-        made.parameters.master_tensors[index].view(-1)[0] = math.nan
+        _spoil(made, parameter)
     with pytest.raises(NonFiniteError) as caught:
         layout_step(made, 1)
     return [caught.value.rank, caught.value.parameter]
@@ -191,8 +194,7 @@ def test_a_nan_inside_compiled_blocks_is_named_all_the_same() -> None:
         block.compile(backend="aot_eager")
     one_step(made, 1)
     name = "layers.1.ffn.up.weight"
-    index = [row.name for row in made.parameters.table].index(name)
-    made.parameters.master_tensors[index].view(-1)[0] = math.nan
+    _spoil(made, name)
     with pytest.raises(NonFiniteError) as caught:
         one_step(made, 2)
     assert caught.value.parameter == name

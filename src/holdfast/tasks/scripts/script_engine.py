@@ -32,7 +32,7 @@ from holdfast.tasks.task.turns import (
 from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.task import TaskBatchSource
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts
 
 
 @dataclass(frozen=True)

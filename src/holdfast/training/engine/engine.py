@@ -60,8 +60,7 @@ from holdfast.training.engine.vote import (
     share_verdict,
     vote,
 )
-from holdfast.training.optimizers.make_optimizer import make_optimizer
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 if TYPE_CHECKING:
     from holdfast.training.engine.protocols import StepFeed, StepShare

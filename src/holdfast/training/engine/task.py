@@ -43,7 +43,7 @@ from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.state import InitialBox
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts
 
 
 class TaskBatchSource(Protocol):
