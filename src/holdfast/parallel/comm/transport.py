@@ -250,14 +250,19 @@ class StagedWork:
         return result
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Return True if gloo can read and write the tensor's own memory."""
+    return tensor.is_cpu
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy of a device's."""
-    return tensor if tensor.is_cpu else tensor.to("cpu", copy=True)
+    return tensor if is_on_host(tensor) else tensor.to("cpu", copy=True)
 
 
 def staged(tensor: Tensor, start: Callable[[Tensor], Work], *, reads: bool = False) -> Work:
     """Start an operation that writes `tensor`. reads: it also reads it."""
-    if tensor.is_cpu:
+    if is_on_host(tensor):
         return start(tensor)
     host = to_host(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
     work: Any = StagedWork(start(host), host, tensor)
