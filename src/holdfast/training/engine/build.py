@@ -245,8 +245,8 @@ BuiltParameters = tuple[Parameters, GradientFeed]
 
 def _unsharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """This stage's part of the model on this device. In mixed precision the module computes on
-    bf16 copies. For ZeRO 1, and for ZeRO 2 that adds up gradients once a step, what is trained and
-    saved is this rank's part of the rows."""
+    bf16 copies. ZeRO 1, and ZeRO 2 that adds up gradients once a step, train and save this rank's
+    part of the rows."""
     precision, memory, groups = parts.precision, parts.memory, parts.groups
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)

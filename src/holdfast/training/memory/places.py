@@ -83,7 +83,7 @@ class StateMemory:
             sizes = [-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes]
             flat = self._reserve(place, kind, max(ALIGNMENT, sum(sizes)), dtype)
             self.ledger.add(place, kind, flat.nbytes)
-            parts = zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)
+            parts = zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)
             return [part[: prod(shape)].view(shape) for part, shape in parts]
 
     def is_on_device(self, tensor: Tensor) -> bool:

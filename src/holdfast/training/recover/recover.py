@@ -284,8 +284,8 @@ def entries_of_open_step(engine: StepEngine) -> list[dict[str, Any]]:
 def missing_events(
     entries: list[dict[str, Any]], agreement: Agreement, engine: StepEngine
 ) -> list[Event]:
-    """What the journal lacks of the step that the survivors applied, as far as this rank of the new
-    generation reports it. entries: `entries_of_open_step` of the generation that is over.
+    """What the journal lacks of the step that the survivors applied, and this rank of the new
+    generation reports. entries: `entries_of_open_step` of the generation that is over.
 
     A rank that applies a step in a recovery has not reported it. Rank 0 may be lost before it
     reports the last few steps and the newest validation. Another rank that computed them reports
