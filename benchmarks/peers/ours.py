@@ -16,6 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.layout import AXES, Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.precision import same_products_on_any_threads
@@ -107,7 +108,7 @@ def run(
     topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)
     device = torch.device("cpu")
-    groups = connect(topology, bench.rank, store, device, seconds=300, ep=ep)
+    groups = connect(ConnectSettings(store, device, seconds=300, ep=ep), topology, bench.rank)
     engine = build_engine(config, groups, device)
     engine.initialise(work.seed)
     if work.skewed:

@@ -20,10 +20,11 @@ from benchmarks.peers.work import Bench, Work
 from holdfast.data.stream.batch import Batches, ValidationSet
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.training.engine.build import build_engine, make_session
 from holdfast.training.engine.engine import StepEngine
-from holdfast.training.recover.recover import recover
+from holdfast.training.recover.recover import GenerationEntry
 
 SECONDS = 120.0
 PHASES = ("abort", "control", "agree", "plan", "build", "move")
@@ -52,7 +53,9 @@ def run(bench: Bench, layouts: str) -> None:
     configs = [run_config(work, world, layout) for layout in wanted]
     store = dist.FileStore(bench.meeting, world)
     device = torch.device("cpu")
-    groups = connect(place_layout(wanted[0], 1, ("local",) * world), bench.rank, store, device)
+    groups = connect(
+        ConnectSettings(store, device), place_layout(wanted[0], 1, ("local",) * world), bench.rank
+    )
     engine = build_engine(configs[0], groups, device)
     engine.initialise(work.seed)
     train(engine, work, 1)
@@ -70,7 +73,8 @@ def run(bench: Bench, layouts: str) -> None:
         topology = place_layout(wanted[index], generation, ("local",) * world)
         session.config = configs[index]
         wall, cpu = time.perf_counter(), time.process_time()
-        found = recover(session, topology, rank, store, came_from, step=1, seconds=SECONDS)
+        where = topology, rank, store, device, session.groups.topology, came_from
+        found = GenerationEntry(session.config, *where, seconds=SECONDS).recover(session, 1)
         notes["rebuild"] = time.perf_counter() - wall
         notes["rebuild_cpu"] = time.process_time() - cpu
         notes |= {phase: found.phases.get(phase, 0.0) for phase in PHASES}

@@ -21,9 +21,10 @@ from benchmarks.peers.work import Bench
 from holdfast.data.stream.batch import Batches
 from holdfast.layout import place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.training.engine.build import build_engine, make_session
-from holdfast.training.recover.recover import recover
+from holdfast.training.recover.recover import GenerationEntry
 
 
 def run(bench: Bench, layouts: str) -> None:
@@ -32,7 +33,9 @@ def run(bench: Bench, layouts: str) -> None:
     layout = layout_of(layouts, work)
     config, device = run_config(work, world, layout), torch.device("cpu")
     store = dist.FileStore(bench.meeting, world)
-    groups = connect(place_layout(layout, 1, ("local",) * world), rank, store, device)
+    groups = connect(
+        ConnectSettings(store, device), place_layout(layout, 1, ("local",) * world), rank
+    )
     engine = build_engine(config, groups, device)
     engine.initialise(work.seed)
     session = make_session(config, engine, cast(Batches, NoData()), device)
@@ -48,9 +51,8 @@ def run(bench: Bench, layouts: str) -> None:
         group.close()
         wall, cpu = time.perf_counter(), time.process_time()
         topology = place_layout(layout, generation, ("local",) * world)
-        found = recover(
-            session, topology, rank, store, list(range(world)), step=generation - 1, seconds=SECONDS
-        )
+        where = topology, rank, store, device, session.groups.topology, list(range(world))
+        found = GenerationEntry(config, *where, seconds=SECONDS).recover(session, generation - 1)
         seconds = time.perf_counter() - wall
         if not found.kept_replica:
             raise RuntimeError("the inside of a replica was not kept")

@@ -18,7 +18,8 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,7 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.step_window import look_ahead, step_window
 from holdfast.core.schedule.table import ActionKind, Schedule, Value, actions_of
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
-from holdfast.parallel.comm.trace import (
-    COMPUTE,
-    SpanRecorder,
-    TraceSpan,
-    chrome_trace,
-    measure_pipeline,
-)
+from holdfast.parallel.comm.trace import COMPUTE, SpanRecorder, TraceSpan, chrome_trace
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline.pipeline import PipelineInterpreter
 
@@ -47,6 +42,32 @@ SPLIT_V = (
     "0F0,0F1,3F0,3I0,3F1,3I1,0I0,3W0,0W0,0I1,3W1,0W1\n"
     "1F0,2F0,1F1,2F1,2I0,1I0,2I1,1I1,2W0,1W0,2W1,1W1\n"
 )
+
+
+@dataclass(frozen=True)
+class PipelineMeasurement:
+    """A run as it was executed, over all ranks of one pipeline.
+
+    makespan_s: seconds from the first action's begin to the last one's end, over all ranks.
+    bubble: per rank, the share of the makespan in which it computed nothing.
+    """
+
+    makespan_s: float
+    bubble: tuple[float, ...]
+
+
+def measure_pipeline(spans: Sequence[Sequence[TraceSpan]]) -> PipelineMeasurement:
+    """Return a summary of the compute spans of a run (one sequence a rank, on one machine).
+
+    Raises ValueError when no rank computed anything.
+    """
+    actions = [[s for s in rank if s.track == COMPUTE] for rank in spans]
+    every = [s for rank in actions for s in rank]
+    if not every:
+        raise ValueError("no compute spans: nothing was executed while the recorder was there")
+    makespan = max(s.stop for s in every) - min(s.start for s in every)
+    bubble = tuple(1.0 - sum(s.seconds for s in rank) / makespan for rank in actions)
+    return PipelineMeasurement(makespan, bubble)
 
 
 def wait_through(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.runtime.bubble import SPLIT_V, execute, in_order
+from benchmarks.runtime.bubble import (
+    SPLIT_V,
+    PipelineMeasurement,
+    execute,
+    in_order,
+    measure_pipeline,
+)
 from benchmarks.runtime.waiting_stages import WaitingStages
 
 from holdfast.core.schedule.csv import from_csv
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import ActionKind, Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
-from holdfast.parallel.comm.trace import (
-    COMPUTE,
-    RECEIVE,
-    PipelineMeasurement,
-    SpanRecorder,
-    measure_pipeline,
-)
+from holdfast.parallel.comm.trace import COMPUTE, RECEIVE, SpanRecorder
 
 TOLERANCE = 0.10  # of the makespan, and of every rank's bubble
 ATTEMPTS = 10

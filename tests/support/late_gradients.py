@@ -7,13 +7,14 @@ and s backwards of later microbatches. Each uses weights of the step in which it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.executors import Executor, Share
 
 DECAY = 0.135
 """D of pipemare."""
@@ -28,13 +29,11 @@ def steps_early(ahead: int, share: int, place: int, step: int) -> int:
     return early
 
 
-class LateExecutor:
+class LateExecutor(Executor):
     """The executor of a single process, told to compute as a pipeline of `ranks` would.
 
     stage_of: the stage of each parameter, by name. replicas: pipelines that share a step.
     """
-
-    is_asynchronous = False
 
     def __init__(
         self,
@@ -44,6 +43,7 @@ class LateExecutor:
         stage_of: Mapping[str, int],
         replicas: int = 1,
     ):
+        super().__init__()
         self._made, self._rule, self._ranks, self._stage_of = made, rule, ranks, stage_of
         self._inner: Any = made.executor
         self._replicas = replicas
@@ -53,18 +53,15 @@ class LateExecutor:
         self.loss_scale = self._inner.loss_scale
         made.executor = self
 
-    def train(
-        self, leaves: Sequence[int], batches: Sequence[Any], listener: Any, losses: Any = None
-    ) -> list[Tensor]:
+    def train(self, share: Share, listener: Any, losses: list[Tensor]) -> None:
         named = dict(self._made.objective.named_parameters())
-        shares = deal(len(leaves), self._replicas)
-        places = {leaf: (at, len(share)) for share in shares for at, leaf in enumerate(share)}
+        shares = deal(len(share), self._replicas)
+        places = {leaf: (at, len(dealt)) for dealt in shares for at, leaf in enumerate(dealt)}
         self._remember(named, len(shares[0]))
-        losses = [] if losses is None else losses
         held = {name: p.data for name, p in named.items()}
         for name, parameter in named.items():
             parameter.data = held[name].clone()
-        for leaf, batch in zip(leaves, batches, strict=True):
+        for leaf, batch in share:
             listener.start_leaf(leaf)
             self._fill(named, *places[leaf], is_backward=False)
             loss = self._made.objective(*self._inner.arguments(batch))
@@ -74,7 +71,6 @@ class LateExecutor:
             losses.append(loss.detach())
         for name, parameter in named.items():
             parameter.data = held[name]
-        return list(losses)
 
     def evaluate(self, *given: Any) -> list[Tensor]:
         found: list[Tensor] = self._inner.evaluate(*given)

@@ -41,9 +41,10 @@ from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.torch_compat import Store
 from holdfast.plan.placing.balance import planned_stages
-from holdfast.training.engine.build import build_engine, choose_exchange
+from holdfast.training.engine.build import build_engine, connect_settings
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
+from tests.support.ranks import RankContext
 from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8
@@ -301,18 +302,16 @@ def engine_of(
     config: RunConfig, topology: Topology, rank: int, store: Store, seconds: float = 60.0
 ) -> StepEngine:
     """Connected and initialised."""
-    groups = connect(
-        topology,
-        rank,
-        store,
-        CPU,
-        seconds=seconds,
-        exchange=choose_exchange(config, CPU),
-        ep=config.layout.ep,
-    )
+    groups = connect(connect_settings(config, store, CPU, seconds), topology, rank)
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     return made
+
+
+def engine_for(rank: RankContext, name: str, config: RunConfig | None = None) -> StepEngine:
+    """That of a rank of the layout `name`, connected and initialised."""
+    config = config or config_of(case(name).changes)
+    return engine_of(config, topology_of(case(name), config), rank.rank, rank.store())
 
 
 def one_step(made: StepEngine, step: int, data: DataConfig | None = None) -> StepVerdict:

@@ -6,6 +6,7 @@ from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.torch_compat import Store
 from holdfast.tasks.child import describe_named
 from holdfast.tasks.choose import open_task
@@ -49,7 +50,9 @@ def planned(config: RunConfig) -> RunConfig:
 
 def engine_with(config: RunConfig, layout: str, rank: int, store: Store) -> StepEngine:
     """Connected and initialised."""
-    groups = connect(topology_of(case(layout), config), rank, store, CPU, seconds=120)
+    groups = connect(
+        ConnectSettings(store, CPU, seconds=120), topology_of(case(layout), config), rank
+    )
     made = build_engine(config, groups, CPU, task=open_task(config))
     made.initialise(config.seed)
     return made

@@ -11,6 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skip, Skips
 from holdfast.layout import Topology, place_replicas
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.torch_compat import Store
 from holdfast.tasks.child import describe
 from holdfast.tasks.choose import open_task
@@ -68,7 +69,7 @@ class TaskTraining:
         assert isinstance(batches, TaskBatches)
         batches.skips = Skips([Skip(2, 1, "a skipped one")])
         self.batches = batches
-        groups = connect(topology_of_layout(layout), rank, store, CPU, seconds=120)
+        groups = connect(ConnectSettings(store, CPU, seconds=120), topology_of_layout(layout), rank)
         self.engine: StepEngine = build_engine(self.config, groups, CPU, task=task)
         self.engine.initialise(self.config.seed)
         task.check_first_loss(self.engine.objective, batches, groups)
@@ -113,7 +114,9 @@ def first_loss(task: Task, rank: RankContext, layout: str = "one") -> None:
     """Build the engine of a task and compute its first loss."""
     config = config_of_task(task)
     own = OwnTask(task, config)
-    groups = connect(topology_of_layout(layout), rank.rank, rank.store(), CPU, seconds=120)
+    groups = connect(
+        ConnectSettings(rank.store(), CPU, seconds=120), topology_of_layout(layout), rank.rank
+    )
     engine = build_engine(config, groups, CPU, task=own)
     try:
         engine.initialise(1)

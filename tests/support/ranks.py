@@ -71,7 +71,7 @@ class RankContext:
 
         return FileStore(str(self.folder / f"{name}.filestore"))
 
-    def init_torch_world(self, name: str = "world", seconds: float = DEADLINE_S) -> None:
+    def init_torch_world(self, name: str = "world", seconds: float = DEADLINE_S) -> Any:
         """torch's default gloo group over all ranks: for references such as DDP and FSDP2."""
         from datetime import timedelta
 
@@ -85,6 +85,7 @@ class RankContext:
             timeout=timedelta(seconds=seconds),
         )
         self.barrier(f"{name}.joined", seconds)  # who leaves early breaks a connection being made
+        return dist.group.WORLD
 
     def pid(self, rank: int, seconds: float = DEADLINE_S) -> int:
         """Process id of a peer, as soon as it has started."""

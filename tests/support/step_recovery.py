@@ -25,13 +25,14 @@ from holdfast.errors import PeerLostError
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.training.engine import engine as engine_module
 from holdfast.training.engine.build import TrainingSession, build_engine, make_session
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.recover import RecoveryResult, join_generation, recover
+from holdfast.training.recover.recover import GenerationEntry, RecoveryResult
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest, feed
@@ -72,6 +73,14 @@ def config_for(name: str, microbatches: int = 6) -> Any:
     return config_of({"model__layers": 2, **case(name).changes, **changes})
 
 
+def assert_undisturbed(values: Sequence[dict[str, Any]], layout: str = "one", *more: int) -> None:
+    """Each has the curve and the last state of the run that nothing disturbed, bit by bit."""
+    (alone,) = undisturbed(layout, *more)
+    for value in values:
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
+
+
 def topology_for(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
     return topology_of(case(name), config_for(name), generation, ranks)
 
@@ -95,7 +104,9 @@ class Survivor:
 
     def begin(self, topology: Topology, dealer: Dealer = deal) -> None:
         ep = self.config.layout.ep
-        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=120, ep=ep)
+        groups = connect(
+            ConnectSettings(self.rank.store(), CPU, seconds=120, ep=ep), topology, self.me
+        )
         engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
         for words in engine.loss_scale.state():
@@ -124,10 +135,10 @@ class Survivor:
         executor: Any = self.engine.executor
         plain = type(executor).train
 
-        def train(leaves: Sequence[int], *arguments: Any) -> Any:
+        def train(share: Sequence[Any], *arguments: Any) -> Any:
             step = self.engine.step
-            self.computed[step] = self.computed.get(step, 0) + len(leaves)
-            return plain(executor, leaves, *arguments)
+            self.computed[step] = self.computed.get(step, 0) + len(share)
+            return plain(executor, share, *arguments)
 
         executor.train = train
 
@@ -145,6 +156,23 @@ class Survivor:
             return
         raise AssertionError("nobody was lost")
 
+    def stop(self, step: int, after: int) -> None:
+        """Train until this rank interrupts itself in `step`, after so many of its microbatches;
+        with 0 at once."""
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+            if passes == after:
+                self.engine.interrupt(False)
+
+        if after == 0:
+            self.engine.interrupt(False)
+        hook = self.engine.objective.register_forward_pre_hook(count)
+        self.lose(step)
+        hook.remove()
+
     def recover(
         self, topology: Topology, came_from: Sequence[int | None], dealer: Dealer = deal
     ) -> RecoveryResult:
@@ -152,16 +180,8 @@ class Survivor:
         assert self.session is not None
         old = self.session.groups.rank
         self.me = list(came_from).index(old)
-        found = recover(
-            self.session,
-            topology,
-            self.me,
-            self.rank.store(),
-            came_from,
-            step=self.step,
-            dealer=dealer,
-            seconds=60,
-        )
+        entry = self._entry(topology, self.session.groups.topology, came_from, dealer)
+        found = entry.recover(self.session, self.step)
         self._entered(found)
         return found
 
@@ -174,21 +194,20 @@ class Survivor:
         dealer: Dealer = deal,
     ) -> RecoveryResult:
         self.me = me
-        found = join_generation(
-            self.config,
-            DATA,
-            topology,
-            self.me,
-            self.rank.store(),
-            CPU,
-            before,
-            came_from,
-            dealer=dealer,
-            seconds=60,
-        )
+        found = self._entry(topology, before, came_from, dealer).join(DATA)
         self.step = found.step
         self._entered(found)
         return found
+
+    def _entry(
+        self,
+        topology: Topology,
+        before: Topology,
+        came_from: Sequence[int | None],
+        dealer: Dealer,
+    ) -> GenerationEntry:
+        where = topology, self.me, self.rank.store(), CPU, before
+        return GenerationEntry(self.config, *where, came_from, dealer=dealer, seconds=60)
 
     def _entered(self, found: RecoveryResult) -> None:
         self.session = found.session
@@ -309,26 +328,21 @@ class Deadly:
 
         control.send_to_all = some  # type: ignore[method-assign]
 
-    def _voted(self) -> None:
+    def _voted(self, is_applied: bool = False) -> None:
         engine = self.survivor.engine
         plain = type(engine).update
 
         def update(verdict: StepVerdict) -> float:
-            self.die()
-            return plain(engine, verdict)
-
-        engine.update = update  # type: ignore[method-assign]
-
-    def _applied(self) -> None:
-        engine = self.survivor.engine
-        plain = type(engine).update
-
-        def update(verdict: StepVerdict) -> float:
+            if not is_applied:
+                self.die()
             rate = plain(engine, verdict)
             self.die()
             return rate
 
         engine.update = update  # type: ignore[method-assign]
+
+    def _applied(self) -> None:
+        self._voted(is_applied=True)
 
 
 def _undisturbed(rank: RankContext, name: str, microbatches: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.torch_compat import Store
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
@@ -110,7 +111,7 @@ def engine(
     """Connected and initialised. shares: dealings taken in turn, a call at a time."""
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
     topology = place_layout(layout, generation, ("node",) * layout.world_size)
-    groups = connect(topology, rank, store, CPU, seconds=seconds)
+    groups = connect(ConnectSettings(store, CPU, seconds=seconds), topology, rank)
     dealer = deal
     if shares is not None:
         by_leaves = {sum(len(s) for s in dealing): dealing for dealing in shares}

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.runtime.accelerator.settings import RowResult, Settings
 from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
-from holdfast.parallel.axes.context_kernels import choose_kernel
+from holdfast.parallel.axes.context_kernels import Keys, choose_kernel
 from holdfast.training.engine.precision import same_kernels_each_time
 from holdfast.training.measure.equal_steps import lone_engine, one_step, trained, unequal
 
@@ -167,15 +167,15 @@ def _attention_in_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tens
     """The causal result and the gradients of q, k and v, by the later half of the queries."""
     kernel, scale, half = choose_kernel(q.device, 0.0), q.shape[-1] ** -0.5, q.shape[2] // 2
     late, g = q[:, :, half:], g[:, :, half:]
-    parts = [(slice(0, half), False), (slice(half, None), True)]
-    results = [kernel.forward(late, k[:, :, s], v[:, :, s], None, c, scale) for s, c in parts]
+    parts = [
+        Keys(k[:, :, rows], v[:, :, rows], None, is_causal, scale)
+        for rows, is_causal in ((slice(0, half), False), (slice(half, None), True))
+    ]
+    results = [kernel.forward(late, keys) for keys in parts]
     log = torch.logaddexp(results[0][1], results[1][1])
     out = sum(o.to(log.dtype) * (one - log).exp()[..., None] for o, one in results)
     merged = (torch.as_tensor(out).to(q.dtype), log)
-    back = [
-        kernel.backward(g, late, k[:, :, s], v[:, :, s], merged, None, causal, scale)
-        for s, causal in parts
-    ]
+    back = [kernel.backward(g, late, keys, merged) for keys in parts]
     dq = back[0][0].to(log.dtype) + back[1][0].to(log.dtype)
     return [merged[0], dq, *(torch.cat([back[0][i], back[1][i]], 2) for i in (1, 2))]
 

@@ -36,14 +36,14 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
     from holdfast.elastic.worker.checkpointer import SnapshotSaver
-    from holdfast.training.engine.runner import _SaveScheduler, _TrainingLoop
+    from holdfast.training.engine.runner import TrainingLoop, _SaveScheduler
 
     stretch = int(os.environ[STRETCH])
     lines = os.open(os.environ[LINES], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     spent = dict.fromkeys(PARTS, 0.0)
     source = np.ones(int(os.environ[COPIED]), np.uint8)
     target = np.ones_like(source)
-    by_steps, report = _SaveScheduler._tiers_due_by_steps, _TrainingLoop._report
+    by_steps, report = _SaveScheduler._tiers_due_by_steps, TrainingLoop._report
 
     def timed(name: str) -> None:
         plain = getattr(SnapshotSaver, name)
@@ -60,7 +60,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     def some(self: _SaveScheduler, step: int) -> frozenset[str]:
         return by_steps(self, step) if kind_of(step, stretch) == "on" else frozenset()
 
-    def telling(self: _TrainingLoop, batch: Any, *given: Any) -> None:
+    def telling(self: TrainingLoop, batch: Any, *given: Any) -> None:
         report(self, batch, *given)
         if kind_of(batch.step, stretch) == "floor":
             begun = time.perf_counter()
@@ -73,7 +73,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     for name in PARTS[:-1]:
         timed(name)
     _SaveScheduler._tiers_due_by_steps = some  # type: ignore[method-assign]
-    _TrainingLoop._report = telling  # type: ignore[method-assign]
+    TrainingLoop._report = telling  # type: ignore[method-assign]
     return worker.run(boot, secret)
 
 

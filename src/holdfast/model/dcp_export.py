@@ -13,6 +13,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.core.sharding.boxes import Box
@@ -123,7 +119,12 @@ class _BoxSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [item for tensor in self._tensors for item in _items(tensor)]
-        items += [_object_item(row) for row in self._objects]
+        items += [
+            _item(row.name, "F32", (), (), ())
+            if row.tensor
+            else WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
+            for row in self._objects
+        ]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
@@ -152,19 +153,18 @@ def to_pairs(rows: torch.Tensor, head: int) -> torch.Tensor:
     return parts.transpose(1, 2).reshape(rows.shape)
 
 
+def _row_bytes(tensor: ExportedTensor) -> int:
+    return ITEM_BYTES[tensor.dtype] * prod(tensor.shape[1:])
+
+
 def _rows_per_piece(tensor: ExportedTensor) -> int:
-    row = ITEM_BYTES[tensor.dtype]
-    for length in tensor.shape[1:]:
-        row *= length
     unit = tensor.shape[0] // tensor.pairs if tensor.pairs else 1  # a head stays in one piece
-    return max(1, WRITE_PIECE_BYTES // (row * unit)) * unit
+    return max(1, WRITE_PIECE_BYTES // (_row_bytes(tensor) * unit)) * unit
 
 
 def _piece_bytes(tensor: ExportedTensor) -> int:
-    size = ITEM_BYTES[tensor.dtype]
-    for length in tensor.shape[1:]:
-        size *= length
-    return size * min(_rows_per_piece(tensor), tensor.shape[0]) if tensor.shape else size
+    rows = min(_rows_per_piece(tensor), tensor.shape[0]) if tensor.shape else 1
+    return _row_bytes(tensor) * rows
 
 
 def _items(tensor: ExportedTensor) -> Iterator[WriteItem]:
@@ -194,12 +194,6 @@ def _item(
     return WriteItem(
         MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data
     )
-
-
-def _object_item(row: ExportedObject) -> WriteItem:
-    if row.tensor:
-        return _item(row.name, "F32", (), (), ())
-    return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
 
 
 def optimizer_settings(

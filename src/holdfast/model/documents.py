@@ -85,35 +85,19 @@ class DocumentAttention:
 
     def __init__(self, way: Way = "blocks", reason: str = "it runs on every device") -> None:
         self.way, self.reason = way, reason
-        self._attend = _attend_blocks if way == "blocks" else _attend_varlen
+        self.attend = _attend_blocks if way == "blocks" else _attend_varlen
 
     def exclude_from_compilation(self) -> None:
         """The compiler would unroll the loop over documents for each microbatch again. So a
         compiled block ends before it and begins after it."""
         aside: Any = torch.compiler.disable
-        self._attend = aside(self._attend)
+        self.attend = aside(self.attend)
 
     def pack(self, documents: Tensor) -> PackedDocuments:
         """documents: [B, S], the number of each token's document in its row."""
         starts = first_tokens(documents).flatten().nonzero()[:, 0]
         ends = torch.cat((starts, starts.new_tensor([documents.numel()])))
         return PackedDocuments(self, tuple(ends.diff().tolist()), ends.to(torch.int32))
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: PackedDocuments,
-        mix: Mix,
-        scale: float | None,
-    ) -> Tensor:
-        """q: [B, S, H, h]; k, v: [B, S, K, h] -> [B, S, H, h]
-
-        mix: attention of the decoder's family. scale: of the scores, as in `mix`; None:
-        1 / sqrt(h).
-        """
-        return self._attend(q, k, v, documents, mix, scale)
 
 
 def choose_document_attention(
@@ -157,7 +141,7 @@ def window_bias(window: int, dtype: torch.dtype, device: torch.device) -> Tensor
 def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, mix: Mix, scale: float | None
 ) -> Tensor:
-    """See `DocumentAttention.attend`. The tokens are split once and joined once: the gradient of a
+    """See `AttentionPlan.attend`. The tokens are split once and joined once: the gradient of a
     slice would be as large as all tokens, for each document."""
     groups = [(length, len(list(some))) for length, some in groupby(documents.lengths)]
     sizes = [length * count for length, count in groups]
@@ -189,7 +173,7 @@ def _attend_within(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, 
 def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, mix: Mix, scale: float | None
 ) -> Tensor:
-    """See `DocumentAttention.attend`."""
+    """See `AttentionPlan.attend`."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = documents.window - 1 if documents.window else -1
@@ -234,7 +218,7 @@ def varlen_problem(model: ModelConfig, dtype: torch.dtype, device: torch.device)
         documents = documents.within(window, dtype) if window else documents
         heads = (model.heads, model.kv_heads, model.kv_heads)
         given = [_wave(8, n, model.head_size).to(device, dtype).requires_grad_() for n in heads]
-        out = how.attend(given[0], given[1], given[2], documents, mix, scale)
+        out = documents.attend(given[0], given[1], given[2], mix, scale)
         return [out.detach(), *torch.autograd.grad(out.sum(), given)]
 
     try:

@@ -176,7 +176,7 @@ class RoutedFeedForward(nn.Module):
         self.shared = GatedFeedForward(model.dim, inner, model.activation) if inner else None
         self.gather_counts: GatherCounts = lambda counts: (counts[None], 0)
         self.answers_for_tokens = True
-        self.run_experts: RunExperts = _run_here
+        self.run_experts: RunExperts = lambda experts, *given: experts(given[0], given[1].tolist())
         self.take_load: Callable[[], list[int]] = list  # of this rank, where copies may change it
         self._counts: Tensor | None = None  # [E + 1]: the last number is of dropped choices
 
@@ -255,11 +255,6 @@ class RoutedFeedForward(nn.Module):
         if config.z_loss:
             loss = loss + config.z_loss * routing.scores.logsumexp(-1).square().sum()
         return loss
-
-
-def _run_here(experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
-    """All experts on this rank."""
-    return experts(tokens, counts.tolist())  # type: ignore[no-any-return]
 
 
 def _has_grouped_product(dtype: torch.dtype, *dims: int) -> bool:

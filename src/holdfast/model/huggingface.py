@@ -152,9 +152,7 @@ class FolderTensors(Mapping[str, Tensor]):
         for entry in names.stored_entries:
             if entry.theirs not in self._file_of:
                 raise ModelFolderError(
-                    f"tensor {entry.theirs} is missing",
-                    where=str(self._folder),
-                    remedy=FETCH_AGAIN,
+                    f"tensor {entry.theirs} is missing", where=str(self._folder), remedy=FETCH_AGAIN
                 )
             found = self._slice(entry.theirs)
             shape = tuple(found.get_shape())

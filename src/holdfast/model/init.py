@@ -12,20 +12,16 @@ replicas on unlike machines would have begun apart.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from numpy.random import SFC64, Generator  # with this module: a fork server's, not each worker's
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.core.seeds import key_seed
-from holdfast.core.sharding.parameters import (
-    Normal,
-    Ones,
-    Parameter,
-    Uniform,
-    decoder_parameters,
-)
+from holdfast.core.sharding.parameters import Normal, Ones, Parameter, Uniform, decoder_parameters
 from holdfast.model.decoder import Decoder
 
 _CHUNK = 2**20  # float64 draws held at a time
@@ -38,30 +34,22 @@ def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
     """
     value = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
     rows = value[: value.shape[0] - parameter.padding]
+    generator = Generator(SFC64(key_seed(seed, "init", parameter.name)))
     match parameter.init:
         case Normal(std=std):
-            _fill_normal(rows, std, key_seed(seed, "init", parameter.name))
+            _fill(rows, lambda size: generator.standard_normal(size) * std)
         case Uniform(bound=bound):
-            _fill_uniform(rows, bound, key_seed(seed, "init", parameter.name))
+            _fill(rows, lambda size: generator.uniform(-bound, bound, size))
         case Ones():
             rows.fill_(1.0)
     return value
 
 
-def _fill_normal(value: Tensor, std: float, seed: int) -> None:
-    generator = Generator(SFC64(seed))
+def _fill(value: Tensor, draw: Callable[[int], NDArray[np.float64]]) -> None:
     flat = value.view(-1).numpy()
     for start in range(0, flat.size, _CHUNK):  # chunks continue one stream: their size is free
         part = flat[start : start + _CHUNK]
-        part[:] = generator.standard_normal(part.size) * std
-
-
-def _fill_uniform(value: Tensor, bound: float, seed: int) -> None:
-    generator = Generator(SFC64(seed))
-    flat = value.view(-1).numpy()
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK]
-        part[:] = generator.uniform(-bound, bound, part.size)
+        part[:] = draw(part.size)
 
 
 def initial_box(

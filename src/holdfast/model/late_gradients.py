@@ -56,15 +56,9 @@ class LateGradients:
         return kept
 
 
-def late_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, bias_share: float, late: LateGradients
-) -> Tensor:
+class LateLinear(torch.autograd.Function):
     """As `F.linear`, but the gradients of weight and bias go to `late`."""
-    out: Tensor = _LateLinear.apply(input, weight, bias, bias_share, late)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _LateLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -116,10 +116,7 @@ def write_module_adapter(
 
 
 def _write(
-    folder: Path,
-    named: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    version: Mapping[str, Any],
+    folder: Path, named: Mapping[str, Tensor], config: Mapping[str, Any], version: Mapping[str, Any]
 ) -> None:
     """named: tensors by PEFT's names."""
     with new_folder(folder) as partial:

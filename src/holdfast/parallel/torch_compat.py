@@ -75,11 +75,11 @@ class Work(Protocol):
 class GlooGroup(Protocol):
     """The part of ProcessGroupGloo that the reducer uses."""
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
-    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
 
     def alltoall_base(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], /
@@ -115,20 +115,8 @@ def gloo_group(
     return group
 
 
-class BulkGroup(Protocol):
+class BulkGroup(GlooGroup, Protocol):
     """The part of a device's backend that we use. No operation makes its caller wait."""
-
-    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
-
-    def alltoall_base(
-        self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], /
-    ) -> Work: ...
-
-    def _allgather_base(self, out: Tensor, part: Tensor, /) -> Work: ...
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
     def abort(self) -> None: ...
 
@@ -140,18 +128,15 @@ def bulk_group(backend: str, store: Store, rank: int, size: int, seconds: float)
     timeout = timedelta(seconds=seconds)
     plugin = kind._plugins.get(backend.upper())
     if plugin is not None:
-        made: BulkGroup = plugin.creator_fn(store, rank, size, timeout)
-        return made
-    backends: Any = dist.distributed_c10d
-    group_class = getattr(backends, f"ProcessGroup{backend.upper()}")
+        return plugin.creator_fn(store, rank, size, timeout)  # type: ignore[no-any-return]
+    group_class: Any = getattr(dist.distributed_c10d, f"ProcessGroup{backend.upper()}")
     options = group_class.Options()
     options._timeout = timeout
     if hasattr(options, "config"):
         options.config.blocking = 0  # an abort reaches a communicator that is being made
-    found: Any = group_class(store, rank, size, options)
+    found = group_class(store, rank, size, options)
     found._set_sequence_number_for_group()
-    bulk: BulkGroup = found
-    return bulk
+    return found  # type: ignore[no-any-return]
 
 
 def set_group_timeout(group: BulkGroup, seconds: float) -> None:

@@ -43,13 +43,11 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 6}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama_bias_yarn": {
-        "model_type": "llama",
-        "attention_bias": True,
-        "rope_parameters": YARN,
-    },
+    "llama_bias_yarn": {"model_type": "llama", "attention_bias": True, "rope_parameters": YARN},
     "llama_linear": {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
@@ -67,8 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2_window": {
         "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 7,
+        **WINDOW,
         "max_window_layers": 3,
         "tie_word_embeddings": True,
     },
@@ -77,19 +74,15 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral_wide_head": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 9},
     "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
+        **QWEN3_MOE,
         "moe_intermediate_size": 24,
+        "num_experts_per_tok": 3,
         "norm_topk_prob": True,
     },
     "qwen3_moe_no_sum": {
-        "model_type": "qwen3_moe",
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
+        **QWEN3_MOE,
         "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.01,
     },
     "dots1": {
@@ -144,12 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
-    "smollm3_window": {
-        "model_type": "smollm3",
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "no_rope_layers": [1, 0, 1, 1, 0],
-    },
+    "smollm3_window": {"model_type": "smollm3", **WINDOW, "no_rope_layers": [1, 0, 1, 1, 0]},
 }
 
 
@@ -251,21 +239,8 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """As it was published with the weights."""
-DOTS1: dict[str, Any] = SIZES | {
-    "model_type": "dots1",
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_group": None,
-    "topk_group": None,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "noaux_tc",
-    "sliding_window": None,
-}
+DOTS1 = SIZES | CASES["dots1"] | {"moe_layer_freq": 1, "scoring_func": "noaux_tc"}
+DOTS1 |= {"n_group": None, "topk_group": None}
 
 
 def test_published_configs_of_experts_are_read() -> None:
@@ -314,12 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "partial": ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "late window": (
-        {
-            **CASES["qwen3_moe"],
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "max_window_layers": 3,
-        },
+        {**CASES["qwen3_moe"], **WINDOW, "max_window_layers": 3},
         "max_window_layers 3 with a window is not supported",
     ),
     "window": (
@@ -336,16 +306,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 FOR_OWN_CODE = (
-    "unknown",
-    "several",
-    "longrope",
-    "vision",
-    "in scaling",
-    "layer type",
-    "both ways",
-    "partial",
-    "late window",
-    "a list",
+    *("unknown", "several", "longrope", "vision", "in scaling", "layer type", "both ways"),
+    *("partial", "late window", "a list"),
 )
 
 

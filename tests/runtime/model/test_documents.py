@@ -81,7 +81,7 @@ def test_a_document_does_not_depend_on_its_place(family: str) -> None:
     def attend(documents: list[list[int]], *given: Tensor) -> Tensor:
         known = model.document_attention.pack(torch.tensor(documents))
         known = known.within(window, torch.float32) if window else known
-        return known.how.attend(*given, known, layer._mix, layer.scale)
+        return known.attend(*given, layer._mix, layer.scale)
 
     alone = attend([[0] * 30], q, k, v)
     shifted = [torch.cat((x[:, :7], x, x[:, :23]), 1) for x in (q, k, v)]
@@ -186,8 +186,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["llama_plain", "llama_grouped_scaled", "window_shorter_than_documents"],
+    "family", ["llama_plain", "llama_grouped_scaled", "window_shorter_than_documents"]
 )
 def test_varlen_has_the_numbers_of_blocks(family: str, stand_in: StandIn) -> None:
     model = lively(config(**FAMILIES[family], attention_scale=0.4), dtype=torch.float64)

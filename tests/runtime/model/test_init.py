@@ -12,13 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sharding.parameters import (
-    Normal,
-    Parameter,
-    Uniform,
-    Zeros,
-    decoder_parameters,
-)
+from holdfast.core.sharding.parameters import Normal, Parameter, Uniform, Zeros, decoder_parameters
 from holdfast.model import init
 from holdfast.model.init import initial_box, initial_tensor
 from tests.support.marks import in_campaign

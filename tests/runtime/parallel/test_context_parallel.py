@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.parallel.axes.context import ContextMethod, apply_context_parallel
+from holdfast.parallel.axes.context import ContextMethod, ContextParallel
 from holdfast.parallel.axes.context_kernels import (
     FusedAttention,
+    Keys,
     MergedAttention,
     PartialAttention,
     ScoresAttention,
@@ -52,7 +53,7 @@ def spread(
     group = dist.group.WORLD
     assert group is not None
     objective = single(model)
-    apply_context_parallel(objective, group, method, ring, traffic=traffic)
+    objective.context = ContextParallel(group, method, ring, traffic)
     return objective
 
 
@@ -179,13 +180,13 @@ def test_partial_attention_adds_up(
             rows = slice(query * size, (query + 1) * size)
             keys = slice(first * size, (last + 1) * size)
             mask = relations.mask(query, order[first], q.device) if sight == "mask" else None
-            some, how = [x[:, :, keys] for x in moved], (mask, sight == "causal", scale)
+            k, v = (x[:, :, keys] for x in moved)
+            given = Keys(k, v, mask, sight == "causal", scale)
             if not backward:
-                merged.add(rows, *kernel.forward(heads[0][:, :, rows], *some, *how))
+                merged.add(rows, *kernel.forward(heads[0][:, :, rows], given))
                 continue
             both = merged.out[:, :, rows], merged.logs[:, :, rows]
-            given = heads[3][:, :, rows], heads[0][:, :, rows], *some
-            found = kernel.backward(*given, both, *how)
+            found = kernel.backward(heads[3][:, :, rows], heads[0][:, :, rows], given, both)
             for total, place, more in zip(totals, (rows, keys, keys), found, strict=True):
                 total[:, :, place] += more
     torch.testing.assert_close(merged.out.transpose(1, 2), want, rtol=1e-11, atol=1e-12)

@@ -24,7 +24,7 @@ def _two_generations(rank: RankContext) -> list[str]:
     out = []
     for generation, order in ((1, (0, 1)), (2, (1, 0))):
         topology = Topology(generation, (Replica(0, order, (1, 2, 1, 1)),), ("node",) * 2)
-        groups = connect(topology, rank.rank, rank.store(), CPU, seconds=120)
+        groups = connect(ConnectSettings(rank.store(), CPU, seconds=120), topology, rank.rank)
         assert dist.is_initialized()
         made = build_engine(tiny(), groups, CPU)
         made.initialise(1)
@@ -45,7 +45,9 @@ def test_a_generation_with_exchanged_shards_in_the_same_process_dpshard2() -> No
 def _replicas_only(rank: RankContext) -> list[float]:
     """Ranks of a topology need not be in order; torch's registry stays empty."""
     replicas = (Replica(0, (1,)), Replica(1, (0,)))
-    groups = connect(Topology(1, replicas, ("node",) * 2), rank.rank, rank.store(), CPU)
+    groups = connect(
+        ConnectSettings(rank.store(), CPU), Topology(1, replicas, ("node",) * 2), rank.rank
+    )
     assert not dist.is_initialized()
     assert groups.control.rank == 1 - rank.rank
     record = torch.tensor([rank.rank], dtype=torch.int64)
@@ -66,7 +68,8 @@ def _kept_sends(rank: RankContext, dp_shard: int) -> list[int]:
     made = engine(
         tiny(), rank.rank, rank.store(), replicas=rank.world_size // dp_shard, dp_shard=dp_shard
     )
-    peers = made.groups._all_groups()
+    groups = made.groups
+    peers = [*groups._groups_between_replicas(), *groups.replica_groups.bare_groups()]
     held = []
     for step in range(1, 5):
         one_step(made, step)
@@ -89,7 +92,7 @@ def _deserted(rank: RankContext) -> bool:
         return True
     topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
     with pytest.raises(PeerLostError):
-        connect(topology, 0, rank.store(), CPU, seconds=5)
+        connect(ConnectSettings(rank.store(), CPU, seconds=5), topology, 0)
     return not dist.is_initialized()
 
 
@@ -100,7 +103,7 @@ def test_a_peer_that_is_gone_before_the_replica_forms_is_a_lost_peer() -> None:
 def _gathering(rank: RankContext) -> str:
     """Rank 1 gives up, and lets go of nothing; rank 0 waits for it in a shard's gather."""
     topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
-    groups = connect(topology, rank.rank, rank.store(), CPU, seconds=120)
+    groups = connect(ConnectSettings(rank.store(), CPU, seconds=120), topology, rank.rank)
     said = ""
     if rank.rank == 0:
         rank.mark("gathers")
@@ -137,16 +140,16 @@ class Interrupted(dist.Store):
 
 def _comes_twice(rank: RankContext, interrupted: bool) -> list[str]:
     """Rank 0 waits for rank 1 in vain, then both meet; which ranks torch's world has then."""
-    joining = ConnectSettings(Interrupted() if interrupted else rank.store(), "lo", 1.0, None)
+    joining = ConnectSettings(Interrupted() if interrupted else rank.store(), CPU, 1.0)
     replica = Replica(0, (0, 1), (1, 2, 1, 1))
     at = Topology(1, (replica,), ("node",) * 2).coordinate(rank.rank)
     if rank.rank == 0:
         with pytest.raises(UnreachableError if interrupted else PeerLostError):
-            join_replica_groups(joining, 1, replica, at, CPU, is_only_replica=True)
+            join_replica_groups(joining, 1, replica, at, is_only_replica=True)
         rank.mark("waited")
     rank.wait_mark("waited", 0)
     joining = replace(joining, store=rank.store(), seconds=30.0)
-    inside = join_replica_groups(joining, 2, replica, at, CPU, is_only_replica=True)
+    inside = join_replica_groups(joining, 2, replica, at, is_only_replica=True)
     met = [dist.get_rank(), dist.get_world_size()]
     rank.barrier("met")  # who leaves while the other still connects is a lost peer to it
     inside.close()

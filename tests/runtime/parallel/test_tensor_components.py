@@ -9,11 +9,9 @@ import torch.distributed as dist
 from holdfast.parallel.comm.collectives import Collectives
 from tests.runtime.parallel.test_tensor_parallel import (
     Degrees,
-    check_gradients,
+    check_step,
     config,
-    gradients,
     samples,
-    single,
     spread,
 )
 from tests.support.marks import in_campaign
@@ -22,27 +20,17 @@ from tests.support.ranks import RankContext, rank_values, ranks
 
 def check_components(rank: RankContext, cases: list[tuple[str, Degrees, int]]) -> None:
     """Of each case a shape, degrees, and samples: fewer than there are sets of ranks, too."""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for index, (shape, tp_by, batch) in enumerate(cases):
         model = config(shape)
-        reference = single(model)
         given = samples(model, documents=index % 2 == 1, batch=batch)
-        want = reference(*given)
-        want.backward()
         for sequence_parallel in (True, False):
             objective = spread(model, group, sequence_parallel, tp_by=tp_by)
             heads = model.heads // tp_by.get("attention", group.size())
             query = objective.decoder.layers[0].attention.q.weight
             assert query.shape[0] == heads * model.head_size
-            got = objective(*given)
-            got.backward()
             message = f"{shape} {tp_by} {batch} {sequence_parallel}"
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=0, msg=message)
-            check_gradients(
-                model, gradients(objective), gradients(reference), group, sequence_parallel, tp_by
-            )
+            check_step(objective, given, group, sequence_parallel, message, tp_by)
     dist.barrier()
 
 
@@ -69,9 +57,7 @@ def test_components_of_a_lower_degree(tp: int) -> None:
 
 @ranks(4)
 def test_collectives_add_in_rank_order_in_every_dtype(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     collectives = Collectives(group)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         everybody = [

@@ -131,23 +131,32 @@ def single(model: ModelConfig, compiled: bool = False) -> NextTokenObjective:
 
 def spread(
     model: ModelConfig,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     sequence_parallel: bool,
     traffic: TrafficCounter | None = None,
     tp_by: Degrees | None = None,
+    blocks: range | None = None,
+    ends: tuple[bool, bool] | None = None,
 ) -> NextTokenObjective:
-    boxes = boxes_of(model, group.size(), group.rank(), tp_by)
+    """Over the ranks of `group`, or on one device. blocks: of one pipeline stage; None: all.
+    ends: whether it begins and ends the model; None: as its blocks do."""
+    tp, rank = (group.size(), group.rank()) if group else (1, 0)
+    boxes = boxes_of(model, tp, rank, tp_by)
     with torch.device("meta"):
         objective = NextTokenObjective(Decoder(model))
+    if blocks is not None:
+        ends = ends or (blocks.start == 0, blocks.stop == model.layers)
+        keep_stage(objective.decoder, blocks, *ends)
     localise_parameters(objective, boxes)
-    apply_tensor_parallel(
-        objective,
-        group,
-        sequence_parallel=sequence_parallel,
-        degrees=tp_by or {},
-        make_region=ComponentRegion,
-        traffic=traffic,
-    )
+    if group is not None:
+        apply_tensor_parallel(
+            objective,
+            group,
+            sequence_parallel=sequence_parallel,
+            degrees=tp_by or {},
+            make_region=ComponentRegion,
+            traffic=traffic,
+        )
     return filled(objective, boxes)
 
 
@@ -202,26 +211,35 @@ def check_gradients(
         torch.testing.assert_close(cut(total, box), want, rtol=1e-11, atol=1e-11, msg=name)
 
 
+def check_step(
+    objective: NextTokenObjective,
+    given: Any,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool = True,
+    msg: str | None = None,
+    tp_by: Degrees | None = None,
+) -> None:
+    """Loss and gradients are those of one process."""
+    model = objective.decoder.config
+    whole = single(model)
+    want, got = whole(*given), objective(*given)
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0, msg=msg)
+    own, wanted = gradients(objective), gradients(whole)
+    check_gradients(model, own, wanted, group, sequence_parallel, tp_by)
+    with torch.no_grad():
+        torch.testing.assert_close(objective(*given), want, rtol=1e-12, atol=0, msg=msg)
+
+
 def check_parity(rank: RankContext, shapes: list[str]) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for index, shape in enumerate(shapes):
         model = config(shape)
-        reference = single(model)
         given = samples(model, documents=index % 2 == 1, batch=4)
-        want = reference(*given)
-        want.backward()
         for sequence_parallel in (True, False):
             objective = spread(model, group, sequence_parallel)
-            got = objective(*given)
-            got.backward()
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=0, msg=shape)
-            check_gradients(
-                model, gradients(objective), gradients(reference), group, sequence_parallel
-            )
-            with torch.no_grad():
-                torch.testing.assert_close(objective(*given), want, rtol=1e-12, atol=0)
+            check_step(objective, given, group, sequence_parallel, shape)
     dist.barrier()
 
 
@@ -229,21 +247,6 @@ def check_parity(rank: RankContext, shapes: list[str]) -> None:
 def test_parity(tp: int) -> None:
     shapes = [shape for shape in SHAPES if shape not in UNCUT]
     rank_values(check_parity, tp, {"shapes": shapes}, deadline=240)
-
-
-def stage_of(
-    model: ModelConfig, blocks: range, group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> NextTokenObjective:
-    """One pipeline stage; over the ranks of `group`, or on one device."""
-    tp, rank = (group.size(), group.rank()) if group else (1, 0)
-    boxes = boxes_of(model, tp, rank)
-    with torch.device("meta"):
-        objective = NextTokenObjective(Decoder(model))
-    keep_stage(objective.decoder, blocks, blocks.start == 0, blocks.stop == model.layers)
-    localise_parameters(objective, boxes)
-    if group is not None:
-        apply_tensor_parallel(objective, group, sequence_parallel=sequence_parallel)
-    return filled(objective, boxes)
 
 
 def through(
@@ -276,7 +279,7 @@ def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
     want = [whole(*given) for given in microbatches]
     for loss in want:
         loss.backward()
-    stages = [stage_of(model, range(i, i + 1), None, False) for i in range(2)]
+    stages = [spread(model, None, False, blocks=range(i, i + 1)) for i in range(2)]
     assert stages[0].decoder.head is None
     assert (stages[1].decoder.embed is None) != tied
     assert all(map(torch.equal, through(stages, microbatches), want))
@@ -297,9 +300,7 @@ def test_a_stage_that_does_not_exist_is_refused() -> None:
 
 @ranks(2)
 def test_stages_over_tensor_ranks_with_microbatches_in_flight(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("tied")
     microbatches = [samples(model, True, seed, batch) for seed, batch in ((1, 2), (2, 3), (3, 1))]
     whole = single(model)
@@ -307,7 +308,7 @@ def test_stages_over_tensor_ranks_with_microbatches_in_flight(rank: RankContext)
     for loss in want:
         loss.backward()
     for sequence_parallel in (True, False):
-        stages = [stage_of(model, range(i, i + 1), group, sequence_parallel) for i in range(2)]
+        stages = [spread(model, group, sequence_parallel, blocks=range(i, i + 1)) for i in range(2)]
         out = stages[0](*microbatches[0])
         assert tuple(out.shape) == residual_shape(2, SEQUENCE, model.dim, 2, sequence_parallel)
         torch.testing.assert_close(through(stages, microbatches), want, rtol=1e-12, atol=0)
@@ -324,17 +325,10 @@ def bytes_of(
     rank: RankContext, sequence_parallel: bool, first: bool, last: bool
 ) -> tuple[int, float]:
     """(counted, by the formula) bytes of one microbatch's forward and backward in float64"""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model, traffic = ModelConfig.model_validate({**SMALL, "dim": 128}), TrafficCounter()
-    boxes = boxes_of(model, group.size(), group.rank())
-    with torch.device("meta"):
-        objective = NextTokenObjective(Decoder(model))
-    keep_stage(objective.decoder, range(2), first, last)
-    localise_parameters(objective, boxes)
-    apply_tensor_parallel(objective, group, sequence_parallel=sequence_parallel, traffic=traffic)
-    filled(objective, boxes)
+    ends = first, last
+    objective = spread(model, group, sequence_parallel, traffic, blocks=range(2), ends=ends)
     given = samples(model, False)
     n, tokens, item = group.size(), BATCH * SEQUENCE, 8
     shape = residual_shape(BATCH, SEQUENCE, model.dim, n, sequence_parallel)
@@ -365,20 +359,13 @@ def test_bytes_are_two_all_reduces_per_block_and_direction(
 @ranks(4)
 def test_any_number_of_tokens_can_be_cut(rank: RankContext) -> None:
     """Also where tp does not divide them, as at the end of a validation set."""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("qk_norm")
     text, targets, numbers = samples(model, True)
     assert numbers is not None
     for batch, length in ((3, 7), (1, 3), (1, 1)):
         given = tuple(t[:batch, :length] for t in (text, targets, numbers))
-        whole, objective = single(model), spread(model, group, sequence_parallel=True)
-        want, got = whole(*given), objective(*given)
-        want.backward()
-        got.backward()
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-        check_gradients(model, gradients(objective), gradients(whole), group, True)
+        check_step(spread(model, group, sequence_parallel=True), given, group)
     dist.barrier()
 
 
@@ -390,9 +377,7 @@ def test_shape_of_what_passes_between_stages() -> None:
 
 @ranks(3)
 def test_what_cannot_be_cut_is_refused(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for shape, words in (
         ({}, "tp 3 does not divide the 4 query heads"),
         ({"heads": 12, "kv_heads": 4, "head_dim": 4}, "neither a divisor nor a multiple"),
@@ -433,32 +418,21 @@ def test_tensor_ranks_that_fsdp_shards_further(rank: RankContext) -> None:
 @pytest.mark.slow
 @ranks(2)
 def test_compiled_blocks_compute_the_same(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("grouped")
-    given = samples(model, True, batch=2)
-    whole = single(model)
-    want = whole(*given)
-    want.backward()
     objective = spread(model, group, sequence_parallel=True)
     assert objective.tensor is not None
     objective.tensor.exclude_from_compilation()
     for block in objective.decoder.layers:
         block.compile(backend="aot_eager")
-    got = objective(*given)
-    got.backward()
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-    check_gradients(model, gradients(objective), gradients(whole), group, True)
+    check_step(objective, samples(model, True, batch=2), group)
     dist.barrier()
 
 
 @ranks(2)
 def test_precisions_stay_near(rank: RankContext) -> None:
     """Losses of one process in the same precision: float32 to 2e-5, bfloat16 to 1e-3."""
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     for dtype, near in ((torch.float32, 2e-5), (torch.bfloat16, 1e-3)):
         for sequence_parallel in (True, False):
             model = ModelConfig.model_validate({**SMALL, "dim": 64, "init_std": 0.05})
@@ -475,9 +449,7 @@ def test_precisions_stay_near(rank: RankContext) -> None:
 
 @ranks(2, dies={1: "SIGKILL"})
 def test_a_lost_tensor_rank_is_a_lost_peer(rank: RankContext) -> None:
-    rank.init_torch_world()
-    group = dist.group.WORLD
-    assert group is not None
+    group = rank.init_torch_world()
     model = config("plain")
     objective = spread(model, group, sequence_parallel=True)
     loss = objective(*samples(model, False, batch=2))

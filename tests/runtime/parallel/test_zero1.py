@@ -236,13 +236,7 @@ def _check_parity(shape: str, zero: int, shards: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "shards"),
-    [
-        in_campaign(1, [2]),
-        (1, [3]),
-        in_campaign(1, [2, 2]),
-        (2, [3]),
-        in_campaign(3, [3, 3]),
-    ],
+    [in_campaign(1, [2]), (1, [3]), in_campaign(1, [2, 2]), (2, [3]), in_campaign(3, [3, 3])],
     ids=_spelled,
 )
 def test_parity_with_one_process(zero: int, shards: list[int]) -> None:
@@ -252,12 +246,7 @@ def test_parity_with_one_process(zero: int, shards: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "shards"),
-    [
-        in_campaign(1, [2, 1]),
-        (1, [2, 3]),
-        in_campaign(2, [1, 2]),
-        (3, [2, 3]),
-    ],
+    [in_campaign(1, [2, 1]), (1, [2, 3]), in_campaign(2, [1, 2]), (3, [2, 3])],
     ids=_spelled,
 )
 def test_parity_of_unlike_replicas(zero: int, shards: list[int]) -> None:

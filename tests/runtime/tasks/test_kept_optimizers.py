@@ -17,9 +17,8 @@ from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import TaskError
 from holdfast.tasks.named.kept_optimizers import KeptOptimizers
 from holdfast.training.optimizers.lion import Lion
-from holdfast.training.optimizers.make_optimizer import make_optimizer
+from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 from holdfast.training.optimizers.optimizer import Optimizer
-from holdfast.training.optimizers.user_parts import UserParts
 
 STEPS, RESTART = 6, 3
 Kept = torch.optim.Optimizer | list[torch.optim.Optimizer]

@@ -25,6 +25,7 @@ from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
 from holdfast.launch.run.task_run import describe_in
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.tasks import child
 from holdfast.tasks.task.ask import Question
 from holdfast.tasks.task.batches import TaskBatches, open_samples
@@ -161,7 +162,9 @@ def test_workers_with_unequal_shapes(rank: RankContext) -> None:
     config = task_config("Gru")
     planned = {"parameters": module_rows(_Sized(5), meta_module(_Sized(5)))}
     config = config.model_copy(update={"task": config.task.model_copy(update=planned)})
-    groups = connect(topology_of_layout("dp2"), rank.rank, rank.store(), CPU, seconds=120)
+    groups = connect(
+        ConnectSettings(rank.store(), CPU, seconds=120), topology_of_layout("dp2"), rank.rank
+    )
     refused = OwnTask(_Sized(5 + rank.rank), config)
     if rank.rank == 0:
         refused.objective(groups)

@@ -67,70 +67,33 @@ def _step(made: Any, step: int, size: int, length: int) -> None:
     made.apply(made.reduce())
 
 
+EACH_POLICY = (
+    *("one", "bf16.one", "fp32.tp2", "plain.fp32.tp2", "fp32.tp4", "att2.fp32.tp4"),
+    *("att2ffn1.fp32.tp4", "att1ffn1.bf16.tp2", "plain.att1ffn1.fp32.tp2"),
+    *("att2ffn2.fp32.pp2-tp4", "fp32.pp4", "gpipe.fp32.pp2", "fp32.pp2-tp2", "bf16.pp2"),
+    *("zero1.2", "fp32.cp2", "ring.fp32.cp2", "heads.ulysses.fp32.cp2", "long.fp32.cp4"),
+    *("long.ring.fp32.pp2-cp2", "interleaved.fp32.pp2", "eight.interleaved.bf16.pp4"),
+)
+EXPERTS = (
+    *("experts.fp32.one", "experts.bf16.one", "experts.fp32.tp2", "experts.fp32.pp2"),
+    *("experts.interleaved.fp32.pp2", "experts.ep2.fp32.shard2", "sigmoid.fp32.one"),
+)
+WITH_CUT = ("plain.fp32.tp2", "plain.fp32.tp4", "plain.bf16.tp2")
+WITH_CUT += ("plain.fp32.pp2-tp2", "plain.bf16.pp2-tp2")
 LAYOUTS = [
     ("fp32.pp2", 4, POLICIES),
     ("ring.fp32.cp2", 4, ("none", "full")),
     ("plain.fp32.tp2", 4, ("none", "cut")),
+    in_campaign("fp32.one", 8, POLICIES),
+    in_campaign("fp32.qknorm.one", 2, POLICIES),
+    in_campaign("qknorm.att1.fp32.tp2", 3, POLICIES),
+    *(in_campaign(name, 4, POLICIES) for name in EACH_POLICY),
+    *(in_campaign(name, 4, ("none", "full")) for name in EXPERTS),
+    *(in_campaign(n, 4, KEPT) for n in ("fp32.one", "bf16.one", "fp32.tp2", "fp32.pp2", "zero1.2")),
+    *(in_campaign(name, 4, CUT) for name in WITH_CUT),
     *(
-        in_campaign(name, size, POLICIES)
-        for name, size in (
-            ("one", 4),
-            ("fp32.one", 8),
-            ("bf16.one", 4),
-            ("fp32.qknorm.one", 2),
-            ("fp32.tp2", 4),
-            ("plain.fp32.tp2", 4),
-            ("fp32.tp4", 4),
-            ("att2.fp32.tp4", 4),
-            ("att2ffn1.fp32.tp4", 4),
-            ("att1ffn1.bf16.tp2", 4),
-            ("qknorm.att1.fp32.tp2", 3),
-            ("plain.att1ffn1.fp32.tp2", 4),
-            ("att2ffn2.fp32.pp2-tp4", 4),
-            ("fp32.pp4", 4),
-            ("gpipe.fp32.pp2", 4),
-            ("fp32.pp2-tp2", 4),
-            ("bf16.pp2", 4),
-            ("zero1.2", 4),
-            ("fp32.cp2", 4),
-            ("ring.fp32.cp2", 4),
-            ("heads.ulysses.fp32.cp2", 4),
-            ("long.fp32.cp4", 4),
-            ("long.ring.fp32.pp2-cp2", 4),
-            ("interleaved.fp32.pp2", 4),
-            ("eight.interleaved.bf16.pp4", 4),
-        )
-    ),
-    *(
-        in_campaign(name, size, ("none", "full"))
-        for name, size in (
-            ("experts.fp32.one", 4),
-            ("experts.bf16.one", 4),
-            ("experts.fp32.tp2", 4),
-            ("experts.fp32.pp2", 4),
-            ("experts.interleaved.fp32.pp2", 4),
-            ("experts.ep2.fp32.shard2", 4),
-            ("sigmoid.fp32.one", 4),
-        )
-    ),
-    *(
-        in_campaign(name, size, policies)
-        for name, size, policies in (
-            ("fp32.one", 4, KEPT),
-            ("bf16.one", 4, KEPT),
-            ("fp32.tp2", 4, KEPT),
-            ("fp32.pp2", 4, KEPT),
-            ("zero1.2", 4, KEPT),
-            ("plain.fp32.tp2", 4, CUT),
-            ("plain.fp32.tp4", 4, CUT),
-            ("plain.bf16.tp2", 4, CUT),
-            ("plain.fp32.pp2-tp2", 4, CUT),
-            ("plain.bf16.pp2-tp2", 4, CUT),
-            ("fp32.pp2", 4, STAGED),
-            ("bf16.pp2", 4, STAGED),
-            ("gpipe.fp32.pp2", 4, STAGED),
-            ("fp32.pp2-tp2", 4, STAGED),
-        )
+        in_campaign(n, 4, STAGED)
+        for n in ("fp32.pp2", "bf16.pp2", "gpipe.fp32.pp2", "fp32.pp2-tp2")
     ),
 ]
 

@@ -26,6 +26,7 @@ from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
+    engine_for,
     engine_of,
     load_pieces,
     model_flags,
@@ -72,7 +73,7 @@ def config_for(of: Case, steps: int, samples: int) -> Any:
 def body(rank: RankContext, name: str, steps: int, samples: int) -> dict[str, Any]:
     of = case(name)
     config = config_for(of, steps, samples)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name, config)
     found = train_steps(made, steps)
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces_of_curve(made))
     out = {"found": found, "digest": digest(made), "stage": made.groups.coordinate.pp}
@@ -156,7 +157,7 @@ def _again_and_from_a_state(rank: RankContext, name: str) -> dict[str, Any]:
     """Digests: after 6 steps; after the last 3 of them from the state between, twice."""
     of = case(name)
     config = config_for(of, 6, 16)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name, config)
     train_steps(made, 3)
     held = {each.name: each.tensor.clone() for each in made.state()}
     found = []
@@ -214,7 +215,7 @@ def _mean_of_last_losses(rank: RankContext, name: str, seed: int) -> float:
     optimizer = {"learning_rate": 2e-3, "clip_norm": 1.0}
     changes = {"train__steps": steps, "train__batch_size": 16, "train__optimizer": optimizer}
     config = config_of({**of.changes, **changes})
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name, config)
     made.initialise(seed)
     losses = [loss for loss, _, _ in train_steps(made, steps)]
     made.close()

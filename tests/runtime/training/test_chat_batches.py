@@ -6,7 +6,6 @@ none at all, and the third step has nothing but such microbatches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from holdfast.data.stream.batch import MASKED_TARGET, Batches
 from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
@@ -25,11 +25,10 @@ from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
-    engine_of,
+    engine_for,
     load_pieces,
     pieces,
     save_pieces,
-    topology_of,
 )
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
@@ -39,25 +38,20 @@ STEPS, EMPTY_STEP, EMPTY_LEAF = 4, 3, 1
 LENGTH = 96
 
 
-@dataclass(frozen=True)
-class Fed:
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    documents: torch.Tensor | None
-    tokens: int
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("chat"), message_rows(80))
+
+
+def prepared(root: Path, rows: list[dict[str, Any]], **chat: Any) -> Path:
     """A prepared dataset, and the rows and tokenizer of it."""
-    root = tmp_path_factory.mktemp("chat")
     tokenizer_folder(root / "tokenizer")
-    write_rows(root / "rows.jsonl", message_rows(80))
-    make(_data(root))
+    write_rows(root / "rows.jsonl", rows)
+    make(data_of(root, **chat))
     return root
 
 
-def _data(root: Path) -> Any:
+def data_of(root: Path, **chat: Any) -> Any:
     return data_config(
         root / "dataset",
         {"kind": "jsonl", "path": str(root / "rows.jsonl"), "rows": "messages"},
@@ -65,41 +59,39 @@ def _data(root: Path) -> Any:
         attention="document",
         sequence_length=LENGTH,
         validation_fraction=0,
+        chat=chat,
     )
 
 
-def one_step(made: StepEngine, batches: Batches, step: int) -> StepVerdict:
+def begun(rank: RankContext, name: str, root: str, **chat: Any) -> tuple[StepEngine, Batches]:
+    changes = {"model__vocab_size": 400, "train__steps": STEPS, "data__chat": chat}
+    config = config_of({**case(name).changes, "data__sequence_length": LENGTH, **changes})
+    data = data_of(Path(root), **chat)
+    batches = Batches(Dataset.open(f"{root}/dataset"), data, config.train, config.seed)
+    return engine_for(rank, name, config), batches
+
+
+def one_step(made: StepEngine, batches: Batches, step: int, has_empty: bool) -> StepVerdict:
     shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
     fed = []
     for leaf in made.begin(step):
         given = batches.microbatch(step, leaf, shard, shards)
         targets, tokens = given.targets, given.tokens
-        if leaf == EMPTY_LEAF or step == EMPTY_STEP:
+        if has_empty and (leaf == EMPTY_LEAF or step == EMPTY_STEP):
             targets, tokens = np.full_like(targets, MASKED_TARGET), 0
         assert given.documents is not None
-        documents = torch.from_numpy(given.documents)
-        fed.append(
-            Fed(torch.from_numpy(given.inputs), torch.from_numpy(targets), documents, tokens)
-        )
+        arrays = map(torch.from_numpy, (given.inputs, targets, given.documents))
+        fed.append(TensorMicrobatch(*arrays, given.entries, tokens))
     made.compute(fed)
     verdict = made.reduce()
     made.apply(verdict)
     return verdict
 
 
-def body(rank: RankContext, name: str, root: str) -> dict[str, Any]:
-    of = case(name)
-    config = config_of(
-        {
-            **of.changes,
-            "data__sequence_length": LENGTH,
-            "model__vocab_size": 400,
-            "train__steps": STEPS,
-        }
-    )
-    batches = Batches(Dataset.open(f"{root}/dataset"), _data(Path(root)), config.train, config.seed)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
-    verdicts = [one_step(made, batches, step) for step in range(1, STEPS + 1)]
+def body(rank: RankContext, name: str, root: str, **chat: Any) -> dict[str, Any]:
+    """Train. Without weights some microbatches carry no loss."""
+    made, batches = begun(rank, name, root, **chat)
+    verdicts = [one_step(made, batches, step, not chat) for step in range(1, STEPS + 1)]
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     out = {
         "losses": [v.mean_loss for v in verdicts],
@@ -112,40 +104,38 @@ def body(rank: RankContext, name: str, root: str) -> dict[str, Any]:
 
 
 @cache
-def alone(root: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    folder = root / "alone"
-    folder.mkdir()
-    (value,) = rank_values(body, 1, {"name": "shallow.one", "root": str(root)}, folder=folder)
+def alone(root: Path, **chat: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    (folder := root / "alone").mkdir()
+    arguments = {"name": "shallow.one", "root": str(root), **chat}
+    (value,) = rank_values(body, 1, arguments, folder=folder)
     return value, {name: values for name, _, values in load_pieces(folder / "0.npz")}
+
+
+def check_curve(name: str, corpus: Path, folder: Path, **chat: Any) -> None:
+    """Losses, norms, weights and the last state are those of one process."""
+    expected, state = alone(corpus, **chat)
+    of, arguments = (
+        case(f"shallow.{name}"),
+        {"name": f"shallow.{name}", "root": str(corpus), **chat},
+    )
+    for value in rank_values(body, of.world_size, arguments, folder=folder, deadline=240):
+        for key in ("losses", "norms", "tokens"):
+            np.testing.assert_allclose(value[key], expected[key], rtol=1e-10, atol=0)
+    assert_all_state(state, [folder / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "pp2-tp2",
-        "zero1.2",
-        in_campaign("dp2-shard2"),
-        in_campaign("zero2.2"),
-        in_campaign("tp2"),
-        in_campaign("pp2-shard2"),
-    ],
+    ["pp2-tp2", "zero1.2", *map(in_campaign, ("dp2-shard2", "zero2.2", "tp2", "pp2-shard2"))],
 )
 def test_each_layout_gives_the_curve_of_one_process(
     name: str, corpus: Path, tmp_path: Path
 ) -> None:
-    expected, state = alone(corpus)
+    expected, _ = alone(corpus)
     assert expected["tokens"][EMPTY_STEP - 1] == 0
     assert expected["losses"][EMPTY_STEP - 1] == 0
     assert np.isfinite(expected["losses"]).all()
-    of = case(f"shallow.{name}")
-    values = rank_values(
-        body, of.world_size, {"name": of.name, "root": str(corpus)}, folder=tmp_path, deadline=240
-    )
-    for value in values:
-        np.testing.assert_allclose(value["losses"], expected["losses"], rtol=1e-10, atol=0)
-        np.testing.assert_allclose(value["norms"], expected["norms"], rtol=1e-10, atol=0)
-        assert value["tokens"] == expected["tokens"]
-    assert_all_state(state, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
+    check_curve(name, corpus, tmp_path)
 
 
 def test_replicas_are_bit_equal(corpus: Path) -> None:
@@ -165,9 +155,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_row_alone(corpus: Path) -> None
 
 def reference(rank: RankContext, root: str) -> dict[str, Any]:
     """Mean loss of the first step's rows, with initial weights."""
-    config = config_of({"model__vocab_size": 400, "model__layers": 2})
-    made = engine_of(config, topology_of(case("one"), config), rank.rank, rank.store())
-    batches = Batches(Dataset.open(f"{root}/dataset"), _data(Path(root)), config.train, config.seed)
+    made, batches = begun(rank, "shallow.one", root)
     decoder = made.objective.decoder
     total, tokens = 0.0, 0
     for leaf in set(range(batches.microbatches(1))) - {EMPTY_LEAF}:

@@ -17,6 +17,7 @@ from holdfast.options.tp_by.cost import attention_tokens, ffn_tokens
 from holdfast.options.zero2_reduce.cost import zero2_costs
 from holdfast.parallel.axes.expert_parallel import routed_layers
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.training.engine.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
@@ -44,7 +45,9 @@ def _sent(rank: RankContext, name: str, microbatches: int) -> dict[str, float]:
     """Elements that one step of this rank sends, by kind; small exchanges left aside."""
     config, traffic = _config(name, microbatches), TrafficCounter()
     topology = topology_of(case(name), config)
-    groups = connect(topology, rank.rank, rank.store(), CPU, seconds=60.0, traffic=traffic)
+    groups = connect(
+        ConnectSettings(rank.store(), CPU, seconds=60.0, traffic=traffic), topology, rank.rank
+    )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
@@ -184,7 +187,9 @@ def _sent_to_experts(rank: RankContext, name: str) -> dict[str, Any]:
     config, traffic = _config(name, 1), TrafficCounter()
     topology, counts = topology_of(case(name), config), list[list[int]]()
     groups = connect(
-        topology, rank.rank, rank.store(), CPU, seconds=60.0, traffic=traffic, ep=config.layout.ep
+        ConnectSettings(rank.store(), CPU, seconds=60.0, traffic=traffic, ep=config.layout.ep),
+        topology,
+        rank.rank,
     )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.training.engine.engine import StepEngine
-from tests.support.layouts import case, config_of, engine_of, topology_of
+from tests.support.layouts import case, engine_for
 from tests.support.layouts import one_step as layout_step
 from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
@@ -63,14 +63,18 @@ def test_a_killed_shard_is_an_error_in_its_replica_and_in_the_other(rank: RankCo
     assert digest(made) == before
 
 
+def _spoil(made: StepEngine, parameter: str) -> None:
+    index = [row.name for row in made.parameters.table].index(parameter)
+    made.parameters.master_tensors[index].view(-1)[0] = math.nan
+
+
 def _poisoned(rank: RankContext, dp_shard: int, parameter: str, at_rank: int) -> list[Any]:
     """A NaN in the weights of one rank: what every rank says, and whether anything changed."""
     replicas = rank.world_size // dp_shard
     made = engine(tiny(), rank.rank, rank.store(), replicas=replicas, dp_shard=dp_shard)
     train(made, 2)
     if rank.rank == at_rank:
-        index = [row.name for row in made.parameters.table].index(parameter)
-        made.parameters.master_tensors[index].view(-1)[0] = math.nan
+        _spoil(made, parameter)
     before = digest(made)
     try:
         one_step(made, 3)
@@ -94,12 +98,9 @@ def test_a_nan_in_a_shard_is_found_dpshard2() -> None:
 
 
 def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> list[Any]:
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     if rank.rank == at_rank:
-        index = [row.name for row in made.parameters.table].index(parameter)
-        made.parameters.master_tensors[index].view(-1)[0] = math.nan
+        _spoil(made, parameter)
     with pytest.raises(NonFiniteError) as caught:
         layout_step(made, 1)
     return [caught.value.rank, caught.value.parameter]
@@ -126,9 +127,7 @@ def test_a_nan_is_named_where_it_began_and_not_where_its_sum_arrived(
 
 def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
     """One rank gives the sum a NaN that its next computation does not give again."""
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     clean = layout_step(made, 1)
     before = digest(made)
     if rank.rank == at_rank:
@@ -195,8 +194,7 @@ def test_a_nan_inside_compiled_blocks_is_named_all_the_same() -> None:
         block.compile(backend="aot_eager")
     one_step(made, 1)
     name = "layers.1.ffn.up.weight"
-    index = [row.name for row in made.parameters.table].index(name)
-    made.parameters.master_tensors[index].view(-1)[0] = math.nan
+    _spoil(made, name)
     with pytest.raises(NonFiniteError) as caught:
         one_step(made, 2)
     assert caught.value.parameter == name
@@ -270,9 +268,7 @@ def _connection_is_closed() -> None:
 
 
 def _broken_choices(rank: RankContext, name: str) -> str:
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     names = [row.name for row in made.parameters.table]
     victim = next((i for i, one in enumerate(names) if "choice_bias" in one), None)
     feeder: Any = made._gradients

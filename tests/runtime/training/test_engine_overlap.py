@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.trace import COMPUTE, REDUCE, SpanRecorder, chrome_trace
 from holdfast.training.engine.build import build_engine
 from tests.support.layouts import case, config_of, one_step, topology_of
@@ -22,7 +23,9 @@ def _traced(rank: RankContext, name: str) -> list[list[Any]]:
     config = config_of(of.changes)
     recorder = SpanRecorder()
     groups = connect(
-        topology_of(of, config), rank.rank, rank.store(), CPU, seconds=60, recorder=recorder
+        ConnectSettings(rank.store(), CPU, seconds=60, recorder=recorder),
+        topology_of(of, config),
+        rank.rank,
     )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)

@@ -22,7 +22,7 @@ from tests.runtime.training.test_recover import survivors
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import write_run_file
 from tests.support.faulty_trainer import DEEDS
-from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
+from tests.support.layouts import case, config_of, engine_for, one_step
 from tests.support.ranks import ROOT, RankContext, rank_values
 from tests.support.step_recovery import undisturbed
 from tests.support.tiny_training import digest
@@ -35,7 +35,7 @@ STEPS = 6
 def _trained(rank: RankContext, layout: str) -> list[Any]:
     """Return the losses, and the digest of the last state."""
     config = config_of(case(layout).changes)
-    made = engine_of(config, topology_of(case(layout), config), rank.rank, rank.store())
+    made = engine_for(rank, layout, config)
     table = {spec.name: spec for spec in run_state_table(config)}
     assert {local.name for local in made.state()} <= table.keys()
     for local in made.state():

@@ -13,6 +13,7 @@ from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.errors import ModelFolderError
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.lora_task import LoraTask
@@ -28,7 +29,7 @@ def _engine(
 ) -> StepEngine:
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
     topology = place_layout(layout, 1, ("node",) * layout.world_size)
-    groups = connect(topology, rank.rank, rank.store(name), CPU, seconds=60.0)
+    groups = connect(ConnectSettings(rank.store(name), CPU, seconds=60.0), topology, rank.rank)
     made = build_engine(config, groups, CPU, task=LoraTask(config))
     made.initialise(config.seed)
     return made

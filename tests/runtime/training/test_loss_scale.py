@@ -18,7 +18,7 @@ from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.vote import StepVerdict, Wishes, verdict_from_words, verdict_words
 from tests.runtime.training.test_recover import check_reports, survivors, undisturbed
-from tests.support.layouts import case, config_of, engine_of, topology_of
+from tests.support.layouts import case, engine_for
 from tests.support.layouts import one_step as layout_step
 from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
@@ -128,9 +128,7 @@ def test_a_gradient_that_is_nan_at_every_scale_is_named_in_the_end() -> None:
 
 def _overflows_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
     """One rank's part of the sum of step 2 is not finite: what every rank does and holds."""
-    of = case(name)
-    config = config_of(of.changes)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name)
     layout_step(made, 1)
     before = digest_of_weights(made)
     if rank.rank == at_rank:

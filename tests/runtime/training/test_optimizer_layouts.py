@@ -13,18 +13,11 @@ from torch import Tensor
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_state_table
 from tests.runtime.training.test_recover import POINTS, survivors
-from tests.support.layouts import (
-    assert_all_state,
-    case,
-    load_pieces,
-    one_step,
-    pieces,
-    save_pieces,
-)
+from tests.support.layouts import assert_all_state, case, load_pieces, one_step, pieces, save_pieces
 from tests.support.marks import in_campaign
 from tests.support.optimizers import ELEMENTWISE, MODULE, OPTIMIZERS, engine_with, optimizer_config
 from tests.support.ranks import RankContext, rank_values
-from tests.support.step_recovery import undisturbed
+from tests.support.step_recovery import assert_undisturbed
 from tests.support.tiny_training import digest
 
 STEPS = 6
@@ -60,17 +53,13 @@ KILLS = [(name, when) for name in ("sgd", "lion", "adafactor", "muon") for when 
 
 
 @pytest.mark.parametrize(
-    ("name", "when"),
-    [kill if kill == ("muon", "voted") else in_campaign(*kill) for kill in KILLS],
+    ("name", "when"), [kill if kill == ("muon", "voted") else in_campaign(*kill) for kill in KILLS]
 )
 def test_one_of_three_replicas_is_killed(name: str, when: str) -> None:
     """At a point of a step; the other ranks continue from their own state."""
     found = survivors(f"{name}.dp3", 2, when, f"{name}.dp2", [0, 1])
-    (alone,) = undisturbed(f"{name}.one")
     assert len(found) == 2
-    for value in found:
-        assert value["curve"] == alone["curve"]
-        assert value["digest"] == alone["digest"]
+    assert_undisturbed(found, f"{name}.one")
 
 
 def _trained(rank: RankContext, name: str, layout: str, to: str, start: str) -> None:

@@ -91,10 +91,7 @@ def _muon(model: nn.Module) -> Step:
     hidden, head = model.get_parameter("0.weight"), model.get_parameter("3.weight")
     rest = [p for p in model.parameters() if p.dim() < 2]
     muon = torch.optim.Muon([hidden], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    groups = [
-        {"params": [head], "weight_decay": 0.1},
-        {"params": rest, "weight_decay": 0.0},
-    ]
+    groups = [{"params": [head], "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     return _of_torch(muon, torch.optim.AdamW(groups, betas=(0.9, 0.95)))
 
 

@@ -7,7 +7,7 @@ import pytest
 from holdfast.config.run import RunConfig
 from holdfast.options.quantized.keys import OptionKeys
 from tests.runtime.training.test_recover import survivors
-from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
+from tests.support.layouts import case, engine_for, one_step
 from tests.support.ranks import RankContext, rank_values
 from tests.support.step_recovery import undisturbed
 from tests.support.tiny_training import digest
@@ -17,8 +17,7 @@ STEPS = 4
 
 def _trained(rank: RankContext, layout: str) -> list[float | str]:
     """Return the losses, and the digest of the last state."""
-    config = config_of(case(layout).changes)
-    made = engine_of(config, topology_of(case(layout), config), rank.rank, rank.store())
+    made = engine_for(rank, layout)
     found: list[float | str] = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
     found.append(digest(made))
     made.close()

@@ -54,38 +54,13 @@ LAYOUTS = [
     ("plain.pp2-tp2", ["none", "cut"]),
 ]
 MORE = [
-    "pp2",
-    "zero1.2",
-    "one",
-    "plain.tp2",
-    "gpipe.pp2",
-    "zero2.2",
-    "dp2",
-    "gathered.dp2",
-    "pp2-tp2",
-    "pp2-shard2",
-    "shard2-tp2",
-    "tp2+one",
-    "gemma.pp2-tp2",
-    "gemma.zero2.2",
-    "biased.shard2",
-    "qknorm.tp2",
-    "fp32.tp2",
-    "bf16.pp2",
-    "bf16.shard2",
-    "bf16.zero1.2",
+    *("pp2", "zero1.2", "one", "plain.tp2", "gpipe.pp2", "zero2.2", "dp2", "gathered.dp2"),
+    *("pp2-tp2", "pp2-shard2", "shard2-tp2", "tp2+one", "gemma.pp2-tp2", "gemma.zero2.2"),
+    *("biased.shard2", "qknorm.tp2", "fp32.tp2", "bf16.pp2", "bf16.shard2", "bf16.zero1.2"),
 ]
 MORE_KEPT = [
-    "one",
-    "cp2",
-    "ring.cp2",
-    "ulysses.cp2",
-    "tp2",
-    "pp2",
-    "zero1.2",
-    "bf16.shard2",
-    "gemma.zero2.2",
-    "biased.tp2",
+    *("one", "cp2", "ring.cp2", "ulysses.cp2", "tp2", "pp2", "zero1.2", "bf16.shard2"),
+    *("gemma.zero2.2", "biased.tp2"),
 ]
 MORE_CUT = ["plain.tp2", "plain.tp4", "plain.bf16.tp2", "plain.pp2-tp2", "plain.shard2-tp2"]
 MORE_STAGED = ["pp2", "gpipe.pp2", "bf16.pp2", "pp2-tp2", "pp2-shard2"]

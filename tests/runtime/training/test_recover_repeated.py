@@ -3,17 +3,27 @@ in the middle of a recovery, after its groups are new."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from holdfast.errors import NonFiniteError, PeerLostError
+from holdfast.layout import Topology
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.training.recover import recover as recover_module
 from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
 from tests.support.ranks import RankContext, rank_values, run_ranks
-from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for, undisturbed
+from tests.support.step_recovery import (
+    DIES,
+    LAST,
+    Deadly,
+    Survivor,
+    assert_undisturbed,
+    topology_for,
+    undisturbed,
+)
 
 
 def _lost_twice(rank: RankContext) -> dict[str, Any]:
@@ -44,29 +54,29 @@ def _lost_twice(rank: RankContext) -> dict[str, Any]:
 
 def test_a_second_one_is_lost_in_the_recovery() -> None:
     results = run_ranks(_lost_twice, 4, deadline=240.0, dies={1: "SIGKILL", 2: "SIGKILL"})
-    (alone,) = undisturbed("one")
-    for result in results:
-        if result.rank in (0, 3):
-            assert result.exit == 0, result.log
-            assert result.value["curve"] == alone["curve"]
-            assert result.value["digest"] == alone["digest"]
+    left = [results[0], results[3]]
+    for result in left:
+        assert result.exit == 0, result.log
+    assert_undisturbed([result.value for result in left])
 
 
-def _stopped(made: Survivor, after: int) -> None:
-    """This rank ends step 3 after so many of its microbatches; with 0 once somebody has."""
-    passes = 0
+def _break_off(
+    made: Survivor, at: str, topology: Topology, came_from: Sequence[int | None], meet: str = ""
+) -> None:
+    """A recovery that fails where it comes to the function `at`; all of its ranks `meet` there."""
+    where: Any = recover_module.GenerationEntry if at == "fill" else recover_module
+    plain = getattr(where, at)
 
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == after:
-            made.engine.interrupt(False)
+    def broken(*_: Any) -> None:
+        if meet:
+            made.rank.barrier(meet)
+        raise PeerLostError("a newcomer is lost")
 
-    if after == 0:
-        made.engine.interrupt(False)
-    hook = made.engine.objective.register_forward_pre_hook(count)
-    made.lose(DIES)
-    hook.remove()
+    setattr(where, at, broken)
+    with pytest.raises(PeerLostError, match="a newcomer is lost"):
+        made.recover(topology, came_from)
+    setattr(where, at, plain)
+    made.engine.interrupt(True)
 
 
 def _interrupted_twice(rank: RankContext) -> list[Any]:
@@ -80,7 +90,7 @@ def _interrupted_twice(rank: RankContext) -> list[Any]:
         if rank.rank != computes:
             rank.wait_mark(f"stopped {generation}", computes)
         if made.me in came_from:
-            _stopped(made, int(rank.rank == computes))
+            made.stop(DIES, int(rank.rank == computes))
         rank.mark(f"stopped {generation}")
         if made.me not in came_from:
             made.engine.interrupt(True)
@@ -93,11 +103,9 @@ def _interrupted_twice(rank: RankContext) -> list[Any]:
 
 def test_what_was_kept_counts_for_one_attempt_only() -> None:
     """Who has kept something, and is interrupted again, begins anew: though others go on."""
-    (alone,) = undisturbed("one", 12)
     for stayed, value in filter(None, rank_values(_interrupted_twice, 4)):
         assert stayed == [1, 1]
-        assert value["curve"] == alone["curve"]
-        assert value["digest"] == alone["digest"]
+        assert_undisturbed([value], "one", 12)
 
 
 class Breaks(Deadly):
@@ -123,19 +131,8 @@ def _interrupted(rank: RankContext) -> dict[str, Any]:
     made.begin(topology_for("dp3", 1))
     Breaks(made, 1, DIES, "whole")
     made.lose(LAST)
-    module: Any = recover_module
-    plain = module.complete
-
-    def interrupted(*_: Any) -> None:
-        rank.barrier("interrupted")
-        raise PeerLostError("told to halt")
-
-    module.complete = interrupted
-    with pytest.raises(PeerLostError, match="told to halt"):
-        made.recover(topology_for("dp3", 2), everybody)
-    module.complete = plain
+    _break_off(made, "complete", topology_for("dp3", 2), everybody, "interrupted")
     assert made.engine.status.applied_step == DIES
-    made.engine.interrupt(True)
     made.recover(topology_for("dp3", 3), everybody)
     made.train(LAST)
     return made.result()
@@ -155,22 +152,12 @@ def _turned(made: Survivor, fails: str, generation: int) -> None:
     """Three replicas enter a generation in which the first and the last have changed places. It
     fails on all of them at `fails`, or for "begun" is over before any rank has begun its step.
     A rank leaves only when all ranks are there, because peers may still connect to it."""
-    module: Any = recover_module
-    where, name = (module._GenerationEntry, "fill") if fails == "fill" else (module, fails)
-    plain = getattr(where, name, None)
-
-    def broken(*_: Any) -> None:
-        made.rank.barrier(f"broken {generation}")
-        raise PeerLostError("a newcomer is lost")
-
-    if plain is None:
-        made.recover(topology_for("dp3", generation), [2, 1, 0])
-        made.rank.barrier(f"begun {generation}")
-    else:
-        setattr(where, name, broken)
-        with pytest.raises(PeerLostError, match="a newcomer is lost"):
-            made.recover(topology_for("dp3", generation), [2, 1, 0])
-        setattr(where, name, plain)
+    topology, swapped = topology_for("dp3", generation), [2, 1, 0]
+    if fails != "begun":
+        _break_off(made, fails, topology, swapped, f"broken {generation}")
+        return
+    made.recover(topology, swapped)
+    made.rank.barrier(f"begun {generation}")
     made.engine.interrupt(True)
 
 
@@ -183,7 +170,7 @@ def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
     rank.barrier("trained")
     if rank.rank != 2:
         rank.wait_mark("stopped", 2)
-    _stopped(made, int(rank.rank == 2))
+    made.stop(DIES, int(rank.rank == 2))
     rank.mark("stopped")
     if rank.rank == 0 and summed:
         made.engine._gradients.reducers[0].is_summed = True  # type: ignore[attr-defined]
@@ -218,15 +205,13 @@ def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
 def test_recoveries_that_break_off_spoil_nothing(fails: list[str], summed: bool) -> None:
     """What a replica has computed of a step is kept among those who are left, or void: it is never
     taken for what another replica was to compute, though its number may have changed meanwhile."""
-    (alone,) = undisturbed("one", 12)
     tried = fails != ["agree"]  # nobody has found out then what there is
     touched = any(point in TOUCHED for point in fails)
     stays = int(not touched) if summed or not tried else 0
     arguments = {"fails": fails, "summed": summed}
     for stayed, value in filter(None, rank_values(_broken_off, 3, arguments)):
         assert stayed == stays
-        assert value["curve"] == alone["curve"]
-        assert value["digest"] == alone["digest"]
+        assert_undisturbed([value], "one", 12)
 
 
 def _whole_among_others(rank: RankContext) -> list[Any]:
@@ -239,20 +224,10 @@ def _whole_among_others(rank: RankContext) -> list[Any]:
     if rank.rank > 1:
         made.engine.interrupt(True)
         return []
-    assert made.engine.progress.reduced_step == DIES
+    assert made.engine.status.reduced_step == DIES
     if rank.rank == 1:
         made.engine.status.stage = StepStage.COMPUTING  # it is interrupted a moment before
-    plain = recover_module._GenerationEntry.fill
-    module: Any = recover_module
-
-    def broken(*_: Any) -> None:
-        raise PeerLostError("a newcomer is lost")
-
-    module._GenerationEntry.fill = broken
-    with pytest.raises(PeerLostError, match="a newcomer is lost"):
-        made.recover(topology_for("dp2", 2), [0, 1])
-    module._GenerationEntry.fill = plain
-    made.engine.interrupt(True)
+    _break_off(made, "fill", topology_for("dp2", 2), [0, 1])
     if rank.rank == 1:
         rank.mark("left")
         return []
@@ -291,10 +266,7 @@ def _bad_and_interrupted(rank: RankContext) -> dict[str, Any]:
 
 
 def test_what_was_heard_of_a_bad_attempt_does_not_count_for_the_next() -> None:
-    (alone,) = undisturbed("one")
-    for value in rank_values(_bad_and_interrupted, 3):
-        assert value["curve"] == alone["curve"]
-        assert value["digest"] == alone["digest"]
+    assert_undisturbed(rank_values(_bad_and_interrupted, 3))
 
 
 def _torn(rank: RankContext) -> dict[str, Any]:
@@ -319,6 +291,3 @@ def test_who_has_lost_its_state_is_sent_it() -> None:
         assert result.exit == 0, result.log
         assert result.value["digest"] == alone["digest"]
         assert result.value["kept"] == (result.rank == 1)
-
-
-# --- no fault -------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
+    engine_for,
     engine_of,
     load_pieces,
     model_flags,
@@ -118,9 +119,7 @@ def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[fl
 
 def resume_body(rank: RankContext, name: str, store: Path, key: str) -> list[float]:
     """Restore and train to the end."""
-    of = case(name)
-    config = config_for(name)
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made = engine_for(rank, name, config_for(name))
     checkpoint = Checkpoint.open(FolderStore(store), key)
 
     def read(box: Box, out: torch.Tensor) -> None:

@@ -18,24 +18,25 @@ from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.events import Evaluated, Event
 from holdfast.layout import Layout, place_layout
 from holdfast.policy.saving.destinations import SaveDestinations
-from holdfast.training.engine.build import TrainingSession, build_session
-from holdfast.training.engine.runner import TrainingOutcome, run_training
+from holdfast.training.engine.build import TrainingSession, make_session
+from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.vote import Wishes
-from holdfast.training.recover.recover import recover
+from holdfast.training.recover.recover import GenerationEntry
 from tests.support.corpus import batches, data_config, make, text_folder, text_source
+from tests.support.layouts import engine_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest
 
 STEPS = 6
 
 
-def _config(folder: Path, **checkpoint: Any) -> RunConfig:
+def _config(folder: Path, **checkpoint: Any) -> dict[str, Any]:
     """The dataset of `folder` is made by the test's own process; ranks only open it."""
     text_folder(folder / "text", 12, 400)
     data = data_config(folder / "data", text_source(folder / "text"))
     vocabulary = make(data).vocab_size
-    return RunConfig.model_validate(
+    made = RunConfig.model_validate(
         {
             "data": data.model_dump(),
             "model": {
@@ -58,6 +59,8 @@ def _config(folder: Path, **checkpoint: Any) -> RunConfig:
             "checkpoint": checkpoint,
         }
     )
+    values: dict[str, Any] = json.loads(made.model_dump_json())
+    return values
 
 
 class World:
@@ -102,38 +105,36 @@ class World:
         return [e for e in self.log if not isinstance(e, tuple) and e.kind == kind]
 
 
-def _session(rank: RankContext, config: RunConfig, name: str, dp_shard: int = 1) -> TrainingSession:
-    data = batches(make(config.data), config.data, config.seed, **_train_values(config))
-    layout = Layout(dp_replicate=rank.world_size // dp_shard, dp_shard=dp_shard)
+def _session(
+    rank: RankContext, values: dict[str, Any], layout: Layout | None = None
+) -> TrainingSession:
+    """With initial weights. layout: None: each rank is a replica."""
+    config = RunConfig.model_validate(values)
+    sizes = {name: getattr(config.train, name) for name in ("batch_size", "microbatch_size")}
+    data = batches(make(config.data), config.data, config.seed, **sizes)
+    layout = layout or Layout(dp_replicate=rank.world_size)
     topology = place_layout(layout, 1, ("node",) * rank.world_size)
-    return build_session(config, data, topology, rank.rank, rank.store(name), CPU, seconds=60)
+    engine = engine_of(config, topology, rank.rank, rank.store("first"))
+    engine.initialise(config.seed)
+    return make_session(config, engine, data, CPU)
 
 
-def _train_values(config: RunConfig) -> dict[str, Any]:
-    return {"batch_size": config.train.batch_size, "microbatch_size": config.train.microbatch_size}
+def loop_of(session: TrainingSession, world: World, **how: Any) -> TrainingLoop:
+    engine, evaluator, config = session.engine, session.evaluator, session.config
+    return TrainingLoop(engine, world, world, world, evaluator, config, **how)
 
 
-def _run(session: TrainingSession, rank: int, world: World, start: int = 0) -> TrainingOutcome:
+def _run(session: TrainingSession, world: World, start: int = 0) -> TrainingOutcome:
     with session.loader(start) as loader:
-        return run_training(
-            session.engine,
-            loader,
-            world,
-            world,
-            world,
-            session.evaluator,
-            session.config,
-            rank=rank,
-            start_step=start,
-        )
+        return loop_of(session, world, start_step=start).run(loader)
 
 
 def _whole_run(rank: RankContext, config: dict[str, Any], dp_shard: int = 1) -> dict[str, Any]:
     """From initial weights to the end, in one go; returns what was reported, and the state."""
-    session = _session(rank, RunConfig.model_validate(config), "whole", dp_shard)
-    session.engine.initialise(session.config.seed)
+    layout = Layout(dp_replicate=rank.world_size // dp_shard, dp_shard=dp_shard)
+    session = _session(rank, config, layout)
     world = World()
-    outcome = _run(session, rank.rank, world)
+    outcome = _run(session, world)
     assert (outcome.kind, outcome.step, outcome.unsaved_reason) == ("finished", STEPS, None)
     state = digest(session.engine)
     session.close()
@@ -159,9 +160,7 @@ def _ledger(values: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    made = _config(tmp_path_factory.mktemp("run"), every_steps=4)
-    value: dict[str, Any] = json.loads(made.model_dump_json())
-    return value
+    return _config(tmp_path_factory.mktemp("run"), every_steps=4)
 
 
 def test_a_whole_run_reports_everything_once_and_alike_on_any_world(config: dict[str, Any]) -> None:
@@ -179,14 +178,8 @@ def test_a_whole_run_reports_everything_once_and_alike_on_any_world(config: dict
     assert _ledger(three) == _ledger([alone])
     assert alone["phases"][0] == ["apply", "compute", "data", "reduce"]
     assert alone["phases"][3] == ["apply", "capture", "compute", "data", "reduce"]
-
-
-def test_a_snapshot_is_announced_after_everything_that_its_step_reported(
-    config: dict[str, Any],
-) -> None:
-    (alone,) = rank_values(_whole_run, 1, {"config": config})
-    tail = alone["kinds"][-4:]
-    assert tail == ["batch_fed", "step_done", "evaluated", "announce"]
+    # A snapshot is announced after everything that its step reported.
+    assert alone["kinds"][-4:] == ["batch_fed", "step_done", "evaluated", "announce"]
     assert alone["kinds"].count("announce") == 2
 
 
@@ -203,24 +196,23 @@ def test_validation_is_the_same_number_when_sharded_dpshard2(config: dict[str, A
 
 def _stopped(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
     """Only rank 1 wishes to stop at step 2, and only rank 0 to save at step 1."""
-    session = _session(rank, RunConfig.model_validate(config), "stopped")
-    session.engine.initialise(session.config.seed)
+    session = _session(rank, config)
     world = World(stop_after=2 if rank.rank == 1 else 0, save_at=1 if rank.rank == 0 else 0)
-    outcome = _run(session, rank.rank, world)
+    outcome = _run(session, world)
     torch.save(world.saved[2], rank.folder / f"rank{rank.rank}.state")
     session.close()
     return {"kind": outcome.kind, "step": outcome.step, "saved": sorted(world.saved)}
 
 
 def _resumed(rank: RankContext, config: dict[str, Any], path: Path) -> str:
-    session = _session(rank, RunConfig.model_validate(config), "resumed")
+    session = _session(rank, config)
     saved = torch.load(path, weights_only=True)
 
     def read(box: Box, out: Tensor) -> None:
         out.copy_(saved[box.name])
 
     session.engine.load(read)
-    outcome = _run(session, rank.rank, World(), start=2)
+    outcome = _run(session, World(), start=2)
     assert outcome.kind == "finished"
     state = digest(session.engine)
     session.close()
@@ -238,13 +230,12 @@ def test_a_wish_of_any_rank_stops_all_after_one_step_and_a_resume_on_another_wor
 
 
 def _poisoned(rank: RankContext, config: dict[str, Any]) -> list[Any]:
-    session = _session(rank, RunConfig.model_validate(config), "poisoned")
-    session.engine.initialise(session.config.seed)
+    session = _session(rank, config)
     if rank.rank == 1:
         session.engine.parameters.master_tensors[0].fill_(math.inf)
     world = World()
     with pytest.raises(NonFiniteError, match=r"embed\.weight is not finite on rank 1"):
-        _run(session, rank.rank, world)
+        _run(session, world)
     return [[e.rank, e.parameter, e.step] for e in world.events("non_finite")]
 
 
@@ -253,8 +244,8 @@ def test_a_non_finite_step_is_journalled_once(config: dict[str, Any]) -> None:
 
 
 def _finished(rank: RankContext, config: dict[str, Any]) -> list[Any]:
-    session = _session(rank, RunConfig.model_validate(config), "finished")
-    outcome = _run(session, rank.rank, world := World(), start=STEPS)
+    session = _session(rank, config)
+    outcome = _run(session, world := World(), start=STEPS)
     return [outcome.kind, outcome.step, world.log]
 
 
@@ -274,10 +265,9 @@ class NoRoom(World):
 
 
 def _left_without(rank: RankContext, config: dict[str, Any]) -> tuple[str, int, str | None, Any]:
-    session = _session(rank, RunConfig.model_validate(config), "left")
-    session.engine.initialise(session.config.seed)
+    session = _session(rank, config)
     world = NoRoom(stop_after=2)
-    outcome = _run(session, rank.rank, world)
+    outcome = _run(session, world)
     session.close()
     return outcome.kind, outcome.step, outcome.unsaved_reason, world.settled
 
@@ -311,19 +301,20 @@ def _broken_off(
     rank: RankContext, config: dict[str, Any], where: tuple[int, str], left: Sequence[int]
 ) -> list[tuple[int, str]]:
     """What is evaluated in both generations; those that are not `left` end with the first."""
-    session = _session(rank, RunConfig.model_validate(config), "broken")
-    session.engine.initialise(session.config.seed)
+    session = _session(rank, config)
     world = BrokenOff(*where, dies=rank.rank not in left)
     with pytest.raises(PeerLostError):
-        _run(session, rank.rank, world)
+        _run(session, world)
     if rank.rank in left:
         me, topology = (
             left.index(rank.rank),
             place_layout(Layout(len(left)), 2, ("node",) * len(left)),
         )
-        found = recover(session, topology, me, rank.store("next"), left, step=0, seconds=60)
+        before, store = session.groups.topology, rank.store("next")
+        entry = GenerationEntry(session.config, topology, me, store, CPU, before, left, seconds=60)
+        found = entry.recover(session, 0)
         session, later = found.session, World()
-        outcome = _run(session, me, later, found.step)
+        outcome = _run(session, later, found.step)
         assert outcome.kind == "finished"
         world.log += [*found.events, *later.log]
     session.close()
@@ -351,14 +342,8 @@ def test_a_validation_that_broke_off_is_done_by_those_who_go_on(
 
 
 def _ignored(rank: RankContext, config: dict[str, Any], pp: int) -> list[Any]:
-    run_file = RunConfig.model_validate(config)
-    data = batches(make(run_file.data), run_file.data, run_file.seed, **_train_values(run_file))
-    layout = Layout(pp=2, stages=(1, 1)) if pp == 2 else Layout(dp_replicate=2)
-    topology = place_layout(layout, 1, ("node",) * rank.world_size)
-    session = build_session(run_file, data, topology, rank.rank, rank.store("few"), CPU, seconds=60)
-    session.engine.initialise(run_file.seed)
-    world = World()
-    _run(session, rank.rank, world)
+    session = _session(rank, config, Layout(pp=2, stages=(1, 1)) if pp == 2 else None)
+    _run(session, world := World())
     session.close()
     return [[e.key, e.step] for e in world.events("setting_ignored")]
 

@@ -25,7 +25,7 @@ from holdfast.errors import PeerLostError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Event
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.evaluate import Evaluator
-from holdfast.training.engine.runner import run_training
+from holdfast.training.engine.runner import TrainingLoop
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.vote import Wishes
 from holdfast.wire.secret import Secret
@@ -164,18 +164,20 @@ def loop(
     saver.full = full if rank.rank == 1 else ()
     unsaved: str | None = "lost"
     try:
-        unsaved = run_training(
-            engine,
-            feeder(engine, lost_at),
-            world,
-            world,
-            saver,
-            cast(Evaluator, world),
-            config,
-            rank=rank.rank,
-            start_step=0,
-            settle_seconds=60,
-        ).unsaved_reason
+        unsaved = (
+            TrainingLoop(
+                engine,
+                world,
+                world,
+                saver,
+                cast(Evaluator, world),
+                config,
+                start_step=0,
+                settle_seconds=60,
+            )
+            .run(feeder(engine, lost_at))
+            .unsaved_reason
+        )
     except PeerLostError:
         pass
     finally:

@@ -5,22 +5,19 @@ The clock is the test's own: every look at it is a second later.
 
 from __future__ import annotations
 
-import json
 from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
-from holdfast.config.run import RunConfig
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.peers import PeerConfig
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.training.engine.runner import run_training
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
 from holdfast.training.engine.vote import Wishes
-from tests.runtime.training.test_runner import STEPS, World, _config, _session
+from tests.runtime.training.test_runner import STEPS, World, _config, _session, loop_of
 from tests.support.ranks import RankContext, rank_values
 
 RULES = CheckpointConfig(interval="adaptive", min_seconds=1, max_seconds=100)
@@ -51,10 +48,8 @@ def test_dear_saves_and_quiet_runs_are_saved_more_rarely_and_each_change_has_a_r
     assert _steps(dear, 200, 0.8)[-1] > 2 * _steps(cheap, 200, 0.01)[-1]
     broken = FailureRate.from_prior().with_observation(600, failures=12)
     often = SaveCadence(RULES, FailureStats(broken), 1, 0.0)
-    assert (
-        _steps(often, 30, 0.01)[-1]
-        < _steps(SaveCadence(RULES, FailureStats(), 1, 0.0), 30, 0.01)[-1]
-    )
+    seldom = SaveCadence(RULES, FailureStats(), 1, 0.0)
+    assert _steps(often, 30, 0.01)[-1] < _steps(seldom, 30, 0.01)[-1]
     [told] = SaveCadence(RULES, FailureStats(broken), 1, 0.0).tick(1.0, 0.0, is_usual=True)
     assert told.tier == 2
     assert "(12 failures in 10 min on 1 node)" in told.reason
@@ -90,14 +85,9 @@ ALL = CheckpointConfig(
 def _simulated(rules: CheckpointConfig, steps: int, slow: dict[int, float]) -> dict[int, list[int]]:
     """The steps, of a second each, that were saved into each tier. slow: seconds until a save into
     a tier is done; a snapshot blocks for a millisecond, copies and writes slow a step down."""
-    cadence, now = (
-        SaveCadence(
-            rules, FailureStats(FailureRate.from_prior().with_observation(7200, failures=2)), 1, 0.0
-        ),
-        0.0,
-    )
+    stats = FailureStats(FailureRate.from_prior().with_observation(7200, failures=2))
+    cadence, now, behind = SaveCadence(rules, stats, 1, 0.0), 0.0, 0.0
     saved: dict[int, list[int]] = {tier: [] for tier in range(4)}
-    behind = 0.0
     for step in range(1, steps + 1):
         now, behind = now + 1.0 + behind, 0.0
         cadence.tick(now, 0.001, is_usual=True, durations=TierDurations(slow))
@@ -142,23 +132,12 @@ def test_a_save_that_was_not_begun_stays_due() -> None:
 
 
 def _run(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
-    session = _session(rank, RunConfig.model_validate(config), "adaptive")
-    session.engine.initialise(session.config.seed)
+    session = _session(rank, config)
     world, ticks = World(), count()
     with session.loader(0) as loader:
-        run_training(
-            session.engine,
-            loader,
-            world,
-            world,
-            world,
-            session.evaluator,
-            session.config,
-            rank=rank.rank,
-            start_step=0,
-            clock=lambda: float(next(ticks)),
-            stats=FailureStats(FailureRate.from_prior().with_observation(3600, failures=2)),
-        )
+        stats = FailureStats(FailureRate.from_prior().with_observation(3600, failures=2))
+        clock = lambda: float(next(ticks))  # noqa: E731
+        loop_of(session, world, start_step=0, clock=clock, stats=stats).run(loader)
     session.close()
     told = [[e.step, e.tier, e.seconds, e.reason] for e in world.events("save_interval")]
     into = {
@@ -179,7 +158,7 @@ def test_all_ranks_save_into_the_same_tiers(tmp_path: Any) -> None:
         bucket="s3://bucket/run",
         bucket_every_seconds=1e6,
     )
-    first, second = rank_values(_run, 2, {"config": json.loads(made.model_dump_json())})
+    first, second = rank_values(_run, 2, {"config": made})
     assert first["into"] == second["into"]
     into = dict(first["into"])
     assert into[STEPS] == [True, True, True]  # what is left behind goes everywhere
@@ -194,13 +173,10 @@ def test_rank_0_decides_and_all_save_alike(tmp_path: Any, seconds: float) -> Non
     made = _config(
         tmp_path, interval="adaptive", min_seconds=seconds, max_seconds=seconds, every_steps=1
     )
-    first, second = rank_values(_run, 2, {"config": json.loads(made.model_dump_json())})
+    first, second = rank_values(_run, 2, {"config": made})
     # every_steps is not used: with an endless interval only the end is saved.
-    assert (
-        first["saved"]
-        == second["saved"]
-        == (list(range(1, STEPS + 1)) if seconds == 1 else [STEPS])
-    )
+    due = list(range(1, STEPS + 1)) if seconds == 1 else [STEPS]
+    assert first["saved"] == second["saved"] == due
     assert second["told"] == []
     [[step, tier, told, reason]] = first["told"]
     assert (step, tier, told) == (1, 2, seconds)
@@ -223,22 +199,10 @@ class _Full(World):
 
 
 def _owed(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
-    session = _session(rank, RunConfig.model_validate(config), "owed")
-    session.engine.initialise(session.config.seed)
+    session = _session(rank, config)
     world = _Full({3, 4} if rank.rank == 1 else set())
     with session.loader(0) as loader:
-        run_training(
-            session.engine,
-            loader,
-            world,
-            world,
-            world,
-            session.evaluator,
-            session.config,
-            rank=rank.rank,
-            start_step=0,
-            clock=lambda: float(world.now),
-        )
+        loop_of(session, world, start_step=0, clock=lambda: float(world.now)).run(loader)
     session.close()
     skipped = [event.step for event in world.events("checkpoint_skipped")]
     return {"saved": sorted(world.saved), "skipped": skipped}
@@ -247,6 +211,6 @@ def _owed(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
 def test_a_save_by_the_clock_that_found_no_slot_is_owed_at_the_next_step(tmp_path: Any) -> None:
     """Due after three seconds; a rank has no room then, nor a step later: the fifth is saved."""
     made = _config(tmp_path, every_steps=0, every_seconds=3)
-    first, second = rank_values(_owed, 2, {"config": json.loads(made.model_dump_json())})
+    first, second = rank_values(_owed, 2, {"config": made})
     assert first == {"saved": [5, STEPS], "skipped": [3]}
     assert second == {"saved": [5, STEPS], "skipped": []}

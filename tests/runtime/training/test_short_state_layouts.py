@@ -18,16 +18,15 @@ from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
-    engine_of,
+    engine_for,
     load_pieces,
     one_step,
     pieces,
     save_pieces,
-    topology_of,
 )
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
-from tests.support.step_recovery import undisturbed
+from tests.support.step_recovery import assert_undisturbed, undisturbed
 from tests.support.tiny_training import digest
 
 HALF, STEPS = 3, 6
@@ -38,7 +37,7 @@ def _trained(rank: RankContext, layout: str, to: str, start: str) -> list[Any]:
     """Return the losses, and the digest of the last state. With `start`, restore that state, and
     write what the rank holds then to `to`. Without, write the state after `HALF` steps."""
     config = config_of(case(layout).changes)
-    made = engine_of(config, topology_of(case(layout), config), rank.rank, rank.store())
+    made = engine_for(rank, layout, config)
     table = {spec.name: spec for spec in run_state_table(config)}
     for local in made.state():
         assert local.global_shape == table[local.name].shape
@@ -114,11 +113,8 @@ def test_tensor_parallelism_cuts_between_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("short", ["state8bit", "statebf16"])
 def test_one_of_three_replicas_is_killed(short: str, when: str) -> None:
     found = survivors(f"{short}.dp3", 2, when, f"{short}.dp2", [0, 1])
-    (alone,) = undisturbed(f"{short}.one")
     assert len(found) == 2
-    for value in found:
-        assert value["curve"] == alone["curve"]
-        assert value["digest"] == alone["digest"]
+    assert_undisturbed(found, f"{short}.one")
 
 
 @pytest.mark.slow

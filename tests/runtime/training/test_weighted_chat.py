@@ -2,138 +2,51 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from holdfast.config.run import RunConfig
-from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
-from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
 from holdfast.tasks.task.token_batches import TokenBatches
-from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.task import DecoderTask
-from tests.support.chat import message_rows, tokenizer_folder, write_rows
-from tests.support.corpus import data_config, make
-from tests.support.layouts import (
-    assert_all_state,
-    case,
-    config_of,
-    engine_of,
-    load_pieces,
-    pieces,
-    save_pieces,
-    topology_of,
+from tests.runtime.training.test_chat_batches import (
+    alone,
+    begun,
+    body,
+    check_curve,
+    data_of,
+    prepared,
 )
+from tests.support.chat import message_rows
+from tests.support.corpus import make
+from tests.support.layouts import case, config_of
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
-from tests.support.tiny_training import digest
 
-STEPS, LENGTH = 3, 96
 WEIGHTS = (1, 0.5, 0.07, 2.54, 0, None, 1.3)
 
 
-def _rows() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Replies with weights in turn."""
     rows = message_rows(80)
     replies = [m for row in rows for m in row["messages"] if m["role"] == "assistant"]
     for number, reply in enumerate(replies):
         reply["weight"] = WEIGHTS[number % len(WEIGHTS)]
-    return rows
-
-
-def _data(root: Path, **chat: Any) -> Any:
-    return data_config(
-        root / "dataset",
-        {"kind": "jsonl", "path": str(root / "rows.jsonl"), "rows": "messages"},
-        tokenizer={"path": str(root / "tokenizer")},
-        attention="document",
-        sequence_length=LENGTH,
-        validation_fraction=0,
-        chat={"weights": True} | chat,
-    )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared dataset, and the rows and tokenizer of it."""
-    root = tmp_path_factory.mktemp("weighted")
-    tokenizer_folder(root / "tokenizer")
-    write_rows(root / "rows.jsonl", _rows())
-    make(_data(root))
-    return root
-
-
-def _engine(rank: RankContext, name: str, root: str) -> tuple[StepEngine, Batches]:
-    of = case(name)
-    config = config_of(
-        {
-            **of.changes,
-            "data__sequence_length": LENGTH,
-            "data__chat": {"weights": True},
-            "model__vocab_size": 400,
-            "train__steps": STEPS,
-        }
-    )
-    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
-    return made, _batches(config, root)
-
-
-def _batches(config: RunConfig, root: str) -> Batches:
-    return Batches(Dataset.open(f"{root}/dataset"), _data(Path(root)), config.train, config.seed)
-
-
-def _body(rank: RankContext, name: str, root: str) -> dict[str, Any]:
-    made, batches = _engine(rank, name, root)
-    part, parts = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
-    verdicts = []
-    for step in range(1, STEPS + 1):
-        read = [batches.microbatch(step, leaf, part, parts) for leaf in made.begin(step)]
-        made.compute(
-            [
-                TensorMicrobatch(
-                    torch.from_numpy(one.inputs),
-                    torch.from_numpy(one.targets),
-                    None if one.documents is None else torch.from_numpy(one.documents),
-                    one.entries,
-                    one.tokens,
-                )
-                for one in read
-            ]
-        )
-        verdicts.append(made.reduce())
-        made.apply(verdicts[-1])
-    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
-    out = {
-        "losses": [v.mean_loss for v in verdicts],
-        "norms": [v.mean_norm for v in verdicts],
-        "tokens": [v.tokens for v in verdicts],
-        "digest": digest(made),
-    }
-    made.close()
-    return out
-
-
-@cache
-def _alone(root: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    folder = root / "alone"
-    folder.mkdir()
-    (value,) = rank_values(_body, 1, {"name": "shallow.one", "root": str(root)}, folder=folder)
-    return value, {name: values for name, _, values in load_pieces(folder / "0.npz")}
+    return prepared(tmp_path_factory.mktemp("weighted"), rows, weights=True)
 
 
 @pytest.mark.parametrize("name", ["dp2", in_campaign("dp3")])
 def test_replicas_are_bit_equal(name: str, corpus: Path) -> None:
-    expected, _ = _alone(corpus)
+    expected, _ = alone(corpus, weights=True)
     assert any(weight % 1 for weight in expected["tokens"])
     of = case(f"shallow.{name}")
-    for value in rank_values(_body, of.world_size, {"name": of.name, "root": str(corpus)}):
+    arguments = {"name": of.name, "root": str(corpus), "weights": True}
+    for value in rank_values(body, of.world_size, arguments):
         assert value == expected
 
 
@@ -143,19 +56,12 @@ def test_replicas_are_bit_equal(name: str, corpus: Path) -> None:
 def test_each_layout_gives_the_curve_of_one_process(
     name: str, corpus: Path, tmp_path: Path
 ) -> None:
-    expected, state = _alone(corpus)
-    of = case(f"shallow.{name}")
-    arguments = {"name": of.name, "root": str(corpus)}
-    for value in rank_values(_body, of.world_size, arguments, folder=tmp_path, deadline=240):
-        np.testing.assert_allclose(value["losses"], expected["losses"], rtol=1e-10, atol=0)
-        np.testing.assert_allclose(value["norms"], expected["norms"], rtol=1e-10, atol=0)
-        np.testing.assert_allclose(value["tokens"], expected["tokens"], rtol=1e-10, atol=0)
-    assert_all_state(state, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
+    check_curve(name, corpus, tmp_path, weights=True)
 
 
 def _reference(rank: RankContext, root: str) -> dict[str, float]:
     """The first step row by row in plain torch, with weights from the bytes of the mask."""
-    made, batches = _engine(rank, "shallow.one", root)
+    made, batches = begun(rank, "shallow.one", root, weights=True)
     decoder, packed = made.objective.decoder, batches.packed[0]
     assert packed is not None
     total, divisor = torch.zeros((), dtype=torch.float64), 0.0
@@ -177,7 +83,7 @@ def _reference(rank: RankContext, root: str) -> dict[str, float]:
 
 
 def test_the_loss_is_that_of_each_row_alone_with_weights_by_hand(corpus: Path) -> None:
-    expected, _ = _alone(corpus)
+    expected, _ = alone(corpus, weights=True)
     (value,) = rank_values(_reference, 1, {"root": str(corpus)}, deadline=240)
     assert value["divisor"] == pytest.approx(expected["tokens"][0], rel=1e-7)
     assert value["loss"] == pytest.approx(expected["losses"][0], rel=1e-7)
@@ -195,13 +101,15 @@ def test_a_dataset_with_weights_is_marked_and_verified(corpus: Path) -> None:
 def test_weights_are_refused_where_the_run_file_does_not_ask_for_them(
     corpus: Path, tmp_path: Path
 ) -> None:
-    config = _data(corpus, weights=False).model_copy(update={"folder": str(tmp_path / "other")})
+    config = data_of(corpus, weights=False).model_copy(update={"folder": str(tmp_path / "other")})
     with pytest.raises(DataError, match=r"weight other than 0 and 1; .*data\.chat\.weights=true"):
         make(config)
 
 
 def test_a_task_gets_weights_which_the_ledger_covers(corpus: Path) -> None:
-    config = config_of({"model__vocab_size": 400}).model_copy(update={"data": _data(corpus)})
+    config = config_of({"model__vocab_size": 400}).model_copy(
+        update={"data": data_of(corpus, weights=True)}
+    )
     batches = TokenBatches(config, Dataset.open(corpus / "dataset"))
     read = batches.microbatch(1, 0)
     tensors = read.tensors

@@ -13,17 +13,18 @@ from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import PeerLostError
 from holdfast.events import SettingIgnored, ShardAwaited
 from holdfast.layout import Topology
+from holdfast.parallel.axes.process_groups import connect
 from holdfast.plan.placing.planner import dealer_of
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.training.engine.build import (
     TrainingSession,
     build_engine,
-    connect_groups,
+    connect_settings,
     make_session,
 )
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.recover import RecoveryResult, join_generation, recover
+from holdfast.training.recover.recover import GenerationEntry, RecoveryResult
 
 logger = logging.getLogger(__name__)
 
@@ -90,32 +91,21 @@ class HeldSession:
         Collective over the topology of `connection`. came_from: in ranks of `before`.
         """
         topology, rank, rendezvous = connection.topology, connection.rank, connection.rendezvous
+        entry = GenerationEntry(
+            setup.config if self.session is None else self.session.config,
+            topology,
+            rank,
+            rendezvous.store,
+            setup.device,
+            before,
+            came_from,
+            dealer=dealer_of(topology, setup.config.layout.schedule),
+            on_meeting=rendezvous.on_peers_met,
+        )
         if self.session is not None:
-            found = recover(
-                self.session,
-                topology,
-                rank,
-                rendezvous.store,
-                came_from,
-                step=self.step,
-                old_topology=before,
-                dealer=dealer_of(topology, setup.config.layout.schedule),
-                on_meeting=rendezvous.on_peers_met,
-            )
+            found = entry.recover(self.session, self.step)
         else:
-            found = join_generation(
-                setup.config,
-                setup.open_batches(),
-                topology,
-                rank,
-                rendezvous.store,
-                setup.device,
-                before,
-                came_from,
-                dealer=dealer_of(topology, setup.config.layout.schedule),
-                on_meeting=rendezvous.on_peers_met,
-                task=setup.task,
-            )
+            found = entry.join(setup.open_batches(), setup.task)
         self._enter_recovered(found, connection)
         _report_waits(setup.open_batches(), connection)
         slow = setup.transport.find_slow(topology)
@@ -159,7 +149,7 @@ class HeldSession:
         if not self.is_usable:
             return HeldState(generation, rank, self.step, None, True, kind, text, bad=bad_step)
         engine = self.current.engine
-        groups, whole = engine.groups, engine.progress.reduced_step
+        groups, whole = engine.groups, engine.status.reduced_step
         place = (groups.topology.generation, groups.rank)
         # perhaps in a recovery that did not come to its end
         applied = engine.status.applied_step or self.step
@@ -171,7 +161,8 @@ def _build_session(
 ) -> TrainingSession:
     """Connect the groups of `topology`, and build this rank's engine, without values."""
     config, device, task, batches = setup.config, setup.device, setup.task, setup.open_batches()
-    groups = connect_groups(config, topology, rank, store, device, _GROUP_WAIT_TIMEOUT_S)
+    settings = connect_settings(config, store, device, _GROUP_WAIT_TIMEOUT_S)
+    groups = connect(settings, topology, rank)
     try:
         # The weights of the replicas may differ.
         dealer = dealer_of(topology, config.layout.schedule)

@@ -30,8 +30,7 @@ from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.training.engine.runner import TrainingOutcome
-from holdfast.training.engine.runner import run_training as train
+from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.save_cadence import FailureStats
 from holdfast.training.engine.vote import Wishes
 from holdfast.wire.secret import Secret
@@ -128,7 +127,7 @@ class Worker:
         self.begin_generation()
 
     def train(self) -> TrainingOutcome:
-        """Train on from the state after `step`. Raises what `train.runner.run_training` raises;
+        """Train on from the state after `step`. Raises what `TrainingLoop.run` raises;
         `step` is right then, too. The state is then intact, unless a replica was sharded over a
         lost process.
         """
@@ -156,21 +155,19 @@ class Worker:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
             waking = connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside)
             with waking, session.loader(self.step) as loader:
-                return train(
+                return TrainingLoop(
                     session.engine,
-                    loader,
                     membership,
                     self.reporter,
                     saver,
                     session.evaluator,
                     config,
-                    rank=connection.rank,
                     start_step=self.step,
                     stats=_failure_stats(self._setup.spec),
                     tier_durations=lambda: self.reporter.requests.tier_durations or TierDurations(),
                     is_in_danger=lambda: self.reporter.requests.is_in_danger,
                     retry=retry,
-                )
+                ).run(loader)
         finally:
             held.step = session.engine.status.applied_step or self.step
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
@@ -292,7 +289,7 @@ def _failure_stats(spec: WorkerSpec) -> FailureStats:
 
 MAX_UNSENT_STEPS = 3
 """Steps whose events a process may still have to itself when it votes on the next one. If it is
-killed, other processes report these steps (`training/recover/journal_repair.py`), and the agent
+killed, other processes report these steps (`training/recover/recover.py`), and the agent
 completes the ledger (`elastic/coordinator/ledger_repair.py`)."""
 
 

@@ -23,8 +23,7 @@ from holdfast.core.schedule.table import Value
 from holdfast.options.asynchronous.weight_versions import Pipemare, StageDelay, WeightVersions
 from holdfast.options.protocols import Apply
 from holdfast.training.engine.engine import StepEngine
-from holdfast.training.engine.executors import Executor, PipelinedExecutor
-from holdfast.training.engine.loss_scale import LossScale
+from holdfast.training.engine.executors import Executor, PipelinedExecutor, Share
 from holdfast.training.engine.protocols import StepFeed, StepShare
 from holdfast.training.engine.stage_work import GradientListener, Gradients, RankStage
 from holdfast.training.engine.state import Parameters
@@ -128,7 +127,7 @@ class WindowWork:
             self._listener.check()
 
 
-class AsynchronousExecutor:
+class AsynchronousExecutor(Executor):
     """An `Executor` whose steps overlap: the stage of a `PipelinedExecutor` under an asynchronous
     schedule.
 
@@ -138,18 +137,10 @@ class AsynchronousExecutor:
     is_asynchronous = True
 
     def __init__(self, inner: PipelinedExecutor, schedule: str, weights: WeightVersions):
+        super().__init__(inner.arguments)
         self._inner, self._schedule, self.weights = inner, schedule, weights
-        self.arguments = inner.arguments
         self.following: Sequence[Sequence[Any]] = ()
         self._under_way = UnderWay()
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return self._inner.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: LossScale) -> None:
-        self._inner.loss_scale = scale
 
     def look_ahead(self) -> int:
         """Microbatches behind a step's that its window may take."""
@@ -160,17 +151,11 @@ class AsynchronousExecutor:
         self._under_way = UnderWay()
         self.weights.forget()
 
-    def train(
-        self,
-        leaves: Sequence[int],
-        batches: Sequence[Any],
-        listener: GradientListener,
-        losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        losses = [] if losses is None else losses
+    def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
         following, self.following = self._later(), ()
-        if not batches:
-            return losses
+        if not share:
+            return
+        leaves, batches = [leaf for leaf, _ in share], [batch for _, batch in share]
         if any(a is not b for a, b in zip(self._under_way.batches, batches, strict=False)):
             self.forget()  # microbatches that were computed once are computed again
         under_way, before = self._under_way, len(self._under_way.batches)
@@ -194,7 +179,6 @@ class AsynchronousExecutor:
         self._inner.interpreter.run(window, work, under_way.carried)
         self.weights.end_step(len(batches), bool(following))
         self._under_way = under_way.after(len(batches))
-        return losses
 
     def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
         self.weights.use_newest()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from holdfast.model.experts import Experts, Matrices, permute
 from holdfast.options.protocols import Apply
-from holdfast.parallel.axes.expert_parallel import ExpertExchange, Travel
+from holdfast.parallel.axes.expert_parallel import ExpertExchange
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 
 LEAST_PART = 8
@@ -173,7 +173,7 @@ class ReplicatingExchange(ExpertExchange):
             back = there.argsort()
             tokens = permute(tokens, there, back)
         sent, received = list(plan.sent), [sum(row) for row in plan.came]
-        arrived = Travel.apply(tokens, sent, received, self)  # type: ignore[no-untyped-call]
+        arrived = self.travel(tokens, sent, received)
         came = torch.tensor(plan.came, device=tokens.device)
         of_expert = torch.arange(came.shape[1], device=came.device).repeat(self.size)
         order = of_expert.repeat_interleave(came.flatten()).argsort(stable=True)
@@ -181,7 +181,7 @@ class ReplicatingExchange(ExpertExchange):
         loan = Loan(self, plan)
         results = experts(permute(arrived, order, place), came.sum(0).tolist(), loan)
         results = permute(results, place, order)
-        out: Tensor = Travel.apply(results, received, sent, self)  # type: ignore[no-untyped-call]
+        out = self.travel(results, received, sent)
         return out if there is None or back is None else permute(out, back, there)
 
     def note_load(self, plan: Dispatch) -> None:

@@ -28,7 +28,7 @@ If blocks are run again in the backward, the forward's part of this is sent once
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -76,37 +76,6 @@ class ContextParallel:
         and begins after it."""
         aside: Any = torch.compiler.disable
         self.attend = aside(_attend)
-
-    def split(self, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> TokenShare:
-        """tokens, targets, documents: [B, S]"""
-        return TokenShare(self, tokens, targets, documents)
-
-    def sum_loss(self, loss: Tensor) -> Tensor:
-        """Add up the losses of the ranks' tokens."""
-        return self.whole.reduce(loss)
-
-
-class SpreadObjective(Protocol):
-    """A module that computes a loss with a decoder: it continues with this rank's share of a
-    microbatch's tokens (`train.objective.NextTokenObjective`)."""
-
-    decoder: Decoder
-    context: ContextParallel | None
-
-
-def apply_context_parallel(
-    objective: SpreadObjective,
-    group: dist.ProcessGroup,
-    method: ContextMethod,
-    ring: int,
-    *,
-    is_compiled: bool = False,
-    traffic: TrafficCounter | None = None,
-) -> None:
-    """Compute the objective's decoder, or the stage of one, over the ranks of `group`."""
-    objective.context = ContextParallel(group, method, ring, traffic)
-    if is_compiled:
-        objective.context.exclude_from_compilation()
 
 
 class TokenShare:

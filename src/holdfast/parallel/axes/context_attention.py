@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.parallel.axes.context_kernels import MergedAttention, PartialAttention
+from holdfast.parallel.axes.context_kernels import Keys, MergedAttention, PartialAttention
 from holdfast.parallel.axes.context_parts import TokenRelations, all_chunks, chunks_of, find_parts
 from holdfast.parallel.comm.collectives import Collectives
 
@@ -72,15 +72,8 @@ def _attend(
     """
     k, v = kv.transpose(2, 3)
     for rows, keys, mask, is_causal in how.parts(chunks, q.device):
-        found = how.kernel.forward(
-            q.transpose(1, 2)[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            mask,
-            is_causal,
-            how.scale,
-        )
-        merged.add(rows, *found)
+        seen = Keys(k[:, :, keys], v[:, :, keys], mask, is_causal, how.scale)
+        merged.add(rows, *how.kernel.forward(q.transpose(1, 2)[:, :, rows], seen))
 
 
 def _attend_backward(
@@ -93,19 +86,11 @@ def _attend_backward(
     gradient = torch.zeros_like(kv, dtype=logs.dtype)
     dk, dv = gradient.transpose(2, 3)
     for rows, keys, mask, is_causal in how.parts(chunks, kv.device):
-        found = how.kernel.backward(
-            given.g[:, :, rows],
-            given.q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            (out[:, :, rows], logs[:, :, rows]),
-            mask,
-            is_causal,
-            how.scale,
-        )
-        for total, more in zip(
-            (given.dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]), found, strict=True
-        ):
+        seen = Keys(k[:, :, keys], v[:, :, keys], mask, is_causal, how.scale)
+        result = out[:, :, rows], logs[:, :, rows]
+        found = how.kernel.backward(given.g[:, :, rows], given.q[:, :, rows], seen, result)
+        totals = given.dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
+        for total, more in zip(totals, found, strict=True):
             total.add_(more)
     return gradient
 

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.errors import PeerLostError
 from holdfast.layout import Replica, index_of
+
+if TYPE_CHECKING:
+    from holdfast.parallel.axes.replica_groups import ConnectSettings
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,11 @@ class ExpertGroups:
 
 
 def join_expert_groups(
-    replica: Replica, ep: int, device: torch.device, mesh_name: str, seconds: float
+    replica: Replica, settings: ConnectSettings, mesh_name: str
 ) -> ExpertGroups | None:
-    """Make the groups of torch's default world, which is a replica; collective over it. ep:
-    `layout.ep`. mesh_name: of the axis for FSDP2. None if each rank has all experts. Raises
-    PeerLostError."""
+    """Make the groups of torch's default world, which is a replica; collective over it. mesh_name:
+    of the axis for FSDP2. None if each rank has all experts. Raises PeerLostError."""
+    ep, seconds = settings.ep, settings.seconds
     if replica.expert_degree(ep) == 1:
         return None
     try:
@@ -53,7 +55,7 @@ def join_expert_groups(
         if replica.degree("dp_shard") == 1:
             return ExpertGroups(unlike, None)
         same = _own_group(alike_experts(replica, ep), seconds)
-        mesh = DeviceMesh.from_group(same, device.type, mesh_dim_names=(mesh_name,))
+        mesh = DeviceMesh.from_group(same, settings.device.type, mesh_dim_names=(mesh_name,))
         return ExpertGroups(unlike, mesh)
     except RuntimeError as error:
         raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error

@@ -21,7 +21,6 @@ and `cp` have parts of it, so each block gathers the numbers of choices over the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from holdfast.model.decoder import Decoder
 from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward, permute
 from holdfast.parallel.axes.process_groups import ProcessGroups
-from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.comm.collectives import Collectives, with_gradient
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 
 
@@ -93,18 +92,25 @@ class ExpertExchange:
         sent = counts.view(self.size, -1)  # [n, E / n]
         came = self._exchange_counts(sent)  # from each rank, of my experts
         parts, other_parts = sent.sum(1).tolist(), came.sum(1).tolist()
-        arrived = Travel.apply(tokens, parts, other_parts, self)  # type: ignore[no-untyped-call]
+        arrived = self.travel(tokens, parts, other_parts)
         of_expert = torch.arange(came.shape[1], device=came.device).repeat(self.size)
         order = of_expert.repeat_interleave(came.flatten()).argsort(stable=True)
         place = order.argsort()
         results = experts(permute(arrived, order, place), came.sum(0).tolist())
         back = permute(results, place, order)
-        out: Tensor = Travel.apply(back, other_parts, parts, self)  # type: ignore[no-untyped-call]
-        return out
+        return self.travel(back, other_parts, parts)
 
     def take_load(self) -> list[int]:
         """Return nothing: every rank computes the rows of its own experts."""
         return []
+
+    def travel(self, rows: Tensor, parts: list[int], other_parts: list[int]) -> Tensor:
+        """`exchange`; gradients go the way back."""
+        return with_gradient(
+            rows,
+            lambda rows: self.exchange(rows, parts, other_parts),
+            lambda gradient: self.exchange(gradient, other_parts, parts),
+        )
 
     def exchange(self, rows: Tensor, parts: list[int], other_parts: list[int]) -> Tensor:
         """The first parts[0] rows go to the first rank, and so on. -> what came, by rank"""
@@ -125,18 +131,3 @@ class ExpertExchange:
         """Count bytes that leave this rank."""
         if self._traffic is not None:
             self._traffic.add("ep", nbytes)
-
-
-class Travel(torch.autograd.Function):
-    """`ExpertExchange.exchange`; gradients go the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, parts: list[int], other_parts: list[int], ranks: ExpertExchange
-    ) -> Tensor:
-        ctx.ranks, ctx.parts, ctx.other_parts = ranks, parts, other_parts
-        return ranks.exchange(rows, parts, other_parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.ranks.exchange(gradient, ctx.other_parts, ctx.parts), None, None, None

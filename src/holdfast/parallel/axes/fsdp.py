@@ -20,7 +20,6 @@ Under ZeRO 2 parameters are gathered once a step: they stay until the sum of the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -42,7 +41,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.gradients.exchange import Slot
+from holdfast.parallel.gradients.buckets import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.gradients.reducer import MakeBuffer
@@ -169,13 +168,12 @@ class ShardedGradients(GradientFeeder):
         self._are_sums_here = are_sums_here
         self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
         self._missing_units: set[int] = set()
-        self._missing_plain: set[int] = set()  # of the leaf that is open
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._plain = [i for i, p in enumerate(self._parameters) if is_plain(p) and p.numel()]
         for index in self._plain:
             parameter = self._parameters[index]
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._plain_hook(index)
+                self._hook(index)
             )
         for module in root.modules():
             members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
@@ -205,8 +203,9 @@ class ShardedGradients(GradientFeeder):
         """The next backward pass belongs to `leaf`. A part cannot be told apart from the rest."""
         assert part is None, "the run file's rules refuse stages of a rank with ZeRO 2 and 3"
         self._slot = self._open_slot(leaf)
+        self._is_listening = self._slot is not None
         self._missing_units = set(range(len(self._units)))
-        self._missing_plain = set(self._plain)
+        self._missing_parameters = set(self._plain)
 
     def end_leaf(self) -> None:
         """The backward pass is over. Take what units without all of their gradients have, and drop
@@ -214,10 +213,10 @@ class ShardedGradients(GradientFeeder):
         if self._slot is not None:
             for number in sorted(self._missing_units):
                 self._store_partial_unit(self._units[number])
-            for index in sorted(self._missing_plain):
+            for index in sorted(self._missing_parameters):
                 self._take(index, None)
         self._progress.close()
-        self._slot = None
+        self._slot, self._is_listening = None, False
         self._stored_units.clear()
         for parameter in self._parameters:
             parameter.grad = None
@@ -300,20 +299,6 @@ class ShardedGradients(GradientFeeder):
 
         return take
 
-    def _plain_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Return what takes a plain parameter's gradient. It does not keep this object alive, as
-        `ReplicatedGradients._hook` says."""
-        whose = weakref.ref(self)
-
-        def listen(parameter: Tensor) -> None:
-            me = whose()
-            if me is not None and me._slot is not None:
-                gradient, parameter.grad = parameter.grad, None
-                me._missing_plain.discard(index)
-                me._take(index, gradient)
-
-        return listen
-
     def _store_output(self, unit: FsdpUnit, output: Tensor) -> None:
         """Move a unit's sum into the current slot.  output: [unit.size]"""
         place = self._slot_view(unit)
@@ -337,14 +322,15 @@ class ShardedGradients(GradientFeeder):
             self._take(index, None if gradient is None else local_tensor(gradient))
 
 
+@dataclass(eq=False)
 class CountedGather:
     """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface).
 
     code: of what is sent. All shards then compute with what comes out of it, the owner too.
     """
 
-    def __init__(self, traffic: TrafficCounter | None, code: Code | None = None):
-        self._traffic, self._code = traffic, code
+    traffic: TrafficCounter | None
+    code: Code | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the output."""
@@ -358,17 +344,18 @@ class CountedGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """output: [shards * n]; input: [n], maybe a part of the output"""
-        sent = input_tensor if self._code is None else self._code.pack(input_tensor[None])[0]
-        if self._traffic is not None:
-            self._traffic.add("gather", (group.size() - 1) * sent.nbytes)
-        if self._code is None:
+        sent = input_tensor if self.code is None else self.code.pack(input_tensor[None])[0]
+        if self.traffic is not None:
+            self.traffic.add("gather", (group.size() - 1) * sent.nbytes)
+        if self.code is None:
             return gather_parts(output_tensor, sent, group, async_op)
         received = sent.new_empty(group.size(), len(sent))
         gather_parts(received.view(-1), sent, group)
-        self._code.unpack(received, output_tensor.view(group.size(), -1))
+        self.code.unpack(received, output_tensor.view(group.size(), -1))
         return None
 
 
+@dataclass(eq=False)
 class OrderedReduceScatter:
     """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
 
@@ -378,22 +365,17 @@ class OrderedReduceScatter:
         parameter has no gradient, numbers are sent.
     """
 
-    def __init__(
-        self,
-        output_size: int,
-        output_slot: Callable[[], Tensor | None],
-        traffic: TrafficCounter | None = None,
-        on_start: Callable[[], None] = lambda: None,
-        code: Code | None = None,
-    ):
-        self._output_size, self._slot, self._traffic = output_size, output_slot, traffic
-        self._on_start, self._code = on_start, code
+    output_size: int
+    output_slot: Callable[[], Tensor | None]
+    traffic: TrafficCounter | None = None
+    on_start: Callable[[], None] = lambda: None
+    code: Code | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
-        slot = self._slot() if prod(size) == self._output_size else None
-        if prod(size) != self._output_size:
-            self._on_start()
+        slot = self.output_slot() if prod(size) == self.output_size else None
+        if prod(size) != self.output_size:
+            self.on_start()
         if slot is not None and (slot.dtype, slot.device.type) == (dtype, device.type):
             return slot
         return torch.empty(*size, dtype=dtype, device=device)
@@ -408,10 +390,10 @@ class OrderedReduceScatter:
     ) -> None:
         """output: [n]; input: [shards * n], the parts of all shards one after another."""
         parts = input_tensor.view(group.size(), -1)
-        code = self._code if output_tensor.numel() == self._output_size else None
+        code = self.code if output_tensor.numel() == self.output_size else None
         sent = parts if code is None else code.pack(parts)
-        if self._traffic is not None:
-            self._traffic.add("scatter", (group.size() - 1) * sent[0].nbytes)
+        if self.traffic is not None:
+            self.traffic.add("scatter", (group.size() - 1) * sent[0].nbytes)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         if code is not None:

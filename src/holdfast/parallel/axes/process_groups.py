@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.core.device_progress import GroupProgress
-from holdfast.core.devices import device_kind
+from holdfast.core.devices import DeviceKind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import Coordinate, Replica, Topology
@@ -34,13 +33,8 @@ from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.devices import check_backends
 from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.cell_team import (
-    FIRST_TAG,
-    TAGS_PER_REDUCER,
-    CellTeam,
-    ExchangeKind,
-)
-from holdfast.parallel.torch_compat import Store, check_version
+from holdfast.parallel.gradients.cell_team import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
+from holdfast.parallel.torch_compat import check_version
 
 _READY_TAG = 13  # of the exchange in `control` before groups of a device are made
 
@@ -51,7 +45,6 @@ class ProcessGroups:
 
     control: all ranks, numbered by `positions`: replica by replica, in mesh order inside each.
     replica_groups: what joins the ranks of my replica.
-    recorder: notes when what happens, if the run file asks for it.
     """
 
     topology: Topology
@@ -59,7 +52,6 @@ class ProcessGroups:
     coordinate: Coordinate
     control: PeerGroup
     replica_groups: ReplicaGroups
-    recorder: SpanRecorder | None
     settings: ConnectSettings
     _groups_by_ranks: dict[tuple[int, ...], PeerGroup | DeviceGroup] = field(default_factory=dict)
 
@@ -72,6 +64,11 @@ class ProcessGroups:
     def traffic(self) -> TrafficCounter | None:
         """Counts the bytes that leave this rank, if it was asked for."""
         return self.settings.traffic
+
+    @property
+    def recorder(self) -> SpanRecorder | None:
+        """Notes when what happens, if it was asked for."""
+        return self.settings.recorder
 
     @property
     def replica(self) -> Replica:
@@ -105,16 +102,6 @@ class ProcessGroups:
 
     # --- whom I talk to -------------------------------------------------------------------
     @property
-    def pipeline(self) -> PeerGroup | None:
-        """The stages of my pipeline, numbered by stage; None without a pipeline."""
-        return self.replica_groups.pipeline
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The cut axes of my replica, registered with torch; None where it is one rank."""
-        return self.replica_groups.mesh
-
-    @property
     def is_lockstep(self) -> bool:
         """Return True if other ranks compute together with this one, and other replicas do not.
         Then none of them may stop alone for what happens between replicas."""
@@ -123,10 +110,6 @@ class ProcessGroups:
     def axis(self, name: str) -> dist.ProcessGroup:
         """torch's group along one cut axis of the mesh, or along "ep"."""
         return self.replica_groups.axis(name)
-
-    def shard_mesh(self) -> DeviceMesh:
-        """The one-dimensional mesh of `dp_shard`, for FSDP2."""
-        return self.replica_groups.shard_mesh()
 
     @property
     def expert_degree(self) -> int:
@@ -218,39 +201,20 @@ class ProcessGroups:
         known = (*self._groups_by_ranks.values(), self.control)
         return list({id(peers): peers for peers in known}.values())
 
-    def _all_groups(self) -> list[PeerGroup | DeviceGroup]:
-        return [*self._groups_between_replicas(), *self.replica_groups.bare_groups()]
 
-
-def connect(
-    topology: Topology,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    *,
-    interface: str = "lo",
-    seconds: float = 1800.0,
-    traffic: TrafficCounter | None = None,
-    recorder: SpanRecorder | None = None,
-    exchange: ExchangeKind = "direct",
-    ep: int = 1,
-) -> ProcessGroups:
-    """Join all groups of `rank`. Collective over the topology; `seconds` bounds every wait.
+def connect(settings: ConnectSettings, topology: Topology, rank: int) -> ProcessGroups:
+    """Join all groups of `rank`. Collective over the topology.
 
     Raises LayoutError for a topology that this version cannot run, and PeerLostError when a
     peer does not come.
     """
-    joining = ConnectSettings(store, interface, seconds, traffic, exchange, device, ep)
-    control = join_control(joining, topology, rank, device)
-    return complete(joining, topology, rank, device, control, recorder)
+    return complete(settings, topology, rank, join_control(settings, topology, rank))
 
 
-def join_control(
-    settings: ConnectSettings, topology: Topology, rank: int, device: torch.device
-) -> PeerGroup:
+def join_control(settings: ConnectSettings, topology: Topology, rank: int) -> PeerGroup:
     """The group of all ranks; collective over the topology. Raises as `connect`."""
     check_version()
-    _check(topology, device)
+    _check(topology, settings.kind)
     order = [r for each in topology.replicas for r in each.ranks]
     name = f"generation{topology.generation}/control"
     return settings.connect_peers(name, order.index(rank), len(order))
@@ -260,9 +224,7 @@ def complete(
     settings: ConnectSettings,
     topology: Topology,
     rank: int,
-    device: torch.device,
     control: PeerGroup,
-    recorder: SpanRecorder | None,
     replica_groups: ReplicaGroups | None = None,
 ) -> ProcessGroups:
     """Make all groups of a rank that has met the other ranks in `control`. replica_groups: kept
@@ -276,20 +238,19 @@ def complete(
     try:
         if replica_groups is None:
             replica_groups = join_replica_groups(
-                settings, generation, replica, at, device, is_only_replica=alone
+                settings, generation, replica, at, is_only_replica=alone
             )
         elif not alone:
             join_lockstep(replica_groups, settings, generation, replica, at)
     except PeerLostError:
         control.abort()  # the other ranks need not wait for this one
         raise
-    return ProcessGroups(topology, rank, at, control, replica_groups, recorder, settings)
+    return ProcessGroups(topology, rank, at, control, replica_groups, settings)
 
 
-def _check(topology: Topology, device: torch.device) -> None:
+def _check(topology: Topology, kind: DeviceKind) -> None:
     if [r.index for r in topology.replicas] != list(range(len(topology.replicas))):
         raise LayoutError("replicas must be numbered from 0 in order", where="topology")
-    kind = device_kind(device.type)
     if topology.world_size > 1:
         check_backends(kind)
     if kind.most_workers and topology.world_size > kind.most_workers:

@@ -25,8 +25,14 @@ from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
 from holdfast.parallel.axes.expert_groups import ExpertGroups, join_expert_groups
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.comm.device_group import Abort, DeviceGroup, open_group, wait_for_aborts
-from holdfast.parallel.comm.pipes import PipelinePipes
+from holdfast.parallel.comm.device_group import (
+    Abort,
+    DeviceGroup,
+    PipelinePipes,
+    open_group,
+    wait_for_aborts,
+)
+from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup, close_connections
 from holdfast.parallel.gradients.cell_team import ExchangeKind
 from holdfast.parallel.torch_compat import (
@@ -89,7 +95,7 @@ class ReplicaGroups:
         self._abort_device_groups()  # first: each has a thread that does not wait
         for peers in self.bare_groups():
             peers.abort()
-        for group in self._gloo_groups():
+        for group in self.torch_groups() if self.kind.inside_has_tags else ():
             close_connections(group, [peer for peer in range(group.size()) if peer != group.rank()])
 
     def _abort_device_groups(self) -> None:
@@ -134,24 +140,19 @@ class ReplicaGroups:
         axes = [] if mesh is None else [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
         return [*axes, *(self.experts.used_groups if self.experts is not None else ())]
 
-    def _gloo_groups(self) -> list[dist.ProcessGroup]:
-        if not self.kind.inside_has_tags:
-            return []
-        return self.torch_groups()
-
 
 @dataclass(frozen=True)
 class ConnectSettings:
-    """The means by which a rank joins its groups. device: of the tensors that travel. seconds:
-    bounds every wait. exchange: how gradients travel between replicas. ep: `layout.ep`."""
+    """The means by which a rank joins its groups."""
 
     store: Store
-    interface: str
-    seconds: float
-    traffic: TrafficCounter | None
-    exchange: ExchangeKind = "direct"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    ep: int = 1
+    device: torch.device  # of the tensors that travel
+    seconds: float = 1800.0  # bounds every wait
+    interface: str = "lo"
+    traffic: TrafficCounter | None = None
+    recorder: SpanRecorder | None = None
+    exchange: ExchangeKind = "direct"  # how gradients travel between replicas
+    ep: int = 1  # `layout.ep`
 
     @property
     def kind(self) -> DeviceKind:
@@ -195,7 +196,6 @@ def join_replica_groups(
     generation: int,
     replica: Replica,
     at: Coordinate,
-    device: torch.device,
     *,
     is_only_replica: bool,
 ) -> ReplicaGroups:
@@ -213,13 +213,14 @@ def join_replica_groups(
         if replica.mesh_shape[0] > 1 and not settings.kind.inside_has_tags:
             inside.pipes = _join_pipes(settings, generation, replica, at)
         if len(replica.ranks) > 1:
-            inside.mesh = _register(settings, generation, replica, at, device)
+            inside.mesh = _register(settings, generation, replica, at)
             name = axis_name("experts", generation)
-            inside.experts = join_expert_groups(
-                replica, settings.ep, device, name, settings.seconds
-            )
-            if not settings.kind.inside_has_tags:
-                _open_groups(settings, inside)
+            inside.experts = join_expert_groups(replica, settings, name)
+            for each in () if settings.kind.inside_has_tags else inside.torch_groups():
+                # All communicators now, while it is known that every rank is there.
+                group: Any = each
+                what = f"the device group {group.group_desc}"
+                open_group(group, settings.device, settings.is_given_up, what)
     except PeerLostError:
         inside.abort()
         raise
@@ -244,15 +245,6 @@ def _join_pipes(
     return PipelinePipes(groups)
 
 
-def _open_groups(settings: ConnectSettings, inside: ReplicaGroups) -> None:
-    """Make all communicators now, while it is known that every rank is there. Raises
-    PeerLostError."""
-    for each in inside.torch_groups():
-        group: Any = each
-        name = f"the device group {group.group_desc}"
-        open_group(group, settings.device, settings.is_given_up, name)
-
-
 def join_lockstep(
     replica_groups: ReplicaGroups,
     settings: ConnectSettings,
@@ -271,11 +263,7 @@ def join_lockstep(
 
 
 def _register(
-    settings: ConnectSettings,
-    generation: int,
-    replica: Replica,
-    at: Coordinate,
-    device: torch.device,
+    settings: ConnectSettings, generation: int, replica: Replica, at: Coordinate
 ) -> DeviceMesh:
     """Make this replica torch's default world. Its mesh axes carry the generation, because
     DTensor's caches would take two meshes with equal names for one."""
@@ -291,7 +279,7 @@ def _register(
             timeout=timedelta(seconds=settings.seconds),
         )
         return init_device_mesh(
-            device.type,
+            settings.device.type,
             tuple(n for _, n in cut),
             mesh_dim_names=tuple(axis_name(axis, generation) for axis, _ in cut),
         )

@@ -11,8 +11,7 @@ bfloat16. Nor is it done if the sums do not lie on the device, which has no room
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -64,9 +63,7 @@ class ReplicatedGradients(GradientFeeder):
             pairs=may_hold_leaf and first.dtype == dtype,
             buffers=buffers,
         )
-        self._missing_parameters: set[int] = set()
         self._index_of = {id(p): index for index, p in enumerate(self._parameters)}
-        self._is_listening = False
         for index, parameter in enumerate(self._parameters):
             if not parameter.requires_grad:
                 continue  # a frozen one: its gradient counts as zero
@@ -95,14 +92,14 @@ class ReplicatedGradients(GradientFeeder):
         parameter.grad = gradient if held is None else held + gradient
         if self._is_listening:
             self._missing_parameters.discard(index)
-            self._on_gradient(index, parameter)
+            self._take_gradient(index, parameter)
 
     def end_leaf(self) -> None:
         """The backward pass is over. Parameters without a gradient count as zero."""
         if self._is_listening:
             self._is_listening = False
             for index in self._missing_parameters:
-                self._on_gradient(index, self._parameters[index])
+                self._take_gradient(index, self._parameters[index])
         self._progress.close()
 
     def _flush_held_leaf(self, target: list[list[Tensor]]) -> None:
@@ -113,21 +110,3 @@ class ReplicatedGradients(GradientFeeder):
                     place.zero_()
                 else:
                     place.copy_(patch.of(gradient))
-
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        """Return a hook that does not keep this object alive. torch holds the hooks of a tensor
-        where the garbage collector cannot see them. A cycle over the parameters would outlive every
-        rebuild, and with it the model and its gradients."""
-        whose = weakref.ref(self)
-
-        def listen(parameter: Tensor) -> None:
-            me = whose()
-            if me is not None and me._is_listening:
-                me._missing_parameters.discard(index)
-                me._on_gradient(index, parameter)
-
-        return listen
-
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        self._take(index, gradient)

@@ -17,8 +17,7 @@ unpacked where it arrives. All other pieces are sent from and received into the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -83,14 +82,19 @@ def move(
         if here[box.name].tensor is not old[box.name].tensor:  # else it has stayed where it was
             view_of_box(here[box.name], box).copy_(view_of_box(old[box.name], box))
     last = {t.box.name: t.round for t in plan.sends}
-    _release(old, {name for name, held in list(old.items()) if name not in last})
+    for name in [name for name in old if name not in last]:
+        del old[name]
     sends, receives = _by_round(plan.sends), _by_round(plan.receives)
     for index in range(plan.rounds):
-        with _peer_loss_errors(peers):
+        try:
             _run_round(old, here, sends.get(index, ()), receives.get(index, ()), peers, positions)
+        except RuntimeError as error:
+            peers.abort()
+            raise PeerLostError(f"a peer was lost while state was moved: {error}") from error
         exchange(peers, torch.tensor([index]), [1] * peers.size, _TAG)
         peers.forget_sends()
-        _release(old, {name for name, at in last.items() if at == index})
+        for name in [name for name, at in last.items() if at == index]:
+            del old[name]
 
 
 def _run_round(
@@ -190,18 +194,3 @@ def _check(
 
 def _by_round(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
     return {index: list(group) for index, group in groupby(transfers, lambda t: t.round)}
-
-
-def _release(old: MutableMapping[str, LocalShard], names: Iterable[str]) -> None:
-    for name in names:
-        del old[name]
-
-
-@contextmanager
-def _peer_loss_errors(peers: PeerGroup) -> Iterator[None]:
-    """What breaks while state is on its way is the loss of a peer."""
-    try:
-        yield
-    except RuntimeError as error:
-        peers.abort()
-        raise PeerLostError(f"a peer was lost while state was moved: {error}") from error

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.core.seeds import key_seed
-from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.comm.collectives import Collectives, with_gradient
 
 SHARED_INSIDE = "replicated_with_grad_allreduce"
 
@@ -94,8 +93,16 @@ class GatheredColumnLinear(nn.Linear):
         """input: [..., inputs], complete -> [..., outputs]"""
         collectives = self.regions.collectives
         part = F.linear(collectives.copy(input), self.weight, self.bias)
-        whole: Tensor = _GatherLast.apply(part, collectives)  # type: ignore[no-untyped-call]
-        return whole
+        size = part.shape[-1]
+
+        def gather(part: Tensor) -> Tensor:
+            return collectives.all_gather(part.movedim(-1, 0)).movedim(0, -1).contiguous()
+
+        def own_part(gradient: Tensor) -> Tensor:
+            return gradient.narrow(-1, collectives.rank * size, size).contiguous()
+
+        # All ranks compute the same with the result. So a part's gradient is that of its place.
+        return with_gradient(part, gather, own_part)
 
 
 class RowLinear(nn.Linear):
@@ -125,20 +132,6 @@ class TokenEmbedding(nn.Embedding):
             padding = None
         x = F.embedding(index.clamp(0, rows - 1), self.weight, padding)
         return collectives.reduce(x.masked_fill(~here[..., None], 0.0))
-
-
-class _GatherLast(torch.autograd.Function):
-    """All ranks' parts along the last dim. All ranks compute the same with the result, so the
-    gradient of a part is that of its place."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, collectives: Collectives) -> Tensor:
-        ctx.place = collectives.rank * part.shape[-1], part.shape[-1]
-        return collectives.all_gather(part.movedim(-1, 0)).movedim(0, -1).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.narrow(-1, *ctx.place).contiguous(), None
 
 
 @dataclass(frozen=True)

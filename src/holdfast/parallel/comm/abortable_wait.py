@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.torch_compat import Work
 
 WAKE_GRACE_S = 0.05
@@ -99,3 +100,54 @@ class AbortableWait:
             with self._changed:
                 self._is_done = True
                 self._changed.notify_all()
+
+
+class AbortableGroup:
+    """A group of ranks whose waits end when it is given up.
+
+    Rank `rank` of `size` ranks. traffic: counts what leaves this rank; None does not count.
+    """
+
+    def __init__(self, rank: int, size: int, traffic: TrafficCounter | None) -> None:
+        self.rank, self.size, self.traffic = rank, size, traffic
+        self._waits: set[AbortableWait] = set()
+        self._is_aborted = False
+        self._lock = threading.Lock()  # of the two
+
+    def count(self, nbytes: int, kind: str = "reduce") -> None:
+        """Count bytes that leave this rank. kind: see `TRAFFIC_KINDS`."""
+        if self.traffic is not None:
+            self.traffic.add(kind, nbytes)
+
+    def start_wait(self, wait: AbortableWait) -> None:
+        """Start an errand that waits for messages of this group: it is given up with it."""
+        self.add_wait(wait)
+        wait.start()
+
+    def add_wait(self, wait: AbortableWait) -> None:
+        """An errand, of several groups perhaps, is given up with this group."""
+        with self._lock:
+            self._waits.add(wait)
+            aborted = self._is_aborted
+        if aborted:
+            wait.abort()
+
+    def join_wait(self, wait: AbortableWait) -> None:
+        """Return when it is over. Raises what `AbortableWait.join` raises."""
+        try:
+            wait.join()
+        finally:
+            self.forget_wait(wait)
+
+    def forget_wait(self, wait: AbortableWait) -> None:
+        """An errand is over, or abandoned."""
+        with self._lock:
+            self._waits.discard(wait)
+
+    def _abort_waits(self) -> None:
+        """Give up the errands of this group, those that begin later too."""
+        with self._lock:
+            self._is_aborted = True
+            errands = list(self._waits)
+        for errand in errands:
+            errand.abort()

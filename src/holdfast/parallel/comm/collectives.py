@@ -95,9 +95,7 @@ class Collectives:
         elif self.size == self.group.size():
             gather_parts(out, part, self.group)
         else:
-            sizes = self._sizes(self._members, part.numel())
-            copies = part.view(-1).repeat(self.size)
-            dist.all_to_all_single(out.view(-1), copies, sizes, sizes, group=self.group)
+            self._swap_on_device(part.view(-1).repeat(self.size), out)
         return out
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
@@ -114,8 +112,7 @@ class Collectives:
             self._wait(self._exchange(parts, received))
             inputs = [parts[i] if i == self.rank else received[i] for i in range(self.size)]
             return _sum_in_order(inputs)
-        sizes = self._sizes(self._members, parts[0].numel())
-        dist.all_to_all_single(received.view(-1), whole.view(-1), sizes, sizes, group=self.group)
+        self._swap_on_device(whole, received)
         return _sum_in_order(list(received))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -143,10 +140,7 @@ class Collectives:
             received[self.rank].copy_(parts[self.rank])
             self._wait(receipts)
         else:
-            sizes = self._sizes(self._members, parts[0].numel())
-            dist.all_to_all_single(
-                received.view(-1), parts.view(-1), sizes, sizes, group=self.group
-            )
+            self._swap_on_device(parts, received)
         return received
 
     def rotate(self, tensor: Tensor) -> Rotation:
@@ -172,23 +166,23 @@ class Collectives:
     # --- with gradient --------------------------------------------------------------------
     def swap(self, parts: Tensor) -> Tensor:
         """`all_to_all`, in both directions.  [n, ...] -> [n, ...]"""
-        return _Swap.apply(parts, self)  # type: ignore[no-any-return, no-untyped-call]
+        return with_gradient(parts, self.all_to_all, self.all_to_all)
 
     def gather(self, part: Tensor) -> Tensor:
         """[t, ...] -> [n * t, ...]"""
-        return _Gather.apply(part, self)  # type: ignore[no-any-return, no-untyped-call]
+        return with_gradient(part, self.all_gather, self.reduce_scatter)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """[n * t, ...] -> [t, ...], summed"""
-        return _Scatter.apply(whole, self)  # type: ignore[no-any-return, no-untyped-call]
+        return with_gradient(whole, self.reduce_scatter, self.all_gather)
 
     def copy(self, x: Tensor) -> Tensor:
         """x itself; its gradient is the sum of all ranks'."""
-        return _Copy.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return with_gradient(x, lambda x: x.view_as(x), self.all_reduce)
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x; its gradient is passed on."""
-        return _Reduce.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return with_gradient(x, self.all_reduce, lambda gradient: gradient)
 
     # --- messages -------------------------------------------------------------------------
     def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> list[Any]:
@@ -198,6 +192,11 @@ class Collectives:
         sends = [(group.send([out[peer]], ranks[peer], _TAG), out[peer]) for peer in self._others]
         self._pending_sends.extend(sends)
         return receipts
+
+    def _swap_on_device(self, parts: Tensor, into: Tensor) -> None:
+        """Exchange equal parts with each member.  [n, ...] -> [n, ...]"""
+        sizes = self._sizes(self._members, parts.numel() // self.size)
+        dist.all_to_all_single(into.view(-1), parts.view(-1), sizes, sizes, group=self.group)
 
     def _sizes(self, members: Sequence[int], elements: int) -> list[int]:
         """So many elements for each of some members, none for the other ranks of the group."""
@@ -235,17 +234,18 @@ class _Sent(NamedTuple):
     received: int
 
 
-class Rotation:
+class Rotation(NamedTuple):
     """What comes from the rank before."""
 
-    def __init__(self, into: Tensor, receipt: Any, on_arrival: Callable[[], None]) -> None:
-        self._into, self._receipt, self._on_arrival = into, receipt, on_arrival
+    into: Tensor
+    receipt: Any
+    on_arrival: Callable[[], None]
 
     def wait(self) -> Tensor:
         """Return it once it is here."""
-        self._receipt.wait()
-        self._on_arrival()
-        return self._into
+        self.receipt.wait()
+        self.on_arrival()
+        return self.into
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -258,55 +258,20 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     return out.to(first.dtype)
 
 
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
-        return collectives.all_to_all(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.all_to_all(gradient), None
+TensorMap = Callable[[Tensor], Tensor]
 
 
-class _Gather(torch.autograd.Function):
+def with_gradient(x: Tensor, forward: TensorMap, backward: TensorMap) -> Tensor:
+    """Return `forward` of x. The gradient of x is `backward` of the result's gradient."""
+    return _WithGradient.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
-        return collectives.all_gather(part)
+    def forward(ctx: Any, x: Tensor, forward: TensorMap, backward: TensorMap) -> Tensor:
+        ctx.way_back = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.reduce_scatter(gradient), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
-        return collectives.reduce_scatter(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.all_gather(gradient), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.all_reduce(gradient), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
-        return collectives.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.way_back(gradient), None, None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 import torch
@@ -26,8 +26,7 @@ from torch import Tensor
 from holdfast.core.device_progress import GroupProgress
 from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.parallel.comm import lanes
-from holdfast.parallel.comm.abortable_group import AbortableGroup
-from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.comm.abortable_wait import AbortableGroup, AbortableWait
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.torch_compat import (
     BulkGroup,
@@ -165,7 +164,7 @@ class DeviceGroup(AbortableGroup):
     # --- operations, in one order on all ranks -----------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start the backend's own sum in place."""
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, "reduce")
+        self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
         return self.group.allreduce([tensor])
 
     def all_to_all(
@@ -173,26 +172,22 @@ class DeviceGroup(AbortableGroup):
     ) -> Work:
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it."""
-        self._count((sum(sizes) - sizes[self.rank]) * tensor.element_size(), "reduce")
+        self.count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
         return self.group.alltoall_base(out, tensor, out_sizes, sizes)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Start to gather parts of one size in rank order.  part: [t] -> out: [size * t]"""
-        self._count(part.nbytes * (self.size - 1), "reduce")
+        self.count(part.nbytes * (self.size - 1))
         return self.group._allgather_base(out, part)
 
     def send(self, tensor: Tensor, peer: int, kind: str) -> Work:
         """Start to send; the peer receives in the same order. kind: of traffic."""
-        self._count(tensor.nbytes, kind)
+        self.count(tensor.nbytes, kind)
         return self.group.send([tensor], peer, 0)
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
         """Start to receive the peer's next message."""
         return self.group.recv([tensor], peer, 0)
-
-    def _count(self, nbytes: int, kind: str) -> None:
-        if self.traffic is not None:
-            self.traffic.add(kind, nbytes)
 
     # --- the end -------------------------------------------------------------------------------
     def forget_sends(self) -> None:
@@ -215,3 +210,35 @@ class DeviceGroup(AbortableGroup):
         self.abort()
         wait_for_aborts(self.aborts)
         self._group = None
+
+
+class PipelinePipes:
+    """What travels between neighbours of a pipeline, over a backend whose messages have no tags.
+
+    Each pair of neighbours has two groups of two. In each of them one rank only sends and the other
+    only receives. So nothing waits for an operation that was started before it, and messages match
+    in their order. The order is the one in which the sender's row of the schedule gives them. If
+    the receiver needs a later one first, it takes those before it, too, and keeps them.
+
+    groups: by the neighbour's index on `pp`, and whether this rank sends in it.
+    """
+
+    def __init__(self, groups: Mapping[tuple[int, bool], DeviceGroup]) -> None:
+        self._groups = dict(groups)
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        group = self._groups[peer, True]
+        return group.send(tensor, 1 - group.rank, "pp")
+
+    def receive(self, tensor: Tensor, peer: int) -> Work:
+        group = self._groups[peer, False]
+        return group.receive(tensor, 1 - group.rank)
+
+    def abort(self) -> None:
+        """Give all groups up; return at once."""
+        for group in self._groups.values():
+            group.abort()
+
+    @property
+    def aborts(self) -> list[Abort]:
+        return [abort for group in self._groups.values() for abort in group.aborts]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,50 +29,32 @@ SETTLE_TIMEOUT_S = 10.0
 """Seconds in which a device has to end what a group that was given up had begun."""
 
 
-class Lane(Protocol):
-    """An order of work next to the calling thread's. One thread uses it."""
+class Lane:
+    """An order of work next to the calling thread's, which one thread uses: here that thread."""
 
-    runs_later: bool
-    """Whether `run` returns before the work is done."""
+    runs_later = False  # whether `run` returns before the work is done
 
-    def follow(self, mark: object) -> None:
-        """What is run later comes after `mark`, which the group's `mark` returned."""
+    def __init__(self, errand: AbortableWait) -> None:
+        self._errand = errand
+
+    def follow(self, mark: Any) -> None:
+        """What is run later comes after `mark`, which the group's `mark` returned. A mark of the
+        host lies in the past."""
 
     def run(self, job: Callable[[], object]) -> None:
         """Add work, in which `wait` may be called."""
+        job()
 
     def wait(self, work: Work) -> None:
         """What is run later in the lane comes after `work`."""
+        self._errand.wait(work)
 
     def finish(self) -> None:
         """Return when all that was run is done. Raises RuntimeError when it cannot be."""
 
     def settle(self) -> None:
-        """Return when nothing that was run is under way. Raises DeviceStuckError."""
-
-
-class HostLane:
-    """The calling thread."""
-
-    runs_later = False
-
-    def __init__(self, errand: AbortableWait) -> None:
-        self._errand = errand
-
-    def follow(self, mark: object) -> None:
-        """Do nothing: a mark of the host lies in the past."""
-
-    def run(self, job: Callable[[], object]) -> None:
-        job()
-
-    def wait(self, work: Work) -> None:
-        self._errand.wait(work)
-
-    def finish(self) -> None:
-        """Do nothing: all was done when `run` returned."""
-
-    def settle(self) -> None:
-        """Do nothing: a group that is given up ends its waits by itself."""
+        """Return when nothing that was run is under way. Raises DeviceStuckError. On the host a
+        group that is given up ends its waits by itself."""
 
 
 class LaneProgress:
@@ -110,7 +92,7 @@ class LaneProgress:
                 events.popleft()
 
 
-class DeviceLane:
+class DeviceLane(Lane):
     """A stream of a device, which `open` made. seconds: that `finish` waits at most. progress: of
     the stream's group."""
 
@@ -124,8 +106,9 @@ class DeviceLane:
         seconds: float,
         progress: LaneProgress,
     ) -> None:
+        super().__init__(errand)
         self._device, self._stream, self._progress = device, stream, progress
-        self._errand, self._seconds = errand, seconds
+        self._seconds = seconds
 
     @staticmethod
     def open(device: torch.device) -> Any:

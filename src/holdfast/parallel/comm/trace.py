@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -40,27 +39,6 @@ class TraceSpan:
     @property
     def seconds(self) -> float:
         return self.stop - self.start
-
-
-class _OpenSpan:
-    """A span that has begun; written when its block ends, however that ends."""
-
-    __slots__ = ("_name", "_spans", "_start", "_track")
-
-    def __init__(self, spans: list[TraceSpan], track: str, name: str):
-        self._spans, self._track, self._name = spans, track, name
-        self._start = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._spans.append(TraceSpan(self._track, self._name, self._start, time.monotonic()))
 
 
 class DeviceEvent(Protocol):
@@ -102,36 +80,24 @@ class DeviceTimeline:
         return self._first_s + self._first.elapsed_time(event) / 1e3
 
 
-class _DeviceSpan:
-    """A span between two places in a device's queue."""
+M = TypeVar("M")
 
-    __slots__ = ("_found", "_name", "_start", "_timeline", "_track")
+
+class _OpenSpan(Generic[M]):
+    """A span that has begun. It is written when its block ends, however that ends. mark: of now."""
+
+    __slots__ = ("_mark", "_name", "_spans", "_start", "_track")
 
     def __init__(
-        self, found: list[_DeviceInterval], timeline: DeviceTimeline, track: str, name: str
+        self, spans: list[tuple[str, str, M, M]], mark: Callable[[], M], track: str, name: str
     ) -> None:
-        self._found, self._timeline = found, timeline
-        self._track, self._name = track, name
+        self._spans, self._mark, self._track, self._name = spans, mark, track, name
 
     def __enter__(self) -> None:
-        self._start = self._timeline.mark()
+        self._start = self._mark()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        stop = self._timeline.mark()
-        self._found.append(_DeviceInterval(self._track, self._name, self._start, stop))
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceInterval:
-    track: str
-    name: str
-    start: DeviceEvent
-    stop: DeviceEvent
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((self._track, self._name, self._start, self._mark()))
 
 
 class SpanRecorder:
@@ -152,8 +118,8 @@ class SpanRecorder:
             import torch  # the report reads traces without it
 
             self._make_event = lambda: torch.Event(device, enable_timing=True)
-        self._on_host: list[TraceSpan] = []
-        self._on_device: list[_DeviceInterval] = []
+        self._on_host: list[tuple[str, str, float, float]] = []
+        self._on_device: list[tuple[str, str, DeviceEvent, DeviceEvent]] = []
         self._timeline: DeviceTimeline | None = None
 
     def begin(self, *, is_traced: bool) -> None:
@@ -166,48 +132,18 @@ class SpanRecorder:
     @property
     def spans(self) -> list[TraceSpan]:
         """All of them; it waits for the device."""
-        timeline = self._timeline
-        if timeline is None:
-            return self._on_host
-        on_device = [
-            TraceSpan(
-                each.track, each.name, timeline.seconds(each.start), timeline.seconds(each.stop)
-            )
-            for each in self._on_device
-        ]
-        return sorted([*self._on_host, *on_device], key=lambda span: span.stop)
+        spans = [TraceSpan(*span) for span in self._on_host]
+        if self._timeline is not None:
+            seconds = self._timeline.seconds
+            spans += [TraceSpan(t, n, seconds(a), seconds(b)) for t, n, a, b in self._on_device]
+            spans.sort(key=lambda span: span.stop)
+        return spans
 
     def span(self, track: str, name: str) -> AbstractContextManager[None]:
         """`with recorder.span(COMPUTE, "1F0"): ...`"""
         if track == COMPUTE and self._timeline is not None:
-            return _DeviceSpan(self._on_device, self._timeline, track, name)
-        return _OpenSpan(self._on_host, track, name)
-
-
-@dataclass(frozen=True)
-class PipelineMeasurement:
-    """A run as it was executed, over all ranks of one pipeline.
-
-    makespan_s: seconds from the first action's begin to the last one's end, over all ranks.
-    bubble: per rank, the share of the makespan in which it computed nothing.
-    """
-
-    makespan_s: float
-    bubble: tuple[float, ...]
-
-
-def measure_pipeline(spans: Sequence[Sequence[TraceSpan]]) -> PipelineMeasurement:
-    """Return a summary of the compute spans of a run (one sequence a rank, on one machine).
-
-    Raises ValueError when no rank computed anything.
-    """
-    actions = [[s for s in rank if s.track == COMPUTE] for rank in spans]
-    every = [s for rank in actions for s in rank]
-    if not every:
-        raise ValueError("no compute spans: nothing was executed while the recorder was there")
-    makespan = max(s.stop for s in every) - min(s.start for s in every)
-    bubble = tuple(1.0 - sum(s.seconds for s in rank) / makespan for rank in actions)
-    return PipelineMeasurement(makespan, bubble)
+            return _OpenSpan(self._on_device, self._timeline.mark, track, name)
+        return _OpenSpan(self._on_host, time.monotonic, track, name)
 
 
 def chrome_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ gloo shape this file (all observed with torch 2.13):
   group's own. `abort` is a deliberate short wait for a message that never comes. It wakes every
   thread blocked in this group, here and, through closed connections, elsewhere. That takes
   10 ms a peer, so known connections are shut down before (`gloo_sockets.py`).
-- gloo reads and writes the host's memory only: tensors of a device go through it (`staging.py`).
+- gloo reads and writes the host's memory only: tensors of a device go through it (`StagedWork`).
 - A receive posted before its message arrives lets the data go straight into its buffer. A receive
   that has got a part is never woken. So large messages are waited for by an errand
   (`abortable_wait.py`).
@@ -22,15 +22,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.abortable_group import AbortableGroup
-from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.comm.abortable_wait import AbortableGroup, AbortableWait
 from holdfast.parallel.comm.batched_store import make_batched_store
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.gloo_sockets import (
@@ -40,19 +41,12 @@ from holdfast.parallel.comm.gloo_sockets import (
     cut_connections,
     listening_addresses,
 )
-from holdfast.parallel.comm.lanes import HostLane, Lane
-from holdfast.parallel.comm.staging import staged, to_host
+from holdfast.parallel.comm.lanes import Lane
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
 _UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
 CLOSE_TIMEOUT_S, CLOSE_AFTER_CUT_TIMEOUT_S = 0.001, 0.05
 """Seconds to wait on an open connection before it is closed, and on one that was shut down."""
-
-
-class CanReceive(Protocol):
-    """A group of ours or of torch's registry."""
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
 class PeerGroup(AbortableGroup):
@@ -113,8 +107,7 @@ class PeerGroup(AbortableGroup):
 
     def send(self, tensor: Tensor, peer: int, tag: int, kind: str = "reduce") -> None:
         """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
-        if self.traffic is not None:
-            self.traffic.add(kind, tensor.nbytes)
+        self.count(tensor.nbytes, kind)
         self._pending_sends.append(self.group.send([to_host(tensor)], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -123,8 +116,7 @@ class PeerGroup(AbortableGroup):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start gloo's own sum in place. All ranks must call in the same order."""
-        if self.traffic is not None:
-            self.traffic.add("reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
         return staged(tensor, lambda host: self.group.allreduce([host]), reads=True)
 
     def all_to_all(
@@ -132,9 +124,7 @@ class PeerGroup(AbortableGroup):
     ) -> Work:
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it. All ranks must call in the same order."""
-        if self.traffic is not None:
-            elements = sum(sizes) - sizes[self.rank]
-            self.traffic.add("reduce", elements * tensor.element_size())
+        self.count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
         given = to_host(tensor)
         return staged(out, lambda host: self.group.alltoall_base(host, given, out_sizes, sizes))
 
@@ -143,17 +133,16 @@ class PeerGroup(AbortableGroup):
 
         `part` may be this rank's place in `out`. All ranks must call in the same order.
         """
-        if self.traffic is not None:
-            self.traffic.add("reduce", part.nbytes * (self.size - 1))
+        self.count(part.nbytes * (self.size - 1))
         given = to_host(part)
         return staged(out, lambda host: self.group._allgather_base(host, given))
 
     def lane(self, errand: AbortableWait) -> Lane:
         """Return the place for work on what arrives: gloo's waits block."""
-        return HostLane(errand)
+        return Lane(errand)
 
     def mark(self) -> object:
-        """Return None: what a thread has computed is final, or `staging.py` waits for it."""
+        """Return None: what a thread has computed is final, or `StagedWork` waits for it."""
         return None
 
     def forget_sends(self) -> None:
@@ -162,8 +151,7 @@ class PeerGroup(AbortableGroup):
 
     def send_to_all(self, record: Tensor, tag: int) -> None:
         """Send a record to all ranks, as part of an exchange."""
-        if self.traffic is not None:
-            self.traffic.add("control", record.nbytes * len(self.others))
+        self.count(record.nbytes * len(self.others), "control")
         self._exchange_sends += [self.group.send([record], peer, tag) for peer in self.others]
 
     def forget_previous_exchange(self) -> None:
@@ -198,7 +186,7 @@ class PeerGroup(AbortableGroup):
 
 
 def close_connections(
-    group: CanReceive, others: Iterable[int], seconds: float = CLOSE_TIMEOUT_S
+    group: GlooGroup | dist.ProcessGroup, others: Iterable[int], seconds: float = CLOSE_TIMEOUT_S
 ) -> None:
     """Close every connection of a gloo group to other ranks that is still open after `seconds`.
 
@@ -240,3 +228,42 @@ def exchange(
         peers.abort()
         raise PeerLostError(f"a peer was lost during an exchange: {error}") from error
     return out
+
+
+@dataclass(eq=False)
+class StagedWork:
+    """An operation into `host`, whose content belongs into `tensor`.
+
+    A copy to the host waits for the work that the calling thread has given to the device so far. So
+    what is sent is final. A copy from the host is made by the thread that waits for the message.
+    """
+
+    work: Work
+    host: Tensor
+    tensor: Tensor
+
+    def wait(self, timeout: timedelta | None = None) -> object:
+        """Return when the content is where it belongs. Raises as the operation does."""
+        result = self.work.wait() if timeout is None else self.work.wait(timeout)
+        with torch.no_grad():
+            self.tensor.copy_(self.host)
+        return result
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return True if gloo can read and write the tensor's own memory."""
+    return tensor.is_cpu
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of a device's."""
+    return tensor if is_on_host(tensor) else tensor.to("cpu", copy=True)
+
+
+def staged(tensor: Tensor, start: Callable[[Tensor], Work], *, reads: bool = False) -> Work:
+    """Start an operation that writes `tensor`. reads: it also reads it."""
+    if is_on_host(tensor):
+        return start(tensor)
+    host = to_host(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
+    work: Any = StagedWork(start(host), host, tensor)
+    return work  # type: ignore[no-any-return]

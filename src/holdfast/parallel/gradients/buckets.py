@@ -31,6 +31,10 @@ def align(size: int, to: int = ALIGNMENT) -> int:
     return -(-size // to) * to
 
 
+Slot = tuple[int, int]
+"""(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """A tensor's place: `size` elements from `start`, seen in `shape`."""
@@ -55,6 +59,10 @@ class GradientBucket:
     stop: int
     first: int
     last: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its elements of a flat buffer.  flat: [layout.size] -> [stop - start]"""
+        return flat[self.start : self.stop]
 
     def chunk(self, index: int, parts: int) -> tuple[int, int]:
         """(start, stop) of the part that owner `index` of `parts` adds up; may be empty."""

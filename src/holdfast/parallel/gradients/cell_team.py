@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.core.sharding.reduction_cells import Member
 from holdfast.parallel.comm.device_group import DeviceGroup
-from holdfast.parallel.comm.trace import SpanRecorder
+from holdfast.parallel.comm.trace import REDUCE, SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 
 FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
@@ -61,6 +62,10 @@ class CellTeam:
         """Every member but this one, beginning with the next, so that not all write to one."""
         size = len(self.members)
         return tuple((self.own_index + i) % size for i in range(1, size))
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Note when something of the reduction happens, if the run file asks for it."""
+        return self.recorder.span(REDUCE, name) if self.recorder else nullcontext()
 
     @property
     def is_plain_all_reduce(self) -> bool:

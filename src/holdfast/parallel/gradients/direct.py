@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,67 +24,61 @@ from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
 from holdfast.parallel.comm.lanes import Lane
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import GradientBucket
-from holdfast.parallel.gradients.exchange import ExchangeHost, bucket_view, reduce_span
+from holdfast.parallel.gradients.exchange import ExchangeRound
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, execute_additions
 from holdfast.parallel.torch_compat import Work
 
+if TYPE_CHECKING:
+    from holdfast.parallel.gradients.reducer import Reducer
 
-class DirectRound:
+
+class DirectRound(ExchangeRound):
     """The communication of one step, and the thread that does an owner's part of it."""
 
-    def __init__(self, reducer: ExchangeHost, plan: ReductionPlan):
-        self._reducer, self._plan, self._peers = reducer, plan, reducer.team.peers
-        self._team = reducer.team
-        self._buckets = reducer.layout.buckets
-        owners = [i for i, member in enumerate(self._team.members) if member.receives]
-        self._owners = {member: number for number, member in enumerate(owners)}
+    def __init__(self, host: Reducer, plan: ReductionPlan):
+        super().__init__(host, plan, range(len(host.team.members)))
         self._changed = threading.Condition()
-        self._ready_pieces = [0] * len(self._buckets)  # own pieces finished, per bucket
         self._is_stopped = False
-        self._marks: list[list[object]] = [[] for _ in self._buckets]
         self._lane: Lane | None = None
         self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
         self._results: list[Work] = []
         self._wait: AbortableWait | None = None
-        if not self._team.own_member.receives:
+        if not self.team.own_member.receives:
             return
-        if not reducer.fast:
+        if not host.fast:
             self._post_receives()
-        work = self._all_reduce if reducer.fast else self._reduce_own_chunks
+        work = self._all_reduce if host.fast else self._reduce_own_chunks
         self._wait = AbortableWait(lambda errand: self._run(work, errand), "reducer")
-        self._peers.start_wait(self._wait)
+        self.peers.start_wait(self._wait)
 
     def piece_ready(self, index: int, ordinal: int) -> None:
-        """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
-        if self._reducer.fast:
-            self._marks[index].append(self._peers.mark())
+        """Send the piece to the owners of its chunks."""
+        if self.host.fast:
+            self._marks[index].append(self.peers.mark())
         else:
-            slot = self._reducer.slot((ordinal, 0))
-            for member in self._team.others:
+            slot = self.host.slot((ordinal, 0))
+            for member in self.team.others:
                 start, stop = self._chunk(index, member)
                 if start < stop:
-                    to = self._team.positions[member]
+                    to = self.team.positions[member]
                     self._messages.send(slot[start:stop], to, self._tag(index, ordinal))
         with self._changed:
             self._ready_pieces[index] += 1
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the thread of this step, or leave it to a message that never comes in full.
-
-        Raises DeviceStuckError if a device does not end what it was given."""
+        """Wait for the thread of this step, or leave it to a message that never comes in full."""
         if self._wait is not None:
             try:
-                self._peers.join_wait(self._wait)
+                self.peers.join_wait(self._wait)
             except RuntimeError as error:
-                self._reducer.fail(error)
-                del self._reducer, self._pieces, self._results  # that thread is not to keep them
+                self.host.fail(error)
+                del self.host, self._pieces, self._results  # that thread is not to keep them
             finally:
                 if self._lane is not None:
                     self._lane.settle()
 
     def stop(self) -> None:
-        """Let the thread end at its next look."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -91,25 +86,19 @@ class DirectRound:
     @property
     def _messages(self) -> PeerGroup:
         """The group, which has tags: a backend without them is for `gathered` and `fast`."""
-        assert isinstance(self._peers, PeerGroup)
-        return self._peers
+        assert isinstance(self.peers, PeerGroup)
+        return self.peers
 
     def _tag(self, index: int, ordinal: int) -> int:
-        return self._team.first_tag + index * self._plan.stride + ordinal
-
-    def _chunk(self, index: int, member: int) -> tuple[int, int]:
-        """Return the part of a bucket that `member` owns; nothing if it does not receive."""
-        number = self._owners.get(member)
-        return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))
+        return self.team.first_tag + index * self._plan.stride + ordinal
 
     def _post_receives(self) -> None:
         """One receive for each piece of my chunks."""
-        team, plan = self._team, self._plan
+        team, plan = self.team, self._plan
         mine = [self._chunk(index, team.own_index) for index in range(len(self._buckets))]
-        firsts = [sum(len(p) for p in plan.pieces[:member]) for member in range(len(plan.pieces))]
         held = sum(len(plan.pieces[member]) for member in team.others)
         columns = sum(stop - start for start, stop in mine)
-        room = self._reducer.scratch("arrivals", held * columns).view(held, columns)
+        room = self.host.scratch("arrivals", held * columns).view(held, columns)
         at = 0
         for index, (start, stop) in enumerate(mine):
             row = 0
@@ -120,17 +109,17 @@ class DirectRound:
                     row += 1
                     if start < stop:
                         work = self._messages.receive(into, peer, self._tag(index, ordinal))
-                        self._pieces[index].append((firsts[member] + ordinal, into, work))
+                        self._pieces[index].append((self._firsts[member] + ordinal, into, work))
             at += stop - start
 
     def _expect_results(self, index: int) -> None:
         """All pieces of a bucket have come: the sums of other owners may overwrite mine."""
-        self._reducer.is_summed = True
-        for member in self._team.others:
+        self.host.is_summed = True
+        for member in self.team.others:
             start, stop = self._chunk(index, member)
             if start < stop:
-                into = self._reducer.gradient[start:stop]
-                peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
+                into = self.host.gradient[start:stop]
+                peer, tag = self.team.positions[member], self._tag(index, self._plan.stride - 1)
                 self._results.append(self._messages.receive(into, peer, tag))
 
     def _run(self, work: Callable[[AbortableWait], None], errand: AbortableWait) -> None:
@@ -139,7 +128,7 @@ class DirectRound:
         except AbandonedError:
             raise
         except Exception as error:  # stored, and raised by finish()
-            self._reducer.fail(error)
+            self.host.fail(error)
 
     def _await_own(self, index: int, count: int) -> bool:
         """Wait until `count` own pieces of a bucket are final; False when the step is given up."""
@@ -149,11 +138,8 @@ class DirectRound:
 
     def _reduce_own_chunks(self, errand: AbortableWait) -> None:
         """Add up my chunk of every bucket and send it to all; then collect the other chunks."""
-        team, plan = self._team, self._plan
-        own, first = (
-            len(plan.pieces[team.own_index]),
-            sum(len(p) for p in plan.pieces[: team.own_index]),
-        )
+        team, plan = self.team, self._plan
+        own, first = len(plan.pieces[team.own_index]), self._firsts[team.own_index]
         receivers = [team.positions[m] for m in team.others if m in self._owners]
         unowned: list[int] = []  # buckets of which I have no chunk, so that I do not see them come
         for index in range(len(self._buckets)):
@@ -163,21 +149,21 @@ class DirectRound:
             if start == stop:
                 unowned.append(index)
                 continue
-            with reduce_span(self._team, f"bucket {index}"):
+            with team.span(f"bucket {index}"):
                 sources: dict[int, Tensor] = {}
                 for source, tensor, work in self._pieces[index]:
                     errand.wait(work)
                     sources[source] = tensor
                 self._expect_results(index)
                 for ordinal in range(own):
-                    sources[first + ordinal] = self._reducer.slot((ordinal, 0))[start:stop]
-                total = self._reducer.gradient[start:stop]
+                    sources[first + ordinal] = self.host.slot((ordinal, 0))[start:stop]
+                total = self.host.gradient[start:stop]
                 execute_additions(plan, sources, total)
                 for peer in receivers:
                     self._messages.send(total, peer, self._tag(index, plan.stride - 1))
         for index in unowned:
             self._expect_results(index)
-        with reduce_span(self._team, "sums of the others"):
+        with team.span("sums of the others"):
             for work in self._results:
                 errand.wait(work)
 
@@ -185,10 +171,10 @@ class DirectRound:
         """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
         works: list[Work] = []
         expected = 1 if self._plan.leaf_actions else 0
-        self._lane = lane = self._peers.lane(errand)
+        self._lane = lane = self.peers.lane(errand)
 
         def start(bucket: GradientBucket) -> None:
-            works.append(self._peers.all_reduce(bucket_view(self._reducer.gradient, bucket)))
+            works.append(self.peers.all_reduce(bucket.view(self.host.gradient)))
 
         def wait() -> None:
             for work in works:
@@ -197,7 +183,7 @@ class DirectRound:
         for index, bucket in enumerate(self._buckets):
             if not self._await_own(index, expected):
                 return
-            self._reducer.is_summed = True
+            self.host.is_summed = True
             for mark in self._marks[index]:
                 lane.follow(mark)
             lane.run(partial(start, bucket))

@@ -1,68 +1,47 @@
-"""What a way of exchanging pieces and sums is given, and what it offers to a reducer."""
+"""What both ways of exchanging pieces and sums have in common: `direct.py` and `gathered.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from holdfast.parallel.gradients.reduction_plan import ReductionPlan
 
-from holdfast.parallel.comm.trace import REDUCE
-from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket
-from holdfast.parallel.gradients.cell_team import CellTeam
-
-Slot = tuple[int, int]
-"""(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""
+if TYPE_CHECKING:
+    from holdfast.parallel.gradients.reducer import Reducer
 
 
-class ExchangeHost(Protocol):
-    """The reducer whose pieces are exchanged.
+class ExchangeRound:
+    """The exchange of one step of one reducer, `host`.
 
-    gradient: [layout.size], where the sums belong; also the first piece. is_summed: set before
-    anything of the step is summed here, or received.
+    order: of the members. In this order those that receive own the chunks of a bucket.
     """
 
-    team: CellTeam
-    layout: FlatLayout
-    gradient: Tensor
-    fast: bool
-    is_summed: bool
-
-    def slot(self, slot: Slot) -> Tensor:
-        """The flat buffer of a slot."""
-        ...
-
-    def scratch(self, key: Hashable, elements: int) -> Tensor:
-        """Room for `elements`, kept between steps under `key`; its content is void."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Store the first error of the step; wake all waiters, here and at the peers."""
-        ...
-
-
-class ExchangeRound(Protocol):
-    """The exchange of one step of one reducer."""
+    def __init__(self, host: Reducer, plan: ReductionPlan, order: Iterable[int]) -> None:
+        self.host, self.team, self.peers, self._plan = host, host.team, host.team.peers, plan
+        self._buckets = host.layout.buckets
+        owners = [member for member in order if self.team.members[member].receives]
+        self._owners = {member: number for number, member in enumerate(owners)}
+        # by member: the number of its first piece in the plan
+        self._firsts = [sum(len(p) for p in plan.pieces[:m]) for m in range(len(plan.pieces))]
+        self._ready_pieces = [0] * len(self._buckets)  # own pieces finished, per bucket
+        self._marks: list[list[object]] = [[] for _ in self._buckets]
 
     def piece_ready(self, index: int, ordinal: int) -> None:
-        """Own piece number `ordinal` of bucket `index` is final."""
-        ...
+        """Own piece number `ordinal` of bucket `index` is final, once the device has done what the
+        calling thread gave to it."""
+        raise NotImplementedError
 
     def join(self) -> None:
-        """Return when the exchange is over; errors are stored in the host."""
-        ...
+        """Return when the exchange is over; errors are stored in the host. Raises
+        DeviceStuckError."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Let the exchange end at its next look."""
-        ...
+        raise NotImplementedError
 
-
-def bucket_view(flat: Tensor, bucket: GradientBucket) -> Tensor:
-    """A bucket's elements of a flat buffer.  flat: [layout.size] -> [stop - start]"""
-    return flat[bucket.start : bucket.stop]
-
-
-def reduce_span(team: CellTeam, name: str) -> AbstractContextManager[None]:
-    """Note when something of the reduction happens, if the run file asks for it."""
-    return team.recorder.span(REDUCE, name) if team.recorder else nullcontext()
+    def _chunk(self, index: int, member: int) -> tuple[int, int]:
+        """Return the part of a bucket that `member` owns; nothing if it does not receive."""
+        number = self._owners.get(member)
+        return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))

@@ -17,7 +17,8 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,9 +29,8 @@ from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.buckets import arrange_boxes
+from holdfast.parallel.gradients.buckets import Slot, arrange_boxes
 from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
-from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.grad_norm import total_of_squares
 from holdfast.parallel.gradients.leaf_progress import LeafProgress, StageParameters
@@ -104,8 +104,12 @@ class GradientFeeder:
         self._target: list[list[Tensor]] = []
         self._missing_slices: list[list[int]] = []  # by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
-        self._defers_errors = False
+        # Errors wait for `finish` if other ranks compute in lockstep with this one: they would wait
+        # for ever.
+        self.defers_errors = False
         self._progress = LeafProgress()  # of the step that is open
+        self._is_listening = False
+        self._missing_parameters: set[int] = set()  # of the leaf that is open
 
     # --- a step ---------------------------------------------------------------------------
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
@@ -125,6 +129,7 @@ class GradientFeeder:
             reducer.begin(leaves, shares, computed)
         self._launcher.start()
         self._spread_errors()
+        self.check()
 
     @property
     def computed_leaves(self) -> tuple[int, ...]:
@@ -183,18 +188,6 @@ class GradientFeeder:
         """Between leaves: raise the first stored error, unless this feeder is patient."""
         if not self.defers_errors:
             self._raise_stored()
-
-    @property
-    def defers_errors(self) -> bool:
-        """True if errors wait for `finish`, because other ranks compute in lockstep with this one
-        and would wait for ever."""
-        return self._defers_errors
-
-    @defers_errors.setter
-    def defers_errors(self, patient: bool) -> None:
-        self._defers_errors = patient
-        for reducer in self.reducers:
-            reducer.defers_errors = patient
 
     def regroup(self, cells: Cells, by_unit: bool) -> bool:
         """Continue with other members of the same cells, in the same buffers. If the cells are
@@ -274,6 +267,24 @@ class GradientFeeder:
         return (
             bool(self._contributed_cells) and self.reducers[self._contributed_cells[0]].accumulates
         )
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return a hook that does not keep this object alive. torch holds the hooks of a tensor
+        where the garbage collector cannot see them. A cycle over the parameters would outlive every
+        rebuild, and with it the model and its gradients."""
+        whose = weakref.ref(self)
+
+        def listen(parameter: Tensor) -> None:
+            me = whose()
+            if me is not None and me._is_listening:
+                me._missing_parameters.discard(index)
+                me._take_gradient(index, parameter)
+
+        return listen
+
+    def _take_gradient(self, index: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        self._take(index, gradient)
 
     def _take(self, index: int, gradient: Tensor | None) -> None:
         """Add a parameter's gradient (None: zero) to the current slot, and send what is ready."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,9 +31,12 @@ from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
 from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.lanes import Lane
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.exchange import ExchangeHost, bucket_view, reduce_span
+from holdfast.parallel.gradients.exchange import ExchangeRound
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, execute_additions
 from holdfast.parallel.torch_compat import Work
+
+if TYPE_CHECKING:
+    from holdfast.parallel.gradients.reducer import Reducer
 
 
 class GatheredLauncher:
@@ -51,7 +55,7 @@ class GatheredLauncher:
         self._rounds, self._lanes = [], []
         self._is_stopped, self._wait = False, None
 
-    def add(self, host: ExchangeHost, plan: ReductionPlan) -> GatheredRound:
+    def add(self, host: Reducer, plan: ReductionPlan) -> GatheredRound:
         """The round of one more reducer. All ranks add the cells that they share in one order."""
         made = GatheredRound(self, host, plan)
         self._rounds.append(made)
@@ -179,7 +183,7 @@ class _GroupQueue:
         self._collect()
 
     def _sum(self, each: GatheredRound, index: int, arrivals: _Arrivals) -> None:
-        with reduce_span(each.team, f"bucket {index}"):
+        with each.team.span(f"bucket {index}"):
             for work in arrivals.works:
                 self.lane.wait(work)
             self._collect()
@@ -194,24 +198,18 @@ class _GroupQueue:
             self._sums = None
 
 
-class GatheredRound:
+class GatheredRound(ExchangeRound):
     """The exchange of one step of one reducer; `GatheredLauncher` drives it.
 
     Members are taken in the order of their place in the group. A collective lays out what it sends
     and receives in that order.
     """
 
-    def __init__(self, launcher: GatheredLauncher, host: ExchangeHost, plan: ReductionPlan):
-        self.host, self.team, self.peers = host, host.team, host.team.peers
-        self._launcher, self._plan = launcher, plan
-        self._buckets = host.layout.buckets
-        team = host.team
-        self._order = sorted(range(len(team.members)), key=team.positions.__getitem__)
-        owners = [member for member in self._order if team.members[member].receives]
-        self._owners = {member: number for number, member in enumerate(owners)}
-        self._firsts = [sum(len(p) for p in plan.pieces[:m]) for m in range(len(plan.pieces))]
-        self._ready_pieces = [0] * len(self._buckets)
-        self._marks: list[list[object]] = [[] for _ in self._buckets]
+    def __init__(self, launcher: GatheredLauncher, host: Reducer, plan: ReductionPlan):
+        positions = host.team.positions
+        self._order = sorted(range(len(host.team.members)), key=positions.__getitem__)
+        super().__init__(host, plan, self._order)
+        self._launcher = launcher
 
     @property
     def bucket_count(self) -> int:
@@ -222,8 +220,6 @@ class GatheredRound:
         return self._ready_pieces[index] >= len(self._plan.pieces[self.team.own_index])
 
     def piece_ready(self, index: int, ordinal: int) -> None:
-        """Own piece number `ordinal` of bucket `index` is final, once the device has done what the
-        calling thread gave to it."""
         self._marks[index].append(self.peers.mark())
         self._launcher.on_ready(self._ready_pieces, index)
 
@@ -232,11 +228,9 @@ class GatheredRound:
         return self._marks[index]
 
     def join(self) -> None:
-        """Return when the exchange of all reducers is over."""
         self._launcher.join()
 
     def stop(self) -> None:
-        """Let the exchange of all reducers end at its next look."""
         self._launcher.stop()
 
     def release(self) -> None:
@@ -262,7 +256,7 @@ class GatheredRound:
             works.append(
                 self.peers.all_to_all(
                     into,
-                    bucket_view(host.slot((ordinal, 0)), self._buckets[index])
+                    self._buckets[index].view(host.slot((ordinal, 0)))
                     if gives
                     else host.gradient[:0],
                     [mine if member in senders else 0 for member in self._order],
@@ -277,7 +271,7 @@ class GatheredRound:
         host.is_summed = True
         own_size = self._chunk_size(index, self.team.own_index)
         sizes = [self._chunk_size(index, member) for member in self._order]
-        whole = bucket_view(host.gradient, bucket)
+        whole = bucket.view(host.gradient)
         if len(self._owners) < len(self._order):
             return self._send_sums(index, sources, whole, sizes)
         if len(set(sizes)) == 1:  # the sums arrive where they belong
@@ -316,9 +310,5 @@ class GatheredRound:
         )
 
     def _chunk_size(self, index: int, member: int) -> int:
-        """Elements of a bucket that `member` owns; 0 if it does not receive."""
-        number = self._owners.get(member)
-        if number is None:
-            return 0
-        start, stop = self._buckets[index].chunk(number, len(self._owners))
+        start, stop = self._chunk(index, member)
         return stop - start

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.parallel.gradients.exchange import Slot
+from holdfast.parallel.gradients.buckets import Slot
 from holdfast.parallel.gradients.reducer import MakeBuffer, Reducer
 
 

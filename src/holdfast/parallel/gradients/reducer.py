@@ -42,10 +42,10 @@ from holdfast.core.sharding.reduction_tree import LeafAction, Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.buckets import FlatLayout
+from holdfast.parallel.gradients.buckets import FlatLayout, Slot
 from holdfast.parallel.gradients.cell_team import TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.gradients.direct import DirectRound
-from holdfast.parallel.gradients.exchange import ExchangeRound, Slot, bucket_view
+from holdfast.parallel.gradients.exchange import ExchangeRound
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, make_reduction_plan
 from holdfast.parallel.torch_compat import is_peer_loss
@@ -65,8 +65,6 @@ class Reducer:
     on_error: called with the first error of a step, so that other reducers of this rank stop too.
     is_summed: something of this step was summed here, or received; what was computed is lost.
     are_slots_moved: slots do not lie where they do in other steps, because a step was resumed.
-    defers_errors: `begin` raises nothing either. Other ranks compute in lockstep with this one, and
-        must not wait for it until all of them come to `finish`.
     buffers: gives the memory of the sums, zeros for a number of elements; None: on the device.
     launcher: of a rank with several reducers, which all use it; its owner starts it when each of
         them has begun. Without it this reducer has one of its own.
@@ -89,7 +87,7 @@ class Reducer:
         self.team = team if isinstance(team, CellTeam) else CellTeam.of_replicas(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
         self.fast, self._on_error = fast and self.team.is_plain_all_reduce, on_error
-        self.defers_errors = self.is_summed = self.are_slots_moved = False
+        self.is_summed = self.are_slots_moved = False
         self._spare_buffers: list[Tensor] = []  # buffers of slots that are not used now
         self._make_buffer = buffers or partial(torch.zeros, dtype=dtype, device=device)
         self.gradient = self._make_buffer(layout.size)
@@ -108,8 +106,7 @@ class Reducer:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`. If the
         replicas have `computed` some of it, continue with what `keep` has kept.
 
-        The step before must have been voted on and its sends forgotten.
-        Raises PeerLostError when a peer is known to be lost, unless it is `defers_errors`.
+        The step before must have been voted on and its sends forgotten. `check` raises what failed.
         """
         self._drop_void_sum()
         self._error, self._looks = None, []
@@ -139,8 +136,6 @@ class Reducer:
             self._stop_round()  # by another thread, before it could be stopped
         except RuntimeError as error:
             self.fail(error)
-            if not self.defers_errors:
-                self.check()
 
     def _open_round(self) -> ExchangeRound:
         if self.team.exchange == "direct" or self.fast or len(self.team.members) == 1:
@@ -196,11 +191,8 @@ class Reducer:
     def start_leaf(self, leaf: int) -> Slot:
         """The gradients that come now belong to `leaf`. Returns the slot they go to."""
         self._leaf_action = self.plan.leaf_actions[leaf]
-        return (
-            (self._leaf_action.piece, 0)
-            if self._leaf_action.depth == 0
-            else (0, self._leaf_action.depth)
-        )
+        turn = self._leaf_action
+        return (turn.piece, 0) if turn.depth == 0 else (0, turn.depth)
 
     @property
     def stays_in_place(self) -> bool:
@@ -228,11 +220,11 @@ class Reducer:
         depth = turn.depth
         for _ in range(turn.carries):
             below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
-            bucket_view(self.slot(below), bucket).add_(bucket_view(self.slot((0, depth)), bucket))
+            bucket.view(self.slot(below)).add_(bucket.view(self.slot((0, depth))))
             depth -= 1
         if not turn.completes_piece:
             return
-        self._looks.append(bucket_view(self.slot((turn.piece, 0)), bucket).sum())
+        self._looks.append(bucket.view(self.slot((turn.piece, 0))).sum())
         if self._round is not None:
             self._round.piece_ready(index, turn.piece)
 

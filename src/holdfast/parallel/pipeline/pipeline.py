@@ -8,7 +8,7 @@ Nothing can wait forever that the table did not make wait. A send is started and
 In each of the two directions, the receive of the next message is posted one ahead of its use.
 So a message finds its buffer ready while the action before it still computes. A rank holds at
 most one activation and one gradient more than the table keeps. Over pipes receives are posted in
-the order in which each peer sends, so a rank may hold more (`comm/pipes.py`).
+the order in which each peer sends, so a rank may hold more (`PipelinePipes`).
 
 When may the buffer of a send be dropped? Gloo moves data only once its receiver has posted, and a
 send that is dropped earlier is lost. A send has arrived once its receiver has sent back anything
@@ -33,14 +33,9 @@ import torch
 from torch import Tensor
 
 from holdfast.core.schedule.check import check_schedule
-from holdfast.core.schedule.table import (
-    Action,
-    ActionKind,
-    Schedule,
-    Value,
-)
+from holdfast.core.schedule.table import Action, ActionKind, Schedule, Value
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.comm.pipes import PipelinePipes
+from holdfast.parallel.comm.device_group import PipelinePipes
 from holdfast.parallel.comm.trace import COMPUTE, RECEIVE, SEND, SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.pipeline.pipeline_plan import (
@@ -106,11 +101,9 @@ class PipelineInterpreter:
         device: torch.device,
         *,
         recorder: SpanRecorder | None = None,
-        first_tag: int = FIRST_TAG,
         pipes: PipelinePipes | None = None,
     ):
-        self.pipes = pipes
-        self.peers, self.device, self.recorder, self.first_tag = peers, device, recorder, first_tag
+        self.peers, self.device, self.recorder, self.pipes = peers, device, recorder, pipes
         self._plans: deque[PipelinePlan] = deque(maxlen=8)
         self._unconfirmed_sends: dict[int, list[tuple[Tensor, Work]]] = {}
         self._receipts_due: list[tuple[int, Tensor, Work]] = []
@@ -130,12 +123,6 @@ class PipelineInterpreter:
         LayoutError, before anything starts, for a table that cannot be executed here.
         """
         plan = self.plan_for(schedule)
-        if not isinstance(work, SplitStageWork) and _has_split_backward(plan):
-            raise LayoutError(
-                f"the schedule {schedule.name} splits the backward, which these stages do not",
-                where="layout.schedule",
-                remedy="use 1f1b or gpipe",
-            )
         try:
             self._wait_for_receipts()
             PipelineRun(self, plan, work, {} if carried is None else carried).execute()
@@ -168,7 +155,7 @@ class PipelineInterpreter:
                 where="layout.schedule",
             )
         check_schedule(schedule)
-        plan = make_pipeline_plan(schedule, self.peers.rank, self.first_tag)
+        plan = make_pipeline_plan(schedule, self.peers.rank)
         self._plans.append(plan)
         return plan
 
@@ -180,7 +167,7 @@ class PipelineInterpreter:
         """Post the receives of the receipts that this run will be owed."""
         for peer in plan.receipt_senders:
             record = torch.empty(1, dtype=torch.int64)
-            work = self.peers.receive(record, peer, self.first_tag)
+            work = self.peers.receive(record, peer, FIRST_TAG)
             self._receipts_due.append((peer, record, work))
 
     def keep_send(self, peer: int, tensor: Tensor, work: Work) -> None:
@@ -193,9 +180,8 @@ class PipelineInterpreter:
         It has just sent in this run, so it had waited for the receipt of the run before.
         """
         record = torch.zeros(1, dtype=torch.int64)
-        if self.peers.traffic is not None:
-            self.peers.traffic.add("control", record.nbytes)
-        self._receipts_sent[peer] = (record, self.peers.group.send([record], peer, self.first_tag))
+        self.peers.count(record.nbytes, "control")
+        self._receipts_sent[peer] = (record, self.peers.group.send([record], peer, FIRST_TAG))
 
     def _wait_for_receipts(self) -> None:
         if self._is_closed:
@@ -326,16 +312,8 @@ class PipelineRun:
         if self._pipes is not None:
             wire = out.contiguous()
             work = self._pipes.send(wire, message.peer)
-            self._sends[value] = (message.peer, wire, work)
-            return
-        wire = out.cpu().contiguous()
-        if self._peers.traffic is not None:
-            self._peers.traffic.add("pp", wire.nbytes)
-        work = self._peers.group.send([wire], message.peer, message.tag)
+        else:
+            wire = out.cpu().contiguous()
+            self._peers.count(wire.nbytes, "pp")
+            work = self._peers.group.send([wire], message.peer, message.tag)
         self._sends[value] = (message.peer, wire, work)
-
-
-def _has_split_backward(plan: PipelinePlan) -> bool:
-    return any(
-        s.action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) for s in plan.steps
-    )

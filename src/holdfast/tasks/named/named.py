@@ -21,8 +21,8 @@ from holdfast.core.lr_schedule import RateFunction
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.task.ask import OPTIMIZER_KEY, SCHEDULE_KEY, describe_named
 from holdfast.tasks.task.loading import import_module, source_digest, user_code
+from holdfast.training.optimizers.make_optimizer import UserParts
 from holdfast.training.optimizers.torch_optimizer import MakeOptimizer
-from holdfast.training.optimizers.user_parts import UserParts
 
 
 def load_user_parts(config: RunConfig) -> UserParts:

@@ -29,10 +29,10 @@ from holdfast.tasks.task.turns import (
     OpenStep,
     ShareDone,
 )
-from holdfast.training.engine.loss_scale import NOT_SCALED
+from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.task import TaskBatchSource
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,15 @@ class ScriptFeed:
         )
 
 
-class ScriptExecutor:
+class ScriptExecutor(Executor):
     """Lets the script run its passes."""
 
-    is_asynchronous = False
-
     def __init__(self, script: Script) -> None:
-        self._script, self.loss_scale = script, NOT_SCALED
+        super().__init__()
+        self._script = script
 
-    def train(
-        self,
-        leaves: Sequence[int],
-        batches: Sequence[ScriptMicrobatch],
-        listener: GradientListener,
-        losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        losses = [] if losses is None else losses
+    def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
+        leaves, batches = [leaf for leaf, _ in share], [batch for _, batch in share]
         if not self._script.awaits_share:  # a share is computed once more
             _open_step(self._script, batches[0].step)
         read = [batch.read for batch in batches]
@@ -115,7 +108,6 @@ class ScriptExecutor:
         assert isinstance(answer, ShareDone), answer
         if answer.error is not None:
             raise answer.error
-        return losses
 
     def evaluate(
         self, batches: Sequence[ScriptPart], on_progress: Callable[[], None]

@@ -54,7 +54,7 @@ from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.state import InitialBox
 from holdfast.training.engine.task import TaskBatchSource
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts
 
 _EQUAL, _NEAR = 1e-3, 0.1
 """Relative distance within which two losses count as equal, without and with random numbers."""

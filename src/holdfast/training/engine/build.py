@@ -17,19 +17,17 @@ from holdfast.config.sections.memory import DEVICE
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
-from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
-from holdfast.layout import Topology
 from holdfast.options.registry import hooks
 from holdfast.parallel.axes.expert_parallel import shared_experts
 from holdfast.parallel.axes.partitioned_input import PartitionedInput
-from holdfast.parallel.axes.process_groups import ProcessGroups, connect
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.axes.zero1 import OwnedRows
 from holdfast.parallel.comm.trace import SpanRecorder
-from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.torch_compat import (
     Store,
@@ -39,10 +37,9 @@ from holdfast.parallel.torch_compat import (
     local_tensor,
     place_shards,
 )
-from holdfast.training.engine.engine import GradientFeed, GradientReducer, StepEngine
+from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.loss_scale import LossScale
-from holdfast.training.engine.metered_executor import MeteredExecutor
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
@@ -53,12 +50,13 @@ from holdfast.training.memory.activations import move_activations
 from holdfast.training.memory.float8 import apply_float8
 from holdfast.training.memory.places import StateMemory
 from holdfast.training.memory.recompute import apply_recompute
+from holdfast.training.memory.tensor_account import PassMeter
 
 
 @dataclass
 class TrainingSession:
     """One rank of one generation, ready for its state: call `engine.initialise(config.seed)` or
-    `engine.load(read)`, then `loader(start_step)`, then `runner.run_training`."""
+    `engine.load(read)`, then `loader(start_step)`, then `runner.TrainingLoop.run`."""
 
     config: RunConfig
     engine: StepEngine
@@ -86,58 +84,23 @@ class TrainingSession:
         self.engine.close()
 
 
-def build_session(
-    config: RunConfig,
-    batches: TaskBatchSource,
-    topology: Topology,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    *,
-    dealer: Dealer = deal,
-    seconds: float = 1800.0,
-) -> TrainingSession:
-    """Connect to the generation's groups and build model, optimizer and reducer.
-
-    Collective over the topology. The state is memory without values until it is initialised or
-    loaded. `config.model.vocab_size` must be resolved. Raises LayoutError for a topology that
-    cannot be run, and PeerLostError when a peer does not come.
-    """
-    groups = connect_groups(config, topology, rank, store, device, seconds)
-    engine = build_engine(config, groups, device, dealer=dealer)
-    return make_session(config, engine, batches, device)
-
-
-def connect_groups(
-    config: RunConfig,
-    topology: Topology,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    seconds: float,
-) -> ProcessGroups:
-    """The generation's groups, as the run file wants them: with what notes when things happen,
-    where it names a step to be traced. Raises as `connect`."""
-    return connect(
-        topology,
-        rank,
+def connect_settings(
+    config: RunConfig, store: Store, device: torch.device, seconds: float
+) -> ConnectSettings:
+    """How the run file wants groups to be joined. Gradients travel as messages over gloo, and as
+    collectives over a device's own backend, whose messages would go through the host's memory."""
+    exchange = config.layout.exchange
+    if exchange == "auto":
+        exchange = "direct" if device_kind(device.type).between_has_tags else "gathered"
+    return ConnectSettings(
         store,
         device,
-        interface=config.cluster.gloo_device,
-        seconds=seconds,
+        seconds,
+        config.cluster.gloo_device,
         recorder=SpanRecorder(device) if config.layout.trace_step else None,
-        exchange=choose_exchange(config, device),
+        exchange=exchange,
         ep=config.layout.ep,
     )
-
-
-def choose_exchange(config: RunConfig, device: torch.device) -> ExchangeKind:
-    """How gradients travel between replicas. auto: messages over gloo, and collectives over a
-    device's own backend. Messages between devices go through the host's memory."""
-    asked = config.layout.exchange
-    if asked == "auto":
-        return "direct" if device_kind(device.type).between_has_tags else "gathered"
-    return asked
 
 
 def make_session(
@@ -179,19 +142,19 @@ def build_engine(
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
     memory = StateMemory(config.train.memory, device, label, movable)
     _prepare_units(config, groups, units, objective, memory)
-    shards = groups.degree("dp_shard")
-    zero = config.layout.zero_in_memory
-    make = _replicated if shards == 1 else _zero1 if zero == 1 else _sharded
+    is_cut = groups.degree("dp_shard") > 1 and config.layout.zero_in_memory > 1
+    make = _sharded if is_cut else _unsharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     layout, named = config.layout, partial(task.named_parameters, objective)
     for wrap in hooks("layout", layout, lambda effect: effect.executor):
         executor, parameters = wrap(config, executor, parameters, named)
-    compiled_here = config.train.compile and device.type == "cpu"
-    is_metered = memory.ledger.limit > 0 and not compiled_here
+    # Tokens of a microbatch, or its samples if a task of the user counts.
+    tokens = config.train.microbatch_size
+    tokens *= 1 if config.task.name else config.data.sequence_length
     engine = StepEngine(
         objective,
-        MeteredExecutor(executor, memory) if is_metered else executor,
+        executor,
         parameters,
         feed,
         groups,
@@ -199,8 +162,10 @@ def build_engine(
         device,
         dealer,
         task.user_parts,
-        LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
+        LossScale(tokens, device, is_dynamic=precision.scales_loss),
     )
+    if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
+        engine.measure_passes = PassMeter(memory).measured
     for change in hooks("layout", layout, lambda effect: effect.engine):
         change(config, engine)
     if not memory.stages_updates:
@@ -236,12 +201,6 @@ def _prepare_units(
     if moves:
         is_plain = policy.word == "none"
         move_activations(units, memory, is_compiled=config.train.compile and is_plain)
-
-
-def _tokens(config: RunConfig) -> int:
-    """Tokens of a microbatch, or its samples if a task of the user counts."""
-    length = 1 if config.task.name else config.data.sequence_length
-    return config.train.microbatch_size * length
 
 
 @dataclass(frozen=True)
@@ -284,25 +243,40 @@ def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 BuiltParameters = tuple[Parameters, GradientFeed]
 
 
-def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
+def _unsharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """This stage's part of the model on this device. In mixed precision the module computes on
-    bf16 copies."""
-    precision = parts.precision
+    bf16 copies. ZeRO 1, and ZeRO 2 that adds up gradients once a step, train and save this rank's
+    part of the rows."""
+    precision, memory, groups = parts.precision, parts.memory, parts.groups
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
-    held = [p.data for p in named.values()]  # an update of them is not seen by a graph
-    parts.memory.count("parameters", _all_tensors(objective))
+    memory.count("parameters", _all_tensors(objective))
+    lengths, initial = tuple(boxes.values()), parts.task.initial_values
+    if groups.degree("dp_shard") > 1:
+        whole = parts.boxes(list(named), sharded=False)
+        rows = OwnedRows(
+            named,
+            whole,
+            boxes,
+            groups.axis("dp_shard"),
+            state=precision.state,
+            traffic=groups.traffic,
+            make_masters=partial(memory.zeros, "optimizer"),
+        )
+        if memory.ledger.limit:  # with a limit, all that the device holds is counted
+            memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
+        feed = _replicated_feed(parts, named, whole, wanted=boxes)
+        trained = rows.master_tensors
+        return Parameters(table, lengths, trained, initial, [], rows.gather, memory), feed
+    trained = [p.data for p in named.values()]  # an update of them is not seen by a graph
     computed: list[torch.Tensor] = []
     if precision.mixed:
-        computed = held
+        computed = trained
         shapes = [tuple(p.shape) for p in computed]
-        held = parts.memory.zeros("optimizer", shapes, precision.state)
-
+        trained = memory.zeros("optimizer", shapes, precision.state)
     feed = _replicated_feed(parts, named, boxes)
-    initial = parts.task.initial_values
-    found = Parameters(table, tuple(boxes.values()), held, initial, computed, memory=parts.memory)
-    return found, feed
+    return Parameters(table, lengths, trained, initial, computed, memory=memory), feed
 
 
 def _replicated_feed(
@@ -328,35 +302,7 @@ def _replicated_feed(
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
         )
 
-    return _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
-
-
-def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
-    """As `_replicated`, but what is trained and saved is this rank's part of the rows. For ZeRO 1,
-    and for ZeRO 2 that adds up gradients once a step."""
-    precision = parts.precision
-    give_memory(objective.to(precision.compute), parts.device)
-    parts.task.fill_constants(objective, parts.device)
-    table, boxes, named = parts.rows_on_rank(objective)
-    whole, groups = parts.boxes(list(named), sharded=False), parts.groups
-    parts.memory.count("parameters", _all_tensors(objective))
-    rows = OwnedRows(
-        named,
-        whole,
-        boxes,
-        groups.axis("dp_shard"),
-        state=precision.state,
-        traffic=groups.traffic,
-        make_masters=partial(parts.memory.zeros, "optimizer"),
-    )
-    if parts.memory.ledger.limit:  # with a limit, all that the device holds is counted
-        parts.memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
-
-    feed = _replicated_feed(parts, named, whole, wanted=boxes)
-    initial = parts.task.initial_values
-    held = rows.master_tensors
-    lengths = tuple(boxes.values())
-    return Parameters(table, lengths, held, initial, [], rows.gather, parts.memory), feed
+    return _gradient_feed(parts, feeder)
 
 
 def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
@@ -370,7 +316,10 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     config, precision = parts.config, parts.precision
     compute = precision.compute if precision.mixed else None
     blocks = parts.task.units(objective)
-    moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
+    moved, mesh = (
+        parts.memory.place_of("parameters") != DEVICE,
+        parts.groups.replica_groups.shard_mesh(),
+    )
     how = compute, config.layout.zero
     unshared: set[nn.Parameter] = set()
     for each in shared_experts(objective, parts.groups):
@@ -411,25 +360,22 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         # What stays gathered between the two passes. With a limit it counts with the passes.
         elements = sum(prod(p.shape) for p in named.values() if not is_plain(p))
         parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
-    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)
     initial, lengths = parts.task.initial_values, tuple(boxes.values())
-    return Parameters(table, lengths, held, initial, [], memory=parts.memory), feed
+    parameters = Parameters(table, lengths, held, initial, [], memory=parts.memory)
+    return parameters, _gradient_feed(parts, feeder)
 
 
-def _gradient_feed(
-    config: RunConfig,
-    memory: StateMemory,
-    make: Callable[[Cells, bool], GradientFeeder],
-    by_unit: Callable[[ProcessGroups], bool],
-) -> GradientFeed:
-    """See `engine.GradientFeed`. by_unit: whether buckets are blocks in a generation."""
+def _gradient_feed(parts: _Parts, make: Callable[[Cells, bool], GradientFeeder]) -> GradientFeed:
+    """See `engine.GradientFeed`. make: from the cells of a rank, and whether buckets are blocks."""
+    config = parts.config
 
-    def feed(groups: ProcessGroups, old: GradientReducer | None) -> GradientReducer:
-        cells, units = _cells_and_teams(config, groups), by_unit(groups)
-        if isinstance(old, GradientFeeder) and old.regroup(cells, units):
+    def feed(groups: ProcessGroups, old: GradientFeeder | None) -> GradientFeeder:
+        cells, by_unit = run_cells(config, groups.topology, groups.rank), _by_unit(config, groups)
+        joined = list(zip(cells, groups.teams(cells), strict=True))
+        if old is not None and old.regroup(joined, by_unit):
             return old
-        memory.forget("gradients")
-        return make(cells, units)
+        parts.memory.forget("gradients")
+        return make(joined, by_unit)
 
     return feed
 
@@ -441,12 +387,6 @@ def _by_unit(config: RunConfig, groups: ProcessGroups) -> bool:
     shards = max(replica.degree("dp_shard") for replica in replicas)
     has_stages = any(len(replica.stages) > replica.degree("pp") for replica in replicas)
     return has_stages or (shards > 1 and config.layout.zero_in_memory > 1)
-
-
-def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cell, CellTeam]]:
-    """This rank's reduction cells and whom it meets in each."""
-    cells = run_cells(config, groups.topology, groups.rank)
-    return list(zip(cells, groups.teams(cells), strict=True))
 
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]

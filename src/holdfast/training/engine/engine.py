@@ -9,7 +9,7 @@
 Nothing before `apply` changes a parameter, so a step that fails anywhere has not happened.
 A runner drives the calls; the engine knows nothing of clocks, journals or checkpoints.
 
-When a peer is lost, `progress` describes what the engine still has. `recover.py` then finds the
+When a peer is lost, `status` describes what the engine still has. `recover.py` then finds the
 step that all ranks resume from. If other ranks compute in lockstep with this one, a failure between
 replicas is stored until all of them reach the end of `reduce`. It is raised on all or on none.
 """
@@ -17,27 +17,28 @@ replicas is stored until all of them reach the end of `reduce`. It is raised on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
-from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
-from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
+from holdfast.data.stream.loader import LoadedMicrobatch
+from holdfast.errors import HoldfastError, JumpError, PeerLostError
 from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.parallel.gradients.feeder import GradientFeeder
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
-from holdfast.training.engine.nonfinite import describe_non_finite, find_non_finite
+from holdfast.training.engine.nonfinite import find_non_finite
 from holdfast.training.engine.precision import as_indeterminate
-from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import (
     LocalTensor,
     Parameters,
@@ -47,7 +48,7 @@ from holdfast.training.engine.state import (
     state_tensors,
 )
 from holdfast.training.engine.step_plan import Dealer, StepPlan
-from holdfast.training.engine.step_status import StepHistory, StepProgress, StepStatus
+from holdfast.training.engine.step_status import StepHistory, StepStatus
 from holdfast.training.engine.vote import (
     AccountExchange,
     Ballot,
@@ -59,49 +60,13 @@ from holdfast.training.engine.vote import (
     share_verdict,
     vote,
 )
-from holdfast.training.optimizers.make_optimizer import make_optimizer
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 if TYPE_CHECKING:
     from holdfast.training.engine.protocols import StepFeed, StepShare
 
 
-class DeviceMicrobatch(Protocol):
-    """What the engine reads of one microbatch (its part, where samples are split over shards).
-    The executor knows the rest."""
-
-    @property
-    def tokens(self) -> float: ...
-
-
-class GradientReducer(GradientListener, Protocol):
-    """Sums gradients over the ranks that hold the same parameters, as `ReplicatedGradients`."""
-
-    defers_errors: bool
-
-    @property
-    def computed_leaves(self) -> tuple[int, ...]: ...
-
-    @property
-    def is_summed(self) -> bool: ...
-
-    @property
-    def is_finite(self) -> bool: ...
-
-    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None: ...
-
-    def keep(self, share: Sequence[int]) -> None: ...
-
-    def fail(self, error: Exception) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def squared_norm(self) -> float: ...
-
-    def gradients(self) -> list[Tensor]: ...
-
-
-GradientFeed = Callable[[ProcessGroups, GradientReducer | None], GradientReducer]
+GradientFeed = Callable[[ProcessGroups, GradientFeeder | None], GradientFeeder]
 """Returns the gradients' summation for the groups of a generation: the old one if it may stay."""
 
 
@@ -112,8 +77,8 @@ class StepEngine:
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. user: what the run file names by a path.
-    on_vote_sent: called when this rank's vote is on its way. order_shares: the shares of a
-    generation, one by one, as the executor needs them.
+    measure_passes: passes run inside of it. on_vote_sent: called when this rank's vote is on its
+    way. order_shares: the shares of a generation, one by one, as the executor needs them.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
     rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`.
     """
@@ -135,6 +100,7 @@ class StepEngine:
         executor.loss_scale = self.loss_scale = loss_scale
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device, self._gradients = feed, device, feed(groups, None)
+        self.measure_passes: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_vote_sent: Callable[[], None] = lambda: None
         self.order_shares: Callable[[StepFeed], Iterator[StepShare]] = iter
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
@@ -145,7 +111,7 @@ class StepEngine:
         where = parameters.memory, parameters.boxes
         self.optimizer = make_optimizer(train.optimizer, *held, gradients, self._user, *where)
         self._shares: Shares = ()
-        self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
+        self.batches: list[LoadedMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
         self._losses: dict[int, Tensor] = {}  # of my share, if this rank receives them
         self._is_stopping = self._is_leaving = False  # leaving: it waits for no peer any more
@@ -173,7 +139,7 @@ class StepEngine:
             self._gradients.fail(_interrupted_error(step))
         return self._shares[self.groups.coordinate.replica]
 
-    def compute(self, batches: Sequence[DeviceMicrobatch]) -> None:
+    def compute(self, batches: Sequence[LoadedMicrobatch]) -> None:
         """Run forward and backward of my share, in its order. Skip the microbatches that were
         computed before the step was resumed. Raises PeerLostError."""
         replica = self.groups.coordinate.replica
@@ -182,7 +148,9 @@ class StepEngine:
         leaves = [leaf for leaf in share if not computed or leaf not in computed[replica]]
         by_leaf, losses = dict(zip(share, self.batches, strict=True)), list[Tensor]()
         try:
-            self.executor.train(leaves, [by_leaf[leaf] for leaf in leaves], self._gradients, losses)
+            with self.measure_passes():
+                todo = [(leaf, by_leaf[leaf]) for leaf in leaves]
+                self.executor.train(todo, self._gradients, losses)
             if self.device.type != "cpu":  # else its work would count as the next phase's
                 torch.accelerator.synchronize(self.device)
         except Exception as error:
@@ -227,10 +195,21 @@ class StepEngine:
             raise lost
         if verdict.can_be_applied:
             return verdict
-        found = _rejection_error(self, verdict, self._gradients)
+        found = self._rejection_error(verdict)
         self._is_leaving = True
         meet_before_leaving(self.groups)
         raise found
+
+    def _rejection_error(self, verdict: StepVerdict) -> HoldfastError:
+        """Why the step was voted down, alike on every rank. If something is not finite, compute my
+        share again without reduction, and agree with all on where it began."""
+        if not (verdict.is_finite or verdict.is_skipped):
+            return find_non_finite(self, self._gradients.is_finite)
+        jump = self.loss_jump
+        if jump is None:  # another rank knows more
+            return JumpError(self.step, verdict.mean_loss)
+        shares, suspects = self.dealt_shares, jump.microbatches
+        return JumpError(self.step, verdict.mean_loss, jump.threshold, shares, suspects)
 
     def apply(self, verdict: StepVerdict) -> float:
         """Update the parameters; returns the learning rate that was used."""
@@ -283,10 +262,10 @@ class StepEngine:
         return self._shares
 
     @property
-    def progress(self) -> StepProgress:
-        """What this process has, now that it has stopped."""
-        inside = self.groups.replica_groups
-        return self.status.progress(len(self.groups.replica.ranks) == 1 or not inside.is_aborted)
+    def is_replica_intact(self) -> bool:
+        """Whether the groups inside the replica can still be used."""
+        alone = len(self.groups.replica.ranks) == 1
+        return alone or not self.groups.replica_groups.is_aborted
 
     @property
     def is_summed(self) -> bool:
@@ -365,36 +344,6 @@ def _give_up(groups: ProcessGroups, *, inside: bool) -> None:
         groups.abort()
     else:
         groups.abort_between_replicas()
-
-
-def _rejection_error(
-    engine: StepEngine, verdict: StepVerdict, gradients: GradientReducer
-) -> HoldfastError:
-    """Why the step was voted down, alike on every rank."""
-    if not (verdict.is_finite or verdict.is_skipped):
-        return _non_finite_error(engine, gradients)
-    jump = engine.loss_jump
-    if jump is None:  # another rank knows more
-        return JumpError(engine.step, verdict.mean_loss)
-    shares, suspects = engine.dealt_shares, jump.microbatches
-    return JumpError(engine.step, verdict.mean_loss, jump.threshold, shares, suspects)
-
-
-def _non_finite_error(engine: StepEngine, gradients: GradientReducer) -> NonFiniteError:
-    """Compute my share again without reduction, and agree with all on where it began, and on
-    the microbatches that may have caused it."""
-    account, groups, shares = engine.status.account, engine.groups, engine.dealt_shares
-    assert account is not None, "nobody votes without it"
-    found = find_non_finite(
-        engine.objective,
-        engine.executor,
-        groups,
-        engine.parameters,
-        list(zip(shares[groups.coordinate.replica], engine.batches, strict=True)),
-        len(account.losses),
-        gradients.is_finite,
-    )
-    return describe_non_finite(engine.step, found, account, shares, groups.topology)
 
 
 def _known_error(error: Exception, step: int) -> HoldfastError | None:

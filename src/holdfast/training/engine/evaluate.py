@@ -8,7 +8,7 @@ the shards of one replica must run the same forward together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,35 +19,12 @@ from torch import Tensor, nn
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal
 from holdfast.core.weights import shortest
+from holdfast.data.stream.batch import ValidationSet
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.vote import gather_losses, reports_losses
-
-
-class HostMicrobatch(Protocol):
-    """Samples as numpy arrays: inputs, targets [B, S]; documents [B, S] or None."""
-
-    @property
-    def inputs(self) -> NDArray[np.int64]: ...
-
-    @property
-    def targets(self) -> NDArray[np.int64]: ...
-
-    @property
-    def documents(self) -> NDArray[np.int32] | None: ...
-
-
-class ValidationSamples(Protocol):
-    """`data.batch.ValidationSet` is one."""
-
-    @property
-    def microbatches(self) -> Sequence[HostMicrobatch]: ...
-
-    @property
-    def tokens(self) -> float: ...
-
-    def bits_per_byte(self, nats: float) -> float: ...
 
 
 class Validation(Protocol):
@@ -81,26 +58,17 @@ class Evaluation:
     tokens: float
 
 
-@dataclass(frozen=True)
-class _RankRows:
-    """One rank's part of a validation microbatch."""
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Tensor | None
-
-
 class TokenValidation:
     """Validation text of the built-in decoder."""
 
-    def __init__(self, samples: ValidationSamples) -> None:
+    def __init__(self, samples: ValidationSet) -> None:
         self._samples, self.tokens = samples, samples.tokens
 
     @property
     def microbatches(self) -> int:
         return len(self._samples.microbatches)
 
-    def part(self, index: int, part: int, parts: int, device: torch.device) -> _RankRows:
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> TensorMicrobatch:
         batch = self._samples.microbatches[index]
 
         def moved(array: NDArray[Any], pad: int) -> Tensor:
@@ -108,62 +76,58 @@ class TokenValidation:
 
         documents = None if batch.documents is None else moved(batch.documents, 0)
         inputs = moved(batch.inputs, 0)
-        return _RankRows(inputs, moved(batch.targets, IGNORED_TARGET), documents)
+        targets = moved(batch.targets, IGNORED_TARGET)
+        return TensorMicrobatch(inputs, targets, documents, [], 0.0)
 
     def bits_per_byte(self, nats: float) -> float:
         return self._samples.bits_per_byte(nats)
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Computes the validation loss of a model; collective over all ranks."""
 
-    def __init__(
-        self,
-        objective: nn.Module,
-        executor: Executor,
-        groups: ProcessGroups,
-        validation: Validation,
-        device: torch.device,
-    ):
-        self._objective, self._executor = objective, executor
-        self._groups, self._device = groups, device
-        self._validation = validation
+    objective: nn.Module
+    executor: Executor
+    groups: ProcessGroups
+    validation: Validation
+    device: torch.device
 
     def regroup(self, groups: ProcessGroups) -> None:
         """Continue among other replicas."""
-        self._groups = groups
+        self.groups = groups
 
     def run(self, on_progress: Callable[[], None] = lambda: None) -> Evaluation | None:
         """None without validation samples. `on_progress` is called before each microbatch.
 
         Raises PeerLostError.
         """
-        count, known = self._validation.microbatches, self._validation.tokens
+        count, known = self.validation.microbatches, self.validation.tokens
         if not count or known == 0:
             return None
-        shares = deal(count, self._groups.replica_count)
-        part, parts = self._groups.coordinate.dp_shard, self._groups.degree("dp_shard")
+        shares = deal(count, self.groups.replica_count)
+        part, parts = self.groups.coordinate.dp_shard, self.groups.degree("dp_shard")
         batches = [
-            self._validation.part(index, part, parts, self._device)
-            for index in shares[self._groups.coordinate.replica]
+            self.validation.part(index, part, parts, self.device)
+            for index in shares[self.groups.coordinate.replica]
         ]
         with torch.no_grad():
-            found = self._executor.evaluate(batches, on_progress)
-        spoken = reports_losses(self._groups.replica, self._groups.coordinate)
+            found = self.executor.evaluate(batches, on_progress)
+        spoken = reports_losses(self.groups.replica, self.groups.coordinate)
         losses = [float(loss) for loss in found] if spoken else []
         self._release()
         tree = ReductionTree(count)
-        total = tree.sum(gather_losses(self._groups, shares, losses))
+        total = tree.sum(gather_losses(self.groups, shares, losses))
         if known is None:
             weights = [float(batch.tokens) for batch in batches] if spoken else []
-            known = shortest(tree.sum(gather_losses(self._groups, shares, weights)))
+            known = shortest(tree.sum(gather_losses(self.groups, shares, weights)))
         if not known:
             return None
-        return Evaluation(total / known, self._validation.bits_per_byte(total), known)
+        return Evaluation(total / known, self.validation.bits_per_byte(total), known)
 
     def _release(self) -> None:
         """Without a backward nothing tells FSDP2 to give gathered parameters back."""
-        for module in self._objective.modules():
+        for module in self.objective.modules():
             reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
             if reshard is not None:
                 reshard()

@@ -16,15 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Schedule, forward_only
-from holdfast.layout import AXES, Replica
+from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.layout import Replica
 from holdfast.model.stage import StagePart, leave_weight_gradients
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import residual_shape
@@ -35,62 +37,40 @@ from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.stage_work import GradientListener, RankStage, RankStages, ShareWork
 
-Objective = Callable[..., Tensor]
+Share = Sequence[tuple[int, Any]]
+"""Microbatches to compute, as the task feeds them, each with its number in the step."""
 
 
-class Inputs(Protocol):
-    """The part of a microbatch that is computed on."""
-
-    @property
-    def inputs(self) -> Tensor: ...
-
-    @property
-    def targets(self) -> Tensor: ...
-
-    @property
-    def documents(self) -> Tensor | None: ...
-
-
-class Executor(Protocol):
-    """Runs the passes of this rank's part of a replica. Batches are what the task feeds.
-
-    loss_scale: what its backward passes begin with. is_asynchronous: a step's passes begin before
-    the update of the step before it.
-    """
-
-    loss_scale: LossScale
-
-    @property
-    def is_asynchronous(self) -> bool: ...
-
-    def train(
-        self,
-        leaves: Sequence[int],
-        batches: Sequence[Any],
-        listener: GradientListener,
-        losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Forward and backward of each; the loss sums, in order, or none but on a last stage.
-        losses: they are put in there as they come, and stay there when this is interrupted."""
-        ...
-
-    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
-        """Forward of each, without gradients; loss sums as above."""
-        ...
-
-
-def token_arguments(batch: Inputs) -> tuple[Any, ...]:
+def token_arguments(batch: TensorMicrobatch) -> tuple[Any, ...]:
     """What the decoder's objective takes of a microbatch."""
     return batch.inputs, batch.targets, batch.documents
 
 
-class SingleStageExecutor:
-    """One stage: the objective maps a microbatch to its loss.
+class Executor:
+    """Runs the passes of this rank's part of a replica.
 
-    arguments: what the objective takes of a microbatch.
+    is_asynchronous: a step's passes begin before the update of the step before it. loss_scale:
+    what its backward passes begin with. arguments: what the objective takes of a microbatch.
     """
 
     is_asynchronous = False
+    loss_scale: LossScale = NOT_SCALED
+
+    def __init__(self, arguments: Callable[[Any], tuple[Any, ...]] = token_arguments) -> None:
+        self.arguments = arguments
+
+    def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
+        """Run forward and backward of each. A last stage adds the loss sums, in order, to `losses`
+        as they come, so they stay there if this is interrupted."""
+        raise NotImplementedError
+
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        """Run forward of each, without gradients. Return the loss sums of a last stage."""
+        raise NotImplementedError
+
+
+class SingleStageExecutor(Executor):
+    """One stage: the objective maps a microbatch to its loss."""
 
     def __init__(
         self,
@@ -98,18 +78,11 @@ class SingleStageExecutor:
         recorder: SpanRecorder | None = None,
         arguments: Callable[[Any], tuple[Any, ...]] = token_arguments,
     ):
-        self._objective, self._recorder, self.arguments = objective, recorder, arguments
-        self.loss_scale = NOT_SCALED
+        super().__init__(arguments)
+        self._objective, self._recorder = objective, recorder
 
-    def train(
-        self,
-        leaves: Sequence[int],
-        batches: Sequence[Any],
-        listener: GradientListener,
-        losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        losses = [] if losses is None else losses
-        for leaf, batch in zip(leaves, batches, strict=True):
+    def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
+        for leaf, batch in share:
             listener.start_leaf(leaf)
             with self._span(f"F{leaf}"):
                 loss = self._objective(*self.arguments(batch))
@@ -118,7 +91,6 @@ class SingleStageExecutor:
             listener.end_leaf()
             losses.append(loss.detach())
             listener.check()
-        return losses
 
     def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
         losses = []
@@ -131,43 +103,37 @@ class SingleStageExecutor:
         return self._recorder.span(COMPUTE, name) if self._recorder else nullcontext()
 
 
-class PipelinedExecutor:
-    """One or several stages of a pipeline: runs this rank's row of a schedule.
+class PipelinedExecutor(Executor):
+    """One or several stages of a pipeline: runs this rank's row of the layout's schedule.
 
-    schedule: a name of `core.schedule.named`. dim, dtype: of the residual stream that passes
-    between stages.
+    dim, dtype: of the residual stream that passes between stages.
     """
-
-    is_asynchronous = False
 
     def __init__(
         self,
         objective: nn.Module,
         groups: ProcessGroups,
-        schedule: str,
+        layout: LayoutConfig,
         dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        sequence_parallel: bool,
     ):
-        assert groups.pipeline is not None
-        self.arguments, self.loss_scale = token_arguments, NOT_SCALED
-        self._objective, self._schedule, self._dtype = objective, schedule, dtype
+        super().__init__()
+        pipeline = groups.replica_groups.pipeline
+        assert pipeline is not None
+        self._objective, self._schedule, self._dtype = objective, layout.schedule, dtype
         self.ranks, self._tp, self._cp = map(groups.degree, ("pp", "tp", "cp"))
         self._virtual = max(1, len(groups.replica.stages) // self.ranks)
         self._is_folded = groups.replica.is_folded
-        self._dim, self._sequence_parallel = dim, sequence_parallel
+        self._dim, self._sequence_parallel = dim, layout.sequence_parallel
         late = None
-        if SCHEDULE_KINDS[schedule].splits_backward:
+        if SCHEDULE_KINDS[layout.schedule].splits_backward:
             late = leave_weight_gradients(objective)
         held = self._held_stages(groups.replica, groups.coordinate.pp)
         self._stages = RankStages(held, self.ranks * self._virtual - 1, self.boundary, late)
+        pipes = groups.replica_groups.pipes
         self.interpreter = PipelineInterpreter(
-            groups.pipeline,
-            device,
-            recorder=groups.recorder,
-            pipes=groups.replica_groups.pipes,
+            pipeline, device, recorder=groups.recorder, pipes=pipes
         )
 
     @property
@@ -189,35 +155,30 @@ class PipelinedExecutor:
             name = "gpipe"
         return build_schedule(name, self.ranks, microbatches, self._virtual)
 
-    def train(
-        self,
-        leaves: Sequence[int],
-        batches: Sequence[Inputs],
-        listener: GradientListener,
-        losses: list[Tensor] | None = None,
+    def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
+        if share:
+            work = ShareWork(self._stages, self.loss_scale, share, losses, listener)
+            self.interpreter.run(self.schedule_for(len(share)), work)
+
+    def evaluate(
+        self, batches: Sequence[TensorMicrobatch], on_progress: Callable[[], None]
     ) -> list[Tensor]:
-        if not batches:
-            return []
-        work = ShareWork(self._stages, self.loss_scale, leaves, batches, listener)
-        work.losses = work.losses if losses is None else losses
-        self.interpreter.run(self.schedule_for(len(batches)), work)
-        return work.losses
+        losses: list[Tensor] = []
+        if batches:
+            share = list(enumerate(batches))
+            work = ShareWork(self._stages, self.loss_scale, share, losses, None, on_progress)
+            schedule = forward_only(self.ranks, len(batches), self._virtual, self._is_folded)
+            self.interpreter.run(schedule, work)
+        return losses
 
-    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
-        if not batches:
-            return []
-        leaves = range(len(batches))
-        work = ShareWork(self._stages, self.loss_scale, leaves, batches, None, on_progress)
-        schedule = forward_only(self.ranks, len(batches), self._virtual, self._is_folded)
-        self.interpreter.run(schedule, work)
-        return work.losses
-
-    def run_stage(self, part: StagePart | None, batch: Inputs, incoming: Tensor | None) -> Tensor:
+    def run_stage(
+        self, part: StagePart | None, batch: TensorMicrobatch, incoming: Tensor | None
+    ) -> Tensor:
         """A stage's own part of the forward: its residual stream, or on the last stage a loss."""
         out: Tensor = self._objective(*self.arguments(batch), incoming, part)
         return out
 
-    def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+    def boundary(self, batch: TensorMicrobatch) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what passes between two stages for a microbatch."""
         rows, length = batch.inputs.shape
         length //= self._cp
@@ -247,27 +208,3 @@ class PipelinedExecutor:
                     own = StageParameters([*found, *decoder.embed.parameters()], len(numbers))
             held[number] = RankStage(partial(self.run_stage, part), reached, own)
         return held
-
-
-def make_executor(
-    objective: nn.Module,
-    groups: ProcessGroups,
-    schedule: str,
-    dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    sequence_parallel: bool,
-) -> Executor:
-    """What fits this rank's replica."""
-    if groups.replica.mesh_shape[AXES.index("pp")] == 1:
-        return SingleStageExecutor(objective, groups.recorder)
-    return PipelinedExecutor(
-        objective,
-        groups,
-        schedule,
-        dim,
-        dtype,
-        device,
-        sequence_parallel=sequence_parallel,
-    )

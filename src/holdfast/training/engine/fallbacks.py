@@ -14,7 +14,6 @@ from holdfast.core.sharding.run_table import run_cells
 from holdfast.events import AttentionChosen, Event, SettingIgnored
 from holdfast.layout import Topology
 from holdfast.model.decoder import Decoder
-from holdfast.model.documents import DocumentAttention
 
 
 class Fallbacks:
@@ -28,57 +27,39 @@ class Fallbacks:
         objective: nn.Module,
     ) -> None:
         self._config, self._topology, self._emit = config, topology, emit
-        self._attention = _document_attention(config, objective)
-        self._reduction = config.layout.reduction == "fast"  # as long as it is to be looked at
-        self._schedule = config.layout.schedule == "1f1b"
-        self._shards = config.train.memory.parameters != DEVICE
+        self._decoder = getattr(objective, "decoder", None)
+        self._has_looked, self._schedule = False, config.layout.schedule == "1f1b"
 
     def look(self, step: int, shares: Shares) -> None:
         """shares: how the microbatches of `step` were dealt to the replicas."""
-        if self._attention is not None:
-            how, self._attention = self._attention, None
-            self._emit(AttentionChosen(how.way, how.reason, step=step))
-        if self._reduction:
-            self._reduction = False
-            if not one_sum(self._config, self._topology):
-                self._emit(
-                    SettingIgnored(
-                        "layout.reduction",
-                        "fast needs one group of ranks that sums all that a rank computes. "
-                        "This layout "
-                        "has several, so sums follow the tree",
-                        step=step,
-                    )
-                )
-        self._look_for_shards(step)
+        if not self._has_looked:
+            self._has_looked = True
+            self._look_once(step)
         for replica, share in zip(self._topology.replicas, shares, strict=True):
             stages = replica.degree("pp")
             if self._schedule and 0 < len(share) < stages:
                 self._schedule = False
-                self._emit(
-                    SettingIgnored(
-                        "layout.schedule",
-                        f"replica {replica.index} has {len(share)} of the microbatches of step "
-                        f"{step}, "
-                        f"and 1f1b needs {stages}: such a share runs as gpipe",
-                        step=step,
-                    )
+                why = (
+                    f"replica {replica.index} has {len(share)} of the microbatches of step {step}, "
+                    f"and 1f1b needs {stages}: such a share runs as gpipe"
                 )
+                self._emit(SettingIgnored("layout.schedule", why, step=step))
 
-    def _look_for_shards(self, step: int) -> None:
-        whole = [r.index for r in self._topology.replicas if r.degree("dp_shard") == 1]
-        if self._shards and whole:
-            self._shards = False
+    def _look_once(self, step: int) -> None:
+        config, replicas = self._config, self._topology.replicas
+        if config.data.attention == "document" and isinstance(self._decoder, Decoder):
+            how = self._decoder.document_attention
+            self._emit(AttentionChosen(how.way, how.reason, step=step))
+        if config.layout.reduction == "fast" and not one_sum(config, self._topology):
+            why = (
+                "fast needs one group of ranks that sums all that a rank computes. This layout has "
+                "several, so sums follow the tree"
+            )
+            self._emit(SettingIgnored("layout.reduction", why, step=step))
+        whole = [replica.index for replica in replicas if replica.degree("dp_shard") == 1]
+        if config.train.memory.parameters != DEVICE and whole:
             why = f"replica {whole[0]} is not cut by dp_shard: its parameters stay on the device"
             self._emit(SettingIgnored("train.memory.parameters", why, step=step))
-
-
-def _document_attention(config: RunConfig, objective: nn.Module) -> DocumentAttention | None:
-    """None: the run does not keep documents apart, or its model is not the built-in decoder."""
-    decoder = getattr(objective, "decoder", None)
-    if config.data.attention == "document" and isinstance(decoder, Decoder):
-        return decoder.document_attention
-    return None
 
 
 def one_sum(config: RunConfig, topology: Topology) -> bool:

@@ -33,7 +33,7 @@ from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.state import InitialBox
 from holdfast.training.engine.task import DecoderTask, TaskBatchSource
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts
 
 
 class LoraObjective(NextTokenObjective):

@@ -21,24 +21,21 @@ import functools
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from math import isfinite
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.core.sharding.parameters import Parameter
-from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.errors import NonFiniteError
-from holdfast.layout import Topology
-from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.torch_compat import local_tensor
 from holdfast.training.engine.executors import Executor
-from holdfast.training.engine.state import Parameters
-from holdfast.training.engine.vote import StepAccount
+
+if TYPE_CHECKING:
+    from holdfast.training.engine.engine import StepEngine
 
 _TAG = 2
 _NO_FINDING = 2**62
@@ -46,37 +43,23 @@ _BITS_PER_WORD = 62  # of a mask, in one word
 SUM_OF_GRADIENTS = "the sum of all gradients"
 
 
-@dataclass(frozen=True)
-class NonFiniteFinding:
-    """The same on every rank. non_finite_leaves: microbatches that were not finite when they were
-    computed once more; rank and parameter: the first finding among them. non_finite_ranks: ranks
-    whose part of the sum was not finite in the first place."""
+def find_non_finite(engine: StepEngine, is_share_finite: bool) -> NonFiniteError:
+    """Compute my share again without reduction. Return the error that every rank raises, with the
+    microbatches that may have caused it; collective. is_share_finite: all that this rank gave to
+    the sum was finite.
 
-    rank: int
-    parameter: str
-    non_finite_leaves: tuple[int, ...]
-    non_finite_ranks: tuple[int, ...]
-
-
-def find_non_finite(
-    objective: nn.Module,
-    executor: Executor,
-    groups: ProcessGroups,
-    parameters: Parameters,
-    share: Sequence[tuple[int, Any]],
-    leaves: int,
-    is_share_finite: bool,
-) -> NonFiniteFinding:
-    """What is found over all ranks; collective. leaves: microbatches of the step. is_share_finite:
-    all that this rank gave to the sum was finite.
-
-    If every part is finite and only the sum overflowed, the parameter is called `SUM`.
-    Raises PeerLostError.
+    The suspects are the microbatches that were found. If there are none, they are the microbatches
+    with a loss that is not finite. If there are none either, they are all microbatches of the
+    replicas whose part of the sum is not finite. If every part is finite and only the sum
+    overflowed, the parameter is called `SUM_OF_GRADIENTS`. Raises PeerLostError.
     """
+    groups, account, shares = engine.groups, engine.status.account, engine.dealt_shares
+    assert account is not None, "no rank votes without it"
+    leaves = len(account.losses)
     finding = [_NO_FINDING, 0, 0]  # leaf, moment, place of the parameter in it
     named, mask = -1, 0
-    for leaf, batch in share:
-        found = _first_non_finite(objective, executor, leaf, batch)
+    for leaf, batch in zip(shares[groups.coordinate.replica], engine.batches, strict=True):
+        found = _first_non_finite(engine.objective, engine.executor, leaf, batch)
         if found is not None:
             mask |= 1 << leaf
         if found is not None and finding[0] == _NO_FINDING:
@@ -86,7 +69,7 @@ def find_non_finite(
             finding, named = [leaf, moment, -index if backward else index], index
         # no break here: the ranks of a replica compute in lockstep
     words = [mask >> at & (1 << _BITS_PER_WORD) - 1 for at in range(0, leaves, _BITS_PER_WORD)]
-    said = [*finding, int(is_share_finite), *words, *_name_at(parameters.table, named)]
+    said = [*finding, int(is_share_finite), *words, *_name_at(engine.parameters.table, named)]
     control = groups.control
     records = exchange(
         control, torch.tensor(said, dtype=torch.int64), [len(said)] * control.size, _TAG
@@ -102,32 +85,14 @@ def find_non_finite(
     )
     unsound = tuple(sorted(groups.positions[p] for p, f in enumerate(findings) if not f[3]))
     text = bytes(findings[position][4 + len(words) :]).rstrip(b"\0").decode()
+    rank = groups.positions[position]
     if not bad:
-        return NonFiniteFinding(
-            unsound[0] if unsound else 0, "a gradient" if unsound else SUM_OF_GRADIENTS, (), unsound
-        )
-    return NonFiniteFinding(groups.positions[position], text, bad, unsound)
-
-
-def describe_non_finite(
-    step: int, found: NonFiniteFinding, account: StepAccount, shares: Shares, topology: Topology
-) -> NonFiniteError:
-    """Return the error that every rank raises, with the microbatches that may have caused it.
-
-    These are the microbatches that were found. If there are none, they are the microbatches with a
-    loss that is not finite. If there are none either, they are all microbatches of the replicas
-    whose part of the sum is not finite.
-    """
-    suspects = found.non_finite_leaves
+        rank, text = (unsound[0], "a gradient") if unsound else (0, SUM_OF_GRADIENTS)
+    suspects = bad or tuple(i for i, loss in enumerate(account.losses) if not isfinite(loss))
     if not suspects:
-        losses = enumerate(account.losses)
-        suspects = tuple(leaf for leaf, loss in losses if not isfinite(loss))
-    if not suspects:
-        replicas = {topology.replica_of(rank).index for rank in found.non_finite_ranks}
+        replicas = {groups.topology.replica_of(odd).index for odd in unsound}
         suspects = tuple(sorted(leaf for r in replicas for leaf in shares[r]))
-    return NonFiniteError(
-        step, found.rank, found.parameter, shares, suspects, bool(found.non_finite_leaves)
-    )
+    return NonFiniteError(engine.step, rank, text, shares, suspects, bool(bad))
 
 
 _NAME_BYTES = 128  # bytes of a parameter's name on the wire: another stage does not know mine
@@ -170,7 +135,7 @@ def _first_non_finite(
     found in the backward pass, and its index."""
     parameters = list(objective.parameters())
     order = {id(p): i for i, p in enumerate(parameters)}
-    bad: list[int] = []
+    bad, losses = list[int](), list[Tensor]()
 
     # FSDP2 swaps full parameters in for the forward, so their owners are looked up beforehand.
     owners = {
@@ -185,7 +150,7 @@ def _first_non_finite(
     hooks = [m.register_forward_hook(look) for m in objective.modules() if owners[id(m)]]
     try:
         with _without_compilation():
-            losses = executor.train([leaf], [batch], _IgnoreGradients())
+            executor.train([(leaf, batch)], _IgnoreGradients(), losses)
     finally:
         for hook in hooks:
             hook.remove()

@@ -23,7 +23,7 @@ from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.model.stage import StagePart
-from holdfast.parallel.axes.context import ContextParallel
+from holdfast.parallel.axes.context import ContextParallel, TokenShare
 from holdfast.parallel.axes.tensor_parallel import TensorParallel
 from holdfast.parallel.axes.vocab_parallel import VocabularySoftmax
 
@@ -45,7 +45,7 @@ class NextTokenObjective(nn.Module):
     weights (`core.data.target_weights`).
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
-    parallelism. context: by `apply_context_parallel` where a rank has a part of the tokens.
+    parallelism. context: set where a rank has a part of the tokens.
     """
 
     def __init__(self, decoder: Decoder, compiled: bool = False, weighted: bool = False):
@@ -76,7 +76,7 @@ class NextTokenObjective(nn.Module):
         """
         decoder, tensor, x, share = self.decoder, self.tensor, incoming, None
         if self.context is not None:
-            share = self.context.split(tokens, targets, documents)
+            share = TokenShare(self.context, tokens, targets, documents)
             tokens, targets = share.tokens, share.targets
         if tensor is not None:
             tensor.begin_forward(*tokens.shape)
@@ -109,7 +109,7 @@ class NextTokenObjective(nn.Module):
             part=None if tensor is None else tensor.softmax,
             softcap=decoder.config.logit_softcap,
         )
-        return loss if self.context is None else self.context.sum_loss(loss)
+        return loss if self.context is None else self.context.whole.reduce(loss)
 
     def run_compiled_loss(self, targets: Tensor, dtype: torch.dtype) -> None:
         """Run the loss and its gradient once for each length of chunk, as `forward` does for

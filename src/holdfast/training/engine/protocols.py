@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
+from holdfast.data.stream.loader import StepBatch
 from holdfast.events import Event
 from holdfast.policy.saving.destinations import SaveDestinations
-from holdfast.training.engine.engine import DeviceMicrobatch
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.vote import Wishes
 
@@ -68,18 +68,8 @@ class Saver(Protocol):
         ...
 
 
-class StepShare(Protocol):
-    """One rank's share of one step."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def microbatches(self) -> Sequence[DeviceMicrobatch]: ...
-
-    @property
-    def entries(self) -> list[dict[str, Any]]: ...
-
+StepShare = StepBatch[Any]
+"""One rank's share of one step."""
 
 StepFeed = Iterator[StepShare]
 """Shares of consecutive steps; `data.loader.Loader` is one."""

@@ -20,9 +20,10 @@ The hash is xxh3, 64 bits, which fit an int64 exchange: two unlike states pass f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.state_table import StateTable, TensorSpec, mesh_box, stages_of
 from holdfast.errors import TaskError
-from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
+from holdfast.layout import Coordinate, Topology, coordinates_of
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.comm.transport import exchange
 from holdfast.training.engine.state import LocalTensor
@@ -82,15 +83,6 @@ class ReplicaChecker:
         held = {local.name: local for local in state}
         return [_hash(held, self.shared_boxes[holders]) for holders in self._holder_sets[rank]]
 
-    def find_differing(self, words: Mapping[int, Sequence[int]]) -> dict[Holders, Holders]:
-        """Return the ranks that differ, by holders. hashes: of every rank."""
-        said: dict[Holders, dict[int, int]] = {}
-        for rank, own in words.items():
-            for holders, word in zip(self._holder_sets[rank], own, strict=True):
-                said.setdefault(holders, {})[rank] = word
-        odd = {holders: outliers(by_rank) for holders, by_rank in said.items()}
-        return {holders: ranks for holders, ranks in odd.items() if ranks}
-
     def check(
         self, groups: ProcessGroups, state: Sequence[LocalTensor]
     ) -> tuple[ReplicaMismatch, ...]:
@@ -99,41 +91,37 @@ class ReplicaChecker:
         Names no rank if all agree. Raises PeerLostError.
         """
         mine = self.hashes(groups.rank, state)
-        lengths = {rank: len(self._holder_sets[rank]) for rank in groups.positions}
-        odd = self.find_differing(self._exchange(groups, mine, lengths, _TAG))
+        odd = _find_outliers(groups, self._holder_sets, mine, _TAG)
         if not odd:
             return ()
         # Every rank knows that the state differs. To know where, compare once more, box by box.
         boxes = {
-            rank: [
-                (h, box)
-                for h in self._holder_sets[rank]
-                if h in odd
-                for box in self.shared_boxes[h]
-            ]
-            for rank in groups.positions
+            rank: [(h, box) for h in sets if h in odd for box in self.shared_boxes[h]]
+            for rank, sets in self._holder_sets.items()
         }
         held = {local.name: local for local in state}
-        each = [_hash(held, [box]) for _, box in boxes[groups.rank]]
-        lengths = {rank: len(own) for rank, own in boxes.items()}
-        said = self._exchange(groups, each, lengths, _TAG_EACH)
+        mine = [_hash(held, [box]) for _, box in boxes[groups.rank]]
         names: dict[Holders, dict[str, None]] = {holders: {} for holders in odd}
-        at: dict[tuple[Holders, Box], dict[int, int]] = {}
-        for rank, own in boxes.items():
-            for key, word in zip(own, said[rank], strict=True):
-                at.setdefault(key, {})[rank] = word
-        for (holders, box), by_rank in at.items():
-            if outliers(by_rank):
-                names[holders][box.name] = None
+        for holders, box in _find_outliers(groups, boxes, mine, _TAG_EACH):
+            names[holders][box.name] = None
         return tuple(ReplicaMismatch(odd[h], h, tuple(names[h])) for h in sorted(odd))
 
-    def _exchange(
-        self, groups: ProcessGroups, mine: list[int], lengths: Mapping[int, int], tag: int
-    ) -> dict[int, list[int]]:
-        record = torch.tensor(mine, dtype=torch.int64)
-        by_position = [lengths[rank] for rank in groups.positions]
-        records = exchange(groups.control, record, by_position, tag)
-        return {rank: r.tolist() for rank, r in zip(groups.positions, records, strict=True)}
+
+K = TypeVar("K", bound=Hashable)
+
+
+def _find_outliers(
+    groups: ProcessGroups, keys: Mapping[int, Sequence[K]], mine: list[int], tag: int
+) -> dict[K, Holders]:
+    """Return the ranks that differ, by key. keys: of each rank's words. mine: this rank's words."""
+    lengths = [len(keys[rank]) for rank in groups.positions]
+    records = exchange(groups.control, torch.tensor(mine, dtype=torch.int64), lengths, tag)
+    said: dict[K, dict[int, int]] = {}
+    for rank, record in zip(groups.positions, records, strict=True):
+        for key, word in zip(keys[rank], record.tolist(), strict=True):
+            said.setdefault(key, {})[rank] = word
+    odd = {key: outliers(by_rank) for key, by_rank in said.items()}
+    return {key: ranks for key, ranks in odd.items() if ranks}
 
 
 def refuse_unequal_start(
@@ -173,7 +161,8 @@ def _shared(topology: Topology, spec: TensorSpec) -> Iterator[tuple[Holders, Box
     held: dict[Box, list[int]] = {}
     for replica in topology.replicas:
         for mesh_rank, rank in enumerate(replica.ranks):
-            box = mesh_box(spec, replica, _coordinate_of(replica, mesh_rank))
+            place = mesh_rank, *coordinates_of(mesh_rank, replica.mesh_shape)
+            box = mesh_box(spec, replica, Coordinate(replica.index, *place))
             if box.size:
                 held.setdefault(box, []).append(rank)
     edges = [
@@ -185,10 +174,6 @@ def _shared(topology: Topology, spec: TensorSpec) -> Iterator[tuple[Holders, Box
         holders = [rank for box, ranks in held.items() if box.contains(piece) for rank in ranks]
         if len(holders) > 1:
             yield tuple(sorted(holders)), piece
-
-
-def _coordinate_of(replica: Replica, mesh_rank: int) -> Coordinate:
-    return Coordinate(replica.index, mesh_rank, *coordinates_of(mesh_rank, replica.mesh_shape))
 
 
 def _hash(tensors: Mapping[str, LocalTensor], boxes: Iterable[Box]) -> int:

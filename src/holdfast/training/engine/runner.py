@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -38,9 +38,9 @@ from holdfast.training.engine.fallbacks import Fallbacks
 from holdfast.training.engine.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
 from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
-from holdfast.training.memory.expert_meter import ExpertMeter
-from holdfast.training.memory.memory_meter import MemoryMeter
+from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
 _FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where a capture must not be skipped
 _LEAVING_SLOT_TIMEOUT_S = 10.0  # and where a node is about to leave, which has twenty
@@ -59,86 +59,7 @@ class TrainingOutcome:
     unsaved_reason: str | None = None
 
 
-@dataclass
-class _StepTimer:
-    """Seconds of one step, by phase."""
-
-    clock: Callable[[], float]
-    phases: dict[str, float] = field(default_factory=dict)
-    previous_phases: dict[str, float] = field(default_factory=dict)  # of the step before
-    _since: float = 0.0
-
-    def start(self) -> None:
-        self.previous_phases, self.phases = self.phases, {}
-        self._since = self.clock()
-
-    def lap(self, phase: str) -> None:
-        now = self.clock()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
-        self._since = now
-
-
-def run_training(
-    engine: StepEngine,
-    loader: StepFeed,
-    membership: Membership,
-    reporter: EventReporter,
-    saver: Saver,
-    evaluator: Evaluator,
-    config: RunConfig,
-    *,
-    rank: int,
-    start_step: int,
-    settle_seconds: float = 600.0,
-    clock: Callable[[], float] = time.monotonic,
-    stats: FailureStats | None = None,
-    tier_durations: Callable[[], TierDurations] = TierDurations,
-    is_in_danger: Callable[[], bool] = lambda: False,
-    retry: StepRetry | None = None,
-) -> TrainingOutcome:
-    """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
-
-    loader: this rank's shares, beginning with step `start_step` + 1. stats: number of failures of
-    the run so far, needed if a cadence is to be decided. tier_durations: asked at each step on
-    rank 0 for the seconds of each tier's saves and restores. is_in_danger: asked at each
-    snapshot whether this rank's part goes to peers in any case. retry: of a bad step. Raises
-    PeerLostError when a rank is lost. Raises on every rank alike JumpError and NonFiniteError,
-    which rank 0 journals. In all cases the step was not applied.
-    """
-    loop = _TrainingLoop(
-        engine,
-        membership,
-        reporter,
-        saver,
-        evaluator,
-        config,
-        rank,
-        start_step,
-        clock,
-        stats or FailureStats(),
-        tier_durations,
-        is_in_danger,
-        retry,
-    )
-    if start_step >= config.train.steps:
-        return TrainingOutcome("finished", start_step)
-    loop.resume_validation(start_step)
-    for batch in engine.order_shares(loader):
-        stopping = loop.step(batch)
-        if batch.step >= config.train.steps or stopping:
-            # A save that never began has no end to wait for; the last reports are stored anyway.
-            saves = loop.saves
-            waits = not (saves.ends_with_snapshot or saves.is_last_step_uncaptured)
-            unsaved = saver.wait_until_committed(batch.step, settle_seconds, durable=waits)
-            if saves.is_last_step_uncaptured and unsaved is None:
-                unsaved = "no snapshot could be made of it"
-            finished = batch.step >= config.train.steps
-            return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
-        if loop.is_pausing:
-            return TrainingOutcome("paused", batch.step)
-    raise RuntimeError(f"batches ended before step {config.train.steps}")
-
-
+@dataclass(eq=False)
 class _SaveScheduler:
     """When one rank copies its state, where the copy goes, and which saves are owed.
 
@@ -147,40 +68,32 @@ class _SaveScheduler:
     was to be saved, and there was no room or no mover.
     """
 
-    def __init__(
-        self,
-        cadence: SaveCadence,
-        saver: Saver,
-        reporter: EventReporter,
-        config: RunConfig,
-        rank: int,
-        start_step: int,
-        timer: _StepTimer,
-        durations: Callable[[], TierDurations],
-        is_in_danger: Callable[[], bool],
-    ):
-        self._cadence, self._saver, self._reporter = cadence, saver, reporter
-        self._config, self._rank, self._timer = config, rank, timer
-        self._tier_durations, self._is_in_danger = durations, is_in_danger
-        self._saved_step = start_step
-        self._is_save_owed = False  # a durable save found no slot: made as soon as there is one
-        self._is_copy_owed = False  # the same of a snapshot that peers were to get
-        self.ends_with_snapshot = False
-        self.is_last_step_uncaptured = False
+    cadence: SaveCadence
+    saver: Saver
+    reporter: EventReporter
+    config: RunConfig
+    rank: int
+    saved_step: int
+    timer: PhaseTimer
+    tier_durations: Callable[[], TierDurations]
+    is_in_danger: Callable[[], bool]
+    ends_with_snapshot: bool = False
+    is_last_step_uncaptured: bool = False
+    is_save_owed: bool = False  # a durable save found no slot: made as soon as there is one
+    is_copy_owed: bool = False  # the same of a snapshot that peers were to get
 
     def add_due(self, step: int, wishes: Wishes) -> Wishes:
         """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
-        now, every = self._timer.clock(), self._config.train.evaluate.every
+        now, every = self.timer.clock(), self.config.train.evaluate.every
         # Length of the stall: from the capture's begin in the step before to this step's fence.
-        stood = self._timer.previous_phases.get("capture", 0.0) + self._timer.phases.get(
-            "capture", 0.0
-        )
+        phases = self.timer.previous_phases, self.timer.phases
+        stood = sum(found.get("capture", 0.0) for found in phases)
         usual = not (every and (step - 1) % every == 0)
-        for decided in self._cadence.tick(now, stood, usual, self._tier_durations()):
+        for decided in self.cadence.tick(now, stood, usual, self.tier_durations()):
             seconds = 0.0 if decided.seconds == inf else decided.seconds
-            self._reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
+            self.reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
         by_steps = self._tiers_due_by_steps(step)
-        due_tiers = self._cadence.due_tiers(now, by_steps) - by_steps
+        due_tiers = self.cadence.due_tiers(now, by_steps) - by_steps
         return replace(
             wishes,
             save=wishes.save or DISK in due_tiers,
@@ -191,24 +104,24 @@ class _SaveScheduler:
 
     def _tiers_due_by_steps(self, step: int) -> frozenset[int]:
         """The tiers that are saved into at this step by a rule that every rank knows."""
-        rules = self._config.checkpoint
+        rules = self.config.checkpoint
         every = rules.memory_every_steps
-        durable = self._is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
+        durable = self.is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
         remembered = (
-            durable or self._is_copy_owed or bool(every and every != "auto" and step % every == 0)
+            durable or self.is_copy_owed or bool(every and every != "auto" and step % every == 0)
         )
         return frozenset([DISK] * durable + [MEMORY] * remembered)
 
     def capture(self, step: int, wishes: Wishes, engine: StepEngine) -> SaveDestinations | None:
         """Begin to copy the state if the policy or a rank's wish says so, unless some rank has no
         room: the same on all ranks. Returns the destinations; None: nothing was captured."""
-        rules, by_steps = self._config.checkpoint, self._tiers_due_by_steps(step)
+        rules, by_steps = self.config.checkpoint, self._tiers_due_by_steps(step)
         reason = why_save_now(
             step,
-            self._config.train.steps,
+            self.config.train.steps,
             every_steps=rules.by_steps,
             is_stopping=wishes.stop,
-            last_saved=self._saved_step,
+            last_saved=self.saved_step,
         )
         self.ends_with_snapshot = wishes.is_snapshot_enough and reason == "stop"
         durable = not self.ends_with_snapshot and (
@@ -218,15 +131,10 @@ class _SaveScheduler:
         if not (durable or self.ends_with_snapshot or remembered):
             return None
         last = reason in ("end", "stop")
-        waits = (
-            _FINAL_SLOT_TIMEOUT_S
-            if last
-            else _LEAVING_SLOT_TIMEOUT_S
-            if wishes.is_node_leaving
-            else 0.0
-        )
-        self._reporter.progress(step, "capture")
-        captured = (bool(waits) or not wishes.has_no_slot) and self._saver.capture(
+        waits = _LEAVING_SLOT_TIMEOUT_S if wishes.is_node_leaving else 0.0
+        waits = _FINAL_SLOT_TIMEOUT_S if last else waits
+        self.reporter.progress(step, "capture")
+        captured = (bool(waits) or not wishes.has_no_slot) and self.saver.capture(
             step, engine.state(), waits, durable
         )
         into = self._destinations(durable, last, wishes)
@@ -234,47 +142,53 @@ class _SaveScheduler:
             self._on_captured(step, into)
         else:
             self.is_last_step_uncaptured = last
-            self._is_copy_owed = self._is_copy_owed or (wishes.copy and wishes.has_no_slot)
+            self.is_copy_owed = self.is_copy_owed or (wishes.copy and wishes.has_no_slot)
             if durable:
                 self._record_owed_save(step, reason, wishes.has_no_slot and not last)
-        self._timer.lap("capture")
+        self.timer.lap("capture")
         return into if captured else None
 
     def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
         """Return the destinations of a capture. The state left behind at the end goes to all."""
-        decided = PEERS in self._cadence.tiers.automatic
-        wanted = wishes.copy or self._is_copy_owed or self._is_in_danger()
+        decided = PEERS in self.cadence.tiers.automatic
+        wanted = wishes.copy or self.is_copy_owed or self.is_in_danger()
         copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
         if decided and copied is None:
             copied = False
-        every = self._config.checkpoint.bucket_every_seconds == 0
+        every = self.config.checkpoint.bucket_every_seconds == 0
         return SaveDestinations(durable, copied, every or wishes.upload or last)
 
     def _on_captured(self, step: int, into: SaveDestinations) -> None:
-        self._is_copy_owed = False
+        self.is_copy_owed = False
         if into.is_durable:
-            self._saved_step, self._is_save_owed = step, False
+            self.saved_step, self.is_save_owed = step, False
         reached = {
             MEMORY: True,
             PEERS: into.to_peers is not False,
             DISK: into.is_durable,
             BUCKET: into.is_durable and into.to_bucket,
         }
-        present = self._cadence.tiers.present
-        self._cadence.record_save(self._timer.clock(), [t for t in present if reached[t]])
+        present = self.cadence.tiers.present
+        self.cadence.record_save(self.timer.clock(), [t for t in present if reached[t]])
 
     def _record_owed_save(self, step: int, reason: str | None, full: bool) -> None:
         """A durable save found no slot. What is owed is said once: it is tried at every step."""
-        said = self._is_save_owed and (
-            reason is None or bool(self._config.checkpoint.memory_every_steps)
+        said = self.is_save_owed and (
+            reason is None or bool(self.config.checkpoint.memory_every_steps)
         )
-        if self._rank == 0 and full and not said:
-            self._reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
-        self._is_save_owed = full
+        if self.rank == 0 and full and not said:
+            self.reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
+        self.is_save_owed = full
 
 
-class _TrainingLoop:
-    """One rank's loop; its only memory beyond the engine is in `saves`."""
+class TrainingLoop:
+    """One rank's loop; its only memory beyond the engine is in `saves`.
+
+    stats: number of failures of the run so far, needed if a cadence is to be decided.
+    tier_durations: asked at each step on rank 0 for the seconds of each tier's saves and restores.
+    is_in_danger: asked at each snapshot whether this rank's part goes to peers in any case. retry:
+    of a bad step.
+    """
 
     def __init__(
         self,
@@ -284,36 +198,78 @@ class _TrainingLoop:
         saver: Saver,
         evaluator: Evaluator,
         config: RunConfig,
-        rank: int,
+        *,
         start_step: int,
-        clock: Callable[[], float],
-        stats: FailureStats,
-        durations: Callable[[], TierDurations],
-        in_danger: Callable[[], bool],
-        retry: StepRetry | None,
+        settle_seconds: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+        stats: FailureStats | None = None,
+        tier_durations: Callable[[], TierDurations] = TierDurations,
+        is_in_danger: Callable[[], bool] = lambda: False,
+        retry: StepRetry | None = None,
     ):
         self.engine, self.membership, self.reporter = engine, membership, reporter
-        self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
+        self.saver, self.evaluator, self.config = saver, evaluator, config
+        self.rank, self.start_step, self.settle_seconds = (
+            engine.groups.rank,
+            start_step,
+            settle_seconds,
+        )
         engine.on_vote_sent = lambda: reporter.progress(engine.step, "vote")
         self.clock = clock
         self.replica_checker: ReplicaChecker | None = None
-        self.timer = _StepTimer(clock)
-        self.timer.start()
+        self.timer = PhaseTimer(clock)
         self.memory = MemoryMeter(engine.device, clock)
         at, last_step = engine.groups.coordinate, config.train.steps
         self.experts = ExpertMeter(engine.objective, at, last_step, clock)
         self.recorder = engine.groups.recorder
         self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
-        cadence = SaveCadence(config.checkpoint, stats, nodes, clock())
+        cadence = SaveCadence(config.checkpoint, stats or FailureStats(), nodes, clock())
         self.saves = _SaveScheduler(
-            cadence, saver, reporter, config, rank, start_step, self.timer, durations, in_danger
+            cadence,
+            saver,
+            reporter,
+            config,
+            self.rank,
+            start_step,
+            self.timer,
+            tier_durations,
+            is_in_danger,
         )
         self.retry = retry
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit, engine.objective)
-        judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
+        judges = self.rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
         engine.judge_loss = self._judge_loss if judges else lambda step, account: None
+
+    def run(self, loader: StepFeed) -> TrainingOutcome:
+        """Train from the state after `start_step` to the last step, or until a wish to stop or
+        pause.
+
+        loader: this rank's shares, beginning with step `start_step` + 1. Raises PeerLostError when
+        a rank is lost. Raises on every rank alike JumpError and NonFiniteError, which rank 0
+        journals. In all cases the step was not applied.
+        """
+        last_step = self.config.train.steps
+        if self.start_step >= last_step:
+            return TrainingOutcome("finished", self.start_step)
+        self.resume_validation(self.start_step)
+        for batch in self.engine.order_shares(loader):
+            stopping = self.step(batch)
+            if batch.step >= last_step or stopping:
+                # A save that never began has no end to wait for. Reports are stored anyway.
+                saves = self.saves
+                waits = not (saves.ends_with_snapshot or saves.is_last_step_uncaptured)
+                unsaved = self.saver.wait_until_committed(
+                    batch.step, self.settle_seconds, durable=waits
+                )
+                if saves.is_last_step_uncaptured and unsaved is None:
+                    unsaved = "no snapshot could be made of it"
+                finished = batch.step >= last_step
+                return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
+            if self.is_pausing:
+                return TrainingOutcome("paused", batch.step)
+        raise RuntimeError(f"batches ended before step {last_step}")
 
     def step(self, batch: StepShare) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
@@ -387,17 +343,9 @@ class _TrainingLoop:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
             if self.rank == 0:
-                node = self.engine.groups.topology.nodes[error.rank]
-                self.reporter.emit(
-                    NonFinite(
-                        error.rank,
-                        error.parameter,
-                        node,
-                        list(error.suspects),
-                        error.again,
-                        step=step,
-                    )
-                )
+                node, suspects = self.engine.groups.topology.nodes[error.rank], list(error.suspects)
+                place = error.rank, error.parameter, node
+                self.reporter.emit(NonFinite(*place, suspects, error.again, step=step))
             raise
 
     def _judge_loss(self, step: int, account: StepAccount) -> LossJump | None:
@@ -411,12 +359,13 @@ class _TrainingLoop:
     def _report(self, batch: StepShare, verdict: StepVerdict, rate: float) -> None:
         if self.engine.groups.feeds_ledger:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
-        if (sample := self.memory.sample_if_due(self.rank, batch.step)) is not None:
-            self.reporter.emit(sample)
-        is_pausing = verdict.requests.pause
-        routed = self.experts.sample_if_due(self.rank, batch.step, is_pausing=is_pausing)
-        if routed is not None:
-            self.reporter.emit(routed)
+        pauses = verdict.requests.pause
+        for sample in (
+            self.memory.sample_if_due(self.rank, batch.step),
+            self.experts.sample_if_due(self.rank, batch.step, is_pausing=pauses),
+        ):
+            if sample is not None:
+                self.reporter.emit(sample)
         if self.rank != 0:
             return
         phases = self.timer.phases
@@ -435,15 +384,8 @@ class _TrainingLoop:
         )
         if self.retry is not None and self.retry.step == batch.step and self.retry.if_passed:
             found = self.retry.if_passed
-            self.reporter.emit(
-                Blamed(
-                    found.blame,
-                    list(found.microbatches),
-                    list(found.devices),
-                    found.why,
-                    step=batch.step,
-                )
-            )
+            causes = list(found.microbatches), list(found.devices)
+            self.reporter.emit(Blamed(found.blame, *causes, found.why, step=batch.step))
 
     def resume_validation(self, start_step: int) -> None:
         """Compute the validation after the step that survivors resume from, unless one has it.

@@ -78,11 +78,7 @@ class SaveCadence:
         return found | ({} if bucket == "auto" else {BUCKET: float(bucket)})
 
     def tick(
-        self,
-        now: float,
-        blocked_s: float,
-        is_usual: bool,
-        durations: TierDurations | None = None,
+        self, now: float, blocked_s: float, is_usual: bool, durations: TierDurations | None = None
     ) -> list[IntervalDecision]:
         """A step has come to its vote. The decisions that are new.
 

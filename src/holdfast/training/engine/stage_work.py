@@ -66,25 +66,26 @@ class RankStages:
 
 class ShareWork:
     """What the interpreter's actions do: `SplitStageWork` for one share. listener: None: forward
-    passes only."""
+    passes only. losses: takes those of a last stage."""
 
     def __init__(
         self,
         stages: RankStages,
         loss_scale: LossScale,
-        leaves: Sequence[int],
-        batches: Sequence[Any],
+        share: Sequence[tuple[int, Any]],
+        losses: list[Tensor],
         listener: GradientListener | None,
         on_progress: Callable[[], None] = lambda: None,
     ):
         self._stages, self._loss_scale = stages, loss_scale
-        self._leaves, self._batches = leaves, batches
+        self._leaves = [leaf for leaf, _ in share]
+        self._batches = [batch for _, batch in share]
         self._listener, self._on_progress = listener, on_progress
         # by stage and microbatch: what came in and went out; what a backward left for later
         self._activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._left: dict[tuple[int, int], tuple[Gradients, list[LateGradient]]] = {}
         self._carried: dict[int, dict[Tensor, Tensor]] = {}  # by microbatch, for another stage
-        self.losses: list[Tensor] = []
+        self._losses = losses
 
     def boundary(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
         return self._stages.boundary(self._batches[microbatch])
@@ -97,7 +98,7 @@ class ShareWork:
         if self._listener is not None:
             self._activations[stage, microbatch] = incoming, out
         if stage == self._stages.last:
-            self.losses.append(out.detach())
+            self._losses.append(out.detach())
             return None
         return out.detach()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.events import Evaluated
@@ -29,23 +31,6 @@ class StepHistory:
     unreported_step: int = 0
     validated_step: int | None = None
     last_validation: Evaluated | None = None
-
-
-@dataclass(frozen=True)
-class StepProgress:
-    """State of a stopped process, from which the next generation decides how to continue.
-
-    applied_step: its state is that after this step; None: as it was loaded. `reduced_step`: the
-    step after it, if its complete reduced gradient is here. has_all_votes: every vote for that step
-    has arrived. is_torn: an update was interrupted, so that there is no state any more.
-    is_replica_intact: the groups inside the replica can still be used.
-    """
-
-    applied_step: int | None
-    reduced_step: int | None
-    has_all_votes: bool
-    is_torn: bool
-    is_replica_intact: bool
 
 
 @dataclass
@@ -104,13 +89,27 @@ class StepStatus:
             return False
         return not self.verdict.can_be_applied
 
-    def progress(self, is_replica_intact: bool) -> StepProgress:
-        """What this process has, now that it has stopped."""
-        whole = self.stage in (StepStage.REDUCED, StepStage.VOTED)
-        return StepProgress(
-            self.applied_step,
-            self.step if whole else None,
-            self.stage is StepStage.VOTED,
-            self.is_torn,
-            is_replica_intact,
-        )
+    @property
+    def reduced_step(self) -> int | None:
+        """The step after the applied one, if its complete reduced gradient is here."""
+        return self.step if self.stage in (StepStage.REDUCED, StepStage.VOTED) else None
+
+
+class PhaseTimer:
+    """Seconds of each phase, of a step for example. clock: seconds; it does not jump."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self._since = clock, clock()
+        self.phases: dict[str, float] = {}
+        self.previous_phases: dict[str, float] = {}  # of the step before
+
+    def start(self) -> None:
+        """Begin another step."""
+        self.previous_phases, self.phases = self.phases, {}
+        self._since = self.clock()
+
+    def lap(self, phase: str) -> None:
+        """End a phase."""
+        now = self.clock()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
+        self._since = now

@@ -28,7 +28,7 @@ from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.options.registry import hooks
-from holdfast.parallel.axes.context import apply_context_parallel
+from holdfast.parallel.axes.context import ContextParallel
 from holdfast.parallel.axes.expert_parallel import (
     ExpertExchange,
     apply_expert_parallel,
@@ -38,12 +38,12 @@ from holdfast.parallel.axes.expert_parallel import (
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.training.engine.evaluate import TokenValidation, Validation
-from holdfast.training.engine.executors import Executor, make_executor
+from holdfast.training.engine.executors import Executor, PipelinedExecutor, SingleStageExecutor
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.state import InitialBox
-from holdfast.training.optimizers.user_parts import UserParts
+from holdfast.training.optimizers.make_optimizer import UserParts
 
 
 class TaskBatchSource(Protocol):
@@ -89,10 +89,7 @@ class EngineTask(Protocol):
         ...
 
     def loader(
-        self,
-        batches: TaskBatchSource,
-        share: Callable[[int], Sequence[int]],
-        **where: Any,
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> ShareLoader:
         """What reads a rank's shares ahead. where: as `Loader` takes them."""
         ...
@@ -155,14 +152,12 @@ class DecoderTask:
             if config.train.compile and objective.tensor is not None:
                 objective.tensor.exclude_from_compilation()
         if groups.degree("cp") > 1:
-            apply_context_parallel(
-                objective,
-                groups.axis("cp"),
-                config.layout.cp_method,
-                config.layout.cp_ring,
-                is_compiled=config.train.compile,
-                traffic=groups.traffic,
+            layout = config.layout
+            objective.context = ContextParallel(
+                groups.axis("cp"), layout.cp_method, layout.cp_ring, groups.traffic
             )
+            if config.train.compile:
+                objective.context.exclude_from_compilation()
         if config.model.experts is not None:
             self._spread_experts(decoder, groups)
         return objective
@@ -208,15 +203,9 @@ class DecoderTask:
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
     ) -> Executor:
         config = self._config
-        return make_executor(
-            objective,
-            groups,
-            config.layout.schedule,
-            config.model.dim,
-            dtype,
-            device,
-            sequence_parallel=config.layout.sequence_parallel,
-        )
+        if groups.degree("pp") == 1:
+            return SingleStageExecutor(objective, groups.recorder)
+        return PipelinedExecutor(objective, groups, config.layout, config.model.dim, dtype, device)
 
     def open_batches(self, dataset: str) -> Batches:
         config = self._config

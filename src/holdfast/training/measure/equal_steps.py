@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,10 @@ from torch import Tensor
 
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.devices import select_device
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
@@ -32,40 +33,32 @@ from holdfast.wire.process_end import skip_last_collection
 STEPS = 2
 
 
-@dataclass(frozen=True)
-class RandomTokens:
-    """One microbatch, [samples, sequence] each. tokens: those with a loss."""
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    tokens: int
-
-
 def lone_engine(config: RunConfig, device: torch.device) -> StepEngine:
     """An engine without peers; its state is memory without values."""
     topology = place_layout(Layout(), 1, ("local",))
     with tempfile.NamedTemporaryFile(prefix="holdfast-meeting-") as meeting:
         store = dist.FileStore(meeting.name, 1)  # type: ignore[attr-defined]
-        groups = connect(topology, 0, store, device, seconds=60)
+        groups = connect(ConnectSettings(store, device, seconds=60), topology, 0)
     return build_engine(config, groups, device)
 
 
 def one_step(engine: StepEngine, config: RunConfig, step: int) -> StepVerdict:
     """One step on tokens that are a function of the step and the microbatch."""
     size, length = config.train.microbatch_size, config.data.sequence_length
+    rows = size // engine.groups.degree("dp_shard")
     batches = []
     for leaf in engine.begin(step):
         generator = torch.Generator().manual_seed(key_seed(7, "benchmark", step, leaf))
         vocabulary = config.model.vocab_size
         tokens = torch.randint(0, vocabulary, (size, length + 1), generator=generator)
+        tokens = tokens[engine.groups.coordinate.dp_shard * rows :][:rows]
         inputs = tokens[:, :-1].contiguous().to(engine.device)
         targets = tokens[:, 1:].contiguous().to(engine.device)
         documents = None
         if config.data.attention == "document":  # three in each sample
             row = torch.arange(length, dtype=torch.int32) * 3 // length
-            documents = row.expand(size, length).contiguous().to(engine.device)
-        batches.append(RandomTokens(inputs, targets, documents, targets.numel()))
+            documents = row.expand(rows, length).contiguous().to(engine.device)
+        batches.append(TensorMicrobatch(inputs, targets, documents, [], targets.numel()))
     engine.compute(batches)
     verdict = engine.reduce()
     engine.apply(verdict)

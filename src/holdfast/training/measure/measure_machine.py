@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,13 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from holdfast.core.devices import device_kind
+from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.devices import has_bf16_products, select_device
 from holdfast.parallel.torch_compat import file_store
 from holdfast.plan.cost.layer_times import ATTENTION_BACKWARD
 from holdfast.plan.hardware.fit import Sample
 from holdfast.plan.probing.probes import probes_for
+from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.precision import same_kernels_each_time, same_products_on_any_threads
-from holdfast.training.measure.measure_steps import measure_steps
+from holdfast.training.measure.equal_steps import one_step
 from holdfast.training.memory.malloc import keep_freed_memory
 
 OF_STEPS = 0.7
@@ -37,6 +41,10 @@ FEWEST = 3
 """Repetitions of an operation, however long it takes."""
 QUANTILE = 0.2
 """Of an operation's times: other programs only ever add to them, and the fastest one is luck."""
+_MEETING_TIMEOUT_S = 60.0
+"""Bound of a wait for the other rank."""
+_FEWEST_STEPS, _MOST_STEPS = 4, 60
+"""Steps of a probe that are timed."""
 _CHAIN = 32
 """Operations of a chain whose forward and backward give the time of a launch."""
 _CPU_EDGES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -49,22 +57,22 @@ _CARD_SIZES = tuple(2**power for power in range(14, 30, 2))
 _MESSAGE_SIZES = tuple(2**power for power in range(8, 24, 2))
 
 
+@dataclass
 class Stopwatch:
     """Times an operation again and again until its share of the time is over.
 
     All ranks stop after the same number: rank 0 says after each one whether there is another.
     """
 
-    def __init__(self, device: torch.device, share_s: float, group: dist.ProcessGroup | None):
-        self.device = device
-        self.share_s = share_s
-        self.group = group
+    device: torch.device
+    share_s: float
+    group: dist.ProcessGroup | None
 
     def time(self, act: Callable[[], object], alike: bool = False) -> float:
         """Seconds of one call of `act` (`QUANTILE`). alike: the ranks need each other in it, so
         they must agree on the number of calls."""
         act()
-        self._settle()
+        settle(self.device)
         found: list[float] = []
         queued = 1 if alike else self._queued(act)
         end = time.monotonic() + self.share_s
@@ -72,7 +80,7 @@ class Stopwatch:
             begin = time.perf_counter()
             for _ in range(queued):
                 act()
-            self._settle()
+            settle(self.device)
             found.append((time.perf_counter() - begin) / queued)
             over = time.monotonic() > end and len(found) >= FEWEST
             if self._agree(over) if alike else over:
@@ -85,12 +93,8 @@ class Stopwatch:
             return 1
         begin = time.perf_counter()
         act()
-        self._settle()
+        settle(self.device)
         return max(1, min(_MOST_QUEUED, int(_QUEUE_S / (time.perf_counter() - begin))))
-
-    def _settle(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def _agree(self, over: bool) -> bool:
         if self.group is None:
@@ -201,14 +205,56 @@ def measure_links(watch: Stopwatch, rank: int, ranks: int) -> Iterator[Sample]:
         yield Sample("allreduce", summed, size, ranks=ranks)
 
 
+def measure_steps(
+    share_s: float, quantile: float, device: torch.device, rank: int, ranks: int, folder: Path
+) -> Iterator[Sample]:
+    """Time a step of each probe (`plan/probing/probes.py`) that so many ranks can run. A lone probe
+    runs in every process at the same time, because the workers of a run share caches and memory. A
+    probe of two ranks trains in its layout.
+
+    Args:
+        share_s: seconds of a probe with its engine's start, about.
+        quantile: of a step's times, the one that counts.
+        folder: where the ranks meet.
+    """
+    meeting = file_store(folder / "probes", ranks)
+    for number, probe in enumerate(probes_for(ranks, device.type == "cpu")):
+        alone = probe.ranks == 1
+        started = time.monotonic()
+        name = f"probe{number}.{rank}" if alone else f"probe{number}"
+        config, place = probe.config(device.type), 0 if alone else rank
+        store = file_store(folder / name, probe.ranks)
+        settings = ConnectSettings(store, device, seconds=_MEETING_TIMEOUT_S, ep=config.layout.ep)
+        engine = build_engine(config, connect(settings, probe.topology(), place), device)
+        engine.initialise(config.seed)
+        for step in (1, 2):  # the first one makes what all need
+            begin = time.perf_counter()
+            one_step(engine, config, step)
+            settle(device)
+            first_s = time.perf_counter() - begin
+        if rank == 0:
+            left_s = share_s - (time.monotonic() - started)
+            count = min(_MOST_STEPS, max(_FEWEST_STEPS, int(left_s / first_s)))
+            meeting.set(f"steps{number}", str(count))
+        found = []
+        for step in range(3, 3 + int(meeting.get(f"steps{number}"))):
+            begin = time.perf_counter()
+            one_step(engine, config, step)
+            settle(device)
+            found.append(time.perf_counter() - begin)
+        engine.close()
+        yield Sample("step", sorted(found)[int(quantile * len(found))], name=probe.name)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def main(arguments: list[str]) -> None:
-    rank, ranks, folder, seconds, name = (
-        int(arguments[0]),
-        int(arguments[1]),
-        Path(arguments[2]),
-        float(arguments[3]),
-        arguments[4],
-    )
+    rank, ranks, folder = int(arguments[0]), int(arguments[1]), Path(arguments[2])
+    seconds, name = float(arguments[3]), arguments[4]
     torch.set_num_threads(1)
     kind = device_kind(name)
     device = torch.device(kind.device(rank))

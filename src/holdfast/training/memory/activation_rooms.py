@@ -30,13 +30,24 @@ class Spot:
     host: Tensor | None = None
 
 
-class HostRoom:
-    """Buffers of the host, locked if an accelerator copies from them."""
+class _Returns:
+    """Pieces of a room that were given back."""
 
     def __init__(self, memory: StateMemory) -> None:
         self._memory = memory
-        self._free: list[Spot] = []
         self._returned: deque[Spot] = deque()  # the garbage collector may give back at any moment
+
+    def give(self, spot: Spot) -> None:
+        """Take a piece back. What was asked of it before is still done first."""
+        self._returned.append(spot)
+
+
+class HostRoom(_Returns):
+    """Buffers of the host, locked if an accelerator copies from them."""
+
+    def __init__(self, memory: StateMemory) -> None:
+        super().__init__(memory)
+        self._free: list[Spot] = []
 
     def take(self, nbytes: int) -> Spot:
         """Return a piece of at least so many bytes: the smallest that is free, or a new one."""
@@ -53,10 +64,6 @@ class HostRoom:
         self._memory.ledger.add(HOST, KIND, nbytes)
         return Spot(0, nbytes, self._memory.host_buffer(nbytes))
 
-    def give(self, spot: Spot) -> None:
-        """Take a piece back. What was asked of it before is still done first."""
-        self._returned.append(spot)
-
     def write(self, spot: Spot, offset: int, source: Tensor) -> None:
         """Copy bytes of the host to a place in a piece."""
         assert spot.host is not None
@@ -68,14 +75,13 @@ class HostRoom:
         into.copy_(spot.host[offset : offset + into.nbytes])
 
 
-class FileRoom:
+class FileRoom(_Returns):
     """One file, which grows. Raises StateMemoryError if it cannot, or if the disk fails."""
 
     def __init__(self, memory: StateMemory) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self._file: ScratchFile | None = None
         self._free: list[tuple[int, int]] = []  # (first byte, bytes) by rising first bytes
-        self._returned: deque[Spot] = deque()
 
     def take(self, nbytes: int) -> Spot:
         """Return a piece of so many bytes: the first that fits, or a new one at the file's end."""
@@ -86,17 +92,10 @@ class FileRoom:
                     [(start + nbytes, size - nbytes)] if size > nbytes else []
                 )
                 return Spot(start, nbytes)
-        if self._file is None:
-            self._file = self._memory.file(nbytes)
-            start = 0
-        else:
-            start = self._file.extend(nbytes)
+        start = 0 if self._file is None else self._file.extend(nbytes)
+        self._file = self._file or self._memory.file(nbytes)
         self._memory.ledger.add(FILE, KIND, nbytes)
         return Spot(start, nbytes)
-
-    def give(self, spot: Spot) -> None:
-        """Take a piece back. What was asked of it before is still done first."""
-        self._returned.append(spot)
 
     def write(self, spot: Spot, offset: int, source: Tensor) -> None:
         """Write bytes of the host to a place in a piece."""

@@ -56,7 +56,10 @@ class PieceStream:
             (found := role.tensors[first]) is not None and not memory.is_on_device(found)
             for role in roles
         ]
-        self._streams = None if memory.device.type == "cpu" else _Streams.new(memory.device)
+        # The copies of each direction: to the device, and from it.
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+        if memory.device.type != "cpu":
+            self._streams = torch.Stream(memory.device), torch.Stream(memory.device)
 
     @property
     def staged_bytes(self) -> int:
@@ -75,7 +78,7 @@ class PieceStream:
         ):
             sets = [self._new_buffers() for _ in range(min(BUFFER_SETS, len(self._pieces)))]
             if self._streams is not None and (allocated := self._event()) is not None:
-                self._streams.to_device.wait_event(allocated)
+                self._streams[0].wait_event(allocated)
             loads = [pool.submit(self._load, 0, sets[0])]
             stores: list[Future[None]] = []
             for number, piece in enumerate(self._pieces):
@@ -90,7 +93,7 @@ class PieceStream:
             for stored in stores:
                 stored.result()
             if self._streams is not None:
-                self._streams.from_device.synchronize()
+                self._streams[1].synchronize()
 
     # --- buffers ----------------------------------------------------------------------------
     def _staged_roles(self) -> Iterator[StagedTensors]:
@@ -128,7 +131,7 @@ class PieceStream:
                     self._memory.load(role.part(part), _cut(buffer.host, part))
         if self._streams is None:
             return None
-        stream = self._streams.to_device
+        stream = self._streams[0]
         with stream:
             for role, buffer in zip(self._staged_roles(), buffers, strict=True):
                 if buffer.host is not None:
@@ -154,15 +157,12 @@ class PieceStream:
                     self._memory.store(role.part(part), _cut(buffer.host, part))
 
     def _copy_back(
-        self,
-        number: int,
-        changed: Sequence[tuple[StagedTensors, _Buffer]],
-        updated: torch.Event,
+        self, number: int, changed: Sequence[tuple[StagedTensors, _Buffer]], updated: torch.Event
     ) -> None:
         """Copy from the device. What goes through a buffer of the host has arrived on return. A
         later load into the same buffers waits for all of it."""
         assert self._streams is not None
-        stream = self._streams.from_device
+        stream = self._streams[1]
         stream.wait_event(updated)
         with stream:
             for role, buffer in changed:
@@ -172,7 +172,7 @@ class PieceStream:
                 for part in self._pieces[number].parts:
                     role.part(part).copy_(_cut(buffer.device, part), non_blocking=True)
         done = stream.record_event(torch.Event(self._memory.device, blocking=True))
-        self._streams.to_device.wait_event(done)
+        self._streams[0].wait_event(done)
         if any(buffer.host is not None for _, buffer in changed):
             done.synchronize()
 
@@ -182,18 +182,6 @@ class PieceStream:
             return None
         device = self._memory.device
         return torch.accelerator.current_stream(device).record_event(torch.Event(device))
-
-
-@dataclass(frozen=True)
-class _Streams:
-    """The copies of each direction."""
-
-    to_device: torch.Stream
-    from_device: torch.Stream
-
-    @staticmethod
-    def new(device: torch.device) -> _Streams:
-        return _Streams(torch.Stream(device), torch.Stream(device))
 
 
 @dataclass(frozen=True)

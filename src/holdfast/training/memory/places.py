@@ -76,23 +76,15 @@ class StateMemory:
         """
         # With a limit passes are counted too. Then these must not be counted twice.
         with unobserved() if self.ledger.limit else nullcontext():
-            return self._zeros(kind, shapes, dtype)
-
-    def _zeros(self, kind: str, shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
-        place = self.place_of(kind)
-        if place == DEVICE:
-            self.ledger.add(DEVICE, kind, dtype.itemsize * sum(map(prod, shapes)))
-            return [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
-        starts, size = list[int](), 0
-        for shape in shapes:
-            starts.append(size)
-            size += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
-        flat = self._reserve(place, kind, max(ALIGNMENT, size), dtype)
-        self.ledger.add(place, kind, flat.nbytes)
-        return [
-            flat.narrow(0, start, prod(shape)).view(shape)
-            for start, shape in zip(starts, shapes, strict=True)
-        ]
+            place = self.place_of(kind)
+            if place == DEVICE:
+                self.ledger.add(DEVICE, kind, dtype.itemsize * sum(map(prod, shapes)))
+                return [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
+            sizes = [-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes]
+            flat = self._reserve(place, kind, max(ALIGNMENT, sum(sizes)), dtype)
+            self.ledger.add(place, kind, flat.nbytes)
+            parts = zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)
+            return [part[: prod(shape)].view(shape) for part, shape in parts]
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Return True for a tensor that no `zeros` has put outside of the device."""

@@ -13,6 +13,7 @@ It looks at each operation, which makes a step slower. Compiled code runs withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from holdfast.config.sections.memory import DEVICE
+from holdfast.training.memory.places import StateMemory
 
 
 class TensorAccount(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,3 +78,33 @@ _open: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage._new_with_we
 def plain_tensors(values: Any) -> Iterator[Tensor]:
     """The plain tensors in it: those of a subclass have no memory of their own."""
     return (t for t in tree_leaves(values) if type(t) in (Tensor, nn.Parameter))
+
+
+class PassMeter:
+    """Ends the run if passes need more of the device than its limit.
+
+    On an accelerator its allocator tells the peak. On a CPU tensors are counted, which makes a step
+    slower. So passes are metered only if there is a limit. What a script's own thread computes, and
+    what is compiled on a CPU, is not counted.
+    """
+
+    def __init__(self, memory: StateMemory) -> None:
+        self._memory = memory
+        self._account = TensorAccount()  # one for all steps: FSDP2 keeps what it gathers into
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Run passes inside. Raises StateMemoryError at the end if they needed too much."""
+        device = self._memory.device
+        if device.type == "cpu":
+            self._account.reset_peak()
+            with self._account:
+                yield
+            nbytes = self._account.peak
+        else:
+            before = int(torch.accelerator.memory_allocated(device))
+            torch.accelerator.reset_peak_memory_stats(device)
+            yield
+            nbytes = max(0, int(torch.accelerator.max_memory_allocated(device)) - before)
+        with self._memory.ledger.held(DEVICE, "activations", nbytes):
+            return

@@ -15,10 +15,14 @@ from torch import Tensor
 from holdfast.config.sections.optimizer import OptimizerConfig, Slot
 from holdfast.core.sharding.optimizer_state import ParameterSettings
 from holdfast.core.sharding.update_pieces import UpdatePiece, cut_into_pieces
-from holdfast.parallel.torch_compat import fused_adamw
 from holdfast.training.memory.piece_stream import PieceStream, StagedTensors
 from holdfast.training.memory.places import StateMemory
-from holdfast.training.optimizers.optimizer import SlotTensors, group_by_settings, merge_buffers
+from holdfast.training.optimizers.optimizer import (
+    SlotTensors,
+    adamw_of_step,
+    group_by_settings,
+    merge_buffers,
+)
 
 
 class OffloadedAdamW:
@@ -69,29 +73,11 @@ class OffloadedAdamW:
     def apply(self, step: int, learning_rate: float, divisor: float, microbatches: int = 1) -> None:
         """As `AdamW.apply`. Raises StateMemoryError if a file fails; the state is void then."""
         merge_buffers(self._parameters, self._gradients, self._merges, microbatches)
-        device = self._memory.device
-        count = torch.tensor(float(step), dtype=torch.float32, device=device)
-        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=device)
-        if self._parameters[0].dtype == torch.float64:
-            scale = None
+        dtype, device = self._parameters[0].dtype, self._memory.device
+        adamw = adamw_of_step(self._config, step, learning_rate, divisor, dtype, device)
 
         def update(piece: UpdatePiece, staged: list[list[Tensor]]) -> None:
-            parameters, gradients, exp_avgs, exp_avg_sqs = staged
-            settings = self._settings[piece.group]
-            if scale is None:  # the kernel's own divisor is a float32
-                torch._foreach_div_(gradients, divisor)
-            fused_adamw(
-                parameters,
-                gradients,
-                exp_avgs,
-                exp_avg_sqs,
-                count,
-                learning_rate=learning_rate * settings.rate_scale,
-                betas=self._config.betas,
-                eps=self._config.eps,
-                weight_decay=settings.weight_decay,
-                gradient_scale=scale,
-            )
+            adamw(self._settings[piece.group], *staged)
 
         self._stream.run(update)
 

@@ -9,7 +9,7 @@ and clips inside the fused kernel. Each other optimizer is a class of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,14 +48,6 @@ class Optimizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Indices of parameters that share their settings."""
-
-    indices: list[int]
-    settings: ParameterSettings
-
-
 def group_by_settings(
     indices: Sequence[int], settings: Sequence[ParameterSettings]
 ) -> list[tuple[ParameterSettings, list[int]]]:
@@ -91,7 +83,7 @@ class AdamW:
             {i: torch.zeros_like(self._parameters[i]) for i in owned} for _ in range(2)
         ]
         held = [i for i in owned if parameters[i].numel() and i not in self._merges]
-        self._groups = [_Group(i, found) for found, i in group_by_settings(held, settings)]
+        self._groups = group_by_settings(held, settings)
 
     @property
     def slots(self) -> list[SlotTensors]:
@@ -106,29 +98,55 @@ class AdamW:
 
     @torch.no_grad()
     def apply(self, step: int, learning_rate: float, divisor: float, microbatches: int = 1) -> None:
-        """As `Optimizer.apply`. In float64 the division is done beforehand: the kernel's own
-        divisor is a float32."""
         merge_buffers(self._parameters, self._gradients, self._merges, microbatches)
-        device = self._parameters[0].device
-        count = torch.tensor(float(step), dtype=torch.float32, device=device)
-        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=device)
-        exp_avg, exp_avg_sq = self._moments
-        if self._parameters[0].dtype == torch.float64:
-            torch._foreach_div_([self._gradients[i] for i in exp_avg], divisor)
-            scale = None
-        for group in self._groups:
-            fused_adamw(
-                [self._parameters[i] for i in group.indices],
-                [self._gradients[i] for i in group.indices],
-                [exp_avg[i] for i in group.indices],
-                [exp_avg_sq[i] for i in group.indices],
-                count,
-                learning_rate=learning_rate * group.settings.rate_scale,
-                betas=self._config.betas,
-                eps=self._config.eps,
-                weight_decay=group.settings.weight_decay,
-                gradient_scale=scale,
-            )
+        first, exp_avgs, exp_avg_sqs = self._parameters[0], *self._moments
+        update = adamw_of_step(
+            self._config, step, learning_rate, divisor, first.dtype, first.device
+        )
+        for settings, indices in self._groups:
+            tensors = self._parameters, self._gradients, exp_avgs, exp_avg_sqs
+            update(settings, *([held[i] for i in indices] for held in tensors))
+
+
+def adamw_of_step(
+    config: OptimizerConfig,
+    step: int,
+    learning_rate: float,
+    divisor: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[..., None]:
+    """Return the fused update of a step, of settings and tensors of `dtype`: parameters, gradients
+    and both moments. In float64 the division is done beforehand: the kernel's own divisor is a
+    float32."""
+    count = torch.tensor(float(step), dtype=torch.float32, device=device)
+    scale: Tensor | None = None
+    if dtype != torch.float64:
+        scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+
+    def update(
+        settings: ParameterSettings,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+    ) -> None:
+        if scale is None:
+            torch._foreach_div_(gradients, divisor)
+        fused_adamw(
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            count,
+            learning_rate=learning_rate * settings.rate_scale,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=settings.weight_decay,
+            gradient_scale=scale,
+        )
+
+    return update
 
 
 def merge_buffers(

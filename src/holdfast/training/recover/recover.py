@@ -18,9 +18,8 @@ groups are new, only its state counts: the computed and summed parts of the open
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,27 +29,24 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.step_resume import deal_rest
-from holdfast.events import Event
+from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import complete, join_control
-from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.axes.reshard import LocalShard, move
-from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.torch_compat import Store
 from holdfast.policy.recovery.step_resolution import StepResolution
 from holdfast.training.engine.build import (
     TrainingSession,
     build_engine,
-    choose_exchange,
+    connect_settings,
     make_session,
 )
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.step_plan import Dealer
+from holdfast.training.engine.step_status import REMEMBERED_STEPS, PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.journal_repair import entries_of_open_step, missing_events
 from holdfast.training.recover.recovery_agreement import (
     NO_STATE,
     Agreement,
@@ -58,8 +54,6 @@ from holdfast.training.recover.recovery_agreement import (
     agree,
     statement_of,
 )
-
-OnMeeting = Callable[[PeerGroup], None]
 
 
 @dataclass(frozen=True)
@@ -81,115 +75,6 @@ class RecoveryResult:
     kept_replica: bool
     computed_leaves: int
     phases: dict[str, float]
-
-
-def recover(
-    session: TrainingSession,
-    topology: Topology,
-    rank: int,
-    store: Store,
-    came_from: Sequence[int | None],
-    *,
-    step: int,
-    old_topology: Topology | None = None,
-    dealer: Dealer = deal,
-    seconds: float = 1800.0,
-    on_meeting: OnMeeting = lambda control: None,
-) -> RecoveryResult:
-    """Continue as `rank` of `topology`, with all that `session` still holds.
-
-    Collective over `topology`. Close the loader and end every capture first. came_from: see
-    `core.sharding.reshard_plan.plan_reshard`, in ranks of `old_topology`; that is the session's own
-    topology by default. A session of another generation than `old_topology` counts as without
-    state. step: of the state, where this session's engine has not applied any step itself.
-    on_meeting: receives the group of all, once they have come together; aborting it ends all waits.
-
-    Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the state
-    is lost or the layout cannot be run. The session is as good as before then, with one exception:
-    if the rebuild of the replica had begun, `session.engine` and the state are lost.
-    """
-    engine, old, config = session.engine, session.engine.groups, session.config
-    old_topology = old_topology or old.topology
-    joining = _connect_settings(config, store, seconds, old.traffic, session.device)
-    entry = _GenerationEntry(
-        config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
-    )
-    old.abort_between_replicas()  # a thread that still waits there would wait in vain
-    entry.lap("abort")
-    here = old_topology.generation == old.topology.generation
-    statement = statement_of(engine, step) if here else NO_STATE
-    control, found = entry.meet_and_agree(statement, came_from)
-    nothing = rank in found.resolution.receivers
-    entries = [] if nothing else entries_of_open_step(engine)
-    history = engine.history
-    kept = topology.coordinate(rank).replica in found.kept_replicas
-    built: StepEngine | None = None
-    try:
-        if rank in found.resolution.appliers:
-            _catch_up(engine, found, kept)
-            entry.lap("apply")
-        if kept:
-            tensors = entry.regroup(session, found, control)
-        else:
-            tensors = _take_state(session, nothing=nothing)
-            del engine, old
-            engine = built = entry.build(config, control, session.task)
-            engine.history = history
-            session = make_session(config, engine, session.batches, session.device, session.task)
-        entry.lap("groups" if kept else "build")
-        entry.fill(engine, tensors, found, control, kept)
-    except BaseException:
-        control.abort()  # no rank is to wait for this process
-        _discard_engine(built)
-        raise
-    return entry.to_result(session, entries, found, kept)
-
-
-def join_generation(
-    config: RunConfig,
-    batches: TaskBatchSource,
-    topology: Topology,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    old_topology: Topology,
-    came_from: Sequence[int | None],
-    *,
-    dealer: Dealer = deal,
-    seconds: float = 1800.0,
-    on_meeting: OnMeeting = lambda control: None,
-    task: EngineTask | None = None,
-) -> RecoveryResult:
-    """As `recover`, for a process that holds nothing: it is sent its part of the state. task: what
-    is trained; None: the decoder."""
-    joining = _connect_settings(config, store, seconds, None, device)
-    entry = _GenerationEntry(
-        config, device, topology, rank, joining, old_topology, dealer, on_meeting
-    )
-    control, found = entry.meet_and_agree(NO_STATE, came_from)
-    engine: StepEngine | None = None
-    try:
-        engine = entry.build(config, control, task)
-        entry.lap("build")
-        entry.fill(engine, {}, found, control, False)
-    except BaseException:
-        control.abort()
-        _discard_engine(engine)
-        raise
-    session = make_session(config, engine, batches, device, task)
-    return entry.to_result(session, [], found, False)
-
-
-def _connect_settings(
-    config: RunConfig,
-    store: Store,
-    seconds: float,
-    traffic: TrafficCounter | None,
-    device: torch.device,
-) -> ConnectSettings:
-    exchange = choose_exchange(config, device)
-    where = store, config.cluster.gloo_device, seconds, traffic, exchange, device
-    return ConnectSettings(*where, ep=config.layout.ep)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
@@ -220,44 +105,105 @@ def _take_state(session: TrainingSession, *, nothing: bool) -> dict[str, LocalSh
 
 
 @dataclass
-class _GenerationEntry:
-    """One process's way into a generation, and how long its parts took."""
+class GenerationEntry:
+    """One process's way into a generation, and how long its parts took. It may be used once.
+
+    Close the loader and end every capture first. rank: of this process in `topology`. came_from:
+    see `core.sharding.reshard_plan.plan_reshard`, in ranks of `old_topology`. seconds: bounds every
+    wait. on_meeting: receives the group of all, once they have come together; aborting it ends all
+    waits.
+    """
 
     config: RunConfig
-    device: torch.device
     topology: Topology
     rank: int
-    settings: ConnectSettings
+    store: Store
+    device: torch.device
     old_topology: Topology
-    dealer: Dealer
-    on_meeting: OnMeeting
-    phases: dict[str, float] = field(default_factory=dict)
+    came_from: Sequence[int | None]
+    dealer: Dealer = deal
+    seconds: float = 1800.0
+    on_meeting: Callable[[PeerGroup], None] = lambda control: None
     reshard_plan: ReshardPlan | None = None
-    _since: float = field(default_factory=time.monotonic)
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
 
-    def lap(self, phase: str) -> None:
-        now = time.monotonic()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
-        self._since = now
+    def __post_init__(self) -> None:
+        self.settings = connect_settings(self.config, self.store, self.device, self.seconds)
 
-    def meet_and_agree(
-        self, statement: RankStatement, came_from: Sequence[int | None]
-    ) -> tuple[PeerGroup, Agreement]:
+    def recover(self, session: TrainingSession, step: int) -> RecoveryResult:
+        """Continue with all that `session` still holds. Collective over `topology`.
+
+        A session of another generation than `old_topology` counts as without state. step: of the
+        state, where this session's engine has not applied any step itself.
+
+        Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the
+        state is lost or the layout cannot be run. The session is as good as before then, with one
+        exception: if the rebuild of the replica had begun, `session.engine` and the state are lost.
+        """
+        engine, old = session.engine, session.engine.groups
+        self.settings = replace(self.settings, traffic=old.traffic, recorder=old.recorder)
+        old.abort_between_replicas()  # a thread that still waits there would wait in vain
+        self.timer.lap("abort")
+        here = self.old_topology.generation == old.topology.generation
+        control, found = self.meet_and_agree(statement_of(engine, step) if here else NO_STATE)
+        nothing = self.rank in found.resolution.receivers
+        entries = [] if nothing else entries_of_open_step(engine)
+        history = engine.history
+        kept = self.topology.coordinate(self.rank).replica in found.kept_replicas
+        built: StepEngine | None = None
+        try:
+            if self.rank in found.resolution.appliers:
+                _catch_up(engine, found, kept)
+                self.timer.lap("apply")
+            if kept:
+                tensors = self.regroup(session, found, control)
+            else:
+                tensors = _take_state(session, nothing=nothing)
+                del engine, old
+                engine = built = self.build(control, session.task)
+                engine.history = history
+                batches, task = session.batches, session.task
+                session = make_session(self.config, engine, batches, self.device, task)
+            self.timer.lap("groups" if kept else "build")
+            self.fill(engine, tensors, found, control, kept)
+        except BaseException:
+            control.abort()  # no rank is to wait for this process
+            _discard_engine(built)
+            raise
+        return self.to_result(session, entries, found, kept)
+
+    def join(self, batches: TaskBatchSource, task: EngineTask | None = None) -> RecoveryResult:
+        """As `recover`, for a process that holds nothing: it is sent its part of the state. task:
+        what is trained; None: the decoder."""
+        control, found = self.meet_and_agree(NO_STATE)
+        engine: StepEngine | None = None
+        try:
+            engine = self.build(control, task)
+            self.timer.lap("build")
+            self.fill(engine, {}, found, control, False)
+        except BaseException:
+            control.abort()
+            _discard_engine(engine)
+            raise
+        session = make_session(self.config, engine, batches, self.device, task)
+        return self.to_result(session, [], found, False)
+
+    def meet_and_agree(self, statement: RankStatement) -> tuple[PeerGroup, Agreement]:
         """Come together, agree, and plan who sends what to whom."""
-        control = join_control(self.settings, self.topology, self.rank, self.device)
-        self.lap("control")
+        control = join_control(self.settings, self.topology, self.rank)
+        self.timer.lap("control")
         self.on_meeting(control)
         train = self.config.train
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
-        found = agree(control, statement, self.topology, self.old_topology, came_from, most)
-        self.lap("agree")
+        before, came_from = self.old_topology, self.came_from
+        found = agree(control, statement, self.topology, before, came_from, most)
+        self.timer.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):
             table = run_state_table(self.config)
-            self.reshard_plan = plan_reshard(
-                self.old_topology, self.topology, table, found.came_from, self.rank
-            )
-            self.lap("plan")
+            topology, came_from = self.topology, found.came_from
+            self.reshard_plan = plan_reshard(before, topology, table, came_from, self.rank)
+            self.timer.lap("plan")
         return control, found
 
     def regroup(
@@ -268,22 +214,19 @@ class _GenerationEntry:
         topology, rank = self.topology, self.rank
         if found.computed_leaves and found.computed_leaves[topology.coordinate(rank).replica]:
             engine.keep_computed()
-        groups = complete(
-            self.settings, topology, rank, self.device, control, old.recorder, old.replica_groups
-        )
+        groups = complete(self.settings, topology, rank, control, old.replica_groups)
         engine.regroup(groups, self.dealer)
         old.close_between_replicas()
         session.groups = groups
         session.evaluator.regroup(groups)
         return {held.name: held for held in engine.state()}
 
-    def build(self, config: RunConfig, control: PeerGroup, task: EngineTask | None) -> StepEngine:
+    def build(self, control: PeerGroup, task: EngineTask | None) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
-        recorder = SpanRecorder(self.device) if config.layout.trace_step else None
-        groups = complete(self.settings, self.topology, self.rank, self.device, control, recorder)
+        groups = complete(self.settings, self.topology, self.rank, control)
         try:
-            return build_engine(config, groups, self.device, dealer=self.dealer, task=task)
+            return build_engine(self.config, groups, self.device, dealer=self.dealer, task=task)
         except BaseException:
             groups.close()
             raise
@@ -303,7 +246,7 @@ class _GenerationEntry:
             move(tensors, engine.state(), self.reshard_plan, control, positions, step=step)
             if not is_replica_kept:
                 engine.parameters.refresh()
-            self.lap("move")
+            self.timer.lap("move")
         engine.set_applied_step(step)
         engine.history.validated_step = found.validated_step
         if found.computed_leaves:
@@ -313,15 +256,11 @@ class _GenerationEntry:
             engine.plan.resume(step + 1, shares, found.computed_leaves)
 
     def to_result(
-        self,
-        session: TrainingSession,
-        entries: list[dict[str, Any]],
-        found: Agreement,
-        kept: bool,
+        self, session: TrainingSession, entries: list[dict[str, Any]], found: Agreement, kept: bool
     ) -> RecoveryResult:
         events = missing_events(entries, found, session.engine)
         session.engine.history.unreported_step = 0
-        self.lap("events")
+        self.timer.lap("events")
         return RecoveryResult(
             session,
             found.resolution.step,
@@ -330,5 +269,66 @@ class _GenerationEntry:
             found.verdict,
             kept,
             sum(map(len, found.computed_leaves)),
-            self.phases,
+            self.timer.phases,
         )
+
+
+def entries_of_open_step(engine: StepEngine) -> list[dict[str, Any]]:
+    """Return the ledger's entries of what this rank was fed in the open step, if it feeds the
+    ledger."""
+    if not engine.groups.feeds_ledger:
+        return []
+    return [entry for batch in engine.batches for entry in getattr(batch, "entries", ())]
+
+
+def missing_events(
+    entries: list[dict[str, Any]], agreement: Agreement, engine: StepEngine
+) -> list[Event]:
+    """What the journal lacks of the step that the survivors applied, and this rank of the new
+    generation reports. entries: `entries_of_open_step` of the generation that is over.
+
+    A rank that applies a step in a recovery has not reported it. Rank 0 may be lost before it
+    reports the last few steps and the newest validation. Another rank that computed them reports
+    them once more, and readers count each once (`core.data.lineage.DuplicateFilter`). What a lost
+    rank fed the agent enters into the ledger (`elastic/coordinator/ledger_repair.py`).
+    """
+    rank, step, events = engine.groups.rank, agreement.resolution.step, list[Event]()
+    if entries and rank in agreement.resolution.appliers:
+        events.append(BatchFed(rank, entries, step=step))
+    survivors = [r for r, was in enumerate(agreement.came_from) if was is not None]
+    lived = 0 in agreement.came_from
+    if lived:
+        teller = agreement.came_from.index(0)
+    else:  # one that applied the last steps reports them for a lost rank 0
+        receivers = agreement.resolution.receivers
+        teller = next((r for r in survivors if r not in receivers), survivors[0])
+    quiet = rank in agreement.resolution.appliers or engine.history.unreported_step == step
+    if rank == teller and (quiet or not lived):
+        events += _step_events(engine, agreement, 1 if lived else REMEMBERED_STEPS)
+    newest, told = engine.history.last_validation, lived and teller in agreement.validators
+    if newest is not None and newest.step > step - REMEMBERED_STEPS and not told:
+        events += [newest] * (rank in agreement.validators[:1])
+    return events
+
+
+def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> list[Event]:
+    """Return the last `max_steps` steps that this rank knows of. Some may have been reported
+    before."""
+    step = agreement.resolution.step
+    voted = {} if agreement.verdict is None else {step: agreement.verdict}
+    voted.update(engine.history.applied_verdicts)  # with their loss scales
+    return [
+        StepDone(
+            loss=verdict.mean_loss,
+            tokens=verdict.tokens,
+            grad_norm=verdict.mean_norm,
+            learning_rate=engine.learning_rate(number),
+            seconds=0.0,
+            samples=engine.plan.samples(number),
+            phases={},
+            skipped_at=verdict.skipped_at,
+            step=number,
+        )
+        for number, verdict in sorted(voted.items())
+        if step - max_steps < number <= step
+    ]

@@ -81,14 +81,14 @@ def statement_of(engine: StepEngine, step: int) -> RankStatement:
     any itself."""
     if engine.status.is_torn:
         return NO_STATE
-    held, account = engine.progress, engine.status.account
+    account = engine.status.account
     stage = StepStage.COMPUTING if engine.status.stage is StepStage.APPLIED else engine.status.stage
     applied = step if engine.status.applied_step is None else engine.status.applied_step
-    whole = held.reduced_step is not None and account is not None
+    whole = engine.status.reduced_step is not None and account is not None
     counts = account is not None and account.is_finite and not engine.status.is_rejected
     return RankStatement(
         RankProgress(applied, stage, engine.is_summed),
-        held.is_replica_intact,
+        engine.is_replica_intact,
         engine.status.verdict,
         engine.status.verdict_step,
         engine.history.validated_step or 0,

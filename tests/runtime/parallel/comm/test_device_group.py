@@ -11,7 +11,7 @@ import torch
 from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import DEVICES
 from holdfast.errors import DeviceStuckError, PeerLostError, UserError
-from holdfast.parallel.comm import device_group, devices, staging
+from holdfast.parallel.comm import device_group, devices, transport
 from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.devices import describe_device, select_device
@@ -95,7 +95,7 @@ def test_a_peer_that_never_comes_costs_the_process_that_waits(rank: RankContext)
 @ranks(2)
 def test_a_devices_tensors_travel_over_gloo_through_the_host(rank: RankContext) -> None:
     """The copies are those of a device; here both memories are the host's."""
-    staging.is_on_host = lambda tensor: False
+    transport.is_on_host = lambda tensor: False
     peers = PeerGroup(rank.store(), "staged", rank.rank, 2)
     mine, theirs = torch.full((3,), float(rank.rank)), torch.empty(3)
     work = peers.receive(theirs, 1 - rank.rank, 20)

@@ -211,11 +211,7 @@ def _sums(rank: RankContext, names: list[str], zero: int, sequence: bool, tied: 
 
 @pytest.mark.parametrize(
     ("zero", "sequence", "tied"),
-    [
-        in_campaign(3, True, True),
-        in_campaign(3, False, False),
-        (1, True, True),
-    ],
+    [in_campaign(3, True, True), in_campaign(3, False, False), (1, True, True)],
 )
 def test_every_holder_gets_the_whole_sum_and_the_norm_counts_each_element_once(
     zero: int, sequence: bool, tied: bool
@@ -246,12 +242,7 @@ def _bits(rank: RankContext, name: str, zero: int, shares: list[list[int]]) -> l
 
 @pytest.mark.parametrize(
     ("shape", "zero"),
-    [
-        in_campaign("tp2", 3),
-        in_campaign("pp2", 3),
-        ("dpshard2", 1),
-        ("pp2tp2", 3),
-    ],
+    [in_campaign("tp2", 3), in_campaign("pp2", 3), ("dpshard2", 1), ("pp2tp2", 3)],
 )
 def test_bits_do_not_depend_on_the_number_of_replicas_of_one_shape(shape: str, zero: int) -> None:
     size = ONE_SHAPE[shape].world_size

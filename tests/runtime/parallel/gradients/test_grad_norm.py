@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.errors import LayoutError, UserError
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket, cut_into_runs
 from holdfast.parallel.gradients.grad_norm import (
     clip_factor,
@@ -101,7 +102,11 @@ def test_only_connection_errors_count_as_the_loss_of_a_peer() -> None:
 def test_layouts_that_cannot_run_are_refused() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(LayoutError, match="need the backend nccl"):
-        connect(place_layout(Layout(dp_replicate=2), 1, ("a", "a")), 0, store, torch.device("cuda"))
+        connect(
+            ConnectSettings(store, torch.device("cuda")),
+            place_layout(Layout(dp_replicate=2), 1, ("a", "a")),
+            0,
+        )
 
 
 def test_what_no_norm_counts_must_be_finite_too() -> None:

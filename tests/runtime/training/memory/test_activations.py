@@ -21,7 +21,7 @@ from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.memory.activation_rooms import FileRoom, HostRoom
 from holdfast.training.memory.places import StateMemory
-from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
+from tests.support.layouts import case, config_of, engine_for, engine_of, one_step, topology_of
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest
@@ -114,7 +114,7 @@ def test_bits_and_peak_on_each_layout(layout: str, tmp_path: Path) -> None:
 
 def _bits(rank: RankContext, layout: str, place: str) -> list[str]:
     config = _config(layout, {"activations": place})
-    made = engine_of(config, topology_of(case(layout), config), rank.rank, rank.store())
+    made = engine_for(rank, layout, config)
     losses = [one_step(made, step).mean_loss.hex() for step in range(1, STEPS + 1)]
     state = digest(made)
     made.close()

@@ -1,15 +1,34 @@
-"""When a rank reports the choices of its routers."""
+"""Samples of a worker's memory and of its routers: when they come, and what they count."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from holdfast.layout import Coordinate
 from holdfast.model.decoder import Decoder
-from holdfast.training.memory.expert_meter import ExpertMeter
+from holdfast.training.memory.meters import SAMPLE_INTERVAL_S, ExpertMeter, MemoryMeter
 from tests.support.models import config, lively, tokens
 
+MIB = 1 << 20
 EXPERTS = {"count": 4, "top_k": 2}
+
+
+def test_samples_come_seldom_and_follow_the_memory() -> None:
+    now = 100.0
+    meter = MemoryMeter(torch.device("cpu"), lambda: now)
+    first = meter.sample_if_due(3, 1)
+    assert first is not None
+    assert (first.rank, first.step, first.device_bytes) == (3, 1, 0)
+    assert first.bytes > 10 * MIB
+    now += SAMPLE_INTERVAL_S / 2
+    assert meter.sample_if_due(3, 2) is None
+    taken = torch.ones(256 * MIB // 4)
+    now += SAMPLE_INTERVAL_S
+    later = meter.sample_if_due(3, 3)
+    assert later is not None
+    assert later.bytes - first.bytes > 200 * MIB
+    assert taken.sum() > 0
 
 
 class _Objective(nn.Module):
