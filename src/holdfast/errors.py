@@ -94,7 +94,10 @@ class CheckpointError(UserError):
 
 class TaskError(UserError):
     """A user's task cannot be made, does not fit the run, or breaks a rule of
-    docs/guide/python.md."""
+    docs/guide/python.md. Its place is the section `task`, unless it is known better."""
+
+    def __init__(self, message: str, *, where: str | None = "task", remedy: str | None = None):
+        super().__init__(message, where=where, remedy=remedy)
 
 
 class ScriptError(TaskError):

@@ -31,33 +31,20 @@ from holdfast.config.sections.train import TrainConfig
 
 
 class RunConfig(Section):
-    name: InPlace[str] = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
-        description="name in logs, metrics and pages",
-    )
-    folder: InPlace[str] = Field(
-        "runs/{name}",
-        description="the run folder, or the "
-        "address of a bucket (s3://, gs://, az://); {name} is filled in",
-    )
-    branch_of: Never[str] = Field(
-        "",
-        pattern=r"^([^@]+@[0-9]+)?$",
-        description="the run and the step that this run continues, as `holdfast branch` writes "
-        "them; empty: it begins at step 0",
-    )
-    seed: Never[int] = Field(
-        1, ge=0, lt=2**63, description="seed of the initial weights and of the order of samples"
-    )
-    device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = Field(
-        "auto",
-        description="auto: the machine's accelerator if it has one, cpu otherwise (planned). cuda "
-        "is NVIDIA and AMD, xpu Intel, mps Apple",
-    )
-    tensorboard: InPlace[bool] = Field(
-        False, description="short for logging.trackers: [tensorboard]"
-    )
+    name: InPlace[str] = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """name in logs, metrics and pages"""
+    folder: InPlace[str] = "runs/{name}"
+    """the run folder, or the address of a bucket (s3://, gs://, az://); {name} is filled in"""
+    branch_of: Never[str] = Field("", pattern=r"^([^@]+@[0-9]+)?$")
+    """the run and the step that this run continues, as `holdfast branch` writes them; empty: it
+    begins at step 0"""
+    seed: Never[int] = Field(1, ge=0, lt=2**63)
+    """seed of the initial weights and of the order of samples"""
+    device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = "auto"
+    """auto: the machine's accelerator if it has one, cpu otherwise (planned). cuda is NVIDIA and
+    AMD, xpu Intel, mps Apple"""
+    tensorboard: InPlace[bool] = False
+    """short for logging.trackers: [tensorboard]"""
     task: Never[TaskConfig] = TaskConfig.model_validate({})
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))

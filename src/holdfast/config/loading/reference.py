@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -68,6 +72,11 @@ _KEYS_IN_ROW = 25  # of the table of classes
 def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
+    for section in _with_inner(RunConfig):
+        keys = (schema if section is RunConfig else schema["$defs"][section.__name__])["properties"]
+        for name, text in _descriptions(section).items():
+            if text:
+                keys[name] = dict(sorted((keys[name] | {"description": text}).items()))
     schema["$defs"]["ModelConfig"].pop("required", None)
     schema["$defs"]["ModelConfig"]["properties"] |= {
         "from": {"type": "string", "description": model_from.MEANING},
@@ -118,7 +127,7 @@ def _changes() -> str:
 
 
 def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
-    about = _sentences(section)
+    about = " ".join((section.__doc__ or "").split())
     parts = [title, *([f"{about}\n"] if about else []), _table(section, prefix)]
     for name, info in section.model_fields.items():
         inner = section_of(info.annotation)
@@ -128,18 +137,36 @@ def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
     return parts
 
 
-def _sentences(section: type[BaseModel]) -> str:
-    return " ".join((section.__doc__ or "").split())
+def _with_inner(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield section
+    for info in section.model_fields.values():
+        if inner := section_of(info.annotation):
+            yield from _with_inner(inner)
+
+
+def _descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Name of a key -> its description. (Pydantic's own reading of docstrings would make the import
+    of the sections, and so each command, a tenth of a second slower.)"""
+    found = {name: info.description or "" for name, info in section.model_fields.items()}
+    for kind in section.__mro__[: section.__mro__.index(BaseModel)]:
+        (definition,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(definition, ast.ClassDef)
+        for key, below in pairwise(definition.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                text = " ".join(ast.literal_eval(below.value).split())
+                found[ast.unparse(key.target)] = found[ast.unparse(key.target)] or text
+    return found
 
 
 def _table(section: type[BaseModel], prefix: str) -> str:
     rows = ["| key | type | default | change | meaning |", "|---|---|---|---|---|"]
+    descriptions = _descriptions(section)
     for name, info in section.model_fields.items():
         if section_of(info.annotation) is not None:
             continue
         change = change_of(f"{prefix}.{name}".lstrip("."))
         key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
-        meaning = (info.description or "").replace("|", "\\|")
+        meaning = descriptions[name].replace("|", "\\|")
         cells = f"{_type(info)} | {_default(info, key)} | {change}"
         rows.append(f"| `{key}` | {cells} | {meaning} |")
         if key in _EXPANDED:  # no field: loading expands it

@@ -17,22 +17,15 @@ class LaunchConfig(Section):
     """Each node runs one agent ([nodes.md](../guide/nodes.md)); `cluster.places` workers fit on
     it."""
 
-    on: Literal["local", "ssh", "slurm", "ray", "kubernetes"] = Field(
-        "local", description="the owner of the machines; --on of the command sets it, too"
-    )
+    on: Literal["local", "ssh", "slurm", "ray", "kubernetes"] = "local"
+    """the owner of the machines; --on of the command sets it, too"""
     nodes: int = Field(1, ge=1, description="nodes that the run is given; --nodes sets it, too")
-    most_nodes: int = Field(
-        0,
-        ge=0,
-        description="nodes that the run may grow to with another --nodes, or by a scheduler; "
-        "layout.workers is planned for so many. 0: launch.nodes",
-    )
-    gather_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="how long the nodes of torchrun, mpirun or srun wait for each other at the "
-        "start; the run is refused if they do not come",
-    )
+    most_nodes: int = Field(0, ge=0)
+    """nodes that the run may grow to with another --nodes, or by a scheduler; layout.workers is
+    planned for so many. 0: launch.nodes"""
+    gather_seconds: float = Field(60.0, gt=0)
+    """how long the nodes of torchrun, mpirun or srun wait for each other at the start; the run is
+    refused if they do not come"""
     spares: int = Field(0, ge=0, description="further nodes that wait to replace a lost one")
     ssh: SshConfig = SshConfig.model_validate({})
     slurm: SlurmConfig = SlurmConfig()

@@ -17,29 +17,21 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class RayConfig(Section):
-    address: str = Field(
-        "",
-        description="Ray's head as HOST:PORT, or ray://HOST:PORT of its client server for a "
-        "machine outside the cluster; empty: RAY_ADDRESS",
-    )
+    address: str = ""
+    """Ray's head as HOST:PORT, or ray://HOST:PORT of its client server for a machine outside the
+    cluster; empty: RAY_ADDRESS"""
     cpus: float = Field(1, ge=0, description="CPUs that Ray gives each node")
     gpus: float = Field(0, ge=0, description="GPUs that Ray gives each node: as many as places")
-    resources: dict[str, float] = Field(
-        {}, description="further resources of Ray that each node takes, as NAME: NUMBER"
-    )
-    groups: Literal["replica", "run"] = Field(
-        "replica",
-        description="replica: the nodes of a replica start together, once Ray has them; run: all "
-        "nodes start together, each on a machine of its own",
-    )
-    autoscaler: bool = Field(
-        False,
-        description="true: Ray's autoscaler brings machines that are not there yet, so it is no "
-        "mistake if none has room for a node",
-    )
-    runtime_env: dict[str, Any] = Field(
-        {}, description="Ray's own runtime_env for each node: working_dir, env_vars, pip and so on"
-    )
+    resources: dict[str, float] = Field({})
+    """further resources of Ray that each node takes, as NAME: NUMBER"""
+    groups: Literal["replica", "run"] = "replica"
+    """replica: the nodes of a replica start together, once Ray has them; run: all nodes start
+    together, each on a machine of its own"""
+    autoscaler: bool = False
+    """true: Ray's autoscaler brings machines that are not there yet, so it is no mistake if none
+    has room for a node"""
+    runtime_env: dict[str, Any] = Field({})
+    """Ray's own runtime_env for each node: working_dir, env_vars, pip and so on"""
 
     @field_validator("address")
     @classmethod

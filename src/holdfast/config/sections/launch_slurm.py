@@ -14,38 +14,26 @@ class SlurmConfig(Section):
     partition: str = Field("", description="partition, or several with commas")
     account: str = Field("", description="account that is charged")
     qos: str = Field("", description="quality of service")
-    time: str = Field(
-        "", description="time limit, as 4:00:00 or 2-00:00:00; the job is queued again after it"
-    )
+    time: str = ""
+    """time limit, as 4:00:00 or 2-00:00:00; the job is queued again after it"""
     gpus_per_node: str = Field("", description="devices of each node, as 8 or h100:8")
     gres: str = Field("", description="generic resources of each node, as gpu:8")
     constraint: str = Field("", description="features that each node must have")
     reservation: str = Field("", description="reservation to run in")
     exclusive: bool = Field(True, description="no other job runs on the nodes")
-    nodes_per_job: int = Field(
-        1,
-        ge=0,
-        description="nodes of one job of the array; 0: all launch.nodes are one job. With 1 Slurm "
-        "restarts a lost node alone",
-    )
-    notice_seconds: int = Field(
-        60,
-        ge=0,
-        le=65535,
-        description="how long before the time limit agents save and leave; 0: not",
-    )
-    requeue: bool = Field(
-        True, description="the job is queued again after its time limit or the loss of its node"
-    )
-    replace: bool = Field(
-        True, description="for each node that a job loses, a job of one node is queued"
-    )
-    options: tuple[str, ...] = Field(
-        (), description="further options of sbatch, such as --switches=1 or --mail-type=END"
-    )
-    setup: tuple[str, ...] = Field(
-        (), description="shell lines that a job runs first, such as module load cuda"
-    )
+    nodes_per_job: int = Field(1, ge=0)
+    """nodes of one job of the array; 0: all launch.nodes are one job. With 1 Slurm restarts a lost
+    node alone"""
+    notice_seconds: int = Field(60, ge=0, le=65535)
+    """how long before the time limit agents save and leave; 0: not"""
+    requeue: bool = True
+    """the job is queued again after its time limit or the loss of its node"""
+    replace: bool = True
+    """for each node that a job loses, a job of one node is queued"""
+    options: tuple[str, ...] = ()
+    """further options of sbatch, such as --switches=1 or --mail-type=END"""
+    setup: tuple[str, ...] = ()
+    """shell lines that a job runs first, such as module load cuda"""
 
     @field_validator("options")
     @classmethod

@@ -15,27 +15,18 @@ def is_host(text: str) -> bool:
 
 
 class SshConfig(Section):
-    hosts: tuple[str, ...] = Field(
-        (), description="hosts of the nodes, each as HOST or USER@HOST; each gets one node"
-    )
-    hosts_file: str = Field(
-        "",
-        description="path of a file with one host a line, in place of hosts; `HOST slots=N`, as "
-        "for mpirun, sets cluster.places of that node",
-    )
-    user: str = Field(
-        "", pattern=r"^[A-Za-z0-9_.-]*$", description="user on hosts that name none; empty: ssh's"
-    )
-    python: str = Field(
-        "",
-        description="Python on the hosts that has Holdfast; empty: the path of the Python that "
-        "runs this command",
-    )
-    folder: str = Field(
-        ".holdfast",
-        min_length=1,
-        description="folder on the hosts for logs and secrets of nodes; it starts at the home",
-    )
+    hosts: tuple[str, ...] = ()
+    """hosts of the nodes, each as HOST or USER@HOST; each gets one node"""
+    hosts_file: str = ""
+    """path of a file with one host a line, in place of hosts; `HOST slots=N`, as for mpirun, sets
+    cluster.places of that node"""
+    user: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    """user on hosts that name none; empty: ssh's"""
+    python: str = ""
+    """Python on the hosts that has Holdfast; empty: the path of the Python that runs this
+    command"""
+    folder: str = Field(".holdfast", min_length=1)
+    """folder on the hosts for logs and secrets of nodes; it starts at the home"""
     options: tuple[str, ...] = Field((), description='further options of ssh, as ["-p", "2222"]')
 
     @field_validator("hosts")

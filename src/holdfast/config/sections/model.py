@@ -34,28 +34,20 @@ Family = Literal[
 class RopeScaling(Section):
     """Slower rotary frequencies for a longer context. Types as Hugging Face names them."""
 
-    type: Literal["llama3", "linear", "yarn"] = Field(
-        "llama3",
-        description="llama3: long waves are slowed (Llama 3.1); linear: all waves; "
-        "yarn: long waves, by number of turns (Peng et al. 2023)",
-    )
+    type: Literal["llama3", "linear", "yarn"] = "llama3"
+    """llama3: long waves are slowed (Llama 3.1); linear: all waves; yarn: long waves, by number of
+    turns (Peng et al. 2023)"""
     factor: float = Field(8.0, gt=0, description="by which long waves are slowed")
-    low_freq_factor: float = Field(
-        1.0,
-        gt=0,
-        description="llama3: a wave of which fewer fit into the original context is long",
-    )
-    high_freq_factor: float = Field(
-        4.0, gt=0, description="llama3: a wave of which more fit is short, and kept"
-    )
-    original_max_position: int = Field(
-        8192, gt=0, description="context that the model was first trained with"
-    )
+    low_freq_factor: float = Field(1.0, gt=0)
+    """llama3: a wave of which fewer fit into the original context is long"""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """llama3: a wave of which more fit is short, and kept"""
+    original_max_position: int = Field(8192, gt=0)
+    """context that the model was first trained with"""
     beta_fast: float = Field(32.0, gt=0, description="yarn: a wave with more turns is kept")
     beta_slow: float = Field(1.0, gt=0, description="yarn: a wave with fewer turns is slowed")
-    attention_factor: float = Field(
-        0.0, ge=0, description="yarn: scale of cosine and sine; 0: 0.1 ln(factor) + 1"
-    )
+    attention_factor: float = Field(0.0, ge=0)
+    """yarn: scale of cosine and sine; 0: 0.1 ln(factor) + 1"""
     truncate: bool = Field(True, description="yarn: the band's ends are rounded outwards")
 
     @model_validator(mode="after")
@@ -81,9 +73,8 @@ class ModelConfig(Section):
     ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
     experts: ExpertsConfig | None = None
     vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
-    vocab_multiple: int = Field(
-        1, ge=1, description="rows of embedding and head are rounded up to a multiple of it"
-    )
+    vocab_multiple: int = Field(1, ge=1)
+    """rows of embedding and head are rounded up to a multiple of it"""
     max_position: int = Field(8192, ge=1, description="longest sequence")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = None
@@ -91,54 +82,36 @@ class ModelConfig(Section):
     qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
     tied_embeddings: bool = Field(False, description="the head is the embedding table")
     init_std: float = Field(0.02, gt=0, description="of matrices at the start")
-    activation: Literal["silu", "gelu", "gelu_tanh"] = Field(
-        "silu", description="of the gate; gelu_tanh: its approximation, as in Gemma"
-    )
-    attention_bias: Literal["none", "qkv", "qkvo"] = Field(
-        "none", description="which attention matrices have a bias; qkv as in Qwen 2"
-    )
-    qk_norm_width: Literal["head", "all"] = Field(
-        "head", description="what one norm of queries or keys spans; all as in OLMo 2"
-    )
-    norms: Literal["pre", "post", "both"] = Field(
-        "pre",
-        description="norms before attention and feed-forward, after them (OLMo 2), or both "
-        "(Gemma 2)",
-    )
-    norm_plus_one: bool = Field(
-        False, description="RMSNorm multiplies by 1 + its weight, as in Gemma"
-    )
-    window: int = Field(
-        0, ge=0, description="tokens that a token attends to, itself included; 0: all before it"
-    )
-    window_layers: tuple[int, ...] = Field(
-        (), description="numbers of the blocks with the window, from 0; none: all blocks"
-    )
-    window_rope_theta: float = Field(
-        0.0,
-        ge=0,
-        description="rotary base of blocks with the window, without scaling; 0: as other blocks",
-    )
-    rope_fraction: float = Field(
-        1.0, gt=0, le=1, description="part of each head that rotary embedding turns"
-    )
-    no_rope_layers: tuple[int, ...] = Field(
-        (), description="numbers of the blocks without rotary embedding, as in SmolLM 3"
-    )
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """of the gate; gelu_tanh: its approximation, as in Gemma"""
+    attention_bias: Literal["none", "qkv", "qkvo"] = "none"
+    """which attention matrices have a bias; qkv as in Qwen 2"""
+    qk_norm_width: Literal["head", "all"] = "head"
+    """what one norm of queries or keys spans; all as in OLMo 2"""
+    norms: Literal["pre", "post", "both"] = "pre"
+    """norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)"""
+    norm_plus_one: bool = False
+    """RMSNorm multiplies by 1 + its weight, as in Gemma"""
+    window: int = Field(0, ge=0)
+    """tokens that a token attends to, itself included; 0: all before it"""
+    window_layers: tuple[int, ...] = ()
+    """numbers of the blocks with the window, from 0; none: all blocks"""
+    window_rope_theta: float = Field(0.0, ge=0)
+    """rotary base of blocks with the window, without scaling; 0: as other blocks"""
+    rope_fraction: float = Field(1.0, gt=0, le=1)
+    """part of each head that rotary embedding turns"""
+    no_rope_layers: tuple[int, ...] = ()
+    """numbers of the blocks without rotary embedding, as in SmolLM 3"""
     embedding_multiplier: float = Field(1.0, gt=0, description="scale of the embedding's output")
-    residual_multiplier: float = Field(
-        1.0, gt=0, description="scale of what a block adds to the residual stream, as in Granite"
-    )
-    attention_scale: float = Field(
-        0.0, ge=0, description="scale of attention scores; 0: 1 / sqrt(head dim)"
-    )
-    attention_softcap: float = Field(
-        0.0, ge=0, description="attention scores stay within it by tanh; 0: no limit"
-    )
+    residual_multiplier: float = Field(1.0, gt=0)
+    """scale of what a block adds to the residual stream, as in Granite"""
+    attention_scale: float = Field(0.0, ge=0)
+    """scale of attention scores; 0: 1 / sqrt(head dim)"""
+    attention_softcap: float = Field(0.0, ge=0)
+    """attention scores stay within it by tanh; 0: no limit"""
     logit_divisor: float = Field(1.0, gt=0, description="logits are divided by it, as in Granite")
-    logit_softcap: float = Field(
-        0.0, ge=0, description="logits stay within it by tanh, as in Gemma 2; 0: no limit"
-    )
+    logit_softcap: float = Field(0.0, ge=0)
+    """logits stay within it by tanh, as in Gemma 2; 0: no limit"""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,37 +16,26 @@ TASK_NAME = r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$"
 
 
 class TaskConfig(Section):
-    name: str = Field(
-        "",
-        pattern=TASK_NAME,
-        description="package.module:Class, a subclass of `holdfast.Task`; empty: the built-in "
-        "decoder. `task: package.module:Class` is short for it",
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the class: numbers, texts, lists"
-    )
-    folder: InPlace[str] = Field(
-        "",
-        description="where the task's module lies, if it is not an installed package; empty: "
-        "in the run file's folder",
-    )
+    name: str = Field("", pattern=TASK_NAME)
+    """package.module:Class, a subclass of `holdfast.Task`; empty: the built-in decoder. `task:
+    package.module:Class` is short for it"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """keyword arguments of the class: numbers, texts, lists"""
+    folder: InPlace[str] = ""
+    """where the task's module lies, if it is not an installed package; empty: in the run file's
+    folder"""
     source: str = Field("", description="digest of the task's source files (planned)")
     data: str = Field("", description="version of the task's data (planned)")
     samples: int = Field(0, ge=0, description="samples of the task's data (planned)")
-    validation: InPlace[int] = Field(
-        0, ge=0, description="samples of the task's validation data (planned)"
-    )
-    flops: InPlace[float] = Field(
-        0.0, ge=0, description="FLOPs of training for a weight of 1; 0: not known (planned)"
-    )
-    parameters: tuple[str, ...] = Field(
-        (), description="the task's parameters: name, shape, marks (planned)"
-    )
-    sharding: InPlace[tuple[str, ...]] = Field(
-        (),
-        description="how tensor parallelism cuts the task's parameters: name, dim and parts, or "
-        "partial (planned)",
-    )
+    validation: InPlace[int] = Field(0, ge=0)
+    """samples of the task's validation data (planned)"""
+    flops: InPlace[float] = Field(0.0, ge=0)
+    """FLOPs of training for a weight of 1; 0: not known (planned)"""
+    parameters: tuple[str, ...] = ()
+    """the task's parameters: name, shape, marks (planned)"""
+    sharding: InPlace[tuple[str, ...]] = ()
+    """how tensor parallelism cuts the task's parameters: name, dim and parts, or partial
+    (planned)"""
 
     @property
     def label(self) -> str:

@@ -32,18 +32,14 @@ FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 class ScheduleConfig(Section):
     """Learning rate over steps; `wsd` is warm-up, stable, decay."""
 
-    kind: str = Field(
-        "cosine",
-        description="the schedule after the warm-up: constant, linear, cosine, wsd; or a function "
-        "`my_schedule:rate` of the step and the schedule's steps, which returns rate / peak rate",
-    )
-    steps: int = Field(
-        0, ge=0, description="steps of the schedule, after which the rate stays; 0: train.steps"
-    )
+    kind: str = "cosine"
+    """the schedule after the warm-up: constant, linear, cosine, wsd; or a function
+    `my_schedule:rate` of the step and the schedule's steps, which returns rate / peak rate"""
+    steps: int = Field(0, ge=0)
+    """steps of the schedule, after which the rate stays; 0: train.steps"""
     warmup_steps: int = Field(20, ge=0, description="steps in which the rate rises linearly")
-    decay_steps: int = Field(
-        0, ge=0, description="wsd: steps of the decay; 0: a fifth of the schedule"
-    )
+    decay_steps: int = Field(0, ge=0)
+    """wsd: steps of the decay; 0: a fifth of the schedule"""
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
     source: Never[str] = Field("", description="digest of a function's source files (planned)")
 
@@ -77,40 +73,26 @@ class EvaluateConfig(Section):
 class TrainConfig(Section):
     steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
     batch_size: Branch[int] = Field(16, ge=1, description="samples of one step, over all workers")
-    microbatch_size: Branch[int] = Field(
-        2,
-        ge=0,
-        le=MAX_MICROBATCHES,
-        description="samples of one logical microbatch; auto or 0: as many as fit "
-        "memory.device_gb or the device, chosen by formulas when the run begins",
-    )
+    microbatch_size: Branch[int] = Field(2, ge=0, le=MAX_MICROBATCHES)
+    """samples of one logical microbatch; auto or 0: as many as fit memory.device_gb or the device,
+    chosen by formulas when the run begins"""
     batch_warmup: Branch[tuple[BatchStage, ...]] = ()
-    precision: Branch[Literal["fp32", "float64", "bf16", "fp16", "fp8"]] = Field(
-        "fp32",
-        description="bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in "
-        "float16, with a loss scale that adapts itself. fp8: bf16, with the blocks' products in "
-        "float8, through torchao",
-    )
+    precision: Branch[Literal["fp32", "float64", "bf16", "fp16", "fp8"]] = "fp32"
+    """bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in float16, with a loss
+    scale that adapts itself. fp8: bf16, with the blocks' products in float8, through torchao"""
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
-    recompute: InPlace[Recompute | tuple[Recompute, ...]] = Field(
-        "none",
-        description="what is run again in the backward pass, so that less is kept; the curve stays "
-        "the same. full: each block, of which the input is kept; selective: all of it but "
-        "recompute_keep. A list has a word for each stage of layout.pp",
-    )
-    recompute_keep: InPlace[tuple[KeptOperation, ...]] = Field(
-        DEFAULT_KEPT,
-        description="operations whose results recompute selective keeps: matmul, products with "
-        "weights; attention, its fused kernel; activation, that of the feed-forward",
-    )
-    partition_activations: InPlace[bool] = Field(
-        False,
-        description="with recompute and tp: a rank keeps a part of each block's input, and the "
-        "backward pass gathers it. With layout.sequence_parallel it has a part anyway",
-    )
-    deterministic: Branch[bool] = Field(
-        True, description="on an accelerator, only kernels that give the same bits each time"
-    )
+    recompute: InPlace[Recompute | tuple[Recompute, ...]] = "none"
+    """what is run again in the backward pass, so that less is kept; the curve stays the same. full:
+    each block, of which the input is kept; selective: all of it but recompute_keep. A list has a
+    word for each stage of layout.pp"""
+    recompute_keep: InPlace[tuple[KeptOperation, ...]] = DEFAULT_KEPT
+    """operations whose results recompute selective keeps: matmul, products with weights; attention,
+    its fused kernel; activation, that of the feed-forward"""
+    partition_activations: InPlace[bool] = False
+    """with recompute and tp: a rank keeps a part of each block's input, and the backward pass
+    gathers it. With layout.sequence_parallel it has a part anyway"""
+    deterministic: Branch[bool] = True
+    """on an accelerator, only kernels that give the same bits each time"""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()

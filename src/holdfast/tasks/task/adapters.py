@@ -42,7 +42,6 @@ def trained_module(task: Task, lora: LoraConfig) -> nn.Module:
         if places[id(module.get_submodule(name))] > 1:
             raise TaskError(
                 f"layer {name} is used under several names, so it cannot have an adapter",
-                where="task",
                 remedy="leave it out of lora.targets",
             )
     add_adapters(module, chosen, lora.rank, lora.scale, lora.dropout)
@@ -83,6 +82,5 @@ def refuse_other_values(values: Mapping[str, Tensor], checksum: str) -> None:
         raise TaskError(
             f"the frozen parameters of the task are not those that the run was begun with: their "
             f"checksum is {found}, and it was {checksum}",
-            where="task",
             remedy="let model() and initial() give the values that they gave then",
         )

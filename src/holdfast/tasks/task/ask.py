@@ -110,7 +110,6 @@ def _ask(question: Question) -> Any:
             raise TaskError(
                 f"the process that imports {_imported_name(question)} ended with status "
                 f"{done.returncode}: {words}",
-                where="task",
                 remedy="import it in Python to see more",
             )
         answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))

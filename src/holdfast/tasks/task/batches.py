@@ -73,14 +73,12 @@ class TaskBatches:
         if opened is None:
             raise TaskError(
                 "data() returns None, and had samples before",
-                where="task",
                 remedy="return the data that the run was begun with",
             )
         self._samples, version = opened
         if version != config.task.data:
             raise TaskError(
                 f"the data's version was {config.task.data!r} and is now {version!r}",
-                where="task",
                 remedy=f"go back to that data, or {START_OVER}",
             )
         self._check_length()
@@ -131,7 +129,6 @@ class TaskBatches:
         if (found := sample_count(self._samples, "the data")) != self._expected:
             raise TaskError(
                 f"the data had {self._expected} samples and now has {found}",
-                where="task",
                 remedy="let the length of a dataset stay, or give new data a new version",
             )
 
@@ -146,11 +143,10 @@ def open_samples(task: Task) -> tuple[Samples, str] | None:
     if not isinstance(version, str) or not version:
         raise TaskError(
             f"the data ({type(samples).__name__}) has no version",
-            where="task",
             remedy="give it an attribute `version`, a text that changes with its content",
         )
     if sample_count(samples, "the data") < 1:
-        raise TaskError("the data has no samples", where="task", remedy="give it one")
+        raise TaskError("the data has no samples", remedy="give it one")
     return samples, version
 
 
@@ -159,14 +155,12 @@ def sample_count(samples: Any, what: str) -> int:
     if isinstance(samples, DataLoader):
         raise TaskError(
             f"{what} is a DataLoader, which has an order and batches of its own",
-            where="task",
             remedy="give the dataset that it loads, and its collate_fn as collate",
         )
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         raise TaskError(
             f"{what} ({type(samples).__name__}) has no length and no index, so a step cannot ask "
             "for its samples",
-            where="task",
             remedy="write it to shards first, and read them by number (docs/guide/python.md)",
         )
     with user_code(f"the length of {what} cannot be read"):
@@ -187,19 +181,16 @@ def collated(
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
         raise TaskError(
-            f"collate() returned {kind}, no dict of tensors",
-            where="task",
-            remedy="return tensors by name",
+            f"collate() returned {kind}, no dict of tensors", remedy="return tensors by name"
         )
     if other := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         kind = type(batch[other[0]]).__name__
         raise TaskError(
             f"a batch holds tensors alone, and its {other[0]!r} is {kind}",
-            where="task",
             remedy="leave it out in collate(), or make a tensor of it",
         )
     if not batch:
-        raise TaskError("a batch has no tensors", where="task", remedy="return one in collate()")
+        raise TaskError("a batch has no tensors", remedy="return one in collate()")
     found: Mapping[str, Tensor] = batch
     return found
 
@@ -218,7 +209,6 @@ def batch_weight(task: Task, batch: Mapping[str, Tensor]) -> float:
     if weight is None:
         raise TaskError(
             f"weight() returned {given!r}",
-            where="task",
             remedy="return a number from 0 on: the samples or tokens of the batch, or the sum of "
             "their weights",
         )
@@ -289,6 +279,5 @@ def refuse_random_samples(batches: BatchesOfTask, start: int, stop: int) -> None
     if len({tensor_hash(batches.read_samples(start, stop)) for _ in range(2)}) > 1:
         raise TaskError(
             "the same samples are different tensors when they are read again",
-            where="task",
             remedy="draw random numbers where the loss is computed: their seed is set there",
         )

@@ -41,7 +41,6 @@ def first_values(task: Task, seed: int) -> Callable[[Parameter], Tensor]:
             raise TaskError(
                 f"the initial values of {row.name} are {list(answer.shape)}, "
                 f"and it is {list(row.shape)}",
-                where="task",
                 remedy="return a tensor of the parameter's shape",
             )
         return answer
@@ -60,7 +59,6 @@ def _trained_before(task: Task) -> dict[str, Tensor]:
     if unknown := sorted(set(found) - known):
         raise TaskError(
             f"weights() has {unknown[0]}, which is no parameter of the module",
-            where="task",
             remedy="give the names of model().named_parameters()",
         )
     return {name: value.detach().view(table_shape(value)) for name, value in found.items()}

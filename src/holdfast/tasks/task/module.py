@@ -29,7 +29,6 @@ def meta_module(task: Task) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TaskError(
             f"model() returned {type(module).__name__}, no module",
-            where="task",
             remedy="return a torch.nn.Module",
         )
     for name, part in module.named_modules():
@@ -37,7 +36,6 @@ def meta_module(task: Task) -> nn.Module:
             if isinstance(value, Tensor) and value.is_meta:
                 raise TaskError(
                     f"{_joined(name, key)} is a plain tensor of the module",
-                    where="task",
                     remedy="register it as a buffer, or as a parameter",
                 )
     return module
@@ -48,15 +46,13 @@ def module_rows(task: Task, module: nn.Module) -> tuple[str, ...]:
     rows: list[str] = []
     for name, parameter in module.named_parameters():
         if problem := _problem(name, parameter):
-            raise TaskError(f"parameter {name} {problem[0]}", where="task", remedy=problem[1])
+            raise TaskError(f"parameter {name} {problem[0]}", remedy=problem[1])
         shape, is_frozen = tuple(parameter.shape), not parameter.requires_grad
         decays = not is_frozen and task.decays(name, shape)
         rows.append(row_text(Parameter(name, shape, decays, Own()), is_frozen=is_frozen))
     if all(not parameter.requires_grad for parameter in module.parameters()):
         raise TaskError(
-            "the module has no parameter that is trained",
-            where="task",
-            remedy="set requires_grad of one",
+            "the module has no parameter that is trained", remedy="set requires_grad of one"
         )
     for name, merge in merged_buffers(task, module).items():
         shape = table_shape(module.get_buffer(name))
@@ -87,9 +83,7 @@ def merged_buffers(task: Task, module: nn.Module) -> dict[str, str]:
     for name, answer in answers.items():
         if answer is not None and answer not in MERGES:
             raise TaskError(
-                f"merge() returned {answer!r} for {name}",
-                where="task",
-                remedy='return "mean", "sum" or None',
+                f"merge() returned {answer!r} for {name}", remedy='return "mean", "sum" or None'
             )
     return {name: answer for name, answer in answers.items() if answer is not None}
 
@@ -103,7 +97,6 @@ def known_flops(task: Task) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < inf:
         raise TaskError(
             f"flops() returned {given!r}",
-            where="task",
             remedy="return a number above 0, or None if it is not known",
         )
     return float(given)
@@ -118,7 +111,6 @@ def refuse_other_rows(expected: Sequence[str], found: Sequence[str]) -> None:
     was, now = (rows[at] if at < len(rows) else "nothing" for rows in (expected, found))
     raise TaskError(
         f"the module does not fit its table: row {at + 1} is {now!r}, and the table has {was!r}",
-        where="task",
         remedy="let model() make the same module in each call",
     )
 

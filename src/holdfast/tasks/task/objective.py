@@ -80,11 +80,10 @@ class TaskObjective(nn.Module):
     def _check(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor) or loss.shape != ():
             what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TaskError(f"loss() returned {what}", where="task", remedy="return a scalar")
+            raise TaskError(f"loss() returned {what}", remedy="return a scalar")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise TaskError(
                 "the loss depends on no parameter that is trained",
-                where="task",
                 remedy="compute it from the output of the module that loss() is given",
             )
 
@@ -108,6 +107,5 @@ def changed_buffer_error(name: str) -> TaskError:
     return TaskError(
         f"the forward pass changes buffer {name}, so the state would depend on which rank computes "
         "what",
-        where="task",
         remedy="keep it unchanged, or let merge() say how its changes are put together",
     )

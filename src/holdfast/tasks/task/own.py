@@ -82,7 +82,6 @@ class OwnTask:
             raise TaskError(
                 f"buffer {merged[0]} is merged, and {axis} {groups.degree(axis)} cuts what it is "
                 "computed from",
-                where="task",
                 remedy=f"use {axis} 1",
             )
         if groups.degree("tp") > 1:
@@ -210,7 +209,6 @@ class OwnTask:
             raise TaskError(
                 f"the loss of a batch is {one:.6g}, and of the same samples twice {doubled:.6g}: "
                 "it is a mean",
-                where="task",
                 remedy="return the sum, and let weight() return what to divide by",
             )
         if groups.degree("tp") > 1:
@@ -261,14 +259,12 @@ def _refuse_without_units(
     if train.compile and not units:
         raise TaskError(
             "train.compile compiles the module's units, and it has none",
-            where="task",
             remedy="name some in units(), or use train.compile=false",
         )
     if train.memory.moves_activations and not units:
         raise TaskError(
             f"train.memory.activations {train.memory.activations} moves what the module's units "
             "keep, and it has none",
-            where="task",
             remedy="name some in units(), or use train.memory.activations=device",
         )
     if not train.recomputes:
@@ -277,7 +273,6 @@ def _refuse_without_units(
     if not units:
         raise TaskError(
             f"train.recompute {word} runs the module's units again, and it has none",
-            where="task",
             remedy="name some in units(), or use train.recompute=none",
         )
     changed = {id(module.get_buffer(name)): name for name in merged}
@@ -286,7 +281,6 @@ def _refuse_without_units(
             raise TaskError(
                 f"train.recompute {word} runs a unit again, which would change its "
                 f"buffer {name} a second time",
-                where="task",
                 remedy="leave that unit out in units(), or use train.recompute=none",
             )
 

@@ -45,14 +45,12 @@ def layer_cuts(task: Task, module: nn.Module) -> dict[str, LayerCut]:
         if not hit:
             raise TaskError(
                 f"sharding() names {pattern}, and the module has no such layer",
-                where="task",
                 remedy=f"use names such as {', '.join(_near(pattern, list(layers)))}",
             )
         for name in hit:
             if found.setdefault(name, cut) != cut:
                 raise TaskError(
                     f"sharding() names layer {name} twice: {found[name].style} and {cut.style}",
-                    where="task",
                     remedy="let one pattern fit it",
                 )
     for name, cut in found.items():
@@ -87,7 +85,6 @@ def _read(pattern: str, entry: Any) -> LayerCut:
     if style not in (*STYLES, SHARED_INSIDE) or not isinstance(parts, int) or parts < 0:
         raise TaskError(
             f"sharding() returned {entry!r} for {pattern}",
-            where="task",
             remedy=f"use one of {', '.join((*STYLES, SHARED_INSIDE))}, or a pair of it and a "
             "number of parts",
         )
@@ -113,14 +110,12 @@ def _check_layer(name: str, layer: nn.Module, cut: LayerCut) -> None:
     if type(layer) is not how.of or any(getattr(layer, limit, None) for limit in limits):
         raise TaskError(
             f"sharding() says {cut.style} for layer {name}, which is a {type(layer).__name__}",
-            where="task",
             remedy=f"{cut.style} is for a plain torch.nn.{how.of.__name__}: name no other layer",
         )
     sizes = {key: layer.get_parameter(key).shape[dim] for key, dim in _present(layer, how.dims)}
     if wrong := [size for size in sizes.values() if cut.parts and size % cut.parts]:
         raise TaskError(
             f"sharding() says {cut.parts} parts for layer {name}, and its size is {wrong[0]}",
-            where="task",
             remedy="name a number of parts that divides it",
         )
 
@@ -135,7 +130,6 @@ def _check_shared(module: nn.Module, cuts: Mapping[str, LayerCut]) -> None:
             if other != way:
                 raise TaskError(
                     f"{name}.{key} is also {first}, and sharding() does not cut both in one way",
-                    where="task",
                     remedy="name both (embedding_rowwise and colwise_gather_output), or none",
                 )
 

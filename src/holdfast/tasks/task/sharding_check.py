@@ -86,7 +86,6 @@ def refuse_wrong_table(
             raise TaskError(
                 f"with layout.tp {groups.degree('tp')} the gradient of {spec.name} is not that of "
                 "the complete module",
-                where="task",
                 remedy="read the rules for sharding() in docs/guide/python.md",
             )
 

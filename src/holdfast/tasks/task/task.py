@@ -72,7 +72,6 @@ class Task(ABC):
             kind = type(other[0]).__name__
             raise TaskError(
                 f"a sample is a {kind}: return a dict of tensors",
-                where="task",
                 remedy="or write collate(), which an own loop gives as step.batches(..., collate=)",
             )
         for item in items:

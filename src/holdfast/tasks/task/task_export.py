@@ -51,14 +51,12 @@ def _exported(task: Task, weights: Shaped) -> list[TensorMapping]:
                 f"exported() returned {what}, as for another one"
                 if theirs in found
                 else f"exported() returned {what}",
-                where="task",
                 remedy="return a name of its own for each parameter, or None to leave it out",
             )
         found[theirs] = rename(ours, theirs, weights.shape(ours))
     if not found:
         raise TaskError(
             "exported() returned None for each parameter",
-            where="task",
             remedy="return a name for those that are to be written",
         )
     return list(found.values())

@@ -104,7 +104,7 @@ def open_validation(task: Task) -> Samples | None:
     with user_code("validation() failed"):
         samples = task.validation()
     if samples is not None and sample_count(samples, "validation()") < 1:
-        raise TaskError("validation() has no samples", where="task", remedy="return None for none")
+        raise TaskError("validation() has no samples", remedy="return None for none")
     return samples
 
 
