@@ -10,8 +10,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.huggingface.convert import explain_no_architecture
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import InPlace, Never
+from holdfast.config.sections.base import InPlace, Never, Section
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.config.sections.data import DataConfig

@@ -13,7 +13,7 @@ from holdfast.config.loading.identity import (
 )
 from holdfast.config.loading.reference import markdown
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 
 KEYS = [key for key, _ in all_keys()]
 LISTS = {

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 
 ITEM = "*"
 

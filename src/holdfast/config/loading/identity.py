@@ -1,8 +1,8 @@
 """The identity of a run: the part of a configuration that decides what it computes.
 
-Each key of the run file declares what a change of it does to a run that has begun (`change.py`).
-A resume may change the keys of class "in place": the state after step N does not depend on them.
-A change of any other key makes another run.
+Each key of the run file declares what a change of it does to a run that has begun
+(`sections/base.py`). A resume may change the keys of class "in place": the state after step N does
+not depend on them. A change of any other key makes another run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.config.loading.explain import format_value
 from holdfast.config.loading.fields import change_of, field_at, is_index, leaves
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 from holdfast.errors import START_OVER, RunFolderError
 
 # The dataset's version stands for these: they are a part of it, and the last is its vocabulary.

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import Branch, InPlace
+from holdfast.config.sections.base import Branch, InPlace, Section
 
 CHAT_KINDS = ("jsonl", "parquet", "huggingface")
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import InPlace
+from holdfast.config.sections.base import InPlace, Section
 from holdfast.errors import ConfigError
 
 ALL_LINEAR = "all-linear"

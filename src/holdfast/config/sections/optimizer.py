@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import Branch, Never
+from holdfast.config.sections.base import Branch, Never, Section
 from holdfast.errors import nearest_of
 from holdfast.options.short_state.keys import BLOCK, SMALLEST_IN_8BIT, StateDtype
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import InPlace
+from holdfast.config.sections.base import InPlace, Section
 from holdfast.errors import ConfigError
 
 SCRIPT_TASK = "holdfast.tasks.script:Script"

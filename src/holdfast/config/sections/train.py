@@ -8,8 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import Branch, InPlace, Never
+from holdfast.config.sections.base import Branch, InPlace, Never, Section
 from holdfast.config.sections.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.config.sections.recompute import (
