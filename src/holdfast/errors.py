@@ -7,6 +7,7 @@ prints it without a traceback and exits with 2; everything else that escapes is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 
 def nearest_of(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
@@ -60,13 +61,7 @@ class UserError(HoldfastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a process boundary: keyword arguments are not replayed by default."""
-        return _rebuild_user_error, (type(self), self.message, self.where, self.remedy)
-
-
-def _rebuild_user_error(
-    kind: type[UserError], message: str, where: str | None, remedy: str | None
-) -> UserError:
-    return kind(message, where=where, remedy=remedy)
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.message,)
 
 
 def unknown_name(

@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
 from holdfast.data.order.ledger_entries import stand_in_entries
@@ -94,7 +96,7 @@ def answer(question: Question) -> Answer:
 def main() -> None:
     skip_last_collection()
     answer_file = Path(sys.argv[1])  # a script gets arguments of its own
-    found = answer(Question.from_json(json.load(sys.stdin)))
+    found = answer(TypeAdapter(Question).validate_json(sys.stdin.read()))
     answer_file.write_text(json.dumps(asdict(found)), "utf-8")
 
 

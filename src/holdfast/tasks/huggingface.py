@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from holdfast.config.huggingface.folder import CONFIG
 from holdfast.errors import TaskError
-from holdfast.tasks.task.executor import evaluation_mode
+from holdfast.tasks.task.module import evaluation_mode
 from holdfast.tasks.task.task import Batch, Task
 from holdfast.tasks.transformers.huggingface_plan import tensor_plan
 from holdfast.training.engine.objective import IGNORED_TARGET

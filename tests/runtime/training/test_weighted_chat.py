@@ -16,7 +16,7 @@ from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
-from holdfast.tasks.task.token_batches import TokenBatches
+from holdfast.tasks.task.batches import TokenBatches
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.task import DecoderTask
 from tests.support.chat import message_rows, tokenizer_folder, write_rows

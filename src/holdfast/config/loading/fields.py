@@ -81,6 +81,13 @@ def adapter_of(key: str) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+def value_at(holder: Any, path: Sequence[str | int]) -> Any:
+    """Return the value at a path of a section."""
+    for part in path:
+        holder = getattr(holder, part) if isinstance(part, str) else holder[part]
+    return holder
+
+
 def with_value(holder: Any, path: Sequence[str | int], value: Any) -> Any:
     """Return a section, a list or a dict with another value at the end of a path. Nothing is
     checked."""

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.experts import ExpertsConfig
-from holdfast.config.sections.presets import PRESETS, nearest_preset
+from holdfast.config.sections.presets import PRESETS
+from holdfast.errors import nearest_of
 
 MAX_PARTS = 2**16
 """Largest number of blocks or heads: checks and plans look at each."""
@@ -122,7 +123,8 @@ class ModelConfig(Section):
         if name is None or not isinstance(name, str):
             return value
         if name not in PRESETS:
-            raise ValueError(f"preset {name!r} is unknown; nearest: {nearest_preset(str(name))}")
+            near = nearest_of(name, PRESETS, cutoff=0.0)
+            raise ValueError(f"preset {name!r} is unknown; nearest: {near}")
         return {**PRESETS[name], **value, "preset": name}
 
     @model_validator(mode="after")

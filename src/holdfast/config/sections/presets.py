@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.errors import nearest_of
-
 _LLAMA31: dict[str, Any] = {
     "family": "llama",
     "vocab_size": 128_256,
@@ -67,7 +65,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b": _QWEN3 | _shape(40, 5120, 40, 17_408),
     "qwen3-32b": _QWEN3 | _shape(64, 5120, 64, 25_600),
 }
-
-
-def nearest_preset(name: str) -> str:
-    return nearest_of(name, PRESETS, cutoff=0.0)

@@ -22,7 +22,7 @@ from holdfast.errors import START_OVER, TaskError
 from holdfast.tasks.named.kept_optimizers import KeptOptimizers
 from holdfast.tasks.named.kept_state import KeptState
 from holdfast.tasks.task.batches import sample_count
-from holdfast.tasks.task.generators import seed_generators
+from holdfast.tasks.task.module import seed_generators
 from holdfast.tasks.task.objective import buffer_versions, changed_buffer
 from holdfast.tasks.task.task import Batch
 from holdfast.tasks.task.turns import (

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
 from holdfast.tasks.scripts.own_loop import NamedValidation, Run
-from holdfast.tasks.task.executor import evaluation_mode
-from holdfast.tasks.task.generators import seed_generators
+from holdfast.tasks.task.batches import TaskMicrobatch
+from holdfast.tasks.task.module import evaluation_mode, seed_generators
 from holdfast.tasks.task.objective import buffer_versions, changed_buffer
 from holdfast.tasks.task.task import Batch, Samples, Task
-from holdfast.tasks.task.validation import TaskValidation, ValidationPart
+from holdfast.tasks.task.validation import TaskValidation
 
 
 class ValidationTask(Task):
@@ -52,7 +52,7 @@ class ValidationTask(Task):
 class ScriptPart:
     """A microbatch of the validation. tokens: its weight, once its loss is computed."""
 
-    read: ValidationPart
+    read: TaskMicrobatch
     run: Run
     tokens: float = 0
 

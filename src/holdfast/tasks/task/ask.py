@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.data_ledger import Range
@@ -37,12 +39,6 @@ class Question:
     missing: list[Range]
     last_step: int
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Question:
-        missing = [(int(low), int(high)) for low, high in value["missing"]]
-        known = {f.name: value[f.name] for f in fields(Question)} | {"missing": missing}
-        return Question(**known)
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -56,11 +52,6 @@ class Answer:
     message: str = ""
     remedy: str = ""
     where: str = "task"
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Answer:
-        texts = (str(value[key]) for key in ("message", "remedy", "where"))
-        return Answer(value["result"], *texts)
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
@@ -106,21 +97,15 @@ def _ask(question: Question) -> Any:
             check=False,
         )
         if not answer_file.exists():
-            words = done.stderr.strip()[-_OUTPUT_CHARACTERS:]
+            words, train = done.stderr.strip()[-_OUTPUT_CHARACTERS:], question.config["train"]
+            named = question.config["task"]["name"]
+            if question.purpose == "named":
+                named = f"{train['optimizer']['name']} and {train['schedule']['kind']}"
             raise TaskError(
-                f"the process that imports {_imported_name(question)} ended with status "
-                f"{done.returncode}: {words}",
+                f"the process that imports {named} ended with status {done.returncode}: {words}",
                 remedy="import it in Python to see more",
             )
-        answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))
+        answer = TypeAdapter(Answer).validate_json(answer_file.read_bytes())
     if answer.message:
         raise TaskError(answer.message, where=answer.where, remedy=answer.remedy or None)
     return answer.result
-
-
-def _imported_name(question: Question) -> str:
-    train = question.config["train"]
-    named = [question.config["task"]["name"]]
-    if question.purpose == "named":
-        named = [train["optimizer"]["name"], train["schedule"]["kind"]]
-    return " and ".join(named)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 from xxhash import xxh3_64
@@ -19,9 +21,12 @@ from xxhash import xxh3_64
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
+from holdfast.core.data.target_weights import target_ids, target_weights, with_weights
 from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.core.weights import read_weight
+from holdfast.data.stream.batch import Batches, Microbatch, fed_hash
+from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import StepLoader
 from holdfast.errors import START_OVER, TaskError
 from holdfast.tasks.task.loading import user_code
@@ -33,20 +38,22 @@ SOURCE = "task"
 
 @dataclass(frozen=True)
 class TaskMicrobatch:
-    """A logical microbatch, or a rank's part of it. tensors: empty for one that is skipped.
+    """A logical microbatch, or a rank's part of it; of training, or of a validation."""
 
-    key: seed of the random numbers of its forward pass. tokens: its weight.
-    """
-
-    tensors: Mapping[str, Tensor]
-    key: int
-    entries: list[dict[str, Any]]
-    tokens: float
+    tensors: Mapping[str, Tensor]  # empty for one that is skipped
+    key: int  # seed of the random numbers of its forward pass
+    entries: list[dict[str, Any]]  # of the ledger; none in a validation
+    tokens: float  # its weight
+    counts: bool = True  # False for one that only keeps the shards of a validation in step
 
     @property
     def arguments(self) -> tuple[Mapping[str, Tensor], int]:
         """What the objective takes."""
         return self.tensors, self.key
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TaskMicrobatch:
+        """Return the same with changed tensors."""
+        return replace(self, tensors={name: change(t) for name, t in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -227,24 +234,65 @@ def tensor_hash(batch: Mapping[str, Tensor]) -> str:
     return state.hexdigest()
 
 
-class BatchesOfTask(Protocol):
-    """A task's own data, or the prepared tokens."""
+class TokenBatches:
+    """The prepared tokens of a run as batches: `inputs`, `targets` and perhaps `documents`.
 
-    skips: Skips
-    microbatch_size: int
-    schedule: BatchSchedule
+    Order, ledger and hashes are those of the built-in decoder, so every check of the data applies.
+    """
 
-    def positions(
-        self, step: int, index: int, part: int = 0, parts: int = 1
-    ) -> tuple[int, int]: ...
+    def __init__(self, config: RunConfig, dataset: Dataset) -> None:
+        self.tokens = Batches(dataset, config.data, config.train, config.seed)
+        self.microbatch_size, self.schedule = self.tokens.microbatch_size, self.tokens.schedule
+        self._seed, self._is_weighted = config.seed, config.data.chat.weights
 
-    def microbatch(
-        self, step: int, index: int, part: int = 0, parts: int = 1
-    ) -> TaskMicrobatch: ...
+    @property
+    def skips(self) -> Skips:
+        return self.tokens.skips
 
-    def read_samples(self, start: int, stop: int, times: int = 1) -> Mapping[str, Tensor]: ...
+    @skips.setter
+    def skips(self, skips: Skips) -> None:
+        self.tokens.skips = skips
 
-    def digest(self, batch: TaskMicrobatch) -> str: ...
+    def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """As `Batches.positions`."""
+        return self.tokens.positions(step, index, part, parts)
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> TaskMicrobatch:
+        """As `Batches.microbatch`. A skipped one has no tensors."""
+        read = self.tokens.microbatch(step, index, part, parts)
+        is_skipped = self.skips.reason(step, index)
+        key = key_seed(self._seed, "forward", step, index, part, parts)
+        tensors: Mapping[str, Tensor] = {} if is_skipped else tensors_of(read, self._is_weighted)
+        return TaskMicrobatch(tensors, key, read.entries, read.tokens)
+
+    def read_samples(self, start: int, stop: int, times: int = 1) -> Mapping[str, Tensor]:
+        """The samples at positions [start, stop), `times` after each other."""
+        read = tensors_of(self.tokens.read_samples(start, stop), self._is_weighted)
+        return {name: tensor.repeat(times, 1) for name, tensor in read.items()}
+
+    def digest(self, batch: TaskMicrobatch) -> str:
+        """The ledger hash of what is handed over."""
+        if not batch.tensors:
+            return str(batch.entries[0]["hash"])
+        targets = batch.tensors["targets"].numpy()
+        if (weights := batch.tensors.get("weights")) is not None:
+            targets = with_weights(targets, weights.numpy())
+        return fed_hash(batch.tensors["inputs"].numpy(), targets)
+
+
+def tensors_of(read: Microbatch, is_weighted: bool) -> Mapping[str, Tensor]:
+    """inputs, targets: int64 [B, S]; documents: int32 [B, S], if they must not see each other;
+    weights: float32 [B, S], with `data.chat.weights`."""
+    found: dict[str, NDArray[Any]] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
+    if is_weighted:
+        found["weights"] = target_weights(read.targets)
+    if read.documents is not None:
+        found["documents"] = read.documents
+    return {name: torch.from_numpy(np.ascontiguousarray(rows)) for name, rows in found.items()}
+
+
+BatchesOfTask = TaskBatches | TokenBatches
+"""A task's own data, or the prepared tokens."""
 
 
 class TaskLoader(StepLoader[TaskMicrobatch]):
@@ -260,18 +308,12 @@ class TaskLoader(StepLoader[TaskMicrobatch]):
         read = self._batches.microbatch(step, index, self._part, self._parts)
         if not device_kind(self._device.type).pins_batches:
             return read
-        return replace(read, tensors=_each(read.tensors, Tensor.pin_memory))
+        return read.map(Tensor.pin_memory)
 
     def _to_device(self, host: TaskMicrobatch) -> TaskMicrobatch:
         digest = self._batches.digest(host)
         entries = [{**entry, "hash": digest} for entry in host.entries]
-        return replace(host, tensors=_each(host.tensors, self._move), entries=entries)
-
-
-def _each(
-    tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
-) -> Mapping[str, Tensor]:
-    return {name: change(tensor) for name, tensor in tensors.items()}
+        return replace(host.map(self._move), entries=entries)
 
 
 def refuse_random_samples(batches: BatchesOfTask, start: int, stop: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -14,9 +17,16 @@ from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.run_table import MERGES, row_text
 from holdfast.errors import TaskError
-from holdfast.tasks.task.generators import seed_generators
 from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.task import Task
+
+
+def seed_generators(key: int) -> None:
+    """Begin the generators of torch, Python and numpy, from which a user's code draws, from a seed.
+    So what is drawn depends on no process and no time."""
+    torch.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
 
 
 def meta_module(task: Task) -> nn.Module:
@@ -138,6 +148,19 @@ def own_values(task: Task, seed: int) -> ModuleValues:
         {name: parameter.detach() for name, parameter in module.named_parameters()},
         dict(module.named_buffers(remove_duplicate=False)),
     )
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while. Each module gets its own mode back: a user may have frozen some
+    in evaluation mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, is_training in modes:
+            part.training = is_training
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import TaskError
-from holdfast.tasks.task.generators import seed_generators
-from holdfast.tasks.task.module import put_buffer
+from holdfast.tasks.task.module import put_buffer, seed_generators
 from holdfast.tasks.task.task import Task
 
 BufferVersions = Mapping[str, tuple[Tensor, int]]

@@ -23,8 +23,13 @@ from holdfast.errors import TaskError
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_layers import TensorRegions
 from holdfast.parallel.torch_compat import local_tensor
-from holdfast.tasks.task.executor import evaluation_mode
-from holdfast.tasks.task.module import own_values, set_buffers, tie_again, tied_names
+from holdfast.tasks.task.module import (
+    evaluation_mode,
+    own_values,
+    set_buffers,
+    tie_again,
+    tied_names,
+)
 from holdfast.tasks.task.objective import TaskObjective
 from holdfast.tasks.task.task import Task
 from holdfast.training.engine.precision import Precision

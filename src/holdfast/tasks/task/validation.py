@@ -7,39 +7,24 @@ of its own computes one that counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
 import torch
-from torch import Tensor
 
 from holdfast.core.seeds import key_seed
 from holdfast.data.stream.batch import ValidationSet
 from holdfast.errors import TaskError
-from holdfast.tasks.task.batches import batch_weight, collated, sample_count
+from holdfast.tasks.task.batches import (
+    TaskMicrobatch,
+    batch_weight,
+    collated,
+    sample_count,
+    tensors_of,
+)
 from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.task import Samples, Task
-from holdfast.tasks.task.token_batches import tensors_of
 from holdfast.training.engine.evaluate import rows
 from holdfast.training.engine.objective import IGNORED_TARGET
 
 _PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0, "weights": 0}
-
-
-@dataclass(frozen=True)
-class ValidationPart:
-    """A rank's part of a validation microbatch. counts: False for one that only keeps shards in
-    step. tokens: its weight."""
-
-    tensors: Mapping[str, Tensor]
-    key: int
-    tokens: float
-    counts: bool = True
-
-    @property
-    def arguments(self) -> tuple[Mapping[str, Tensor], int]:
-        """What the objective takes."""
-        return self.tensors, self.key
 
 
 class TaskValidation:
@@ -58,7 +43,7 @@ class TaskValidation:
     def microbatches(self) -> int:
         return -(-len(self._chosen) // self._size)
 
-    def part(self, index: int, part: int, parts: int, device: torch.device) -> ValidationPart:
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> TaskMicrobatch:
         """Part `part` of `parts` of a microbatch. Raises TaskError."""
         assert self._samples is not None, "there are microbatches"
         whole = self._chosen[index * self._size : (index + 1) * self._size]
@@ -67,7 +52,8 @@ class TaskValidation:
         batch = collated(self._task, self._samples, own or whole[:1])
         weight = batch_weight(self._task, batch) if own else 0
         key = key_seed(self._seed, "validation", index, part, parts)
-        return _moved(ValidationPart(batch, key, weight, bool(own)), device)
+        read = TaskMicrobatch(batch, key, [], weight, counts=bool(own))
+        return read.map(lambda tensor: tensor.to(device))
 
     def bits_per_byte(self, nats: float) -> None:
         """The data need not be text."""
@@ -84,7 +70,7 @@ class TokenTaskValidation:
     def microbatches(self) -> int:
         return len(self._samples.microbatches)
 
-    def part(self, index: int, part: int, parts: int, device: torch.device) -> ValidationPart:
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> TaskMicrobatch:
         """Part `part` of `parts` of a microbatch, padded with rows without loss."""
         whole = tensors_of(self._samples.microbatches[index], self._is_weighted)
         cut = {
@@ -92,7 +78,7 @@ class TokenTaskValidation:
             for name, tensor in whole.items()
         }
         key = key_seed(self._seed, "validation", index, part, parts)
-        return _moved(ValidationPart(cut, key, 0), device)
+        return TaskMicrobatch(cut, key, [], 0).map(lambda tensor: tensor.to(device))
 
     def bits_per_byte(self, nats: float) -> float:
         """As the built-in decoder's."""
@@ -106,7 +92,3 @@ def open_validation(task: Task) -> Samples | None:
     if samples is not None and sample_count(samples, "validation()") < 1:
         raise TaskError("validation() has no samples", remedy="return None for none")
     return samples
-
-
-def _moved(part: ValidationPart, device: torch.device) -> ValidationPart:
-    return replace(part, tensors={name: t.to(device) for name, t in part.tensors.items()})
