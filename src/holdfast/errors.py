@@ -6,7 +6,7 @@ prints it without a traceback and exits with 2; everything else that escapes is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 
@@ -24,6 +24,13 @@ def use_one_of(choices: Iterable[str], name: str = "", cutoff: float = 0.6) -> s
     choices = list(choices)
     near = nearest_of(name, choices, cutoff) if name else ""
     return f"use {near or 'one of ' + ', '.join(choices)}"
+
+
+def nearest_degrees(degree: int, works: Callable[[int], bool], most: int) -> str:
+    """Return the closest degrees below and above `degree` that work, in words: "2 or 4"."""
+    below = next((d for d in range(min(degree - 1, most), 0, -1) if works(d)), None)
+    above = next((d for d in range(degree + 1, most + 1) if works(d)), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
 
 
 START_OVER = "start over with --fresh (in a bucket: with another folder=)"

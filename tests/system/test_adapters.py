@@ -15,13 +15,14 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.events import StepDone, WorkerLost, WorkerStarted
+from holdfast.events import StepDone, WorkerStarted
 from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import write_base, write_run
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import apart, here, start
+from tests.support.killed_run import run_with_a_kill
 from tests.support.nodes import QUICK, nodes_of
 from tests.support.ranks import wait_until
 
@@ -46,7 +47,8 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     expected = newest_tensors(tmp_path / "alone", STEPS)
     for workers in (2, 3):
         folder = tmp_path / f"killed-{workers}"
-        _train_with_a_kill(path, folder, workers)
+        changes = (f"folder={folder}", f"layout.workers={workers}", *LONGER)
+        run_with_a_kill(folder, 22, "train", path, *changes)
         found = newest_tensors(folder, STEPS)
         assert expected.keys() == found.keys()
         assert [name for name in expected if expected[name] != found[name]] == []
@@ -104,22 +106,6 @@ def _pids(folder: Path, at_step: int) -> list[int]:
     steps = [event.step for event in events if isinstance(event, StepDone)]
     reached = max(steps, default=0) >= at_step
     return [e.pid for e in events if isinstance(e, WorkerStarted)] if reached else []
-
-
-def _train_with_a_kill(path: Path, folder: Path, workers: int) -> None:
-    process = start("train", path, f"folder={folder}", f"layout.workers={workers}", *LONGER)
-    try:
-        wait_until(
-            lambda: bool(_pids(folder, 22)) or process.poll() is not None, 240, "the step of a kill"
-        )
-        assert process.poll() is None, process.communicate()
-        os.kill(_pids(folder, 22)[-1], signal.SIGKILL)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, out + err
-    finally:
-        process.kill()
-    events = [record.event for record in read_journal(FolderStore(folder))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,15 +21,13 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     NoticeReceived,
-    Record,
     RunStopped,
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import JournalWriter, follow_journal, read_journal
+from holdfast.wire.journal import JournalWriter, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import (
-    Outcome,
     apart,
     secret_file,
     staging,
@@ -38,6 +35,7 @@ from tests.support.commands import (
     within,
     write_run_file,
 )
+from tests.support.followed_run import FollowedRun
 
 SETTINGS = (
     "train.steps=100000",
@@ -48,39 +46,11 @@ SETTINGS = (
 )
 
 
-class Trainer:
-    """A run in a process of its own, and its journal as it grows."""
+class Trainer(FollowedRun):
+    """A run of these settings."""
 
     def __init__(self, *arguments: str | Path, folder: Path) -> None:
-        self.folder = folder
-        self.process = start("train", *arguments, f"folder={folder}", *SETTINGS)
-        self._ended, self._output = threading.Event(), list[str]()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        self._output += self.process.communicate()
-        self._ended.set()
-
-    def until(self, seen: Callable[[Record], bool], seconds: float = 90.0) -> Record:
-        """The first record of the journal of which this is true."""
-        over = threading.Event()
-        timer = threading.Timer(seconds, over.set)
-        timer.start()
-        try:
-            for records in follow_journal(FolderStore(self.folder), stop=over):
-                for record in records:
-                    if seen(record):
-                        return record
-                assert not self._ended.is_set(), self._output
-        finally:
-            timer.cancel()
-        pytest.fail(f"not within {seconds:g} s: {self._output}")
-
-    def end(self, seconds: float = 90.0) -> Outcome:
-        self._reader.join(seconds)
-        assert self._ended.is_set(), "it is still there"
-        return Outcome(self.process.returncode, *self._output)
+        super().__init__(folder, start("train", *arguments, f"folder={folder}", *SETTINGS))
 
 
 @pytest.fixture

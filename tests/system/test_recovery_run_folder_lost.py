@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +24,10 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import Record, follow_journal, read_journal
+from holdfast.wire.journal import Record, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, secret_file, staging, start, write_run_file
+from tests.support.followed_run import FollowedRun
 
 STEPS, GATE = 40, 25  # no worker passes the gate before all is lost
 KILL_AT = 10
@@ -99,21 +99,14 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
 
 def _lose(process: subprocess.Popen[str], folder: Path) -> None:
     """Kill all of a run, once the staging machine holds a step from KILL_AT on; its folder goes."""
-    end = threading.Event()
-    deadline = threading.Timer(120, end.set)
-    deadline.start()
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=end):
-        if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
-            break
-    else:
-        pytest.fail("no snapshot reached the staging machine")
-    deadline.cancel()
+    run = FollowedRun(folder, process)
+    run.until(lambda r: isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     for child in children:
         if child.is_running():
             child.kill()
-    process.communicate(timeout=120)
+    run.end()
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
     shutil.rmtree(folder)

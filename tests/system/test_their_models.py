@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.events import Evaluated, StepDone
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.commands import apart, start, write_run_file
+from tests.support.commands import apart, write_run_file
+from tests.support.killed_run import run_with_a_kill
 from tests.support.their_models import write_model
 
 STEPS = 12
@@ -36,27 +34,6 @@ def _run_file(root: Path, dropout: float = 0.1, kind: str = "gpt2") -> Path:
     return path
 
 
-def _kill_in(folder: Path, run_file: Path, at: int, *overrides: str) -> None:
-    process = start("train", run_file, f"folder={folder}", *overrides)
-    done, pids, output = threading.Event(), dict[int, int](), list[str]()
-
-    def collect() -> None:
-        output.extend(process.communicate(timeout=300))
-        done.set()
-
-    collector = threading.Thread(target=collect)
-    collector.start()
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
-        for event in (record.event for record in records):
-            if isinstance(event, WorkerStarted):
-                pids[event.rank] = event.pid
-            if isinstance(event, StepDone) and event.step == at:
-                os.kill(pids[max(pids)], signal.SIGKILL)
-                done.set()
-    collector.join(300)
-    assert process.returncode == 0, output
-
-
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     opened = holdfast.open_checkpoint(folder)
     assert opened.step == STEPS
@@ -66,10 +43,9 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_a_model_of_transformers_is_killed_exported_and_branched(tmp_path: Path) -> None:
     run_file, killed, alone = _run_file(tmp_path), tmp_path / "killed", tmp_path / "alone"
-    _kill_in(killed, run_file, 5, "layout.workers=3")
-    events = [record.event for record in read_journal(FolderStore(killed))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-    validations = [e for e in events if isinstance(e, Evaluated)]
+    three = (f"folder={killed}", "layout.workers=3")
+    found = run_with_a_kill(killed, 5, "train", run_file, *three)
+    validations = [e for e in found.events if isinstance(e, Evaluated)]
     assert [e.step for e in validations] == [3, 6, 9, 12]
     assert all(e.bits_per_byte for e in validations)
     done = apart("train", run_file, f"folder={alone}", "layout.workers=1", deadline=300)

@@ -22,20 +22,22 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ScriptError, TaskError
-from holdfast.tasks.scripts.own_loop import NamedData, Run, enter_run
+from holdfast.tasks.scripts.own_loop import (
+    Answer,
+    DataNamed,
+    LoopReached,
+    NamedData,
+    OpenStep,
+    Order,
+    Run,
+    ScriptEnded,
+    Turns,
+    enter_run,
+)
 from holdfast.tasks.task.importing import importing
 from holdfast.tasks.task.loading import load_task
 from holdfast.tasks.task.module import seed_generators
 from holdfast.tasks.task.task import Batch, Samples, Task
-from holdfast.tasks.task.turns import (
-    Answer,
-    DataNamed,
-    LoopReached,
-    OpenStep,
-    Order,
-    ScriptEnded,
-    Turns,
-)
 from holdfast.training.engine.precision import Precision
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ LISTS = {
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_has_a_class(key: str) -> None:
     assert change_of(key) is not None, (
-        "declare it: InPlace, Branch or Never (config/sections/change.py)"
+        "declare it: InPlace, Branch or Never (config/sections/base.py)"
     )
 
 

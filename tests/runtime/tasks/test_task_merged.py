@@ -16,8 +16,7 @@ from holdfast.config.sections.lora import LoraConfig
 from holdfast.errors import TaskError
 from holdfast.model.generate import generate
 from holdfast.model.lora import set_base
-from holdfast.tasks.task.adapters import frozen_values, trained_module, values_checksum
-from holdfast.tasks.task.initial import first_values
+from holdfast.tasks.task.initial import first_values, frozen_values, trained_module, values_checksum
 from holdfast.tasks.task.loading import load_task
 from holdfast.tasks.task.merged import MergedTaskWeights
 from holdfast.tasks.task.module import own_values, set_buffers

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from holdfast.config.loading.load import resolve_config
 from holdfast.errors import ConfigError, PeerLostError, TaskError
 from holdfast.parallel.axes.tensor_layers import TensorRegions
+from holdfast.tasks.huggingface import tensor_plan
 from holdfast.tasks.task.module import meta_module
 from holdfast.tasks.task.sharding import sharding_rows
-from holdfast.tasks.transformers.huggingface_plan import tensor_plan
 from tests.support.layouts import assert_all_state, case, load_pieces, pieces, save_pieces
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import TaskTraining, first_loss, task_config

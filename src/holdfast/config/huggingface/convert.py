@@ -14,8 +14,7 @@ from holdfast.config.huggingface.architectures import (
     NEUTRAL,
     Architecture,
 )
-from holdfast.config.huggingface.rope import SCALING_KEYS
-from holdfast.config.huggingface.rules import NotSupportedError
+from holdfast.config.huggingface.rules import SCALING_KEYS, NotSupportedError
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 

@@ -122,8 +122,8 @@ TOKENIZER_KEY = "data.tokenizer.path"
 def _take_tokenizer(data: dict[str, Any], given: Mapping[str, Any], path: Path) -> list[str]:
     """Let `data.tokenizer` be this file, if it is there and the run file names none. Return the
     keys that were taken."""
-    section = {} if data.get("data") is None else data["data"]
-    tokenizer = section.get("tokenizer") if isinstance(section, dict) else ""
+    section: Any = {} if data.get("data") is None else data["data"]
+    tokenizer: Any = section.get("tokenizer") if isinstance(section, dict) else ""
     tokenizer = {} if tokenizer is None else tokenizer
     is_named = not isinstance(tokenizer, dict) or tokenizer.get("path") is not None
     if is_named or TOKENIZER_KEY in given or not path.is_file():

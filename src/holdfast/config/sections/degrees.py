@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from holdfast.config.nearest import nearest_degrees
 from holdfast.config.sections.layout import DegreesConfig, LayoutConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optimizer import REPLICAS, OptimizerConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.sections.train import TrainConfig
+from holdfast.errors import nearest_degrees
 from holdfast.layout import AXES
 from holdfast.options.protocols import Checked
 from holdfast.options.registry import option_keys

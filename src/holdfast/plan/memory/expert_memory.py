@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.config.sections.experts import ExpertsConfig
-from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.model import ExpertsConfig, ModelConfig
 
 _GROUPED_MULTIPLE = 8  # as `model/experts.py`
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.adapters import DOWN, UP
 from holdfast.model.lora import merged
-from holdfast.tasks.task.adapters import frozen_values, refuse_other_values
-from holdfast.tasks.task.initial import first_values
+from holdfast.tasks.task.initial import first_values, frozen_values, refuse_other_values
 from holdfast.tasks.task.loading import load_task
 from holdfast.tasks.task.module import meta_module, tied_names
 from holdfast.tasks.task.task_export import Shaped

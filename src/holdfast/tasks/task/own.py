@@ -19,7 +19,6 @@ from holdfast.errors import PeerLostError, TaskError
 from holdfast.model.lora import set_base
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import is_peer_loss
-from holdfast.tasks.task.adapters import frozen_values, refuse_other_values, trained_module
 from holdfast.tasks.task.batches import (
     BatchesOfTask,
     TaskBatches,
@@ -28,7 +27,14 @@ from holdfast.tasks.task.batches import (
     TokenBatches,
     refuse_random_samples,
 )
-from holdfast.tasks.task.initial import first_adapter, first_values, is_adapter
+from holdfast.tasks.task.initial import (
+    first_adapter,
+    first_values,
+    frozen_values,
+    is_adapter,
+    refuse_other_values,
+    trained_module,
+)
 from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.module import (
     evaluation_mode,
@@ -44,8 +50,7 @@ from holdfast.tasks.task.module import (
     usable_units,
 )
 from holdfast.tasks.task.objective import TaskObjective, changed_buffer_error
-from holdfast.tasks.task.sharding import cut_module, sharding_rows
-from holdfast.tasks.task.sharding_check import refuse_wrong_table
+from holdfast.tasks.task.sharding import cut_module, refuse_wrong_table, sharding_rows
 from holdfast.tasks.task.task import Task
 from holdfast.tasks.task.validation import TaskValidation, TokenTaskValidation
 from holdfast.training.engine.evaluate import Validation
