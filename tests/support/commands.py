@@ -49,6 +49,11 @@ class Outcome:
     out: str
     err: str
 
+    def succeeds(self) -> Outcome:
+        """Exit code 0. Return the same."""
+        assert self.code == 0, self.out + self.err
+        return self
+
     def refuses(self, *words: str) -> None:
         """Exit code 2, one sentence, no traceback, and these words in it."""
         self.refuses_last(*words)

@@ -36,12 +36,11 @@ class KilledRun:
 
 
 def run_undisturbed(script: Path, folder: Path, *arguments: str, workers: int = 1) -> None:
-    found = apart(
+    apart(
         *("run", script, "--folder", folder, "--workers", str(workers), *PLAIN, *arguments),
         folder=folder.parent,
         deadline=DEADLINE,
-    )
-    assert found.code == 0, found.out + found.err
+    ).succeeds()
 
 
 def run_killed(script: Path, folder: Path, *arguments: str, workers: int, at: int) -> KilledRun:

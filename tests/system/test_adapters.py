@@ -42,8 +42,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, capsys: Capture
 ) -> None:
     path = write_run(tmp_path)
-    alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
-    assert alone.code == 0, alone.err
+    here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER).succeeds()
     expected = newest_tensors(tmp_path / "alone", STEPS)
     for workers in (2, 3):
         folder = tmp_path / f"killed-{workers}"
@@ -52,8 +51,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
         found = newest_tensors(folder, STEPS)
         assert expected.keys() == found.keys()
         assert [name for name in expected if expected[name] != found[name]] == []
-        audit = here(capsys, "data", "audit", folder)
-        assert audit.code == 0, audit.out
+        here(capsys, "data", "audit", folder).succeeds()
 
 
 @pytest.mark.slow
@@ -83,8 +81,7 @@ def test_another_node_joins_with_the_base_at_another_place(tmp_path: Path, capsy
     path, copy, wrong = write_run(tmp_path), tmp_path / "elsewhere", tmp_path / "wrong"
     shutil.copytree(tmp_path / "base", copy)
     write_base(wrong, seed=4)
-    alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
-    assert alone.code == 0, alone.err
+    here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER).succeeds()
     with nodes_of(path, tmp_path / "run", *LONGER, *TWO) as nodes:
         nodes.start("a")
         nodes.wait_until(lambda: read_resolved(nodes.folder) and nodes.leader, "no leader")
@@ -135,8 +132,7 @@ def test_losses_adapters_and_folders_are_peft_s_own(tmp_path: Path, capsys: Capt
     section = text[text.index("lora:") : text.index("train:")]
     continued = tmp_path / "continued.yaml"
     continued.write_text(text.replace(section, f"lora: {{from: '{end}'}}\n"))
-    done = here(capsys, "train", continued, f"folder={tmp_path / 'continued'}", "train.steps=1")
-    assert done.code == 0, done.err
+    here(capsys, "train", continued, f"folder={tmp_path / 'continued'}", "train.steps=1").succeeds()
 
 
 @pytest.mark.slow
@@ -145,8 +141,9 @@ def test_transformers_own_code_begins_with_the_same_loss(tmp_path: Path, capsys:
     alone are kept there, too."""
     path = write_run(tmp_path)
     for folder, more in (("ours", ()), ("theirs", ("model.code=transformers",))):
-        done = here(capsys, "train", path, f"folder={tmp_path / folder}", "train.steps=3", *more)
-        assert done.code == 0, done.err
+        done = here(
+            capsys, "train", path, f"folder={tmp_path / folder}", "train.steps=3", *more
+        ).succeeds()
         assert "lora: trains" in done.err
     first, second = (_losses(tmp_path / folder) for folder in ("ours", "theirs"))
     assert second[0] == pytest.approx(first[0], abs=1e-5)

@@ -79,8 +79,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     root = run_file.parent
     for name in ("alone", "killed"):
         place = ("--from", root / "model", f"folder={root / name}")
-        imported = here(capsys, "checkpoint", "import", run_file, *place)
-        assert imported.code == 0, imported.err
+        here(capsys, "checkpoint", "import", run_file, *place).succeeds()
     assert here(capsys, "train", run_file, f"folder={root / 'alone'}").code == 0
     changes = (f"folder={root / 'killed'}", "layout.workers=2")
     run_with_a_kill(root / "killed", 22, "train", run_file, *changes)
@@ -92,12 +91,10 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     losses = list(_losses(root / "alone").values())
     assert losses[-1] < 0.5 * losses[0]
     for name in ("alone", "killed"):
-        audit = here(capsys, "data", "audit", root / name)
-        assert audit.code == 0, audit.out
+        audit = here(capsys, "data", "audit", root / name).succeeds()
         assert f"{4 * STEPS} samples in {STEPS} steps: none missing, none twice" in audit.out
 
-    exported = here(capsys, "export", root / "killed", "--to", root / "out")
-    assert exported.code == 0, exported.err
+    here(capsys, "export", root / "killed", "--to", root / "out").succeeds()
     _speaks_as_taught(root, capsys)
 
 
@@ -124,16 +121,14 @@ def _speaks_as_taught(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     said = here(
         capsys, "generate", root / "killed", "Say red.", "--chat", "--tokens", "40", "--json"
-    )
-    assert said.code == 0, said.err
+    ).succeeds()
     assert "<|im_" not in json.loads(said.out)["text"]
 
 
 def test_a_row_is_shown_and_another_template_is_another_dataset(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepared = within("data", "prepare", run_file, "data.chat.template=chatml")
-    assert prepared.code == 0, prepared.err
+    prepared = within("data", "prepare", run_file, "data.chat.template=chatml").succeeds()
     assert "carries loss in [[ ]]" in prepared.out + prepared.err
     shown = here(capsys, "data", "inspect", run_file, "data.chat.template=chatml")
     assert "<|im_start|>assistant\n[[" in shown.out

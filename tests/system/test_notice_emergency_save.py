@@ -83,8 +83,7 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     folder = tmp_path / "run"
     trainer = Trainer(run_file, "cluster.grace_seconds=60", folder=folder)
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
-    told = apart("notice", folder, "--seconds", "90", "--json")
-    assert told.code == 0, told.err
+    told = apart("notice", folder, "--seconds", "90", "--json").succeeds()
     assert json.loads(told.out)["tiers"] == [2]
     saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step > saved.event.step)

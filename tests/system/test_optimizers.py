@@ -48,10 +48,7 @@ def test_a_kill_changes_no_bit(tmp_path: Path, optimizer: str) -> None:
     shutil.copy(str(sample_optimizers.__file__), tmp_path / "my_optimizers.py")
     given = [*CHANGES, f"train.optimizer.name={optimizer}"]
     alone = tmp_path / "alone"
-    undisturbed = apart(
-        "train", run_file, f"folder={alone}", "layout.workers=1", *given, deadline=240
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    apart("train", run_file, f"folder={alone}", "layout.workers=1", *given, deadline=240).succeeds()
     rates = {r["learning_rate"] for r in holdfast.journal(alone) if r["kind"] == "step_done"}
     assert rates == {0.01, 0.0025}
     for workers in (2, 3):
@@ -82,13 +79,11 @@ def test_an_export_and_another_source(tmp_path: Path) -> None:
     run_file, own = write_run_file(tmp_path), tmp_path / "my_optimizers.py"
     shutil.copy(str(sample_optimizers.__file__), own)
     given = ["train.optimizer.name=my_optimizers:Damped", "layout.workers=1"]
-    done = apart("train", run_file, *given, deadline=240)
-    assert done.code == 0, done.err
+    apart("train", run_file, *given, deadline=240).succeeds()
     folder = tmp_path / "run"
     dcp = apart("export", folder, "--to", tmp_path / "dcp", "--format", "dcp")
     dcp.refuses("AdamW's state, and train.optimizer.name of this run is my_optimizers:Damped")
-    weights = apart("export", folder, "--to", tmp_path / "hf")
-    assert weights.code == 0, weights.err
+    apart("export", folder, "--to", tmp_path / "hf").succeeds()
     own.write_text(own.read_text() + "# another line\n")
     again = apart("train", run_file, "train.steps=8", *given, deadline=240)
     again.refuses_last("this run was started with another source of train.optimizer.name")

@@ -60,10 +60,10 @@ def _write(folder: Path, name: str) -> Path:
 @pytest.mark.slow
 def test_a_task_is_exported_under_its_own_names_and_says_what_it_costs(tmp_path: Path) -> None:
     run_file = _write(tmp_path, "Named")
-    done = apart("train", run_file, "train.steps=4", f"folder={tmp_path / 'run'}")
-    assert done.code == 0, done.err
-    done = apart("export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "bfloat16")
-    assert done.code == 0, done.err
+    apart("train", run_file, "train.steps=4", f"folder={tmp_path / 'run'}").succeeds()
+    done = apart(
+        "export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "bfloat16"
+    ).succeeds()
     assert "tokenizer" not in done.err
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     kept = holdfast.open_checkpoint(tmp_path / "run").parameters()
@@ -78,16 +78,15 @@ def test_a_task_is_exported_under_its_own_names_and_says_what_it_costs(tmp_path:
 
 def _kill_and_compare(tmp_path: Path, name: str, workers: list[int]) -> None:
     run_file, alone = _write(tmp_path, name), tmp_path / "alone"
-    undisturbed = apart("train", run_file, f"folder={alone}", deadline=240)
-    assert undisturbed.code == 0, undisturbed.err
+    apart("train", run_file, f"folder={alone}", deadline=240).succeeds()
     for number in workers:
         folder = tmp_path / f"killed{number}"
         changes = (f"folder={folder}", f"layout.workers={number}")
         found = run_with_a_kill(folder, 7, "train", run_file, *changes)
         assert sum(isinstance(e, RunFinished) for e in found.events) == 1
         assert_same_bits(alone, folder, STEPS)
-        audit = apart("data", "audit", folder)  # which imports this folder's task
-        assert audit.code == 0, audit.out + found.said
+        # The audit imports this folder's task.
+        audit = apart("data", "audit", folder).succeeds()
         assert f"{12 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
@@ -124,8 +123,7 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
     run_file, folder = _write(tmp_path, name), tmp_path / "sharded"
     exact = ["train.precision=float64"] if name == "Heads" else []
     layout, tolerance = ["layout.workers=2", *layout, *exact], 1e-6 if exact else 2e-5
-    alone = apart("train", run_file, f"folder={tmp_path / 'alone'}", *exact, deadline=240)
-    assert alone.code == 0, alone.err
+    apart("train", run_file, f"folder={tmp_path / 'alone'}", *exact, deadline=240).succeeds()
     process = start("train", run_file, f"folder={folder}", *layout)
     run = FollowedRun(folder, process)
     run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 12)
@@ -133,8 +131,9 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
     run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 25)
     process.send_signal(signal.SIGTERM)
     run.end()
-    other = apart("train", run_file, f"folder={folder}", "layout.workers=2", *exact, deadline=240)
-    assert other.code == 0, other.err
+    apart(
+        "train", run_file, f"folder={folder}", "layout.workers=2", *exact, deadline=240
+    ).succeeds()
     one, two = holdfast.open_checkpoint(tmp_path / "alone"), holdfast.open_checkpoint(folder)
     assert two.step == STEPS
     for name in (name for name in one.names if name.startswith("model.")):
@@ -146,10 +145,9 @@ def test_a_kill_of_a_replica_of_a_cut_module_changes_no_bit(tmp_path: Path) -> N
     """Two workers are a replica (tp 2), and there are two. The cut layers have dropout inside."""
     run_file, alone = _write(tmp_path, "Heads"), tmp_path / "alone"
     changes = ["layout.tp=2", "task.args.dropout=0.2"]
-    undisturbed = apart(
+    apart(
         "train", run_file, f"folder={alone}", "layout.workers=2", *changes, deadline=240
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
     folder = tmp_path / "killed"
     four = (f"folder={folder}", "layout.workers=4", *changes)
     run_with_a_kill(folder, 7, "train", run_file, *four)
@@ -178,8 +176,7 @@ def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     """And the validation of the task is in the journal."""
     run_file, folder = _write(tmp_path, "Gru"), tmp_path / "run"
     short = ["train.steps=12", "train.evaluate.every=5", "checkpoint.every_steps=6"]
-    done = apart("train", run_file, *short)
-    assert done.code == 0, done.err
+    apart("train", run_file, *short).succeeds()
     events = [record.event for record in read_journal(FolderStore(folder))]
     found = [event for event in events if isinstance(event, Evaluated)]
     assert [(e.step, e.tokens, e.bits_per_byte) for e in found] == [
@@ -189,10 +186,8 @@ def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     assert validation["loss"] == found[-1].loss
 
     elsewhere = tmp_path / "branches" / "twin"
-    made = apart("branch", folder, "--at", "6", "--to", elsewhere)
-    assert made.code == 0, made.err
-    twin = apart("train", elsewhere / "run.yaml")
-    assert twin.code == 0, twin.err
+    apart("branch", folder, "--at", "6", "--to", elsewhere).succeeds()
+    apart("train", elsewhere / "run.yaml").succeeds()
     one, other = holdfast.open_checkpoint(folder), holdfast.open_checkpoint(elsewhere)
     assert one.step == other.step == 12
     assert all(torch.equal(one[name], other[name]) for name in one.names)

@@ -47,8 +47,7 @@ SETTINGS = (
 @pytest.mark.slow
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
     alone, killed = run_file.parent / "alone", run_file.parent / "killed"
-    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=240)
-    assert undisturbed.code == 0, undisturbed.err
+    apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=240).succeeds()
     hit, held = _killed(run_file, killed)
     assert hit.code == 0, hit.err
 
@@ -70,8 +69,7 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
     assert durable >= {STEPS}
 
     assert newest_tensors(alone, STEPS) == newest_tensors(killed, STEPS)
-    audit = within("data", "audit", killed)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", killed).succeeds()
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
@@ -79,7 +77,7 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
 def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: Path) -> None:
     """Steps take milliseconds, so most durable saves meet slots that are in use."""
     folder = run_file.parent / "every-step"
-    outcome = apart(
+    apart(
         "train",
         run_file,
         f"folder={folder}",
@@ -87,8 +85,7 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
         "checkpoint.every_steps=5",
         "checkpoint.keep_last=100",
         deadline=240,
-    )
-    assert outcome.code == 0, outcome.err
+    ).succeeds()
     events = [record.event for record in read_journal(FolderStore(folder))]
     assert not any(isinstance(event, CheckpointFailed) for event in events)
     captured = {

@@ -63,10 +63,9 @@ Kind = TypeVar("Kind", bound=Event)
 def alone(run_file: Path) -> Path:
     """One worker, undisturbed."""
     folder = run_file.parent / "alone"
-    found = apart(
+    apart(
         "train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=DEADLINE
-    )
-    assert found.code == 0, found.err
+    ).succeeds()
     return folder
 
 
@@ -162,8 +161,7 @@ def _every_step_once(folder: Path, alone: Path, rel: float) -> None:
     assert list(curves[0]) == list(range(1, STEPS + 1))
     for step, loss in curves[1].items():
         assert curves[0][step] == pytest.approx(loss, rel=rel)
-    audit = within("data", "audit", folder)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", folder).succeeds()
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 

@@ -65,10 +65,9 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
         f"cluster.faults={gate.folder}",
     )
     lost, alone = tmp_path / "lost", tmp_path / "alone"
-    undisturbed = apart(
+    apart(
         "train", path, f"folder={alone}", *settings, "checkpoint.peers=[]", deadline=200
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
 
     command = ("train", path, f"folder={lost}", *settings)
     gate.open_gate(GATE)
@@ -81,8 +80,7 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
         apart(*command).refuses_last("checkpoint.peers, stage", "does not accept", "--fresh")
     shutil.rmtree(lost)
 
-    again = apart(*command, deadline=200)
-    assert again.code == 0, again.err
+    again = apart(*command, deadline=200).succeeds()
     assert "stage knows this run up to generation 1" in again.out + again.err
     records = read_journal(FolderStore(lost))
     (begun,) = [r for r in records if isinstance(r.event, GenerationStarted)]

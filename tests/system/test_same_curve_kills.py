@@ -51,10 +51,9 @@ def test_kills_and_another_number_of_workers_change_no_bit(
     settings = (f"train.steps={steps}", f"train.precision={precision}", *SETTINGS)
     leave_at = 20 + 12 * kills
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    undisturbed = apart(
+    apart(
         "train", run_file, f"folder={alone}", *settings, "layout.workers=1", deadline=240
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
 
     chooser = random.Random(20260511)
     points = [10 + 12 * i + chooser.randrange(8) for i in range(kills)]
@@ -71,8 +70,7 @@ def test_kills_and_another_number_of_workers_change_no_bit(
     assert _clipped_in_every_step(events)
     assert newest_tensors(alone, steps) == newest_tensors(killed, steps)
 
-    audit = within("data", "audit", killed)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", killed).succeeds()
     assert f"{6 * steps:,} samples in {steps} steps: none missing, none twice" in audit.out
 
 

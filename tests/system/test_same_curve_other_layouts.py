@@ -69,13 +69,11 @@ def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
     """Its validations too, of which each layout makes some."""
     run_file = write_run_file(tmp_path)
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    undisturbed = apart(
+    apart(
         "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=DEADLINE_S
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
     _disturbed_until_told_to_leave(run_file, moved, before)
-    resumed = apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE_S)
-    assert resumed.code == 0, resumed.err
+    apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE_S).succeeds()
     assert _kinds(moved) == kinds
 
     for name, want in _state(alone).items():

@@ -184,7 +184,7 @@ def _request_of_run_file(
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
     from holdfast.api.start import SCREEN
     from holdfast.config.loading.load import load_config
-    from holdfast.config.sections.task import refuse_file_of_task
+    from holdfast.config.sections.task import refuse_task
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.launch.start.look import plan_to_look, with_prepared_vocabulary
     from holdfast.launch.start.machine import checked_layouts
@@ -194,7 +194,7 @@ def _request_of_run_file(
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]
     loaded = load_config(path, overrides)
-    refuse_file_of_task(loaded.config.task, "holdfast layout schedule")
+    refuse_task(loaded.config.task, "holdfast layout schedule", is_file=True)
     loaded, _ = plan_to_look(with_prepared_vocabulary(loaded, SCREEN), SCREEN)
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):

@@ -12,7 +12,7 @@ import typer
 from holdfast.api.start import SCREEN
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.task import refuse_file_of_task
+from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError, unknown_name
 from holdfast.launch.run.microbatch_size import describe_microbatch
@@ -84,7 +84,7 @@ def _read_request(
     if workers is not None:
         overrides.append(f"layout.workers={workers}")
     loaded, notes = load_config(run_file, overrides), list[str]()
-    refuse_file_of_task(loaded.config.task, "holdfast layout")
+    refuse_task(loaded.config.task, "holdfast layout", is_file=True)
     loaded = with_prepared_vocabulary(loaded, SCREEN)
     if loaded.config.model.vocab_size == 0:
         notes.append(

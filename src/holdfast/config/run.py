@@ -160,9 +160,12 @@ class RunConfig(Section):
         if self.lora.rank:
             return ModuleCuts("lora", {}, is_known=True, can_have_table=False)
         task = self.task
-        is_known = bool(task.parameters)
+        rows = (row.split(" ") for row in task.sharding)
+        parts = {
+            row[0]: int(row[2]) for row in rows if len(row) == 3
+        }  # a row of two words has none
         is_script = task.name == SCRIPT_TASK
-        return ModuleCuts(task.label, task.tensor_parts, is_known, not is_script)
+        return ModuleCuts(task.label, parts, bool(task.parameters), not is_script)
 
     @property
     def run_folder(self) -> str:

@@ -30,7 +30,7 @@ from holdfast.tasks.task.sharding import sharding_rows
 from holdfast.tasks.task.validation import open_validation
 from holdfast.wire.process_end import skip_last_collection
 
-_SAMPLED_STEPS = 10_000
+_MAX_SAMPLED_STEPS = 10_000  # so that the start of a long run takes no time
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
@@ -58,20 +58,15 @@ def describe_named(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of what `train` names by a path. Raises UserError."""
     train, found = config.train, dict[str, Any]()
     if train.optimizer.is_class:
-        facts = probe_optimizer(load_optimizer(config), train.optimizer)
-        found["train.optimizer.slots"] = [slot.text for slot in facts.slots]
-        found["train.optimizer.layouts"] = list(facts.layouts)
+        slots, layouts = probe_optimizer(load_optimizer(config), train.optimizer)
+        found["train.optimizer.slots"] = [slot.text for slot in slots]
+        found["train.optimizer.layouts"] = list(layouts)
     if train.schedule.is_function:
         rate = load_schedule(config)
-        for step in _sampled_steps(train.steps):
+        stride = max(1, train.steps // _MAX_SAMPLED_STEPS)
+        for step in (*range(1, train.steps + 1, stride), train.steps):
             rate(step, train.schedule_steps)
-    return found | {f"{k.rpartition('.')[0]}.source": v for k, v in sources_of(config).items()}
-
-
-def _sampled_steps(steps: int) -> list[int]:
-    """All steps, or so many that the start of a long run takes no time."""
-    stride = max(1, steps // _SAMPLED_STEPS)
-    return [*range(1, steps + 1, stride), steps]
+    return found | sources_of(config)
 
 
 def answer(question: Question) -> Answer:

@@ -37,7 +37,7 @@ from holdfast.tasks.scripts.own_loop import (
 from holdfast.tasks.task.importing import importing
 from holdfast.tasks.task.loading import load_task
 from holdfast.tasks.task.module import seed_generators
-from holdfast.tasks.task.task import Batch, Samples, Task
+from holdfast.tasks.task.task import Batch, Samples, Task, stacked_batch
 from holdfast.training.engine.precision import Precision
 
 logger = logging.getLogger(__name__)
@@ -131,8 +131,7 @@ class Script(Task):
         return 0
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
-        collate = self.named_data().collate
-        return super().collate(items) if collate is None else collate(items)
+        return (self.named_data().collate or stacked_batch)(items)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.run.kept.values[name]
@@ -172,7 +171,7 @@ class Script(Task):
                 where=self.file,
                 remedy="correct the arguments after --",
             )
-        if (error is None or isinstance(error, SystemExit)) and not self.run.has_loop:
+        if (error is None or isinstance(error, SystemExit)) and self.run._sizes is None:
             raise ScriptError(
                 "the script ended, and has no loop over run.steps()",
                 where=self.file,

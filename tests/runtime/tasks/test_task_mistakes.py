@@ -85,7 +85,10 @@ def _wrong(model: nn.Module, batch: Batch) -> Tensor:
         (_With(loss=_mean), "it is a mean.*return the sum"),
         (_With(loss=partial(_mean, dropout=0.05)), "it is a mean"),
         (_With(loss=partial(_mean, reduction="none")), r"loss\(\) returned shape \[4\]"),
-        (_With(loss=lambda *given: _mean(*given).detach()), "depends on no parameter"),
+        (
+            _With(loss=lambda *given: _mean(*given, reduction="sum").detach()),
+            "depends on no parameter",
+        ),
         (_With(loss=_wrong), r"loss\(\) failed for the first microbatch.*RuntimeError"),
         (_BatchNorm(), r"changes buffer 0\..*let merge\(\) say"),
         (_With(model=lambda: _WithStatistics()), "changes buffer mean"),

@@ -166,7 +166,7 @@ def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
     task = loaded.config.task
     if not task.name:
         return
-    unused = ("model",) if task.reads_tokens and task.parameters else ("model", "data")
+    unused = ("model",) if not task.data and task.parameters else ("model", "data")
     for key in loaded.origins:
         if key.split(".")[0] in unused and _given(loaded, key):
             yield key, f"has no effect on {task.label}", "remove it"

@@ -261,8 +261,8 @@ def _split_backward(
 def _module(
     key: str, degrees: DegreesConfig, cuts: ModuleCuts, train: TrainConfig
 ) -> Iterator[str]:
-    """Check that a module that is not the decoder has a table, whose parts tp divides; that it is
-    one stage; and that it has all tokens of a sample."""
+    """Check a module that is not the decoder. tp divides the parts of its table. It is one stage,
+    and has all tokens of a sample."""
     tp, common = degrees.tp, gcd(*cuts.parts.values())
     if tp > 1 and cuts.is_known and not cuts.parts:
         write = "write sharding() in it, or " if cuts.can_have_table else ""

@@ -55,40 +55,20 @@ class TaskConfig(Section):
         planned keys are."""
         return bool(self.name and self.data)
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether a task trains on the prepared tokens. Known once the planned keys are."""
-        return bool(self.name and not self.data)
-
-    @property
-    def tensor_parts(self) -> dict[str, int]:
-        """Name -> number of parts, of each parameter that tensor parallelism cuts."""
-        rows = (row.split(" ") for row in self.sharding)
-        return {row[0]: int(row[2]) for row in rows if len(row) == 3}
-
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
 
-def refuse_file_of_task(task: TaskConfig, what: str) -> None:
-    """Raises ConfigError for the run file of a task, where only the built-in decoder is known.
-    what: the subject of the sentence."""
+def refuse_task(task: TaskConfig, what: str, *, is_file: bool = False) -> None:
+    """Raises ConfigError for a task, where only the built-in decoder is known. what: the subject of
+    the sentence. is_file: it is the task of a run file, not of a run."""
     if task.name:
+        place = "this run file" if is_file else "this run"
+        read = "read its parameters with holdfast.open_checkpoint (docs/guide/python.md)"
         raise ConfigError(
-            f"{what} is for the built-in decoder, and this run file trains {task.label}",
+            f"{what} is for the built-in decoder, and {place} trains {task.label}",
             where="task",
-            remedy="name a run file without task",
-        )
-
-
-def refuse_task(task: TaskConfig, what: str) -> None:
-    """Raises ConfigError for the run of a task, where only the built-in decoder is known. what: the
-    subject of the sentence."""
-    if task.name:
-        raise ConfigError(
-            f"{what} is for the built-in decoder, and this run trains {task.label}",
-            where="task",
-            remedy="read its parameters with holdfast.open_checkpoint (docs/guide/python.md)",
+            remedy="name a run file without task" if is_file else read,
         )

@@ -41,7 +41,7 @@ from holdfast.tasks.named.kept_optimizers import KeptOptimizers, KeptState
 from holdfast.tasks.task.batches import TaskMicrobatch, sample_count
 from holdfast.tasks.task.module import seed_generators
 from holdfast.tasks.task.objective import buffer_versions, changed_buffer
-from holdfast.tasks.task.task import Batch
+from holdfast.tasks.task.task import Batch, Collate
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.stage_work import GradientListener
 
@@ -138,9 +138,6 @@ class Turns:
         if threads != torch.get_num_threads():  # which torch counts for each thread
             torch.set_num_threads(threads)
         return order
-
-
-Collate = Callable[[Sequence[Any]], Batch]
 
 
 class MapDataset(Protocol):
@@ -284,11 +281,6 @@ class Run:
             order = step._close()
 
     # --- for the runner ---------------------------------------------------------------------
-    @property
-    def has_loop(self) -> bool:
-        """Whether `steps` was called."""
-        return self._sizes is not None
-
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 

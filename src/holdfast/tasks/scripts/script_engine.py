@@ -25,7 +25,6 @@ from holdfast.tasks.scripts.own_loop import (
     ComputeShare,
     DataNamed,
     EndLoop,
-    NamedValidation,
     OpenStep,
     Run,
     ShareDone,
@@ -39,36 +38,12 @@ from holdfast.tasks.task.batches import (
 from holdfast.tasks.task.module import evaluation_mode, seed_generators
 from holdfast.tasks.task.objective import buffer_versions, changed_buffer
 from holdfast.tasks.task.own import OwnTask
-from holdfast.tasks.task.task import Batch, Samples, Task
+from holdfast.tasks.task.task import Samples, stacked_batch
 from holdfast.tasks.task.validation import TaskValidation
 from holdfast.training.engine.loss_scale import NOT_SCALED
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.task import TaskBatchSource
 from holdfast.training.optimizers.user_parts import UserParts
-
-
-class ValidationTask(Task):
-    """A script's validation samples, as a task has them."""
-
-    def __init__(self, named: NamedValidation | None) -> None:
-        self._named = named
-
-    def model(self) -> nn.Module:
-        raise RuntimeError("the script has the module")
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        raise RuntimeError("the script computes its losses")
-
-    def validation(self) -> Samples | None:
-        return None if self._named is None else cast(Samples, self._named.dataset)
-
-    def collate(self, items: Sequence[Any]) -> Batch:
-        own = None if self._named is None else self._named.collate
-        return super().collate(items) if own is None else own(items)
-
-    def weight(self, batch: Batch) -> int:
-        """The script says it with the loss."""
-        return 0
 
 
 @dataclass
@@ -102,19 +77,15 @@ class ScriptValidation:
     tokens: int | None = None  # the script says it with each loss
 
     def __init__(self, run: Run, samples: int, microbatch_size: int, seed: int) -> None:
-        self._run = run
-        task = ValidationTask(run.named_validation)
-        self._read = TaskValidation(task, samples, microbatch_size, seed)
-
-    @property
-    def microbatches(self) -> int:
-        return self._read.microbatches
+        self._run, named = run, run.named_validation
+        dataset = None if named is None else cast(Samples, named.dataset)
+        collate = (named and named.collate) or stacked_batch
+        read = TaskValidation(dataset, collate, lambda _: 0.0, samples, microbatch_size, seed)
+        self._read, self.microbatches = read, read.microbatches
+        self.bits_per_byte = read.bits_per_byte
 
     def part(self, index: int, part: int, parts: int, device: torch.device) -> ScriptPart:
         return ScriptPart(self._read.part(index, part, parts, device), self._run)
-
-    def bits_per_byte(self, nats: float) -> None:
-        """The data need not be text."""
 
 
 def compute_losses(

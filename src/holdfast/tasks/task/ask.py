@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ class Question:
 
     purpose: str
     config: dict[str, Any]
-    skips: list[dict[str, Any]]
-    missing: list[Range]
-    last_step: int
+    skips: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[Range] = field(default_factory=list)
+    last_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def describe_task(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of the section `task`: `launch.task_run.PLANNED_KEYS`, and for
     adapters also `BASE_CHECKSUM`. Under "train" are keys of the run file that a script decides.
     Raises TaskError."""
-    planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
+    planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json")))
     return planned
 
 
 def describe_named(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of what `train` names by a path, under their full names. Raises
     TaskError."""
-    planned: dict[str, Any] = _ask(Question("named", config.model_dump(mode="json"), [], [], 0))
+    planned: dict[str, Any] = _ask(Question("named", config.model_dump(mode="json")))
     return planned
 
 

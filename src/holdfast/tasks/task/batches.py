@@ -30,7 +30,7 @@ from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import StepLoader
 from holdfast.errors import START_OVER, TaskError
 from holdfast.tasks.task.loading import user_code
-from holdfast.tasks.task.task import Samples, Task
+from holdfast.tasks.task.task import Collate, Samples, Task
 
 SOURCE = "task"
 """The name of the data in the ledger."""
@@ -118,7 +118,7 @@ class TaskBatches:
         """The batch of the samples at positions [start, stop), `times` after each other."""
         self._check_length()
         _, _, indices = self.order.places(start, stop)
-        return collated(self._task, self._samples, indices.tolist(), times)
+        return collated(self._task.collate, self._samples, indices.tolist(), times)
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
@@ -176,7 +176,7 @@ def sample_count(samples: Any, what: str) -> int:
 
 
 def collated(
-    task: Task, samples: Samples, indices: Sequence[int], times: int = 1
+    collate: Collate, samples: Samples, indices: Sequence[int], times: int = 1
 ) -> Mapping[str, Tensor]:
     """The batch of these samples, `times` after each other. Raises TaskError."""
     items: list[Mapping[str, Any]] = []
@@ -184,7 +184,7 @@ def collated(
         with user_code(f"sample {index} cannot be read"):
             items.append(samples[index])
     with user_code(f"collate() failed for samples {_shortened(indices)}"):
-        batch: Any = task.collate(items * times)
+        batch: Any = collate(items * times)
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
         raise TaskError(

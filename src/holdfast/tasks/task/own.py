@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from holdfast.tasks.task.batches import (
     TaskLoader,
     TaskMicrobatch,
     TokenBatches,
+    batch_weight,
     refuse_random_samples,
 )
 from holdfast.tasks.task.initial import (
@@ -52,7 +54,7 @@ from holdfast.tasks.task.module import (
 from holdfast.tasks.task.objective import TaskObjective, changed_buffer_error
 from holdfast.tasks.task.sharding import cut_module, refuse_wrong_table, sharding_rows
 from holdfast.tasks.task.task import Task
-from holdfast.tasks.task.validation import TaskValidation, TokenTaskValidation
+from holdfast.tasks.task.validation import TaskValidation, TokenTaskValidation, open_validation
 from holdfast.training.engine.evaluate import Validation
 from holdfast.training.engine.executors import Executor, SingleStageExecutor
 from holdfast.training.engine.precision import Precision
@@ -203,7 +205,14 @@ class OwnTask:
         if isinstance(batches, TokenBatches):
             found = batches.tokens.validation(samples)
             return TokenTaskValidation(found, seed, self._config.data.chat.weights)
-        return TaskValidation(self._task, samples, self._config.train.microbatch_size, seed)
+        return TaskValidation(
+            open_validation(self._task),
+            self._task.collate,
+            partial(batch_weight, self._task),
+            samples,
+            self._config.train.microbatch_size,
+            seed,
+        )
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)

@@ -1,5 +1,5 @@
-"""The sharding table of a user's task: which layers tensor parallelism cuts, the run's rows that
-follow, and the check before the first step that the cut module has the complete one's gradients.
+"""The sharding table of a user's task: which layers tensor parallelism cuts, and the run's rows
+that follow. A check before the first step compares gradients with those of the complete module.
 
 A table that leaves out a layer, or a module that views its heads by a fixed number, computes
 something else without an error. So one worker computes one sample with the complete module on the

@@ -7,6 +7,8 @@ of its own computes one that counts for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from holdfast.core.seeds import key_seed
@@ -14,13 +16,12 @@ from holdfast.data.stream.batch import ValidationSet
 from holdfast.errors import TaskError
 from holdfast.tasks.task.batches import (
     TaskMicrobatch,
-    batch_weight,
     collated,
     sample_count,
     tensors_of,
 )
 from holdfast.tasks.task.loading import user_code
-from holdfast.tasks.task.task import Samples, Task
+from holdfast.tasks.task.task import Batch, Collate, Samples, Task
 from holdfast.training.engine.evaluate import rows
 from holdfast.training.engine.objective import IGNORED_TARGET
 
@@ -28,15 +29,24 @@ _PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0, "weights": 0}
 
 
 class TaskValidation:
-    """Samples of `Task.validation`, evenly spread over it, in microbatches."""
+    """Samples that are evenly spread over a dataset, in microbatches; none without one."""
 
-    tokens: int | None = None  # what weight() says of each part
+    tokens: int | None = None  # what `weight` says of each part
 
-    def __init__(self, task: Task, samples: int, microbatch_size: int, seed: int) -> None:
-        self._task, self._size, self._seed = task, microbatch_size, seed
-        self._samples = open_validation(task)
-        total = 0 if self._samples is None else sample_count(self._samples, "validation()")
-        count = min(samples, total)
+    def __init__(
+        self,
+        samples: Samples | None,
+        collate: Collate,
+        weight: Callable[[Batch], float],
+        count: int,
+        microbatch_size: int,
+        seed: int,
+    ) -> None:
+        """count: samples at most."""
+        self._samples, self._collate, self._weight = samples, collate, weight
+        self._size, self._seed = microbatch_size, seed
+        total = 0 if samples is None else sample_count(samples, "validation()")
+        count = min(count, total)
         self._chosen = [number * total // count for number in range(count)]
 
     @property
@@ -49,8 +59,8 @@ class TaskValidation:
         whole = self._chosen[index * self._size : (index + 1) * self._size]
         size = -(-len(whole) // parts)
         own = whole[part * size : (part + 1) * size]
-        batch = collated(self._task, self._samples, own or whole[:1])
-        weight = batch_weight(self._task, batch) if own else 0
+        batch = collated(self._collate, self._samples, own or whole[:1])
+        weight = self._weight(batch) if own else 0
         key = key_seed(self._seed, "validation", index, part, parts)
         read = TaskMicrobatch(batch, key, [], weight, counts=bool(own))
         return read.map(lambda tensor: tensor.to(device))
