@@ -98,8 +98,17 @@ class RunConfig(Section):
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
-        if (refused := self._refuse_experts()) is not None:
-            return refused
+        experts = self.model.experts
+        if experts is not None and self.lora.rank:
+            return (
+                f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
+                "use lora.rank 0, or a model without experts"
+            )
+        if experts is not None and self.train.precision == "fp16" and experts.has_loss:
+            return (
+                "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
+                "or balance_loss 0 and z_loss 0"
+            )
         if (unknown := explain_no_architecture(self.model)) is not None:
             return unknown
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
@@ -118,23 +127,6 @@ class RunConfig(Section):
                 f"data.sequence_length {self.data.sequence_length} is longer than "
                 f"model.max_position {self.model.max_position}: "
                 f"use {self.model.max_position} or less"
-            )
-        return None
-
-    def _refuse_experts(self) -> str | None:
-        """One sentence if the run's experts do not go with its other keys."""
-        experts = self.model.experts
-        if experts is None:
-            return None
-        if self.lora.rank:
-            return (
-                f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
-                "use lora.rank 0, or a model without experts"
-            )
-        if self.train.precision == "fp16" and experts.has_loss:
-            return (
-                "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
-                "or balance_loss 0 and z_loss 0"
             )
         return None
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ _REMEMBERED_STEPS = 64  # whose options are kept: more than a repaired journal a
 _MATRIX, _VECTOR = (6, 4), (5,)
 
 
+_NamedGroup = tuple[int, dict[str, Any], dict[str, int]]
+"""The number of an optimizer, one of its groups, and the dims of the parameters by name."""
+
+
 @dataclass(frozen=True)
 class _Group:
     """A group of one of the optimizers. names: of its parameters. slots: of their state."""
@@ -72,10 +77,12 @@ class KeptOptimizers:
                     "give it a torch.optim.Optimizer, or a list of them",
                 )
         self._optimizers = tuple(optimizers)
-        names = _names_by_group(module, optimizers)
+        named = _named_groups(module, optimizers)
         self._is_fused = _is_plain_adamw(optimizers)
-        self._groups = () if self._is_fused else tuple(self._probed(names))
-        self._decaying = _decaying_names(module, optimizers, names)
+        self._groups = () if self._is_fused else tuple(self._probed(named))
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        decaying = (names.keys() for _, group, names in named if group.get("weight_decay"))
+        self._decaying = trained & set(chain.from_iterable(decaying))
         self._options_at_keep, self._used = self.options()[0], dict[int, Options]()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(_refuse_step)
@@ -152,7 +159,10 @@ class KeptOptimizers:
                 remedy="make it as it was made then",
             )
         places = {row.name: i for i, row in enumerate(rows) if not row.frozen}
-        return [self._part(index, config, rows, parameters, places) for index in self._indices]
+        return [
+            self._part(index, config, rows, parameters, places)
+            for index in range(len(self._optimizers))
+        ]
 
     def _part(
         self,
@@ -174,23 +184,16 @@ class KeptOptimizers:
         return TorchOptimizer(make, parameters, rows, groups, indices, slots, config)
 
     @property
-    def _indices(self) -> range:
-        return range(len(self._optimizers))
-
-    @property
     def _slots(self) -> tuple[Slot, ...]:
         """In the order of the parts."""
         return tuple(dict.fromkeys(slot for group in self._groups for slot in group.slots))
 
-    def _probed(self, names: Sequence[Sequence[Mapping[str, int]]]) -> Iterator[_Group]:
-        """Ask each group's class what it keeps. names: by group, with each parameter's dims.
-
-        If parameters differ in what they keep, each slot names its own. Raises
-        TaskError."""
+    def _probed(self, named: Sequence[_NamedGroup]) -> Iterator[_Group]:
+        """Ask each group's class what it keeps. If parameters differ in what they keep, each slot
+        names its own. Raises TaskError."""
         found = [
-            _Group(index, tuple(own), _slots_of(optimizer, group, own))
-            for index, optimizer in enumerate(self._optimizers)
-            for group, own in zip(optimizer.param_groups, names[index], strict=True)
+            _Group(index, tuple(names), _slots_of(self._optimizers[index], group, names))
+            for index, group, names in named
         ]
         if len(self._optimizers) == 1 and len({one.slots for one in found if one.names}) < 2:
             yield from found
@@ -201,25 +204,22 @@ class KeptOptimizers:
             yield replace(group, slots=tuple(replace(slot, only=only) for slot in group.slots))
 
 
-def _names_by_group(
-    module: nn.Module, optimizers: Sequence[Optimizer]
-) -> list[list[dict[str, int]]]:
-    """The names of the parameters of each group, with the number of their dims. Raises TaskError
-    for a parameter that is not the module's, and for one of the module's that is in no group."""
+def _named_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[_NamedGroup]:
+    """All groups. Raises TaskError for a parameter that is not the module's, and for one of the
+    module's that is in no group."""
     names = {id(p): name for name, p in module.named_parameters()}
-    found: list[list[dict[str, int]]] = []
-    for optimizer in optimizers:
-        found.append([])
+    found: list[_NamedGroup] = []
+    for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in names:
-                    shape = list(parameter.shape)
                     raise _refusal(
-                        f"the optimizer has a parameter of shape {shape} that is not the module's",
+                        f"the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                        "not the module's",
                         "keep one module with all trained parameters",
                     )
-            found[-1].append({names[id(p)]: p.dim() for p in group["params"]})
-    known = Counter(name for groups in found for group in groups for name in group)
+            found.append((index, group, {names[id(p)]: p.dim() for p in group["params"]}))
+    known = Counter(name for _, _, group in found for name in group)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and name not in known:
             raise _refusal(
@@ -262,21 +262,6 @@ def _refuse_unlike(optimizer: Optimizer, at_keep: Sequence[Mapping[str, Any]]) -
                     f"{option} of {type(optimizer).__name__} has changed since run.keep()",
                     "keep it as it was: a scheduler may need cycle_momentum=False",
                 )
-
-
-def _decaying_names(
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    names: Sequence[Sequence[Mapping[str, int]]],
-) -> frozenset[str]:
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    return frozenset(
-        name
-        for optimizer, groups in zip(optimizers, names, strict=True)
-        for group, own in zip(optimizer.param_groups, groups, strict=True)
-        for name in own
-        if group.get("weight_decay") and name in trained
-    )
 
 
 def _slots_of(

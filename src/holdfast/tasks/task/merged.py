@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,9 @@ class MergedTaskWeights:
         self._trained, self._scale = trained, config.lora.scale
         self._frozen = frozen_values(task, first_values(task, config.seed))
         refuse_other_values(self._frozen, config.lora.base_checksum)
-        self._layers = frozenset(_layers(trained.names))
+        self._layers = frozenset(
+            name.removesuffix(f".{DOWN}") for name in trained.names if name.endswith(f".{DOWN}")
+        )
         module = meta_module(task)
         names = [name for name, _ in module.named_parameters()]
         for group in tied_names(module):
@@ -72,8 +74,3 @@ class MergedTaskWeights:
         """The layer whose adapter changes a parameter."""
         layer, _, last = name.rpartition(".")
         return layer if last == "weight" and layer in self._layers else None
-
-
-def _layers(names: Iterable[str]) -> list[str]:
-    """The layers with an adapter."""
-    return [name[: -len(f".{DOWN}")] for name in names if name.endswith(f".{DOWN}")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,17 +204,13 @@ def put_buffer(module: nn.Module, name: str, value: Tensor) -> None:
 def usable_units(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
     """The units that can be gathered one by one: those without a parameter that is also used
     outside of them."""
-    users: dict[int, int] = {}
-    for parameter in _all_parameters(module):
-        users[id(parameter)] = users.get(id(parameter), 0) + 1
-    found: list[nn.Module] = []
-    for unit in units:
-        inside: dict[int, int] = {}
-        for parameter in _all_parameters(unit):
-            inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        if inside and all(users[key] == count for key, count in inside.items()):
-            found.append(unit)
-    return found
+    users = _uses(module)
+    return [u for u in units if (inside := _uses(u)) and inside.items() <= users.items()]
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """How often the module uses each of its parameters, by id."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
 def names_outside(module: nn.Module, units: Sequence[nn.Module]) -> list[str]:
@@ -224,11 +221,6 @@ def names_outside(module: nn.Module, units: Sequence[nn.Module]) -> list[str]:
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in inside
     ]
-
-
-def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        yield parameter
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -69,9 +69,10 @@ def layer_cuts(task: Task, module: nn.Module) -> dict[str, LayerCut]:
         cut = _read(pattern, entry)
         hit = [name for name in layers if _matches(pattern, name)]
         if not hit:
+            near = get_close_matches(pattern, layers, n=_SHOWN, cutoff=0.0)
             raise TaskError(
                 f"sharding() names {pattern}, and the module has no such layer",
-                remedy=f"use names such as {', '.join(_near(pattern, list(layers)))}",
+                remedy=f"use names such as {', '.join(near)}",
             )
         for name in hit:
             if found.setdefault(name, cut) != cut:
@@ -121,10 +122,6 @@ def _matches(pattern: str, name: str) -> bool:
     """Whether a pattern fits a layer's name, part by part."""
     wanted, given = pattern.split("."), name.split(".")
     return len(wanted) == len(given) and all(map(fnmatchcase, given, wanted))
-
-
-def _near(pattern: str, names: list[str]) -> list[str]:
-    return get_close_matches(pattern, names, n=_SHOWN, cutoff=0.0)
 
 
 def _check_layer(name: str, layer: nn.Module, cut: LayerCut) -> None:
