@@ -14,8 +14,11 @@ from holdfast.config.sections.base import InPlace, Never, Section
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.config.sections.data import DataConfig
-from holdfast.config.sections.degrees import ModuleCuts, find_impossible_degrees
-from holdfast.config.sections.float8 import find_impossible_float8
+from holdfast.config.sections.degrees import (
+    ModuleCuts,
+    find_impossible_degrees,
+    find_impossible_float8,
+)
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig

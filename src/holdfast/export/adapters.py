@@ -62,7 +62,7 @@ def run_weights(run: Run, checkpoint: Checkpoint) -> TensorParts:
         return CheckpointWeights(run, checkpoint)
     if not run.config.task.name:
         return MergedWeights(run, checkpoint)
-    from holdfast.tasks.task.merged import MergedTaskWeights
+    from holdfast.tasks.task.task_export import MergedTaskWeights
 
     return MergedTaskWeights(run.config, CheckpointWeights(run, checkpoint))
 

@@ -22,12 +22,11 @@ from holdfast.tasks.named.named import load_optimizer, load_schedule, sources_of
 from holdfast.tasks.named.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
 from holdfast.tasks.task.ask import BASE_CHECKSUM, Answer, Question
-from holdfast.tasks.task.batches import TaskBatches, open_samples
+from holdfast.tasks.task.batches import TaskBatches, open_samples, open_validation
 from holdfast.tasks.task.initial import first_values, frozen_values, trained_module, values_checksum
 from holdfast.tasks.task.loading import place_in_user_code, source_digest
 from holdfast.tasks.task.module import known_flops, meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.task.sharding import sharding_rows
-from holdfast.tasks.task.validation import open_validation
 from holdfast.wire.process_end import skip_last_collection
 
 _MAX_SAMPLED_STEPS = 10_000  # so that the start of a long run takes no time

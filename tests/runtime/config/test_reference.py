@@ -7,7 +7,7 @@ from pathlib import Path
 from holdfast.config.loading.fields import all_keys
 from holdfast.config.loading.reference import json_schema, markdown
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.model import PRESETS
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "run-file.md"
 

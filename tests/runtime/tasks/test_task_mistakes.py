@@ -30,8 +30,7 @@ from holdfast.tasks import child
 from holdfast.tasks.task.ask import Question
 from holdfast.tasks.task.batches import TaskBatches, open_samples
 from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.task.module import meta_module, module_rows, refuse_other_rows
-from holdfast.tasks.task.objective import TaskObjective
+from holdfast.tasks.task.module import TaskObjective, meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.task.own import OwnTask
 from holdfast.tasks.task.task import Batch
 from tests.support.own_tasks import first_loss, task_config, topology_of_layout

@@ -3,6 +3,10 @@
 A rule owns some keys of `config.json`. `read` turns their values into model keys, `write` turns a
 model into their values. `write` may lose something that its architecture cannot say. So an export
 reads what was written once more and compares it with the model (`convert.differences_in`).
+
+Public repositories say `rope_theta` and `rope_scaling` on top, which every release of
+`transformers` reads and which is written here. The form of transformers 5 (`rope_parameters`) is
+read too.
 """
 
 from __future__ import annotations

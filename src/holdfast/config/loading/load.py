@@ -44,7 +44,7 @@ from holdfast.config.loading.fields import (
 )
 from holdfast.config.loading.paths import locate_paths, with_places
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.model import PRESETS
 from holdfast.config.sections.run_place import dataset_of_run, is_bucket
 from holdfast.errors import ConfigError
 

@@ -18,7 +18,7 @@ from holdfast.config.loading.explain import format_value
 from holdfast.config.loading.fields import ITEM, all_keys, change_of, is_list, section_of
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.base import Change
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.model import PRESETS
 
 _HEAD = """\
 # The run file

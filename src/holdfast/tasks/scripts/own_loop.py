@@ -39,8 +39,7 @@ from holdfast.core.weights import read_weight
 from holdfast.errors import START_OVER, TaskError
 from holdfast.tasks.named.kept_optimizers import KeptOptimizers, KeptState
 from holdfast.tasks.task.batches import TaskMicrobatch, sample_count
-from holdfast.tasks.task.module import seed_generators
-from holdfast.tasks.task.objective import buffer_versions, changed_buffer
+from holdfast.tasks.task.module import buffer_versions, changed_buffer, seed_generators
 from holdfast.tasks.task.task import Batch, Collate
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.stage_work import GradientListener

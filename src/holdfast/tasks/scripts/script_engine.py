@@ -33,13 +33,17 @@ from holdfast.tasks.task.batches import (
     TaskBatches,
     TaskLoader,
     TaskMicrobatch,
+    TaskValidation,
     refuse_random_samples,
 )
-from holdfast.tasks.task.module import evaluation_mode, seed_generators
-from holdfast.tasks.task.objective import buffer_versions, changed_buffer
+from holdfast.tasks.task.module import (
+    buffer_versions,
+    changed_buffer,
+    evaluation_mode,
+    seed_generators,
+)
 from holdfast.tasks.task.own import OwnTask
 from holdfast.tasks.task.task import Samples, stacked_batch
-from holdfast.tasks.task.validation import TaskValidation
 from holdfast.training.engine.loss_scale import NOT_SCALED
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.task import TaskBatchSource

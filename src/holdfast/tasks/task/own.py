@@ -25,8 +25,11 @@ from holdfast.tasks.task.batches import (
     TaskBatches,
     TaskLoader,
     TaskMicrobatch,
+    TaskValidation,
     TokenBatches,
+    TokenTaskValidation,
     batch_weight,
+    open_validation,
     refuse_random_samples,
 )
 from holdfast.tasks.task.initial import (
@@ -39,6 +42,8 @@ from holdfast.tasks.task.initial import (
 )
 from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.module import (
+    TaskObjective,
+    changed_buffer_error,
     evaluation_mode,
     merged_buffers,
     module_rows,
@@ -51,10 +56,8 @@ from holdfast.tasks.task.module import (
     tied_names,
     usable_units,
 )
-from holdfast.tasks.task.objective import TaskObjective, changed_buffer_error
 from holdfast.tasks.task.sharding import cut_module, refuse_wrong_table, sharding_rows
 from holdfast.tasks.task.task import Task
-from holdfast.tasks.task.validation import TaskValidation, TokenTaskValidation, open_validation
 from holdfast.training.engine.evaluate import Validation
 from holdfast.training.engine.executors import Executor, SingleStageExecutor
 from holdfast.training.engine.precision import Precision

@@ -36,13 +36,13 @@ from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.torch_compat import local_tensor
 from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.module import (
+    TaskObjective,
     evaluation_mode,
     own_values,
     set_buffers,
     tie_again,
     tied_names,
 )
-from holdfast.tasks.task.objective import TaskObjective
 from holdfast.tasks.task.task import Task
 from holdfast.training.engine.precision import Precision
 
