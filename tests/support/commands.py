@@ -165,3 +165,11 @@ def staging(root: Path) -> Iterator[str]:
     process.terminate()
     assert process.wait(120) == 0
     process.stdout.close()
+
+
+def peer_settings(address: str, *, is_durable: bool = False) -> tuple[str, ...]:
+    """Of a run that saves at its end alone, with a copy of each snapshot on a staging machine.
+    is_durable: snapshots are for durable saves."""
+    in_memory = ("checkpoint.memory_every_steps=1", "checkpoint.slots=3")
+    peer = f"checkpoint.peers=[{{name: stage, address: '{address}', stable: true}}]"
+    return ("checkpoint.every_steps=0", peer, *(() if is_durable else in_memory))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,8 +28,8 @@ from holdfast.wire.journal import JournalWriter, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import (
     apart,
+    peer_settings,
     secret_file,
-    staging,
     start,
     within,
     write_run_file,
@@ -116,12 +115,6 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     refused.refuses("nobody is training here")
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[str]:
-    with staging(tmp_path) as address:
-        yield address
-
-
 def _pretend_a_slow_disk(folder: Path) -> None:
     """As if every save into the run store had taken hours: what the next session learns from."""
     writer = JournalWriter(FolderStore(folder), "slow-disk", 1, is_new_generation=True)
@@ -136,23 +129,15 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     run_file: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
-    run_file.write_text(
-        run_file.read_text().replace(
-            "checkpoint: {every_steps: 3}\n",
-            (
-                "checkpoint:\n  every_steps: 0\n  memory_every_steps: 0\n"
-                f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-            ),
-        )
-    )
+    settings = peer_settings(stage, is_durable=True)
     folder = tmp_path / "run"
-    first = Trainer(run_file, folder=folder)
+    first = Trainer(run_file, *settings, folder=folder)
     first.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
     first.process.send_signal(signal.SIGTERM)
     assert first.end().code == 0
     _pretend_a_slow_disk(folder)
 
-    second = Trainer(run_file, "cluster.grace_seconds=600", folder=folder)
+    second = Trainer(run_file, *settings, "cluster.grace_seconds=600", folder=folder)
     second.until(lambda r: r.generation == 2 and isinstance(r.event, StepDone))
     second.process.send_signal(signal.SIGTERM)
     ended = second.end()
@@ -166,7 +151,7 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     assert _of(events, CheckpointCommitted) == []
     assert _of(events, RunStopped)[0].step == last
 
-    again = Trainer(run_file, folder=folder)
+    again = Trainer(run_file, *settings, folder=folder)
     begun = again.until(lambda r: r.generation == 3 and isinstance(r.event, CheckpointRestored))
     again.process.kill()
     again.end()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,12 @@ from holdfast.events import (
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import apart, secret_file, staging, start, write_run_file
+from tests.support.commands import apart, peer_settings, secret_file, start, write_run_file
 from tests.support.followed_run import FollowedRun
 from tests.support.processes import children_of
 
 STEPS = 60
 KILL_AT = 20
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[str]:
-    with staging(tmp_path) as address:
-        yield address
 
 
 @pytest.mark.slow
@@ -43,19 +36,12 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
     path = write_run_file(tmp_path)
-    text = path.read_text().replace(
-        "checkpoint: {every_steps: 3}\n",
-        (
-            "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
-            f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-        ),
-    )
-    path.write_text(text)
     settings = (
         f"train.steps={STEPS}",
         "train.evaluate.every=0",
         "cluster.threads_per_worker=1",
         "cluster.recovery=restart",
+        *peer_settings(stage),
     )
     alone, lost = tmp_path / "alone", tmp_path / "lost"
     apart(

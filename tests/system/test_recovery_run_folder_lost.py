@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,18 +25,12 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import Record, read_journal
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.commands import apart, secret_file, staging, start, write_run_file
+from tests.support.commands import apart, peer_settings, secret_file, start, write_run_file
 from tests.support.followed_run import FollowedRun
 
 STEPS, GATE = 40, 25  # no worker passes the gate before all is lost
 KILL_AT = 10
 VARIABLE = "HOLDFAST_SECRET_FILE"
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[str]:
-    with staging(tmp_path) as address:
-        yield address
 
 
 @pytest.mark.slow
@@ -46,15 +39,6 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path)))
     path = write_run_file(tmp_path)
-    path.write_text(
-        path.read_text().replace(
-            "checkpoint: {every_steps: 3}\n",
-            (
-                "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
-                f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-            ),
-        )
-    )
     gate = FaultOrders(tmp_path / "gate")
     gate.prepare()
     settings = (
@@ -63,6 +47,7 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
         "layout.workers=1",
         "cluster.threads_per_worker=1",
         f"cluster.faults={gate.folder}",
+        *peer_settings(stage),
     )
     lost, alone = tmp_path / "lost", tmp_path / "alone"
     apart(

@@ -5,9 +5,10 @@ Each section belongs to the thing it configures; rules that cross sections stand
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.sections.base import InPlace, Never, Section
@@ -78,60 +79,46 @@ class RunConfig(Section):
             )
         return folder
 
-    @model_validator(mode="after")
-    def _cross_section(self) -> RunConfig:
-        if (sentence := self.find_broken_rule()) is not None:
-            raise ValueError(sentence)
-        return self
-
-    def find_broken_rule(self) -> str | None:
-        """Return the sentence of the first violated rule that crosses sections, "... : use ..."."""
-        length = self.data.sequence_length
-        refused = find_impossible_degrees(
-            self.layout, self.model, self.train, length, self.module_cuts
-        )
-        trained = "" if self.module_cuts is None else self.module_cuts.trained
-        refused = refused or find_impossible_float8(
-            self.layout, self.model, self.train, length, trained
-        )
-        if refused is not None:
-            return refused
+    def broken_rules(self) -> Iterator[str]:
+        """Those that cross sections."""
+        length, cuts = self.data.sequence_length, self.module_cuts
+        yield find_impossible_degrees(self.layout, self.model, self.train, length, cuts) or ""
+        trained = "" if cuts is None else cuts.trained
+        yield find_impossible_float8(self.layout, self.model, self.train, length, trained) or ""
         if self.task.name and not self.train.microbatch_size:
-            return (
+            yield (
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
         experts = self.model.experts
         if experts is not None and self.lora.rank:
-            return (
+            yield (
                 f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
                 "use lora.rank 0, or a model without experts"
             )
         if experts is not None and self.train.precision == "fp16" and experts.has_loss:
-            return (
+            yield (
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
                 "or balance_loss 0 and z_loss 0"
             )
-        if (unknown := explain_no_architecture(self.model)) is not None:
-            return unknown
+        yield explain_no_architecture(self.model) or ""
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
-            return (
+            yield (
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "
                 "use cluster.recovery: live, or loss_jumps: ignore"
             )
         if self.train.memory.parameters != DEVICE and not self.layout.cuts_parameters:
-            return (
+            yield (
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
                 "layout.zero 2 or 3 with dp_shard above 1 makes them (not zero2_reduce step): "
                 "use train.memory.parameters: device"
             )
         if self.data.sequence_length > self.model.max_position:
-            return (
+            yield (
                 f"data.sequence_length {self.data.sequence_length} is longer than "
                 f"model.max_position {self.model.max_position}: "
                 f"use {self.model.max_position} or less"
             )
-        return None
 
     @property
     def trains_decoder(self) -> bool:

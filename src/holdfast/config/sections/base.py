@@ -12,10 +12,11 @@ A key without a class of its own has the class of the section that it lies in. T
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 
 class Change(StrEnum):
@@ -39,6 +40,21 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, validate_default=True, allow_inf_nan=False
     )
+
+    def broken_rules(self) -> Iterator[str]:
+        """Yield the sentence of each broken rule over several keys, "... : use ...". Only the first
+        one is said."""
+        return iter(())
+
+    def find_broken_rule(self) -> str | None:
+        """Return the first of `broken_rules`; None if there is none."""
+        return next(filter(None, self.broken_rules()), None)
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        if (sentence := self.find_broken_rule()) is not None:
+            raise ValueError(sentence)
+        return self
 
 
 def check_each(pattern: str | re.Pattern[str], problem: str) -> AfterValidator:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.peers import MachineConfig, PeerConfig, why_unreachable
@@ -77,29 +78,21 @@ class CheckpointConfig(Section):
         """The fixed interval in steps; 0 if the interval is adaptive."""
         return self.every_steps if self.interval == "fixed" else 0
 
-    @model_validator(mode="after")
-    def _bounds(self) -> CheckpointConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.interval == "adaptive" and self.min_seconds > self.max_seconds:
-            raise ValueError(
+            yield (
                 f"min_seconds {self.min_seconds:g} is more than max_seconds "
                 f"{self.max_seconds:g}; use {self.max_seconds:g} or less"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _peers_are_told_apart(self) -> CheckpointConfig:
         names = [peer.name for peer in self.peers]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"two peers are called {twice}: give each a name of its own")
+            yield f"two peers are called {twice}: give each a name of its own"
         stable = [peer.name for peer in self.peers if peer.stable]
         if len(stable) > 1:
-            raise ValueError(
+            yield (
                 f"{' and '.join(stable)} are both stable: say so of one, and use peer_copies: "
                 f"{len(stable)} for a copy on each"
             )
         others = [peer for peer in self.peers if peer.name != self.machine.name]
-        refused = why_unreachable(others, self.peer_interface, self.peer_advertise)
-        if refused is not None:
-            raise ValueError(refused)
-        return self
+        yield why_unreachable(others, self.peer_interface, self.peer_advertise) or ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from holdfast.config.sections.base import Branch, InPlace, Section
 
@@ -40,17 +41,15 @@ class SourceConfig(Section):
         located._place = place
         return located
 
-    @model_validator(mode="after")
-    def _has_a_path(self) -> SourceConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.path is None and self.kind != "python-stdlib":
             what = "a data set's name" if self.kind == "huggingface" else "a file, folder or glob"
-            raise ValueError(f"path is missing for a {self.kind} source: use {what}")
+            yield f"path is missing for a {self.kind} source: use {what}"
         if self.is_chat and self.kind not in CHAT_KINDS:
-            raise ValueError(
+            yield (
                 f"rows: {self.rows} cannot be read from kind: {self.kind}: use one of "
                 f"{', '.join(CHAT_KINDS)}"
             )
-        return self
 
     @property
     def is_chat(self) -> bool:
@@ -122,17 +121,13 @@ class DataConfig(Section):
     def has_chat(self) -> bool:
         return any(source.is_chat for source in self.sources)
 
-    @model_validator(mode="after")
-    def _suits_chat_data(self) -> DataConfig:
+    def broken_rules(self) -> Iterator[str]:
         if not self.has_chat:
-            return self
+            return
         if self.attention != "document":
-            raise ValueError(
+            yield (
                 "attention full lets a conversation see the one packed before it: "
                 "use attention: document"
             )
         if self.tokenizer.path is None:
-            raise ValueError(
-                "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"
-            )
-        return self
+            yield "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section, check_each
 
@@ -116,11 +117,9 @@ class RayConfig(Section):
             )
         return address
 
-    @model_validator(mode="after")
-    def _takes_something(self) -> RayConfig:
+    def broken_rules(self) -> Iterator[str]:
         if not any(self.bundle.values()):
-            raise ValueError("each node has to take something of Ray: set cpus to 1, for example")
-        return self
+            yield "each node has to take something of Ray: set cpus to 1, for example"
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -190,19 +189,17 @@ class KubernetesConfig(Section):
     """Secrets whose keys become variables, as credentials of a bucket"""
     user: int = Field(1000, ge=1, description="number of the user and group of the processes")
 
-    @model_validator(mode="after")
-    def _names_a_level(self) -> KubernetesConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.topology != "none" and not self.topology_level:
-            raise ValueError(
+            yield (
                 f"launch.kubernetes.topology {self.topology} needs a level: use "
                 "topology_level: topology.kubernetes.io/zone, or topology: none"
             )
         if self.kind == "volcano" and self.topology != "none" and not self.topology_level.isdigit():
-            raise ValueError(
+            yield (
                 "Volcano counts tiers of HyperNodes: use a number as "
                 "launch.kubernetes.topology_level, as 1"
             )
-        return self
 
 
 class LaunchConfig(Section):

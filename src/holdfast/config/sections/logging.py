@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section
 
@@ -72,16 +73,14 @@ class LoggingConfig(Section):
                 raise ValueError(f"{name} is there twice: use it once")
         return names
 
-    @model_validator(mode="after")
-    def _options_have_trackers(self) -> LoggingConfig:
+    def broken_rules(self) -> Iterator[str]:
         for option in self.options:
             name = self._split_option(option)[0]
             if name not in self.trackers:
-                raise ValueError(
+                yield (
                     f"logging.options: {option!r} names no tracker of logging.trackers: "
                     "use NAME.OPTION=VALUE"
                 )
-        return self
 
     def options_of(self, name: str) -> dict[str, str]:
         """Return what `options` has for one tracker."""

@@ -6,10 +6,11 @@ None of these keys changes a bit of the curve.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from holdfast.config.sections.base import Section
 
@@ -41,14 +42,10 @@ class MemoryConfig(Section):
     piece_mb: float = Field(16, gt=0)
     """MB of one tensor that an update brings to the device at a time"""
 
-    @model_validator(mode="after")
-    def _has_a_folder(self) -> MemoryConfig:
+    def broken_rules(self) -> Iterator[str]:
         for key in (*MOVABLE, "activations"):
             if getattr(self, key) == FILE and not self.folder:
-                raise ValueError(
-                    f"{key} file needs a folder: use {key}: host, or name one in memory.folder"
-                )
-        return self
+                yield f"{key} file needs a folder: use {key}: host, or name one in memory.folder"
 
     @property
     def is_default(self) -> bool:

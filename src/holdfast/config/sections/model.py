@@ -7,6 +7,7 @@ laptops and tests.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -102,15 +103,11 @@ class ExpertsConfig(Section):
     z_loss: float = Field(0.0, ge=0)
     """weight of the loss that keeps the router's scores small"""
 
-    @model_validator(mode="after")
-    def _enough(self) -> ExpertsConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.top_k > self.count:
-            raise ValueError(
-                f"top_k {self.top_k} is more than the {self.count} experts: use {self.count}"
-            )
+            yield f"top_k {self.top_k} is more than the {self.count} experts: use {self.count}"
         if self.bias_rate and not self.choice_bias:
-            raise ValueError(f"bias_rate {self.bias_rate} needs a bias: use 0, or choice_bias true")
-        return self
+            yield f"bias_rate {self.bias_rate} needs a bias: use 0, or choice_bias true"
 
     @property
     def has_loss(self) -> bool:
@@ -158,14 +155,12 @@ class RopeScaling(Section):
     """yarn: scale of cosine and sine; 0: 0.1 ln(factor) + 1"""
     truncate: bool = Field(True, description="yarn: the band's ends are rounded outwards")
 
-    @model_validator(mode="after")
-    def _band(self) -> RopeScaling:
+    def broken_rules(self) -> Iterator[str]:
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            yield (
                 f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
                 f"{self.low_freq_factor}: use {4 * self.low_freq_factor}"
             )
-        return self
 
 
 class ModelConfig(Section):
@@ -234,51 +229,43 @@ class ModelConfig(Section):
             raise ValueError(f"preset {name!r} is unknown; nearest: {near}")
         return {**PRESETS[name], **value, "preset": name}
 
-    @model_validator(mode="after")
-    def _divides(self) -> ModelConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.heads % self.kv_heads:
             good = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             good = sorted(sorted(good, key=lambda k: abs(k - self.kv_heads))[:8])
-            raise ValueError(
+            yield (
                 f"kv_heads {self.kv_heads} does not divide heads {self.heads}: use one of {good}"
             )
         if self.head_dim == 0 and self.dim % self.heads:
             nearest = self.dim // self.heads * self.heads or self.heads
-            raise ValueError(
-                f"heads {self.heads} does not divide dim {self.dim}: use dim {nearest}"
-            )
+            yield f"heads {self.heads} does not divide dim {self.dim}: use dim {nearest}"
         if self.head_size % 2:
-            raise ValueError(
+            yield (
                 f"the head dim {self.head_size} is odd and rotary embedding turns pairs: "
                 f"use head_dim {self.head_size + 1}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _blocks_exist(self) -> ModelConfig:
         for key in ("window_layers", "no_rope_layers"):
             given = getattr(self, key)
             legal = sorted({number for number in given if 0 <= number < self.layers})
             if list(given) != legal:
-                raise ValueError(
+                yield (
                     f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
                     f"use {legal}"
                 )
         if self.experts is not None and self.experts.first >= self.layers:
-            raise ValueError(
+            yield (
                 f"experts.first {self.experts.first} leaves no block with experts: "
                 f"use {self.layers - 1} or less"
             )
         if self.window_layers and not self.window:
-            raise ValueError("window_layers are given without a window: use window 4096")
+            yield "window_layers are given without a window: use window 4096"
         if self.qk_norm_width == "all" and not self.qk_norm:
-            raise ValueError("qk_norm_width all needs the norms: use qk_norm true")
+            yield "qk_norm_width all needs the norms: use qk_norm true"
         if self.rotary_size < 2 or self.rotary_size % 2:
-            raise ValueError(
+            yield (
                 f"rope_fraction {self.rope_fraction} of head dim {self.head_size} is "
                 f"{self.rotary_size}, not an even number: use rope_fraction 1.0"
             )
-        return self
 
     @property
     def rotary_size(self) -> int:

@@ -7,7 +7,7 @@ tensors, and import no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Literal
@@ -195,22 +195,18 @@ class OptimizerConfig(Section):
             f"torch.optim.RMSprop: use {nearest_of(name, BUILT_IN) or 'adamw'}"
         )
 
-    @model_validator(mode="after")
-    def _takes_its_options(self) -> OptimizerConfig:
+    def broken_rules(self) -> Iterator[str]:
         for key in self.unused_keys:
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
                 own = not self._built_in and key != "state_dtype"
                 remedy = f"use train.optimizer.args.{key}" if own else "remove it"
                 taken = ", ".join(self._taken_keys)
-                raise ValueError(
-                    f"{key} is no option of {self.name}, which takes {taken}: {remedy}"
-                )
+                yield f"{key} is no option of {self.name}, which takes {taken}: {remedy}"
         if "lr" in self.args:
-            raise ValueError("args has lr, which learning_rate gives: use learning_rate")
+            yield "args has lr, which learning_rate gives: use learning_rate"
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs momentum: use momentum 0.9, or nesterov false")
-        return self
+            yield "nesterov needs momentum: use momentum 0.9, or nesterov false"
 
     @property
     def _built_in(self) -> BuiltIn | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section
 
@@ -52,14 +53,12 @@ class PlanConfig(Section):
             raise ValueError(f"{text!r} is no date and time: use 2026-12-24T18:00") from None
         return text
 
-    @model_validator(mode="after")
-    def _has_an_end(self) -> PlanConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.objective == "finish_by" and not self.finish_by:
-            raise ValueError(
+            yield (
                 "objective finish_by needs an end: use plan.finish_by: 2026-12-24T18:00, or "
                 "objective: time"
             )
-        return self
 
     @property
     def is_short_cluster(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Branch, InPlace, Never, Section
 from holdfast.config.sections.memory import DEVICE, MOVABLE, MemoryConfig
@@ -132,54 +133,40 @@ class TrainConfig(Section):
         keys = ("optimizer", "gradients") if self.optimizer.name_with_state == "adamw" else ()
         return [key for key in keys if getattr(self.memory, key) == DEVICE]
 
-    @model_validator(mode="after")
-    def _fits_options(self) -> TrainConfig:
+    def broken_rules(self) -> Iterator[str]:
         for option in option_keys():
-            if refused := option.refuse_train(self):
-                raise ValueError(refused)
-        return self
-
-    @model_validator(mode="after")
-    def _offloads(self) -> TrainConfig:
+            yield option.refuse_train(self)
         for key in MOVABLE:
             place = getattr(self.memory, key)
             if place != DEVICE and self.optimizer.name_with_state != "adamw":
-                raise ValueError(
+                yield (
                     f"memory.{key} {place} needs an update in pieces, which only adamw has, and "
                     f"optimizer.name is {self.optimizer.name_with_state}: use memory.{key}: "
                     f"device, or {self.optimizer.plain_adamw}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _recomputes(self) -> TrainConfig:
         is_selective = "selective" in self.recompute_words
         if self.compile and is_selective:
-            raise ValueError(
+            yield (
                 "recompute selective chooses among operations, which compile true fuses: use "
                 "recompute full, or compile false"
             )
         if is_selective and not self.recompute_keep:
-            raise ValueError(
+            yield (
                 "recompute_keep [] keeps no results, as recompute full does: use recompute full, "
                 "or recompute_keep [matmul]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _divides(self) -> TrainConfig:
         sizes = {"batch_size": self.batch_size}
         for index, stage in enumerate(self.batch_warmup):
             sizes[f"batch_warmup.{index}.batch_size"] = stage.batch_size
         for key, size in sizes.items() if self.microbatch_size else ():
             if size % self.microbatch_size:
                 nearest = max(1, round(size / self.microbatch_size)) * self.microbatch_size
-                raise ValueError(
+                yield (
                     f"{key} {size} is not a multiple of microbatch_size "
                     f"{self.microbatch_size}: use {nearest}"
                 )
             if size > MAX_MICROBATCHES * self.microbatch_size:
-                raise ValueError(
+                yield (
                     f"{key} {size} of microbatch_size {self.microbatch_size} is more than "
                     f"{MAX_MICROBATCHES} microbatches: use "
                     f"{MAX_MICROBATCHES * self.microbatch_size} or less"
@@ -187,9 +174,8 @@ class TrainConfig(Section):
         for index, (before, stage) in enumerate(pairwise(self.batch_warmup), start=1):
             if stage.from_step <= before.from_step:
                 is_last = before.from_step >= self.steps
-                raise ValueError(
+                yield (
                     f"batch_warmup.{index}.from_step {stage.from_step} must be above the "
                     f"{before.from_step} of the stage before it: "
                     + ("remove the stage" if is_last else f"use {before.from_step + 1}")
                 )
-        return self
