@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -113,23 +112,11 @@ def _befallen(
     run_file: Path, name: str, deeds: dict[str, Any], *settings: str
 ) -> AbstractContextManager[Run]:
     folder = run_file.parent / name
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.faulty_trainer",
-            str(run_file),
-            f"folder={folder}",
-            *SETTINGS,
-            *settings,
-        ],
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", DEEDS: json.dumps(deeds)},
+    process = start(
+        *(run_file, f"folder={folder}", *SETTINGS, *settings),
+        folder=ROOT,
+        module="tests.support.faulty_trainer",
+        environ={DEEDS: json.dumps(deeds)},
     )
     return _running(folder, process)
 
