@@ -95,14 +95,8 @@ class Script(Task):
 
     def planned_values(self) -> dict[str, Any]:
         """The keys of the run file that the script gives."""
-        kept, sizes = self.run.kept, self.run._sizes
-        assert sizes is not None, "begin() has run up to the loop"
-        given = {
-            "train.steps": sizes.steps,
-            "train.batch_size": sizes.batch_size,
-            "train.microbatch_size": sizes.microbatch_size,
-            "train.optimizer.clip_norm": kept.clip_norm,
-        }
+        kept = self.run.kept
+        given: dict[str, Any] = self.run._sizes | {"train.optimizer.clip_norm": kept.clip_norm}
         if (named := self.run.named_validation) is not None:
             given |= {
                 "train.evaluate.every": named.every,
@@ -171,7 +165,7 @@ class Script(Task):
                 where=self.file,
                 remedy="correct the arguments after --",
             )
-        if (error is None or isinstance(error, SystemExit)) and self.run._sizes is None:
+        if (error is None or isinstance(error, SystemExit)) and not self.run._sizes:
             raise ScriptError(
                 "the script ended, and has no loop over run.steps()",
                 where=self.file,

@@ -167,15 +167,6 @@ class NamedValidation:
     collate: Collate | None
 
 
-@dataclass(frozen=True)
-class LoopSizes:
-    """The arguments of `run.steps`; None: what the run file says."""
-
-    steps: int
-    batch_size: int | None
-    microbatch_size: int | None
-
-
 class Run:
     """The run that a script takes part in, as `holdfast.run()` returns it.
 
@@ -190,7 +181,7 @@ class Run:
         self._turns = Turns()
         self._kept: KeptState | None = None
         self._data: NamedData | None = None
-        self._sizes: LoopSizes | None = None
+        self._sizes: dict[str, int | None] = {}  # key of the run file -> argument of `steps`
         self.named_validation: NamedValidation | None = None
         self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
@@ -247,7 +238,7 @@ class Run:
             samples: of the dataset, evenly spread; the same each time.
             collate: as in `step.batches`.
         """
-        if self.named_validation is not None or self._sizes is not None:
+        if self.named_validation is not None or self._sizes:
             raise TaskError(
                 "run.validate() was called twice, or after run.steps()",
                 where="run.validate",
@@ -264,11 +255,15 @@ class Run:
         the run file or the command line comes first, also for `n`.
         """
         kept = self.kept
-        if self._sizes is not None:
+        if self._sizes:
             raise TaskError(
                 "run.steps() was called twice", where="run.steps", remedy="use one loop"
             )
-        self._sizes = LoopSizes(n, batch_size, microbatch_size)
+        self._sizes = {
+            "train.steps": n,
+            "train.batch_size": batch_size,
+            "train.microbatch_size": microbatch_size,
+        }
         order = self._turns.answer(LoopReached())
         while isinstance(order, OpenStep):
             if order.step != self._open_step:
