@@ -72,7 +72,7 @@ _KEYS_IN_ROW = 25  # of the table of classes
 def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
-    for section in _with_inner(RunConfig):
+    for section, _ in _with_inner(RunConfig):
         keys = (schema if section is RunConfig else schema["$defs"][section.__name__])["properties"]
         for name, text in _descriptions(section).items():
             if text:
@@ -93,10 +93,11 @@ def json_schema() -> dict[str, Any]:
 def markdown() -> str:
     """docs/reference/run-file.md: one table per section, then the presets."""
     parts = [_HEAD.format(rows=_changes()), "## Top level\n", _table(RunConfig, "")]
-    for name, info in RunConfig.model_fields.items():
-        section = section_of(info.annotation)
-        if section is not None:
-            parts += _sections(section, name, f"## `{name}`\n")
+    for section, key in [*_with_inner(RunConfig)][1:]:
+        about = " ".join((section.__doc__ or "").split())
+        level = "###" if "." in key else "##"
+        parts += [f"{level} `{key.replace(ITEM, '<n>')}`\n", *([f"{about}\n"] if about else [])]
+        parts.append(_table(section, key))
     parts += ["## Presets of `model.preset`\n", _presets()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -126,22 +127,13 @@ def _changes() -> str:
     return "\n".join(rows)
 
 
-def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
-    about = " ".join((section.__doc__ or "").split())
-    parts = [title, *([f"{about}\n"] if about else []), _table(section, prefix)]
+def _with_inner(section: type[BaseModel], key: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    """A section and all below it, each with its key."""
+    yield section, key
     for name, info in section.model_fields.items():
-        inner = section_of(info.annotation)
-        if inner is not None:
-            key = f"{prefix}.{name}" + (f".{ITEM}" if is_list(info.annotation) else "")
-            parts += _sections(inner, key, f"### `{key.replace(ITEM, '<n>')}`\n")
-    return parts
-
-
-def _with_inner(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield section
-    for info in section.model_fields.values():
         if inner := section_of(info.annotation):
-            yield from _with_inner(inner)
+            item = f".{ITEM}" if is_list(info.annotation) else ""
+            yield from _with_inner(inner, f"{key}.{name}{item}".lstrip("."))
 
 
 def _descriptions(section: type[BaseModel]) -> dict[str, str]:
