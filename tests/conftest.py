@@ -120,6 +120,15 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("run-file"))
 
 
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[str]:
+    """The address of a staging machine."""
+    from tests.support.commands import staging
+
+    with staging(tmp_path) as address:
+        yield address
+
+
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path, request: pytest.FixtureRequest) -> dict[int, float]:
     """The losses of one worker whom nobody disturbs, under the SETTINGS of the tests' module."""

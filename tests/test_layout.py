@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.errors import LayoutError
 from holdfast.layout import (
-    AXES,
     Layout,
     Replica,
     Topology,
@@ -38,20 +37,6 @@ def test_ranks_fill_replica_by_replica_in_mesh_order() -> None:
             index_of(coordinates_of(at.mesh_rank, replica.mesh_shape), replica.mesh_shape)
             == at.mesh_rank
         )
-
-
-def test_lines_run_along_one_axis() -> None:
-    replica = Replica(0, tuple(range(100, 112)), (3, 2, 1, 2), (1, 1, 1))
-    for mesh_rank in range(12):
-        for axis, degree in zip(AXES, replica.mesh_shape, strict=True):
-            line = replica.ranks_along(mesh_rank, axis)
-            assert len(line) == degree
-            assert (
-                line[coordinates_of(mesh_rank, replica.mesh_shape)[AXES.index(axis)]]
-                == 100 + mesh_rank
-            )
-    assert replica.ranks_along(1) == (101, 105, 109)
-    assert replica.ranks_along(6, "dp_shard") == (104, 106)
 
 
 def test_stages_hold_blocks_in_order_and_the_ends() -> None:

@@ -6,7 +6,8 @@ prints it without a traceback and exits with 2; everything else that escapes is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 
 def nearest_of(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
@@ -23,6 +24,13 @@ def use_one_of(choices: Iterable[str], name: str = "", cutoff: float = 0.6) -> s
     choices = list(choices)
     near = nearest_of(name, choices, cutoff) if name else ""
     return f"use {near or 'one of ' + ', '.join(choices)}"
+
+
+def nearest_degrees(degree: int, works: Callable[[int], bool], most: int) -> str:
+    """Return the closest degrees below and above `degree` that work, in words: "2 or 4"."""
+    below = next((d for d in range(min(degree - 1, most), 0, -1) if works(d)), None)
+    above = next((d for d in range(degree + 1, most + 1) if works(d)), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
 
 
 START_OVER = "start over with --fresh (in a bucket: with another folder=)"
@@ -60,13 +68,7 @@ class UserError(HoldfastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a process boundary: keyword arguments are not replayed by default."""
-        return _rebuild_user_error, (type(self), self.message, self.where, self.remedy)
-
-
-def _rebuild_user_error(
-    kind: type[UserError], message: str, where: str | None, remedy: str | None
-) -> UserError:
-    return kind(message, where=where, remedy=remedy)
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.message,)
 
 
 def unknown_name(
@@ -94,7 +96,10 @@ class CheckpointError(UserError):
 
 class TaskError(UserError):
     """A user's task cannot be made, does not fit the run, or breaks a rule of
-    docs/guide/python.md."""
+    docs/guide/python.md. Its place is the section `task`, unless it is known better."""
+
+    def __init__(self, message: str, *, where: str | None = "task", remedy: str | None = None):
+        super().__init__(message, where=where, remedy=remedy)
 
 
 class ScriptError(TaskError):

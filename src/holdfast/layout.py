@@ -24,8 +24,34 @@ Stages = tuple[int, ...]
 _MAX_RANKS_NAMED = 3  # ranks that a sentence names; of more it says that there are more
 
 
+class _Mesh:
+    """What follows from the mesh of a replica and its stages."""
+
+    stages: Stages
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> tuple[MeshShape, Stages]:
+        """Replicas of one kind hold the same boxes at the same mesh rank."""
+        return self.mesh_shape, self.stages if self.mesh_shape[0] > 1 else ()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return True if ranks share parameters or optimizer state."""
+        return self.mesh_shape[1] > 1
+
+    @property
+    def token_shares(self) -> int:
+        """The ranks among which the tokens of a microbatch are shared out."""
+        _, dp_shard, cp, _ = self.mesh_shape
+        return dp_shard * cp
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(_Mesh):
     """Degrees of every axis; `dp_replicate` is the number of replicas.
 
     `stages`: decoder blocks of each pipeline stage, in order; () where there is no pipeline, or
@@ -67,21 +93,6 @@ class Layout:
     def world_size(self) -> int:
         return self.dp_replicate * self.replica_size
 
-    @property
-    def is_sharded(self) -> bool:
-        """Return True if ranks share parameters or optimizer state of a replica."""
-        return self.dp_shard > 1
-
-    @property
-    def token_shares(self) -> int:
-        """The ranks among which the tokens of a microbatch are shared out."""
-        return self.dp_shard * self.cp
-
-    @property
-    def kind(self) -> tuple[MeshShape, Stages]:
-        """As `Replica.kind`, of its replicas."""
-        return self.mesh_shape, self.stages if self.pp > 1 else ()
-
     def replica(self, index: int, first: int, weight: int = 1) -> Replica:
         """Return one of its replicas, on the ranks from `first` on."""
         ranks = tuple(range(first, first + self.replica_size))
@@ -89,7 +100,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Replica:
+class Replica(_Mesh):
     """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp).
 
     `stages`, `is_folded` as in Layout. A position in the model is -1 for the embedding, i for block
@@ -118,23 +129,8 @@ class Replica:
             )
         _check_stages(self.stages, self.degree("pp"), self.is_folded, where)
 
-    @property
-    def kind(self) -> tuple[MeshShape, Stages]:
-        """Replicas of one kind hold the same boxes at the same mesh rank."""
-        return self.mesh_shape, self.stages if self.degree("pp") > 1 else ()
-
     def degree(self, axis: str) -> int:
         return self.mesh_shape[AXES.index(axis)]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return True if ranks share parameters or optimizer state."""
-        return self.degree("dp_shard") > 1
-
-    @property
-    def token_shares(self) -> int:
-        """The ranks among which the tokens of a microbatch are shared out."""
-        return self.degree("dp_shard") * self.degree("cp")
 
     def expert_degree(self, ep: int) -> int:
         """The ranks that share the experts if `layout.ep` is `ep`. A smaller replica than the run
@@ -200,17 +196,6 @@ class Replica:
     def rank_at(self, pp: int = 0, dp_shard: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The rank at a coordinate of the mesh."""
         return self.ranks[index_of((pp, dp_shard, cp, tp), self.mesh_shape)]
-
-    def ranks_along(self, mesh_rank: int, axis: str = "pp") -> tuple[int, ...]:
-        """The ranks that differ from `mesh_rank` on one axis only, itself among them, in the
-        axis' order: along `pp`, the ranks of its pipeline."""
-        at = list(coordinates_of(mesh_rank, self.mesh_shape))
-        number = AXES.index(axis)
-        out: list[int] = []
-        for index in range(self.mesh_shape[number]):
-            at[number] = index
-            out.append(self.ranks[index_of(at, self.mesh_shape)])
-        return tuple(out)
 
 
 def component_degree(degree: int, tp: int) -> int:

@@ -8,8 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +24,7 @@ from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.support.agents import SECRET, FleetAgent, scene_of, until, working
 from tests.support.attacker import DEADLINE, MARK, place
+from tests.support.commands import start
 from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone
 
@@ -127,26 +126,10 @@ class Stage:
     def __init__(self, secret: Secret, file: Path, port: int = 0) -> None:
         file.write_text(secret.key.hex())
         file.chmod(0o600)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "holdfast.cli.main",
-                "stage",
-                "--listen",
-                f"127.0.0.1:{port}",
-                "--secret",
-                str(file),
-                "--memory",
-                "0.05",
-                "--json",
-                "--tls" if secret.uses_tls else "--no-tls",
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        options = ("--secret", file, "--memory", "0.05", "--json")
+        tls = "--tls" if secret.uses_tls else "--no-tls"
+        listen = f"127.0.0.1:{port}"
+        self.process = start("stage", "--listen", listen, *options, tls, folder=ROOT)
         assert self.process.stdout is not None
         self.address: str = json.loads(self.process.stdout.readline())["address"]
 

@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -48,6 +48,11 @@ class Outcome:
     code: int
     out: str
     err: str
+
+    def succeeds(self) -> Outcome:
+        """Exit code 0. Return the same."""
+        assert self.code == 0, self.out + self.err
+        return self
 
     def refuses(self, *words: str) -> None:
         """Exit code 2, one sentence, no traceback, and these words in it."""
@@ -93,12 +98,19 @@ def within(*arguments: str | Path) -> Outcome:
 
 
 def start(
-    *arguments: str | Path, folder: Path | None = None, before: Sequence[str] = ()
+    *arguments: str | Path,
+    folder: Path | None = None,
+    before: Sequence[str] = (),
+    module: str = "holdfast.cli.main",
+    environ: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a command in a process, and a process group, of its own. It does not outlive the
-    thread that started it, so a test run that is killed leaves no trainer behind."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*before, sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)]
+    """Start a command, or another module, in a process, and a process group, of its own. It does
+    not outlive the thread that started it, so a test run that is killed leaves no trainer behind.
+
+    before: words of another command that runs it. environ: variables that this process has not.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environ or {})
+    command = [*before, sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -138,25 +150,20 @@ def secret_file(root: Path, digits: str = "5e") -> Path:
 @contextmanager
 def staging(root: Path) -> Iterator[str]:
     """The address of a staging machine, with the secret of `secret_file`."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "holdfast.cli.main",
-            "stage",
-            "--listen",
-            "127.0.0.1:0",
-            "--secret",
-            str(secret_file(root)),
-            "--memory",
-            "0.1",
-            "--json",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+    secret = secret_file(root)
+    process = start(
+        *("stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.1", "--json")
     )
     assert process.stdout is not None
     yield json.loads(process.stdout.readline())["address"]
     process.terminate()
     assert process.wait(120) == 0
     process.stdout.close()
+
+
+def peer_settings(address: str, *, is_durable: bool = False) -> tuple[str, ...]:
+    """Of a run that saves at its end alone, with a copy of each snapshot on a staging machine.
+    is_durable: snapshots are for durable saves."""
+    in_memory = ("checkpoint.memory_every_steps=1", "checkpoint.slots=3")
+    peer = f"checkpoint.peers=[{{name: stage, address: '{address}', stable: true}}]"
+    return ("checkpoint.every_steps=0", peer, *(() if is_durable else in_memory))

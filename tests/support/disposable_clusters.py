@@ -18,9 +18,7 @@ DEADLINE_S = 150.0
 
 def up(kind: str, nodes: int, name: str = "try") -> Outcome:
     options = ("--kind", kind, "--nodes", str(nodes), "--cpus", "1")
-    done = apart("cluster", "up", name, *options, deadline=DEADLINE_S)
-    assert done.code == 0, done.err
-    return done
+    return apart("cluster", "up", name, *options, deadline=DEADLINE_S).succeeds()
 
 
 def read(name: str = "try") -> ClusterState:
@@ -38,8 +36,7 @@ def lose(state: ClusterState, name: str) -> None:
 
 
 def down(state: ClusterState) -> None:
-    done = apart("cluster", "down", state.name, deadline=DEADLINE_S)
-    assert done.code == 0, done.err
+    apart("cluster", "down", state.name, deadline=DEADLINE_S).succeeds()
     check_nothing_left(state)
 
 

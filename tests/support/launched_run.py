@@ -33,8 +33,7 @@ def undisturbed_tensors(run_file: Path, steps: int) -> dict[str, bytes]:
     """Return what a run of one worker without a fault ends with."""
     folder = run_file.parent / "alone"
     settings = (f"train.steps={steps}", "train.evaluate.every=0", "cluster.threads_per_worker=1")
-    done = apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1")
-    assert done.code == 0, done.err
+    apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1").succeeds()
     return newest_tensors(folder, steps)
 
 
@@ -122,8 +121,7 @@ class LaunchedRun(Nodes):
     def ends_as(self, tensors: dict[str, bytes]) -> None:
         """The parameters and moments are those bytes, and the ledger is exact."""
         assert newest_tensors(self.folder, self.steps) == tensors, self.story()
-        audit = within("data", "audit", self.folder)
-        assert audit.code == 0, audit.out
+        audit = within("data", "audit", self.folder).succeeds()
         assert "none missing, none twice" in audit.out
 
     def story(self) -> str:

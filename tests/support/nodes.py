@@ -33,15 +33,14 @@ QUICK = (
 def prepared(folder: Path) -> Path:
     """A run file for a tiny model, its dataset made."""
     path = write_run_file(folder)
-    done = within("data", "prepare", path)
-    assert done.code == 0, done.err
+    within("data", "prepare", path).succeeds()
     return path
 
 
 def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
     """Return the losses by step of an undisturbed reference run."""
     folder = run_file.parent / f"alone{len(list(run_file.parent.glob('alone*')))}"
-    done = apart(
+    apart(
         "train",
         run_file,
         f"folder={folder}",
@@ -49,8 +48,7 @@ def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
         "layout.workers=1",
         "cluster.threads_per_worker=1",
         deadline=DEADLINE_S,
-    )
-    assert done.code == 0, done.err
+    ).succeeds()
     return Nodes(run_file, folder).losses()
 
 

@@ -23,9 +23,9 @@ from holdfast.tasks.task.task import Task
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.replica_check import refuse_unequal_start
-from tests.support.layouts import case
+from tests.support.layouts import case, pieces, save_pieces
 from tests.support.ranks import RankContext
-from tests.support.tiny_training import CPU
+from tests.support.tiny_training import CPU, digest
 
 MODULE = "tests.support.sample_tasks"
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +85,25 @@ class TaskTraining:
 
     def state(self) -> dict[str, np.ndarray]:
         return {t.name: t.tensor.detach().numpy().copy() for t in self.engine.state()}
+
+
+def train_task(
+    rank: RankContext,
+    name: str,
+    args: dict[str, Any] | None = None,
+    layout: str = "one",
+    steps: int = 6,
+    to: str = "",
+    **train: Any,
+) -> list[str]:
+    """Return the losses of the first steps, and the digest of the state. to: its pieces are written
+    to a file that begins so. train: values of the section."""
+    made = TaskTraining(task_config(name, args, **train), layout, rank.rank, rank.store())
+    found = [made.step(step).hex() for step in range(1, steps + 1)] + [digest(made.engine)]
+    if to:
+        save_pieces(f"{to}-{rank.rank}.npz", pieces(made.engine))
+    made.engine.close()
+    return found
 
 
 def topology_of_layout(layout: str) -> Topology:

@@ -51,12 +51,11 @@ class RayRun:
         self.journal = Nodes(self.run_file, self.folder)
 
     def launch(self, nodes: int, *settings: str) -> None:
-        done = apart(
+        apart(
             *("launch", self.run_file, "--on", "ray", "--nodes", str(nodes)),
             *(*self.settings, f"folder={self.folder}", *settings),
             deadline=DEADLINE,
-        )
-        assert done.code == 0, done.err
+        ).succeeds()
 
     def command(self, name: str, *arguments: str) -> Outcome:
         return apart(name, self.folder, *arguments, deadline=DEADLINE)
@@ -132,18 +131,16 @@ class RayRun:
         """The folder of the same run, with as many steps, as one process of this machine."""
         folder = self.run_file.parent / "alone"
         mine = [s for s in SETTINGS if not s.startswith("cluster.") or "threads" in s]
-        done = apart(
+        apart(
             *("train", self.run_file, f"folder={folder}", *mine),
             *("layout.workers=1", f"train.steps={self.step}"),
             deadline=DEADLINE,
-        )
-        assert done.code == 0, done.err
+        ).succeeds()
         return folder
 
     def check_end(self, steps: int) -> None:
         """Wait for the end: each sample was used once, and each bit is that of one process."""
         self.wait_state("finished")
         assert self.step == steps
-        audit = apart("data", "audit", self.folder)
-        assert audit.code == 0, audit.out
+        apart("data", "audit", self.folder).succeeds()
         assert newest_tensors(self.folder, steps) == newest_tensors(self.undisturbed(), steps)

@@ -294,7 +294,7 @@ class Planned(Gpt2):
         return False
 
     def sharding(self) -> Mapping[str, str | tuple[str, int]]:
-        from holdfast.tasks.transformers.huggingface_plan import tensor_plan
+        from holdfast.tasks.huggingface import tensor_plan
 
         with torch.device("meta"):
             return tensor_plan(self.model())

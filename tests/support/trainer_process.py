@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,20 +29,18 @@ class Trainer:
         *overrides: str,
         module: str = "tests.support.toy_trainer",
         environ: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
     ) -> None:
-        """environ: variables that this process does not have."""
+        """environ: variables that this process does not have. before: arguments before the
+        folder."""
         self.folder = folder
         self._journal = Journal(folder)
         self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
-                    sys.executable,
-                    "-m",
-                    module,
-                    str(folder),
-                    "cluster.heartbeat_seconds=0.05",
-                    "cluster.recovery=restart",
+                    *(sys.executable, "-m", module, *before, str(folder)),
+                    *("cluster.heartbeat_seconds=0.05", "cluster.recovery=restart"),
                     *overrides,
                 ],
                 cwd=ROOT,

@@ -15,13 +15,14 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.events import StepDone, WorkerLost, WorkerStarted
+from holdfast.events import StepDone, WorkerStarted
 from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import write_base, write_run
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import apart, here, start
+from tests.support.killed_run import run_with_a_kill
 from tests.support.nodes import QUICK, nodes_of
 from tests.support.ranks import wait_until
 
@@ -41,17 +42,16 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, capsys: Capture
 ) -> None:
     path = write_run(tmp_path)
-    alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
-    assert alone.code == 0, alone.err
+    here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER).succeeds()
     expected = newest_tensors(tmp_path / "alone", STEPS)
     for workers in (2, 3):
         folder = tmp_path / f"killed-{workers}"
-        _train_with_a_kill(path, folder, workers)
+        changes = (f"folder={folder}", f"layout.workers={workers}", *LONGER)
+        run_with_a_kill(folder, 22, "train", path, *changes)
         found = newest_tensors(folder, STEPS)
         assert expected.keys() == found.keys()
         assert [name for name in expected if expected[name] != found[name]] == []
-        audit = here(capsys, "data", "audit", folder)
-        assert audit.code == 0, audit.out
+        here(capsys, "data", "audit", folder).succeeds()
 
 
 @pytest.mark.slow
@@ -81,8 +81,7 @@ def test_another_node_joins_with_the_base_at_another_place(tmp_path: Path, capsy
     path, copy, wrong = write_run(tmp_path), tmp_path / "elsewhere", tmp_path / "wrong"
     shutil.copytree(tmp_path / "base", copy)
     write_base(wrong, seed=4)
-    alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
-    assert alone.code == 0, alone.err
+    here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER).succeeds()
     with nodes_of(path, tmp_path / "run", *LONGER, *TWO) as nodes:
         nodes.start("a")
         nodes.wait_until(lambda: read_resolved(nodes.folder) and nodes.leader, "no leader")
@@ -104,22 +103,6 @@ def _pids(folder: Path, at_step: int) -> list[int]:
     steps = [event.step for event in events if isinstance(event, StepDone)]
     reached = max(steps, default=0) >= at_step
     return [e.pid for e in events if isinstance(e, WorkerStarted)] if reached else []
-
-
-def _train_with_a_kill(path: Path, folder: Path, workers: int) -> None:
-    process = start("train", path, f"folder={folder}", f"layout.workers={workers}", *LONGER)
-    try:
-        wait_until(
-            lambda: bool(_pids(folder, 22)) or process.poll() is not None, 240, "the step of a kill"
-        )
-        assert process.poll() is None, process.communicate()
-        os.kill(_pids(folder, 22)[-1], signal.SIGKILL)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, out + err
-    finally:
-        process.kill()
-    events = [record.event for record in read_journal(FolderStore(folder))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
 
 
 @pytest.mark.slow
@@ -149,8 +132,7 @@ def test_losses_adapters_and_folders_are_peft_s_own(tmp_path: Path, capsys: Capt
     section = text[text.index("lora:") : text.index("train:")]
     continued = tmp_path / "continued.yaml"
     continued.write_text(text.replace(section, f"lora: {{from: '{end}'}}\n"))
-    done = here(capsys, "train", continued, f"folder={tmp_path / 'continued'}", "train.steps=1")
-    assert done.code == 0, done.err
+    here(capsys, "train", continued, f"folder={tmp_path / 'continued'}", "train.steps=1").succeeds()
 
 
 @pytest.mark.slow
@@ -159,8 +141,9 @@ def test_transformers_own_code_begins_with_the_same_loss(tmp_path: Path, capsys:
     alone are kept there, too."""
     path = write_run(tmp_path)
     for folder, more in (("ours", ()), ("theirs", ("model.code=transformers",))):
-        done = here(capsys, "train", path, f"folder={tmp_path / folder}", "train.steps=3", *more)
-        assert done.code == 0, done.err
+        done = here(
+            capsys, "train", path, f"folder={tmp_path / folder}", "train.steps=3", *more
+        ).succeeds()
         assert "lora: trains" in done.err
     first, second = (_losses(tmp_path / folder) for folder in ("ours", "theirs"))
     assert second[0] == pytest.approx(first[0], abs=1e-5)

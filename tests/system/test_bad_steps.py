@@ -81,8 +81,7 @@ def test_a_device_that_errs_bad_data_and_a_jump_of_the_loss(tmp_path: Path) -> N
         assert min(differ) == DATA, "up to there it is the same to the last bit"
         assert losses[JUMP] == pytest.approx(losses[JUMP - 1], abs=1.5)
 
-        audit = within("data", "audit", run.outside, "--json")
-        assert audit.code == 0, audit.out
+        audit = within("data", "audit", run.outside, "--json").succeeds()
         found = json.loads(audit.out)["skipped"]
         assert sorted(found.values()) == [1, 1]
         reasons = sorted(found, key=lambda reason: f"step {JUMP}" in reason)

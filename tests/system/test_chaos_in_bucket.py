@@ -19,12 +19,11 @@ def test_a_broken_run_in_a_bucket_comes_to_the_same_end(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store = s3.location(s3.server())
     faults = "4 kill,agent,coordinator,everything"
-    done = apart(
+    apart(
         *("chaos", "--faults", faults, "--layout", "two", "--out", tmp_path / "out"),
         *("--store", store),
         deadline=600,
-    )
-    assert done.code == 0, done.out + done.err
+    ).succeeds()
     (result,) = json.loads((tmp_path / "out" / "result.json").read_text())["runs"]
     assert result["recovered"], result
     assert not result["tracebacks"]

@@ -196,8 +196,7 @@ def _one_curve_both_incidents_and_every_second(ran: Ran) -> None:
 
 
 def _every_sample_once(ran: Ran) -> None:
-    audit = apart("data", "audit", ran.folder)
-    assert audit.code == 0, audit.err + audit.out
+    audit = apart("data", "audit", ran.folder).succeeds()
     assert f"{4 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
@@ -231,8 +230,7 @@ def _tensorboard_has_the_same_curve(ran: Ran) -> None:
 
 
 def _one_page_and_one_json_value(ran: Ran) -> None:
-    page = apart("report", ran.folder)
-    assert page.code == 0, page.err
+    apart("report", ran.folder).succeeds()
     content = (ran.folder / "report.html").read_text()
     for part in ("lost (SIGKILL)", "the session ended without a word", "unigram counts"):
         assert part in content

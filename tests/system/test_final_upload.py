@@ -84,8 +84,7 @@ def test_a_run_has_not_ended_before_its_last_checkpoint_is_in_the_bucket(
     assert 6 not in map(step_of, list_commits(open_store(where)))
 
     gate.open.set()
-    again = apart("train", run_file, f"checkpoint.bucket={where}")
-    assert again.code == 0, again.err
+    apart("train", run_file, f"checkpoint.bucket={where}").succeeds()
     assert _kinds(folder) == [RunStopped, RunFinished]
     assert step_of(list_commits(open_store(where))[0]) == 6
 

@@ -8,19 +8,17 @@ folder has the template, and stops where the rows taught it to.
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
+from holdfast.events import Evaluated, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import here, start, within
-from tests.support.ranks import wait_until
+from tests.support.commands import here, within
+from tests.support.killed_run import run_with_a_kill
 
 STEPS = 60
 RUN_FILE = """\
@@ -81,10 +79,10 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     root = run_file.parent
     for name in ("alone", "killed"):
         place = ("--from", root / "model", f"folder={root / name}")
-        imported = here(capsys, "checkpoint", "import", run_file, *place)
-        assert imported.code == 0, imported.err
+        here(capsys, "checkpoint", "import", run_file, *place).succeeds()
     assert here(capsys, "train", run_file, f"folder={root / 'alone'}").code == 0
-    _train_with_a_kill(run_file, root / "killed", at_step=22)
+    changes = (f"folder={root / 'killed'}", "layout.workers=2")
+    run_with_a_kill(root / "killed", 22, "train", run_file, *changes)
 
     left, right = (newest_tensors(root / run, STEPS) for run in ("alone", "killed"))
     assert left.keys() == right.keys()
@@ -93,35 +91,11 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     losses = list(_losses(root / "alone").values())
     assert losses[-1] < 0.5 * losses[0]
     for name in ("alone", "killed"):
-        audit = here(capsys, "data", "audit", root / name)
-        assert audit.code == 0, audit.out
+        audit = here(capsys, "data", "audit", root / name).succeeds()
         assert f"{4 * STEPS} samples in {STEPS} steps: none missing, none twice" in audit.out
 
-    exported = here(capsys, "export", root / "killed", "--to", root / "out")
-    assert exported.code == 0, exported.err
+    here(capsys, "export", root / "killed", "--to", root / "out").succeeds()
     _speaks_as_taught(root, capsys)
-
-
-def _train_with_a_kill(run_file: Path, folder: Path, at_step: int) -> None:
-    process = start("train", run_file, f"folder={folder}", "layout.workers=2")
-    try:
-
-        def pids() -> list[int]:
-            records = read_journal(FolderStore(folder)) if (folder / "journal").exists() else []
-            events = [record.event for record in records]
-            steps = [event.step for event in events if isinstance(event, StepDone)]
-            reached = max(steps, default=0) >= at_step
-            return [e.pid for e in events if isinstance(e, WorkerStarted)] if reached else []
-
-        wait_until(lambda: bool(pids()) or process.poll() is not None, 240, "the step of the kill")
-        assert process.poll() is None, process.communicate()
-        os.kill(pids()[-1], signal.SIGKILL)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, out + err
-    finally:
-        process.kill()
-    events = [record.event for record in read_journal(FolderStore(folder))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
 
 
 def _losses(folder: Path) -> dict[tuple[str, int], float]:
@@ -147,16 +121,14 @@ def _speaks_as_taught(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     said = here(
         capsys, "generate", root / "killed", "Say red.", "--chat", "--tokens", "40", "--json"
-    )
-    assert said.code == 0, said.err
+    ).succeeds()
     assert "<|im_" not in json.loads(said.out)["text"]
 
 
 def test_a_row_is_shown_and_another_template_is_another_dataset(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepared = within("data", "prepare", run_file, "data.chat.template=chatml")
-    assert prepared.code == 0, prepared.err
+    prepared = within("data", "prepare", run_file, "data.chat.template=chatml").succeeds()
     assert "carries loss in [[ ]]" in prepared.out + prepared.err
     shown = here(capsys, "data", "inspect", run_file, "data.chat.template=chatml")
     assert "<|im_start|>assistant\n[[" in shown.out

@@ -73,8 +73,7 @@ def test_two_nodes_become_more_and_then_fewer(
         )
         sizes = {2, len(everybody), len(everybody) - go}
         assert _replicas(nodes, sizes) == {size: (size + 1) // 2 for size in sizes}
-        audit = within("data", "audit", nodes.outside)
-        assert audit.code == 0, audit.out
+        audit = within("data", "audit", nodes.outside).succeeds()
         assert "none missing, none twice" in audit.out
 
 

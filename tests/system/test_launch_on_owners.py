@@ -160,12 +160,12 @@ def test_the_same_run_file_gives_the_same_parameters(
     """As `holdfast train` alone, bit for bit. torchrun, mpirun and srun: `test_launchers.py`.
 
     way: brings the owner up, and gives the overrides of `launch`."""
-    alone = apart("train", run.run_file, f"folder={tmp_path}/alone", "cluster.threads_per_worker=1")
-    assert alone.code == 0, alone.err
+    apart(
+        "train", run.run_file, f"folder={tmp_path}/alone", "cluster.threads_per_worker=1"
+    ).succeeds()
     with way(tmp_path) as settings:
         started = run("launch", *SETTINGS, *settings)
         assert started.code == 0, started.err
         run.wait("finished")
-    compared = apart("checkpoint", "diff", f"{tmp_path}/alone@newest", f"{run.folder}@newest")
-    assert compared.code == 0, compared.out + compared.err
+    apart("checkpoint", "diff", f"{tmp_path}/alone@newest", f"{run.folder}@newest").succeeds()
     assert max(Nodes(run.run_file, run.folder).losses()) == 6

@@ -75,10 +75,8 @@ def free_port() -> int:
 def assert_same_parameters(run_file: Path, folder: Path) -> None:
     """Compare with a run of `holdfast train` alone."""
     alone = run_file.parent / "alone"
-    trained = apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=2")
-    assert trained.code == 0, trained.err
-    compared = apart("checkpoint", "diff", f"{alone}@newest", f"{folder}@newest")
-    assert compared.code == 0, compared.out + compared.err
+    apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=2").succeeds()
+    apart("checkpoint", "diff", f"{alone}@newest", f"{folder}@newest").succeeds()
 
 
 def test_torchrun_with_two_nodes_of_two_processes(run_file: Path) -> None:

@@ -72,8 +72,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
         assert losses == {step: undisturbed[step] for step in losses}
         assert len(losses) == STEPS, nodes.story()
         _told(nodes, first)
-        audit = apart("data", "audit", nodes.outside)
-        assert audit.code == 0, audit.out
+        audit = apart("data", "audit", nodes.outside).succeeds()
         assert "none missing, none twice" in audit.out
 
 

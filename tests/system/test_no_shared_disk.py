@@ -48,8 +48,7 @@ def test_a_node_is_killed_and_another_joins(
         losses = nodes.losses()
         bits = tensors_of(nodes.store, 1500)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        audit = apart("data", "audit", nodes.outside)
-        assert audit.code == 0, audit.out + audit.err
+        apart("data", "audit", nodes.outside).succeeds()
         assert not read_contents(nodes.store).unreadable
     assert losses == losses_of_one_worker(run_file, *SETTINGS, steps)
     (folder,) = run_file.parent.glob("alone*")

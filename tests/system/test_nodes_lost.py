@@ -51,8 +51,7 @@ def _behind(gate: FaultOrders) -> str:
 
 def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
     assert nodes.losses() == undisturbed, nodes.story()
-    audit = within("data", "audit", nodes.outside)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", nodes.outside).succeeds()
     assert "none missing, none twice" in audit.out
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,22 +20,21 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     NoticeReceived,
-    Record,
     RunStopped,
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import JournalWriter, follow_journal, read_journal
+from holdfast.wire.journal import JournalWriter, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import (
-    Outcome,
     apart,
+    peer_settings,
     secret_file,
-    staging,
     start,
     within,
     write_run_file,
 )
+from tests.support.followed_run import FollowedRun
 
 SETTINGS = (
     "train.steps=100000",
@@ -48,39 +45,11 @@ SETTINGS = (
 )
 
 
-class Trainer:
-    """A run in a process of its own, and its journal as it grows."""
+class Trainer(FollowedRun):
+    """A run of these settings."""
 
     def __init__(self, *arguments: str | Path, folder: Path) -> None:
-        self.folder = folder
-        self.process = start("train", *arguments, f"folder={folder}", *SETTINGS)
-        self._ended, self._output = threading.Event(), list[str]()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        self._output += self.process.communicate()
-        self._ended.set()
-
-    def until(self, seen: Callable[[Record], bool], seconds: float = 90.0) -> Record:
-        """The first record of the journal of which this is true."""
-        over = threading.Event()
-        timer = threading.Timer(seconds, over.set)
-        timer.start()
-        try:
-            for records in follow_journal(FolderStore(self.folder), stop=over):
-                for record in records:
-                    if seen(record):
-                        return record
-                assert not self._ended.is_set(), self._output
-        finally:
-            timer.cancel()
-        pytest.fail(f"not within {seconds:g} s: {self._output}")
-
-    def end(self, seconds: float = 90.0) -> Outcome:
-        self._reader.join(seconds)
-        assert self._ended.is_set(), "it is still there"
-        return Outcome(self.process.returncode, *self._output)
+        super().__init__(folder, start("train", *arguments, f"folder={folder}", *SETTINGS))
 
 
 @pytest.fixture
@@ -113,8 +82,7 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     folder = tmp_path / "run"
     trainer = Trainer(run_file, "cluster.grace_seconds=60", folder=folder)
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
-    told = apart("notice", folder, "--seconds", "90", "--json")
-    assert told.code == 0, told.err
+    told = apart("notice", folder, "--seconds", "90", "--json").succeeds()
     assert json.loads(told.out)["tiers"] == [2]
     saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step > saved.event.step)
@@ -147,12 +115,6 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     refused.refuses("nobody is training here")
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[str]:
-    with staging(tmp_path) as address:
-        yield address
-
-
 def _pretend_a_slow_disk(folder: Path) -> None:
     """As if every save into the run store had taken hours: what the next session learns from."""
     writer = JournalWriter(FolderStore(folder), "slow-disk", 1, is_new_generation=True)
@@ -167,23 +129,15 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     run_file: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
-    run_file.write_text(
-        run_file.read_text().replace(
-            "checkpoint: {every_steps: 3}\n",
-            (
-                "checkpoint:\n  every_steps: 0\n  memory_every_steps: 0\n"
-                f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-            ),
-        )
-    )
+    settings = peer_settings(stage, is_durable=True)
     folder = tmp_path / "run"
-    first = Trainer(run_file, folder=folder)
+    first = Trainer(run_file, *settings, folder=folder)
     first.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
     first.process.send_signal(signal.SIGTERM)
     assert first.end().code == 0
     _pretend_a_slow_disk(folder)
 
-    second = Trainer(run_file, "cluster.grace_seconds=600", folder=folder)
+    second = Trainer(run_file, *settings, "cluster.grace_seconds=600", folder=folder)
     second.until(lambda r: r.generation == 2 and isinstance(r.event, StepDone))
     second.process.send_signal(signal.SIGTERM)
     ended = second.end()
@@ -197,7 +151,7 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     assert _of(events, CheckpointCommitted) == []
     assert _of(events, RunStopped)[0].step == last
 
-    again = Trainer(run_file, folder=folder)
+    again = Trainer(run_file, *settings, folder=folder)
     begun = again.until(lambda r: r.generation == 3 and isinstance(r.event, CheckpointRestored))
     again.process.kill()
     again.end()

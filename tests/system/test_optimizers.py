@@ -6,20 +6,15 @@ The optimizer's class and the schedule's function lie next to the run file.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import threading
 from pathlib import Path
 
 import pytest
 
 import holdfast
-from holdfast.events import StepDone, WorkerLost, WorkerStarted
-from holdfast.wire.journal import follow_journal, read_journal
-from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_optimizers
-from tests.support.commands import Outcome, apart, start, write_run_file
+from tests.support.commands import Outcome, apart, write_run_file
+from tests.support.killed_run import assert_same_bits, run_with_a_kill
 
 STEPS = 30
 CHANGES = (
@@ -32,36 +27,6 @@ CHANGES = (
     "checkpoint.every_steps=10",
     "cluster.threads_per_worker=1",
 )
-
-
-def _train_with_a_kill(run_file: Path, folder: Path, given: list[str]) -> None:
-    """Kill the last of the workers once step 7 is done."""
-    process = start("train", run_file, f"folder={folder}", *given)
-    done, output = threading.Event(), list[str]()
-
-    def collect() -> None:
-        output.extend(process.communicate(timeout=240))
-        done.set()
-
-    collector = threading.Thread(target=collect)
-    collector.start()
-    pids = dict[int, int]()
-    store = FolderStore(folder)
-    for records in follow_journal(store, poll_interval_s=0.02, stop=done):
-        for event in (record.event for record in records):
-            if isinstance(event, WorkerStarted):
-                pids[event.rank] = event.pid
-            if isinstance(event, StepDone) and event.step >= 7 and pids:
-                os.kill(pids.pop(max(pids)), signal.SIGKILL)
-                pids.clear()
-                break
-        else:
-            continue
-        break
-    collector.join(240)
-    assert process.returncode == 0, output
-    lost = [record.event for record in read_journal(store) if isinstance(record.event, WorkerLost)]
-    assert [event.cause for event in lost] == ["SIGKILL"]
 
 
 @pytest.mark.slow
@@ -83,21 +48,14 @@ def test_a_kill_changes_no_bit(tmp_path: Path, optimizer: str) -> None:
     shutil.copy(str(sample_optimizers.__file__), tmp_path / "my_optimizers.py")
     given = [*CHANGES, f"train.optimizer.name={optimizer}"]
     alone = tmp_path / "alone"
-    undisturbed = apart(
-        "train", run_file, f"folder={alone}", "layout.workers=1", *given, deadline=240
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    apart("train", run_file, f"folder={alone}", "layout.workers=1", *given, deadline=240).succeeds()
     rates = {r["learning_rate"] for r in holdfast.journal(alone) if r["kind"] == "step_done"}
     assert rates == {0.01, 0.0025}
-    one = holdfast.open_checkpoint(alone)
     for workers in (2, 3):
         folder = tmp_path / f"killed{workers}"
-        _train_with_a_kill(run_file, folder, [*given, f"layout.workers={workers}"])
-        other = holdfast.open_checkpoint(folder)
-        assert one.step == other.step == STEPS
-        assert list(one.names) == list(other.names)
-        for name in one.names:
-            assert one[name].numpy().tobytes() == other[name].numpy().tobytes(), name
+        changes = (*given, f"folder={folder}", f"layout.workers={workers}")
+        run_with_a_kill(folder, 7, "train", run_file, *changes)
+        assert_same_bits(alone, folder, STEPS)
 
 
 @pytest.mark.slow
@@ -121,13 +79,11 @@ def test_an_export_and_another_source(tmp_path: Path) -> None:
     run_file, own = write_run_file(tmp_path), tmp_path / "my_optimizers.py"
     shutil.copy(str(sample_optimizers.__file__), own)
     given = ["train.optimizer.name=my_optimizers:Damped", "layout.workers=1"]
-    done = apart("train", run_file, *given, deadline=240)
-    assert done.code == 0, done.err
+    apart("train", run_file, *given, deadline=240).succeeds()
     folder = tmp_path / "run"
     dcp = apart("export", folder, "--to", tmp_path / "dcp", "--format", "dcp")
     dcp.refuses("AdamW's state, and train.optimizer.name of this run is my_optimizers:Damped")
-    weights = apart("export", folder, "--to", tmp_path / "hf")
-    assert weights.code == 0, weights.err
+    apart("export", folder, "--to", tmp_path / "hf").succeeds()
     own.write_text(own.read_text() + "# another line\n")
     again = apart("train", run_file, "train.steps=8", *given, deadline=240)
     again.refuses_last("this run was started with another source of train.optimizer.name")

@@ -13,8 +13,8 @@ from holdfast.events import Evaluated, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart
-from tests.support.killed_script import (
-    DEADLINE,
+from tests.support.followed_run import DEADLINE
+from tests.support.killed_run import (
     PLAIN,
     assert_continued_in_process,
     assert_same_bits,
@@ -66,8 +66,7 @@ def test_an_own_loop_is_stopped_and_resumed_with_other_workers(tmp_path: Path) -
         "--set",
         all_steps,
         deadline=DEADLINE,
-    )
-    assert again.code == 0
+    ).succeeds()
     assert "this run is finished" in again.err + again.out
 
 
@@ -214,5 +213,4 @@ def test_an_error_after_the_loop_is_the_commands_error_and_the_run_is_finished(
     for rank in (0, 1):
         assert f"worker {rank} failed after its last step (9)" in found.out
     assert holdfast.open_checkpoint(tmp_path / "runs" / "failing").step == 9
-    again = apart("run", script, "--workers", "2", *PLAIN, folder=tmp_path, deadline=DEADLINE)
-    assert again.code == 0
+    apart("run", script, "--workers", "2", *PLAIN, folder=tmp_path, deadline=DEADLINE).succeeds()

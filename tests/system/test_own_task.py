@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,13 @@ from holdfast.events import (
     GenerationStarted,
     RunFinished,
     StepDone,
-    WorkerLost,
-    WorkerStarted,
 )
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
 from tests.support.commands import apart, start
+from tests.support.followed_run import FollowedRun
+from tests.support.killed_run import assert_same_bits, run_with_a_kill
 
 STEPS = 40
 RUN_FILE = """\
@@ -58,42 +57,13 @@ def _write(folder: Path, name: str) -> Path:
     return path
 
 
-def _killed(run_file: Path, folder: Path, workers: int, at: int, *changes: str) -> str:
-    """Train with one of the workers killed when step `at` is done; return what the run said."""
-    process = start("train", run_file, f"folder={folder}", f"layout.workers={workers}", *changes)
-    done, output = threading.Event(), list[str]()
-
-    def collect() -> None:
-        output.extend(process.communicate(timeout=240))
-        done.set()
-
-    collector = threading.Thread(target=collect)
-    collector.start()
-    pids = dict[int, int]()
-    for event in _events(folder, done):
-        if isinstance(event, WorkerStarted):
-            pids[event.rank] = event.pid
-        if isinstance(event, StepDone) and event.step >= at and pids:
-            os.kill(pids[max(pids)], signal.SIGKILL)
-            break
-    collector.join(240)
-    assert process.returncode == 0, output
-    return "".join(output)
-
-
-def _events(folder: Path, done: threading.Event) -> Iterator[object]:
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
-        for record in records:
-            yield record.event
-
-
 @pytest.mark.slow
 def test_a_task_is_exported_under_its_own_names_and_says_what_it_costs(tmp_path: Path) -> None:
     run_file = _write(tmp_path, "Named")
-    done = apart("train", run_file, "train.steps=4", f"folder={tmp_path / 'run'}")
-    assert done.code == 0, done.err
-    done = apart("export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "bfloat16")
-    assert done.code == 0, done.err
+    apart("train", run_file, "train.steps=4", f"folder={tmp_path / 'run'}").succeeds()
+    done = apart(
+        "export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "bfloat16"
+    ).succeeds()
     assert "tokenizer" not in done.err
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     kept = holdfast.open_checkpoint(tmp_path / "run").parameters()
@@ -106,27 +76,17 @@ def test_a_task_is_exported_under_its_own_names_and_says_what_it_costs(tmp_path:
     assert (refused.code, "generating text is for" in refused.err) == (2, True)
 
 
-def _assert_same_bits(left: Path, right: Path) -> None:
-    one, other = holdfast.open_checkpoint(left), holdfast.open_checkpoint(right)
-    assert one.step == other.step == STEPS
-    assert list(one.names) == list(other.names)
-    for name in one.names:
-        assert one[name].numpy().tobytes() == other[name].numpy().tobytes(), name
-
-
 def _kill_and_compare(tmp_path: Path, name: str, workers: list[int]) -> None:
     run_file, alone = _write(tmp_path, name), tmp_path / "alone"
-    undisturbed = apart("train", run_file, f"folder={alone}", deadline=240)
-    assert undisturbed.code == 0, undisturbed.err
+    apart("train", run_file, f"folder={alone}", deadline=240).succeeds()
     for number in workers:
         folder = tmp_path / f"killed{number}"
-        said = _killed(run_file, folder, number, at=7)
-        events = [record.event for record in read_journal(FolderStore(folder))]
-        assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-        assert sum(isinstance(e, RunFinished) for e in events) == 1
-        _assert_same_bits(alone, folder)
-        audit = apart("data", "audit", folder)  # which imports this folder's task
-        assert audit.code == 0, audit.out + said
+        changes = (f"folder={folder}", f"layout.workers={number}")
+        found = run_with_a_kill(folder, 7, "train", run_file, *changes)
+        assert sum(isinstance(e, RunFinished) for e in found.events) == 1
+        assert_same_bits(alone, folder, STEPS)
+        # The audit imports this folder's task.
+        audit = apart("data", "audit", folder).succeeds()
         assert f"{12 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
@@ -163,27 +123,17 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
     run_file, folder = _write(tmp_path, name), tmp_path / "sharded"
     exact = ["train.precision=float64"] if name == "Heads" else []
     layout, tolerance = ["layout.workers=2", *layout, *exact], 1e-6 if exact else 2e-5
-    alone = apart("train", run_file, f"folder={tmp_path / 'alone'}", *exact, deadline=240)
-    assert alone.code == 0, alone.err
+    apart("train", run_file, f"folder={tmp_path / 'alone'}", *exact, deadline=240).succeeds()
     process = start("train", run_file, f"folder={folder}", *layout)
-    done = threading.Event()
-    collector = threading.Thread(target=lambda: (process.communicate(timeout=240), done.set()))
-    collector.start()
-    pids = dict[int, int]()
-    was_killed = False
-    for event in _events(folder, done):
-        if isinstance(event, WorkerStarted):
-            pids[event.rank] = event.pid
-        if isinstance(event, StepDone) and event.step >= 12 and not was_killed:
-            was_killed = True
-            os.kill(pids[1], signal.SIGKILL)
-        if isinstance(event, StepDone) and event.step >= 25:
-            process.send_signal(signal.SIGTERM)
-            break
-    collector.join(240)
-    assert was_killed
-    other = apart("train", run_file, f"folder={folder}", "layout.workers=2", *exact, deadline=240)
-    assert other.code == 0, other.err
+    run = FollowedRun(folder, process)
+    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 12)
+    os.kill(run.pids[1], signal.SIGKILL)
+    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 25)
+    process.send_signal(signal.SIGTERM)
+    run.end()
+    apart(
+        "train", run_file, f"folder={folder}", "layout.workers=2", *exact, deadline=240
+    ).succeeds()
     one, two = holdfast.open_checkpoint(tmp_path / "alone"), holdfast.open_checkpoint(folder)
     assert two.step == STEPS
     for name in (name for name in one.names if name.startswith("model.")):
@@ -195,15 +145,13 @@ def test_a_kill_of_a_replica_of_a_cut_module_changes_no_bit(tmp_path: Path) -> N
     """Two workers are a replica (tp 2), and there are two. The cut layers have dropout inside."""
     run_file, alone = _write(tmp_path, "Heads"), tmp_path / "alone"
     changes = ["layout.tp=2", "task.args.dropout=0.2"]
-    undisturbed = apart(
+    apart(
         "train", run_file, f"folder={alone}", "layout.workers=2", *changes, deadline=240
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
     folder = tmp_path / "killed"
-    _killed(run_file, folder, 4, 7, *changes)
-    events = [record.event for record in read_journal(FolderStore(folder))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-    _assert_same_bits(alone, folder)
+    four = (f"folder={folder}", "layout.workers=4", *changes)
+    run_with_a_kill(folder, 7, "train", run_file, *four)
+    assert_same_bits(alone, folder, STEPS)
     planned = json.loads((folder / "resolved.json").read_text())["config"]["task"]["sharding"]
     assert "blocks.0.q.weight 0 4" in planned
 
@@ -228,8 +176,7 @@ def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     """And the validation of the task is in the journal."""
     run_file, folder = _write(tmp_path, "Gru"), tmp_path / "run"
     short = ["train.steps=12", "train.evaluate.every=5", "checkpoint.every_steps=6"]
-    done = apart("train", run_file, *short)
-    assert done.code == 0, done.err
+    apart("train", run_file, *short).succeeds()
     events = [record.event for record in read_journal(FolderStore(folder))]
     found = [event for event in events if isinstance(event, Evaluated)]
     assert [(e.step, e.tokens, e.bits_per_byte) for e in found] == [
@@ -239,10 +186,8 @@ def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     assert validation["loss"] == found[-1].loss
 
     elsewhere = tmp_path / "branches" / "twin"
-    made = apart("branch", folder, "--at", "6", "--to", elsewhere)
-    assert made.code == 0, made.err
-    twin = apart("train", elsewhere / "run.yaml")
-    assert twin.code == 0, twin.err
+    apart("branch", folder, "--at", "6", "--to", elsewhere).succeeds()
+    apart("train", elsewhere / "run.yaml").succeeds()
     one, other = holdfast.open_checkpoint(folder), holdfast.open_checkpoint(elsewhere)
     assert one.step == other.step == 12
     assert all(torch.equal(one[name], other[name]) for name in one.names)

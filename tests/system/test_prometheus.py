@@ -176,8 +176,7 @@ class Watched:
         done = self._nodes.events(StepDone)
         tokens = {event.step: event.tokens for event in done}
         begun = [r for r in self._nodes.records() if isinstance(r.event, GenerationStarted)]
-        report = within("report", self._nodes.folder, "--json")
-        assert report.code == 0, report.err
+        report = within("report", self._nodes.folder, "--json").succeeds()
         summary = json.loads(report.out)
         assert summary["last_step"] == max(tokens)
         assert isinstance(begun[-1].event, GenerationStarted)

@@ -34,8 +34,7 @@ def test_a_run_goes_on_from_its_bucket_when_its_folder_is_lost(
     bucket = open_store(where)
     run_file = write_run_file(tmp_path)
     arguments = ("train", run_file, f"checkpoint.bucket={where}")
-    first = apart(*arguments)
-    assert first.code == 0, first.err
+    apart(*arguments).succeeds()
     last, before = list_commits(bucket)
     assert (step_of(last), step_of(before)) == (6, 3)
     expected = _checksums(bucket, last)
@@ -43,8 +42,7 @@ def test_a_run_goes_on_from_its_bucket_when_its_folder_is_lost(
     bucket.delete(last)  # the machine was lost before step 6 was sent
     shutil.rmtree(tmp_path / "run")
     apart(*arguments, "--fresh").refuses_last("checkpoint.bucket", "set aside", "another prefix")
-    second = apart(*arguments)
-    assert second.code == 0, second.err
+    second = apart(*arguments).succeeds()
     assert "step 3 was brought back from the bucket" in second.out + second.err
     records = read_journal(FolderStore(tmp_path / "run"))
     assert sorted({r.event.step for r in records if isinstance(r.event, StepDone)}) == [4, 5, 6]

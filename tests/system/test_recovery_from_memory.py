@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole_box
-from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.events import (
     CheckpointCaptured,
     CheckpointCommitted,
@@ -28,11 +23,12 @@ from holdfast.events import (
     RestorePointFound,
     RunFinished,
     SnapshotComplete,
-    WorkerStarted,
 )
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart, start, within
+from tests.support.followed_run import FollowedRun
 
 STEPS = 120
 KILLS = (15, 35)
@@ -51,8 +47,7 @@ SETTINGS = (
 @pytest.mark.slow
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
     alone, killed = run_file.parent / "alone", run_file.parent / "killed"
-    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=240)
-    assert undisturbed.code == 0, undisturbed.err
+    apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=240).succeeds()
     hit, held = _killed(run_file, killed)
     assert hit.code == 0, hit.err
 
@@ -73,9 +68,8 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
     durable = {event.step for event in events if isinstance(event, CheckpointCommitted)}
     assert durable >= {STEPS}
 
-    assert _final(alone) == _final(killed)
-    audit = within("data", "audit", killed)
-    assert audit.code == 0, audit.out
+    assert newest_tensors(alone, STEPS) == newest_tensors(killed, STEPS)
+    audit = within("data", "audit", killed).succeeds()
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
@@ -83,7 +77,7 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
 def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: Path) -> None:
     """Steps take milliseconds, so most durable saves meet slots that are in use."""
     folder = run_file.parent / "every-step"
-    outcome = apart(
+    apart(
         "train",
         run_file,
         f"folder={folder}",
@@ -91,8 +85,7 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
         "checkpoint.every_steps=5",
         "checkpoint.keep_last=100",
         deadline=240,
-    )
-    assert outcome.code == 0, outcome.err
+    ).succeeds()
     events = [record.event for record in read_journal(FolderStore(folder))]
     assert not any(isinstance(event, CheckpointFailed) for event in events)
     captured = {
@@ -117,41 +110,16 @@ def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
     """Train in `folder`, and SIGKILL a worker when the journal shows that memory holds each step
     of KILLS or a later one; those steps."""
     process = start("train", run_file, f"folder={folder}", *SETTINGS)
-    output: list[str] = []
-    collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=180)))
-    collector.start()
-    done = threading.Event()
-    threading.Thread(target=lambda: (process.wait(180), done.set()), daemon=True).start()
-    due, pids, seen = list(KILLS), dict[int, int](), 0
-    held: list[int] = []
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=done):
-        for record in records:
-            event = record.event
-            if isinstance(event, WorkerStarted):
-                pids[event.rank] = event.pid
-            # Late reports of a generation that was already hit do not count.
-            if not isinstance(event, SnapshotComplete) or record.generation <= seen or not due:
-                continue
-            if event.step >= due[0]:
-                due.pop(0)
-                held.append(event.step)
-                seen = record.generation
-                os.kill(pids[len(due) % 2], signal.SIGKILL)
-    collector.join(180)
-    assert not due, output
-    return Outcome(process.wait(120), *output), held
-
-
-def _final(folder: Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint, which is that of the last step."""
-    store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, list_commits(store)[0])
-    assert checkpoint.step == STEPS
-    out = {}
-    for spec in checkpoint.tensors:
-        box = whole_box(spec.name, spec.shape)
-        data = bytearray(box.size * ITEM_BYTES[spec.dtype])
-        checkpoint.read(box, memoryview(data))
-        assert any(data), f"{spec.name} is all zeros"
-        out[spec.name] = bytes(data)
-    return out
+    run, held = FollowedRun(folder, process), list[int]()
+    for number, due in enumerate(KILLS, 1):
+        # Late reports of a generation that was already hit do not count.
+        record = run.until(
+            lambda r, number=number, due=due: (
+                isinstance(r.event, SnapshotComplete)
+                and r.event.step >= due
+                and r.generation >= number
+            )
+        )
+        held.append(record.event.step)
+        os.kill(run.pids[number % 2], signal.SIGKILL)
+    return run.end(), held

@@ -10,9 +10,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,24 +26,22 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.events import (
     Event,
     GenerationStarted,
-    Record,
     RestorePointFound,
     RunFinished,
     StepDone,
     WorkerHeld,
     WorkerLost,
-    WorkerStarted,
 )
 from holdfast.report.history import history
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start, within
 from tests.support.faulty_trainer import DEEDS
+from tests.support.followed_run import DEADLINE, FollowedRun
 from tests.support.processes import children_of
 from tests.support.ranks import ROOT
 
 STEPS = 40
-DEADLINE = 240
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.batch_size=6",
@@ -66,56 +62,14 @@ Kind = TypeVar("Kind", bound=Event)
 def alone(run_file: Path) -> Path:
     """One worker, undisturbed."""
     folder = run_file.parent / "alone"
-    found = apart(
+    apart(
         "train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=DEADLINE
-    )
-    assert found.code == 0, found.err
+    ).succeeds()
     return folder
 
 
-class Run:
-    """A run in a process of its own, and its journal as it grows."""
-
-    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
-        self.folder, self.process = folder, process
-        self.pids: dict[int, int] = {}
-        self._output: list[str] = []
-        self._over = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._records = self._news()
-
-    def _read(self) -> None:
-        self._output += self.process.communicate()
-        self._over.set()
-
-    def _news(self) -> Iterator[Record]:
-        for records in follow_journal(
-            FolderStore(self.folder), poll_interval_s=0.02, stop=self._over
-        ):
-            for record in records:
-                event = record.event
-                if isinstance(event, GenerationStarted) and event.came_from is not None:
-                    self.pids = {
-                        rank: self.pids[was]
-                        for rank, was in enumerate(event.came_from)
-                        if was is not None
-                    }
-                if isinstance(event, WorkerStarted):
-                    self.pids[event.rank] = event.pid
-                yield record
-
-    def until(self, seen: Callable[[Record], bool]) -> Record:
-        """The next record of which this is true."""
-        over = threading.Timer(DEADLINE, self._over.set)
-        over.start()
-        try:
-            for record in self._records:
-                if seen(record):
-                    return record
-        finally:
-            over.cancel()
-        pytest.fail(f"it ended before that: {self._output}")
+class Run(FollowedRun):
+    """With questions about its steps and its events."""
 
     def until_step(self, step: int, generation: int) -> None:
         self.until(
@@ -131,8 +85,8 @@ class Run:
         return [child.pid for child in children_of(self.process.pid, module)]
 
     def finish(self) -> None:
-        self._reader.join(DEADLINE)
-        assert self.process.returncode == 0, self._output
+        ended = self.end()
+        assert ended.code == 0, ended.err
 
     def events(self, kind: type[Kind]) -> list[Kind]:
         return [
@@ -158,23 +112,11 @@ def _befallen(
     run_file: Path, name: str, deeds: dict[str, Any], *settings: str
 ) -> AbstractContextManager[Run]:
     folder = run_file.parent / name
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.faulty_trainer",
-            str(run_file),
-            f"folder={folder}",
-            *SETTINGS,
-            *settings,
-        ],
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", DEEDS: json.dumps(deeds)},
+    process = start(
+        *(run_file, f"folder={folder}", *SETTINGS, *settings),
+        folder=ROOT,
+        module="tests.support.faulty_trainer",
+        environ={DEEDS: json.dumps(deeds)},
     )
     return _running(folder, process)
 
@@ -206,8 +148,7 @@ def _every_step_once(folder: Path, alone: Path, rel: float) -> None:
     assert list(curves[0]) == list(range(1, STEPS + 1))
     for step, loss in curves[1].items():
         assert curves[0][step] == pytest.approx(loss, rel=rel)
-    audit = within("data", "audit", folder)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", folder).succeeds()
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
@@ -423,8 +364,8 @@ def test_an_error_that_comes_back_is_given_up(run_file: Path) -> None:
     deeds = {"raise": [[generation, 1, 3] for generation in range(1, 10)]}
     limit = "cluster.max_restarts_without_progress=2"
     with _befallen(run_file, "again", deeds, "layout.workers=2", limit) as run:
-        run._reader.join(DEADLINE)
-        assert run.process.returncode == 1
+        ended = run.end()
+        assert ended.code == 1
     assert len(run.events(GenerationStarted)) <= 5
     assert run.events(WorkerLost) == []
-    assert "ValueError: the test broke it" in " ".join(run._output)
+    assert "ValueError: the test broke it" in ended.out + ended.err

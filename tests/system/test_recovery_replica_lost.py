@@ -67,6 +67,5 @@ def test_the_others_go_on_at_once_and_are_joined_later(
         assert sorted(losses) == list(range(1, max(losses) + 1))
         for step, loss in losses.items():
             assert loss == pytest.approx(undisturbed[step], rel=rel, abs=0.0), step
-        audit = within("data", "audit", nodes.outside)
-        assert audit.code == 0, audit.out
+        audit = within("data", "audit", nodes.outside).succeeds()
         assert "none missing, none twice" in audit.out

@@ -10,8 +10,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,19 +23,14 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import Record, follow_journal, read_journal
+from holdfast.wire.journal import Record, read_journal
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.commands import apart, secret_file, staging, start, write_run_file
+from tests.support.commands import apart, peer_settings, secret_file, start, write_run_file
+from tests.support.followed_run import FollowedRun
 
 STEPS, GATE = 40, 25  # no worker passes the gate before all is lost
 KILL_AT = 10
 VARIABLE = "HOLDFAST_SECRET_FILE"
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[str]:
-    with staging(tmp_path) as address:
-        yield address
 
 
 @pytest.mark.slow
@@ -46,15 +39,6 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path)))
     path = write_run_file(tmp_path)
-    path.write_text(
-        path.read_text().replace(
-            "checkpoint: {every_steps: 3}\n",
-            (
-                "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
-                f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-            ),
-        )
-    )
     gate = FaultOrders(tmp_path / "gate")
     gate.prepare()
     settings = (
@@ -63,12 +47,12 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
         "layout.workers=1",
         "cluster.threads_per_worker=1",
         f"cluster.faults={gate.folder}",
+        *peer_settings(stage),
     )
     lost, alone = tmp_path / "lost", tmp_path / "alone"
-    undisturbed = apart(
+    apart(
         "train", path, f"folder={alone}", *settings, "checkpoint.peers=[]", deadline=200
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
 
     command = ("train", path, f"folder={lost}", *settings)
     gate.open_gate(GATE)
@@ -81,8 +65,7 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
         apart(*command).refuses_last("checkpoint.peers, stage", "does not accept", "--fresh")
     shutil.rmtree(lost)
 
-    again = apart(*command, deadline=200)
-    assert again.code == 0, again.err
+    again = apart(*command, deadline=200).succeeds()
     assert "stage knows this run up to generation 1" in again.out + again.err
     records = read_journal(FolderStore(lost))
     (begun,) = [r for r in records if isinstance(r.event, GenerationStarted)]
@@ -99,21 +82,14 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
 
 def _lose(process: subprocess.Popen[str], folder: Path) -> None:
     """Kill all of a run, once the staging machine holds a step from KILL_AT on; its folder goes."""
-    end = threading.Event()
-    deadline = threading.Timer(120, end.set)
-    deadline.start()
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=end):
-        if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
-            break
-    else:
-        pytest.fail("no snapshot reached the staging machine")
-    deadline.cancel()
+    run = FollowedRun(folder, process)
+    run.until(lambda r: isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     for child in children:
         if child.is_running():
             child.kill()
-    process.communicate(timeout=120)
+    run.end()
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
     shutil.rmtree(folder)

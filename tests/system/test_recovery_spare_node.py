@@ -77,8 +77,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         assert sorted(done) == list(range(1, STEPS + 1)), "only steps in flight were done again"
         losses = nodes.losses()
         assert losses == pytest.approx(undisturbed, rel=1e-10, abs=0.0)
-        audit = within("data", "audit", nodes.outside)
-        assert audit.code == 0, audit.out
+        audit = within("data", "audit", nodes.outside).succeeds()
         assert "none missing, none twice" in audit.out
 
 

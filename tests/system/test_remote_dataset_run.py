@@ -27,8 +27,7 @@ def test_two_nodes_train_on_one_bucket_and_outlast_it(tmp_path: Path) -> None:
         location = s3.location(proxy.address, retries=0, timeout=5)
         settings = (*SETTINGS, f"data.folder={location}", "checkpoint.every_steps=5")
         caches = {name: f"data.cache={tmp_path / name}" for name in ("first", "second", "third")}
-        done = within("data", "prepare", run_file, *settings[1:-1], caches["third"])
-        assert done.code == 0, done.err
+        within("data", "prepare", run_file, *settings[1:-1], caches["third"]).succeeds()
         shards = len(list((tmp_path / "third").glob("*/shards/train-*.bin")))
         with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
             nodes.start("first", settings=[caches["first"]])
@@ -45,8 +44,7 @@ def test_two_nodes_train_on_one_bucket_and_outlast_it(tmp_path: Path) -> None:
             assert nodes.end() == {"first": 0, "second": 0}, nodes.said
             assert nodes.losses() == wanted
         proxy.rule = lambda request: None
-        audit = apart("data", "audit", tmp_path / "run", deadline=DEADLINE_S)
-        assert audit.code == 0, audit.out + audit.err
+        apart("data", "audit", tmp_path / "run", deadline=DEADLINE_S).succeeds()
 
 
 def test_a_shard_that_is_damaged_in_the_bucket_ends_the_run_with_one_sentence(

@@ -23,8 +23,7 @@ def run_file(tmp_path: Path) -> Path:
 def trained(run_file: Path, name: str, *settings: str) -> Path:
     """Train in a folder of that name."""
     folder = run_file.parent / name
-    done = apart("train", run_file, f"folder={folder}", *settings, deadline=DEADLINE_S)
-    assert done.code == 0, done.err
+    apart("train", run_file, f"folder={folder}", *settings, deadline=DEADLINE_S).succeeds()
     return folder
 
 
@@ -34,8 +33,7 @@ def rates(folder: Path) -> dict[int, float]:
 
 
 def audited(folder: Path) -> str:
-    audit = within("data", "audit", folder)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", folder).succeeds()
     return audit.out
 
 
@@ -52,8 +50,7 @@ def test_a_longer_run_is_the_run_of_that_length(schedule: str, run_file: Path) -
     longer = trained(run_file, "longer", *settings, "train.steps=7")
     trained(run_file, "longer", *settings, "train.steps=14")
     at_once = trained(run_file, "at-once", *settings, "train.steps=14")
-    same = within("checkpoint", "diff", longer, at_once)
-    assert same.code == 0, same.out
+    within("checkpoint", "diff", longer, at_once).succeeds()
     assert "56 samples in 14 steps: none missing, none twice" in audited(longer)
 
 
@@ -62,12 +59,10 @@ def test_a_branch_with_another_rate_differs_from_its_first_step_on(run_file: Pat
     settings = ("train.schedule.kind=constant", "train.schedule.warmup_steps=0")
     parent = trained(run_file, "parent", *settings)
     branch = run_file.parent / "branch"
-    made = within(
+    within(
         "branch", parent, "--at", "3", "--to", branch, "train.optimizer.learning_rate=1e-4"
-    )
-    assert made.code == 0, made.err
-    done = apart("train", branch / "run.yaml", deadline=DEADLINE_S)
-    assert done.code == 0, done.err
+    ).succeeds()
+    apart("train", branch / "run.yaml", deadline=DEADLINE_S).succeeds()
     assert rates(branch) == dict.fromkeys((4, 5, 6), 1e-4)
     assert rates(parent) == dict.fromkeys(range(1, 7), 3e-3)
     assert within("checkpoint", "diff", f"{parent}@6", f"{branch}@6").code == 1
@@ -96,8 +91,6 @@ def test_a_run_that_is_training_can_be_branched(run_file: Path) -> None:
         assert process.returncode == 0, told
     finally:
         process.kill()
-    done = apart("train", branch / "run.yaml", deadline=DEADLINE_S)
-    assert done.code == 0, done.err
-    same = within("checkpoint", "diff", f"{parent}@400", f"{branch}@400")
-    assert same.code == 0, same.out
+    apart("train", branch / "run.yaml", deadline=DEADLINE_S).succeeds()
+    within("checkpoint", "diff", f"{parent}@400", f"{branch}@400").succeeds()
     assert "1,520 samples in 380 steps (21 to 400)" in audited(branch)

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -24,9 +23,8 @@ from holdfast.events import GenerationStarted, RunFinished, RunStopped, StepDone
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.support.hung_disk_trainer import beside
-from tests.support.journal_reader import Journal
 from tests.support.processes import children_of
-from tests.support.ranks import ROOT, wait_until
+from tests.support.ranks import wait_until
 from tests.support.trainer_process import Trainer, gone, training
 
 MOVER = "holdfast.checkpoint.mover.main"
@@ -205,26 +203,8 @@ class Hanging(Trainer):
     `hung_disk`."""
 
     def __init__(self, folder: Path, seconds: float, *overrides: str) -> None:
-        self.folder, self.output = folder, folder.with_name("hanging.out")
-        self._journal = Journal(folder)
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.support.hung_disk_trainer",
-                    str(seconds),
-                    str(folder),
-                    "cluster.heartbeat_seconds=0.05",
-                    "cluster.recovery=restart",
-                    *overrides,
-                ],
-                cwd=ROOT,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        module = "tests.support.hung_disk_trainer"
+        super().__init__(folder, *overrides, module=module, before=(str(seconds),))
 
     def hang(self) -> None:
         beside(self.folder).touch()

@@ -12,29 +12,25 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.events import (
     Event,
     GenerationStarted,
-    Record,
     RunFinished,
     RunStopped,
     StepDone,
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart, start, within
+from tests.support.followed_run import FollowedRun
 
 SETTINGS = (
     "train.batch_size=6",
@@ -55,10 +51,9 @@ def test_kills_and_another_number_of_workers_change_no_bit(
     settings = (f"train.steps={steps}", f"train.precision={precision}", *SETTINGS)
     leave_at = 20 + 12 * kills
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    undisturbed = apart(
+    apart(
         "train", run_file, f"folder={alone}", *settings, "layout.workers=1", deadline=240
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
 
     chooser = random.Random(20260511)
     points = [10 + 12 * i + chooser.randrange(8) for i in range(kills)]
@@ -73,10 +68,9 @@ def test_kills_and_another_number_of_workers_change_no_bit(
     assert sum(isinstance(event, RunStopped) for event in events) == 1
     assert sum(isinstance(event, RunFinished) for event in events) == 1
     assert _clipped_in_every_step(events)
-    _same_state(alone, killed, steps)
+    assert newest_tensors(alone, steps) == newest_tensors(killed, steps)
 
-    audit = within("data", "audit", killed)
-    assert audit.code == 0, audit.out
+    audit = within("data", "audit", killed).succeeds()
     assert f"{6 * steps:,} samples in {steps} steps: none missing, none twice" in audit.out
 
 
@@ -93,14 +87,9 @@ def _disturbed(
     agent at `leave_at`."""
     before = len(read_journal(FolderStore(folder))) if folder.exists() else 0
     process = start("train", run_file, f"folder={folder}", *settings, f"layout.workers={workers}")
-    output: list[str] = []
-    collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=240)))
-    collector.start()
-    done = threading.Event()
-    watcher = threading.Thread(target=lambda: (process.wait(240), done.set()), daemon=True)
-    watcher.start()
+    run = FollowedRun(folder, process)
     due, pids, killed = list(points), dict[int, int](), 0
-    for record in _news(folder, before, done):
+    for record in islice(run.records(), before, None):
         event = record.event
         if isinstance(event, GenerationStarted):  # who stays has another rank
             came_from = enumerate(event.came_from or ())
@@ -117,43 +106,11 @@ def _disturbed(
         elif not due and leave_at is not None and event.step >= leave_at:
             leave_at = None
             process.send_signal(signal.SIGTERM)
-    collector.join(240)
-    assert not due, f"the run ended before the points {due}: {output}"
-    return Outcome(process.wait(120), *output)
-
-
-def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:
-    """Records as they come, until the process has ended."""
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=done):
-        for record in records:
-            if skip:
-                skip -= 1
-            else:
-                yield record
+    ended = run.end()
+    assert not due, f"the run ended before the points {due}: {ended.err}"
+    return ended
 
 
 def _clipped_in_every_step(events: list[Event]) -> bool:
     done = [event for event in events if isinstance(event, StepDone)]
     return all(event.skipped_at or event.grad_norm > 0.05 for event in done)
-
-
-def _same_state(left: Path, right: Path, steps: int) -> None:
-    """Every tensor of the two newest checkpoints has the same bytes."""
-    one, other = (_final(folder, steps) for folder in (left, right))
-    assert [spec.name for spec in one.tensors] == [spec.name for spec in other.tensors]
-    for spec in one.tensors:
-        box = Box(spec.name, (0,) * len(spec.shape), spec.shape)
-        values = []
-        for checkpoint in (one, other):
-            out = bytearray(box.size * ITEM_BYTES[spec.dtype])
-            checkpoint.read(box, memoryview(out))
-            values.append(bytes(out))
-        assert any(values[0]), f"{spec.name} is all zeros"
-        assert values[0] == values[1], f"{spec.name} differs"
-
-
-def _final(folder: Path, steps: int) -> Checkpoint:
-    store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, list_commits(store)[0])
-    assert checkpoint.step == steps
-    return checkpoint

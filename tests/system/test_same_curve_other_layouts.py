@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,11 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import Box
-from holdfast.events import Evaluated, GenerationStarted, StepDone, WorkerLost, WorkerStarted
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.events import Evaluated, GenerationStarted, StepDone, WorkerLost
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start, within, write_run_file
+from tests.support.followed_run import FollowedRun
 from tests.support.ranks import DEADLINE_S
 
 STEPS, KILL, LEAVE = 40, 8, 16
@@ -69,13 +69,11 @@ def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
     """Its validations too, of which each layout makes some."""
     run_file = write_run_file(tmp_path)
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    undisturbed = apart(
+    apart(
         "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=DEADLINE_S
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    ).succeeds()
     _disturbed_until_told_to_leave(run_file, moved, before)
-    resumed = apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE_S)
-    assert resumed.code == 0, resumed.err
+    apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE_S).succeeds()
     assert _kinds(moved) == kinds
 
     for name, want in _state(alone).items():
@@ -94,33 +92,16 @@ def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
 def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[str, ...]) -> None:
     """Four workers, of which one gets SIGKILL; later the agent gets SIGTERM."""
     process = start("train", run_file, f"folder={folder}", *SETTINGS, *layout)
-    ended = threading.Event()
-    output: list[str] = []
-
-    def collect() -> None:
-        output.extend(process.communicate(timeout=DEADLINE_S))
-        ended.set()
-
-    collector = threading.Thread(target=collect)
-    collector.start()
-    pids: dict[int, int] = {}
-    killed, left = 0, False
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=ended):
-        for record in records:
-            event = record.event
-            if isinstance(event, WorkerStarted):
-                pids[event.rank] = event.pid
-            # Late reports of the generation that was hit do not count.
-            if not isinstance(event, StepDone) or record.generation <= killed:
-                continue
-            if event.step >= KILL and not killed:
-                killed = record.generation
-                os.kill(pids[3], signal.SIGKILL)
-            elif event.step >= LEAVE and not left:
-                left = True
-                process.send_signal(signal.SIGTERM)
-    collector.join(DEADLINE_S)
-    assert process.returncode == 0, output
+    run = FollowedRun(folder, process)
+    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= KILL)
+    os.kill(run.pids[3], signal.SIGKILL)
+    # Late reports of the generation that was hit do not count.
+    run.until(
+        lambda r: isinstance(r.event, StepDone) and r.event.step >= LEAVE and r.generation > 1
+    )
+    process.send_signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 0, ended.err
     events = [record.event for record in read_journal(FolderStore(folder))]
     assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
     assert max(e.step for e in events if isinstance(e, StepDone)) < STEPS, "it left too late"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import start, within, write_run_file
+from tests.support.followed_run import FollowedRun
 
 SETTINGS = (
     "train.steps=100000",
@@ -83,19 +84,7 @@ def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: 
 def _until(path: Path, folder: Path, leaves: Callable[[Record], bool]) -> int:
     """Run a session and ask it to leave once `leaves` says so of a record; return its exit code."""
     process = start("train", path, f"folder={folder}", *SETTINGS)
-    done = threading.Event()
-    collector = threading.Thread(target=lambda: (process.communicate(timeout=200), done.set()))
-    collector.start()
-    told = False
-    for record in _records(folder, done):
-        if not told and leaves(record):
-            told = True
-            process.terminate()
-    collector.join(200)
-    assert told
-    return int(process.returncode)
-
-
-def _records(folder: Path, done: threading.Event) -> Iterator[Record]:
-    for batch in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=done):
-        yield from batch
+    run = FollowedRun(folder, process)
+    run.until(leaves)
+    process.terminate()
+    return run.end().code

@@ -44,16 +44,14 @@ def _require(tmp_path: Path, disk: str) -> None:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run."""
     root = tmp_path_factory.mktemp("alone")
-    done = apart("train", write_run_file(root), *SETTINGS, "layout.workers=1", deadline=300)
-    assert done.code == 0, done.err
+    apart("train", write_run_file(root), *SETTINGS, "layout.workers=1", deadline=300).succeeds()
     return root / "run"
 
 
 def _seen(tmp_path: Path, alone: Path, disk: str, fault: str) -> dict[str, Any]:
     """Run the driver; return what it saw, after the checks that hold for every fault."""
     _require(tmp_path, disk)
-    prepared = apart("data", "prepare", write_run_file(tmp_path))
-    assert prepared.code == 0, prepared.err
+    apart("data", "prepare", write_run_file(tmp_path)).succeeds()
     driver = (sys.executable, "-m", "tests.support.train_on_sick_disk")
     done = subprocess.run(
         [*NAMESPACE, *driver, str(tmp_path), disk, fault, str(alone)],

@@ -69,8 +69,9 @@ def test_a_state_of_three_times_the_device_trains_with_files_and_resumes(
     )
     assert refused.code == 2, refused.err
     assert "train.memory.device_gb: a rank needs" in refused.err
-    alone = apart("train", run_file, f"folder={tmp_path / 'alone'}", *SETTINGS, deadline=DEADLINE)
-    assert alone.code == 0, alone.err
+    apart(
+        "train", run_file, f"folder={tmp_path / 'alone'}", *SETTINGS, deadline=DEADLINE
+    ).succeeds()
 
     folder = tmp_path / "killed"
     command = ("train", run_file, f"folder={folder}", *SETTINGS, *_places(device_gb, disk))
@@ -82,8 +83,7 @@ def test_a_state_of_three_times_the_device_trains_with_files_and_resumes(
     finally:
         process.kill()  # the agent: its workers end by themselves
         process.communicate(timeout=DEADLINE)
-    resumed = apart(*command, deadline=DEADLINE)
-    assert resumed.code == 0, resumed.err
+    apart(*command, deadline=DEADLINE).succeeds()
     first, second = (newest_tensors(path, STEPS) for path in (tmp_path / "alone", folder))
     assert first == second
     assert os.listdir(disk) == []

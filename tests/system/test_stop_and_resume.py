@@ -68,8 +68,7 @@ def test_two_trainers_ctrl_c_and_fresh(running: tuple[Path, subprocess.Popen[str
     assert len(list((folder / "commits").iterdir())) == 1
 
     # --fresh keeps the old folder.
-    fresh = apart("train", run_file, "--fresh")
-    assert fresh.code == 0, fresh.err
+    fresh = apart("train", run_file, "--fresh").succeeds()
     assert f"the old run folder is now {folder}.old-1" in fresh.err
     assert list((folder.with_name("run.old-1") / "commits").iterdir())
     assert json.loads((folder / "resolved.json").read_text())["config"]["train"]["steps"] == 6
@@ -144,8 +143,7 @@ def test_a_resume_goes_on_on_another_number_of_workers(tmp_path: Path) -> None:
     assert end(process).code == 0
     done = apart(
         "train", run_file, "train.steps=120", "train.evaluate.every=0", "layout.workers=1", "--json"
-    )
-    assert done.code == 0, done.err
+    ).succeeds()
     records = [json.loads(line) for line in done.out.splitlines()]
     first = next(r for r in records if r["kind"] == "generation_started")
     assert first["event"]["reason"] == "resume"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.events import Evaluated, StepDone
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.commands import apart, start, write_run_file
+from tests.support.commands import apart, write_run_file
+from tests.support.killed_run import run_with_a_kill
 from tests.support.their_models import write_model
 
 STEPS = 12
@@ -36,27 +34,6 @@ def _run_file(root: Path, dropout: float = 0.1, kind: str = "gpt2") -> Path:
     return path
 
 
-def _kill_in(folder: Path, run_file: Path, at: int, *overrides: str) -> None:
-    process = start("train", run_file, f"folder={folder}", *overrides)
-    done, pids, output = threading.Event(), dict[int, int](), list[str]()
-
-    def collect() -> None:
-        output.extend(process.communicate(timeout=300))
-        done.set()
-
-    collector = threading.Thread(target=collect)
-    collector.start()
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
-        for event in (record.event for record in records):
-            if isinstance(event, WorkerStarted):
-                pids[event.rank] = event.pid
-            if isinstance(event, StepDone) and event.step == at:
-                os.kill(pids[max(pids)], signal.SIGKILL)
-                done.set()
-    collector.join(300)
-    assert process.returncode == 0, output
-
-
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     opened = holdfast.open_checkpoint(folder)
     assert opened.step == STEPS
@@ -66,28 +43,23 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_a_model_of_transformers_is_killed_exported_and_branched(tmp_path: Path) -> None:
     run_file, killed, alone = _run_file(tmp_path), tmp_path / "killed", tmp_path / "alone"
-    _kill_in(killed, run_file, 5, "layout.workers=3")
-    events = [record.event for record in read_journal(FolderStore(killed))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-    validations = [e for e in events if isinstance(e, Evaluated)]
+    three = (f"folder={killed}", "layout.workers=3")
+    found = run_with_a_kill(killed, 5, "train", run_file, *three)
+    validations = [e for e in found.events if isinstance(e, Evaluated)]
     assert [e.step for e in validations] == [3, 6, 9, 12]
     assert all(e.bits_per_byte for e in validations)
-    done = apart("train", run_file, f"folder={alone}", "layout.workers=1", deadline=300)
-    assert done.code == 0, done.err
+    apart("train", run_file, f"folder={alone}", "layout.workers=1", deadline=300).succeeds()
     one, other = _tensors(alone), _tensors(killed)
     assert all(torch.equal(one[name], other[name]) for name in one)
     audit = apart("data", "audit", killed)
     assert "none missing, none twice" in audit.out, audit.err
 
-    exported = apart("export", killed, "--to", tmp_path / "out", deadline=300)
-    assert exported.code == 0, exported.err
+    apart("export", killed, "--to", tmp_path / "out", deadline=300).succeeds()
     _assert_loads(tmp_path / "out", tmp_path / "theirs", killed)
     _assert_same_text(tmp_path / "out", killed)
 
-    made = apart("branch", killed, "--at", "6", "--to", tmp_path / "twin", deadline=300)
-    assert made.code == 0, made.err
-    twin = apart("train", tmp_path / "twin" / "run.yaml", deadline=300)
-    assert twin.code == 0, twin.err
+    apart("branch", killed, "--at", "6", "--to", tmp_path / "twin", deadline=300).succeeds()
+    apart("train", tmp_path / "twin" / "run.yaml", deadline=300).succeeds()
     branched = _tensors(tmp_path / "twin")
     assert all(torch.equal(one[name], branched[name]) for name in one)
 
@@ -118,8 +90,7 @@ def _assert_same_text(folder: Path, run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = ["--temperature", "0", "--tokens", "8", "--json"]
-    done = apart("generate", run, "the quick", *options, deadline=300)
-    assert done.code == 0, done.err
+    done = apart("generate", run, "the quick", *options, deadline=300).succeeds()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("the quick", return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -132,12 +103,11 @@ def _assert_same_text(folder: Path, run: Path) -> None:
 def test_zero_agrees_in_float64_and_is_restored_on_another_layout(tmp_path: Path) -> None:
     run_file = _run_file(tmp_path, dropout=0.0)
     wide = "train.precision=float64"
-    alone = apart("train", run_file, "layout.workers=1", wide, f"folder={tmp_path / 'alone'}")
-    assert alone.code == 0, alone.err
+    apart("train", run_file, "layout.workers=1", wide, f"folder={tmp_path / 'alone'}").succeeds()
     one = _tensors(tmp_path / "alone")
     for zero in (1, 2, 3):
         folder, layout = tmp_path / f"zero{zero}", [f"layout.zero={zero}", "layout.dp_shard=2"]
-        first = apart(
+        apart(
             "train",
             run_file,
             wide,
@@ -146,9 +116,8 @@ def test_zero_agrees_in_float64_and_is_restored_on_another_layout(tmp_path: Path
             *layout,
             "train.schedule.steps=12",
             deadline=300,
-        )
-        assert first.code == 0, first.err
-        rest = apart(
+        ).succeeds()
+        apart(
             "train",
             run_file,
             wide,
@@ -156,8 +125,7 @@ def test_zero_agrees_in_float64_and_is_restored_on_another_layout(tmp_path: Path
             "train.schedule.steps=12",
             "layout.workers=1",
             deadline=300,
-        )
-        assert rest.code == 0, rest.err
+        ).succeeds()
         for name, value in _tensors(folder).items():
             assert (value - one[name]).norm() <= 1e-10 * one[name].norm(), name
 
@@ -171,8 +139,7 @@ def test_adapters_and_a_plan_for_tensor_parallelism(tmp_path: Path) -> None:
     run_file, curves = _run_file(tmp_path, kind="qwen2"), []
     for name, *layout in (("one", "layout.workers=1"), ("two", "layout.workers=2", "layout.tp=2")):
         folder = tmp_path / name
-        done = apart("train", run_file, f"folder={folder}", *layout, deadline=300)
-        assert done.code == 0, done.err
+        done = apart("train", run_file, f"folder={folder}", *layout, deadline=300).succeeds()
         events = [record.event for record in read_journal(FolderStore(folder))]
         losses = [event.loss for event in events if isinstance(event, StepDone)]
         validations = [event.loss for event in events if isinstance(event, Evaluated)]
@@ -186,16 +153,13 @@ def test_adapters_and_a_plan_for_tensor_parallelism(tmp_path: Path) -> None:
 
     tuned = tmp_path / "tuned"
     lora = ("lora.rank=2", "lora.targets=[q_proj,down_proj]")
-    done = apart("train", run_file, f"folder={tuned}", *lora, deadline=300)
-    assert done.code == 0, done.err
-    done = apart("export", tuned, "--to", tmp_path / "out")
-    assert done.code == 0, done.err
+    apart("train", run_file, f"folder={tuned}", *lora, deadline=300).succeeds()
+    apart("export", tuned, "--to", tmp_path / "out").succeeds()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").state_dict()
     changed = {name for name in base if not torch.equal(base[name], exported[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
-    done = apart("export", tuned, "--to", tmp_path / "adapter", "--format", "peft")
-    assert done.code == 0, done.err
+    apart("export", tuned, "--to", tmp_path / "adapter", "--format", "peft").succeeds()
     there = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (there["r"], there["target_modules"]) == (2, ["down_proj", "q_proj"])
     kept = holdfast.open_checkpoint(tuned).parameters()

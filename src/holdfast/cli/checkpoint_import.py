@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.options import Json, Overrides
 from holdfast.config.sections.lora import refuse_lora
 from holdfast.config.sections.run_place import is_bucket
-from holdfast.config.sections.task import refuse_file_of_task
+from holdfast.config.sections.task import refuse_task
 from holdfast.errors import DataError, OutOfSpaceError, RunFolderError, UserError
 from holdfast.launch.run.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
@@ -81,7 +81,7 @@ def import_(
 
     facts = Facts(detect_hardware())
     loaded = plan_for_machine(load_config(run_file, overrides or []), facts)
-    refuse_file_of_task(loaded.config.task, COMMAND)
+    refuse_task(loaded.config.task, COMMAND, is_file=True)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
     folder = require_folder(loaded)
     refuse_in_use(folder, HolderWatch(folder, say))

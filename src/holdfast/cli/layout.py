@@ -20,7 +20,7 @@ from holdfast.cli.options import Json, Overrides, RunFile, refuse_beside
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
-from holdfast.config.sections.task import refuse_file_of_task
+from holdfast.config.sections.task import refuse_task
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.draw import draw_svg as picture
@@ -194,7 +194,7 @@ def _schedule_of_run(
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]
     loaded = load_config(path, overrides)
-    refuse_file_of_task(loaded.config.task, "holdfast layout schedule")
+    refuse_task(loaded.config.task, "holdfast layout schedule", is_file=True)
     loaded, _ = plan_to_look(with_prepared_vocabulary(loaded, SCREEN))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
@@ -327,7 +327,7 @@ def _read_request(
     if workers is not None:
         overrides.append(f"layout.workers={workers}")
     loaded, notes = load_config(run_file, overrides), list[str]()
-    refuse_file_of_task(loaded.config.task, "holdfast layout")
+    refuse_task(loaded.config.task, "holdfast layout", is_file=True)
     loaded = with_prepared_vocabulary(loaded, SCREEN)
     if loaded.config.model.vocab_size == 0:
         notes.append(

@@ -5,18 +5,21 @@ Each section belongs to the thing it configures; rules that cross sections stand
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.huggingface.convert import explain_no_architecture
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import InPlace, Never
+from holdfast.config.sections.base import InPlace, Never, Section
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.config.sections.data import DataConfig
-from holdfast.config.sections.degrees import ModuleCuts, find_impossible_degrees
-from holdfast.config.sections.float8 import find_impossible_float8
+from holdfast.config.sections.degrees import (
+    ModuleCuts,
+    find_impossible_degrees,
+    find_impossible_float8,
+)
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
@@ -31,33 +34,20 @@ from holdfast.config.sections.train import TrainConfig
 
 
 class RunConfig(Section):
-    name: InPlace[str] = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
-        description="name in logs, metrics and pages",
-    )
-    folder: InPlace[str] = Field(
-        "runs/{name}",
-        description="the run folder, or the "
-        "address of a bucket (s3://, gs://, az://); {name} is filled in",
-    )
-    branch_of: Never[str] = Field(
-        "",
-        pattern=r"^([^@]+@[0-9]+)?$",
-        description="the run and the step that this run continues, as `holdfast branch` writes "
-        "them; empty: it begins at step 0",
-    )
-    seed: Never[int] = Field(
-        1, ge=0, lt=2**63, description="seed of the initial weights and of the order of samples"
-    )
-    device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = Field(
-        "auto",
-        description="auto: the machine's accelerator if it has one, cpu otherwise (planned). cuda "
-        "is NVIDIA and AMD, xpu Intel, mps Apple",
-    )
-    tensorboard: InPlace[bool] = Field(
-        False, description="short for logging.trackers: [tensorboard]"
-    )
+    name: InPlace[str] = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """name in logs, metrics and pages"""
+    folder: InPlace[str] = "runs/{name}"
+    """the run folder, or the address of a bucket (s3://, gs://, az://); {name} is filled in"""
+    branch_of: Never[str] = Field("", pattern=r"^([^@]+@[0-9]+)?$")
+    """the run and the step that this run continues, as `holdfast branch` writes them; empty: it
+    begins at step 0"""
+    seed: Never[int] = Field(1, ge=0, lt=2**63)
+    """seed of the initial weights and of the order of samples"""
+    device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = "auto"
+    """auto: the machine's accelerator if it has one, cpu otherwise (planned). cuda is NVIDIA and
+    AMD, xpu Intel, mps Apple"""
+    tensorboard: InPlace[bool] = False
+    """short for logging.trackers: [tensorboard]"""
     task: Never[TaskConfig] = TaskConfig.model_validate({})
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
@@ -89,68 +79,46 @@ class RunConfig(Section):
             )
         return folder
 
-    @model_validator(mode="after")
-    def _cross_section(self) -> RunConfig:
-        if (sentence := self.find_broken_rule()) is not None:
-            raise ValueError(sentence)
-        return self
-
-    def find_broken_rule(self) -> str | None:
-        """Return the sentence of the first violated rule that crosses sections, "... : use ..."."""
-        length = self.data.sequence_length
-        refused = find_impossible_degrees(
-            self.layout, self.model, self.train, length, self.module_cuts
-        )
-        trained = "" if self.module_cuts is None else self.module_cuts.trained
-        refused = refused or find_impossible_float8(
-            self.layout, self.model, self.train, length, trained
-        )
-        if refused is not None:
-            return refused
+    def broken_rules(self) -> Iterator[str]:
+        """Those that cross sections."""
+        length, cuts = self.data.sequence_length, self.module_cuts
+        yield find_impossible_degrees(self.layout, self.model, self.train, length, cuts) or ""
+        trained = "" if cuts is None else cuts.trained
+        yield find_impossible_float8(self.layout, self.model, self.train, length, trained) or ""
         if self.task.name and not self.train.microbatch_size:
-            return (
+            yield (
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
-        if (refused := self._refuse_experts()) is not None:
-            return refused
-        if (unknown := explain_no_architecture(self.model)) is not None:
-            return unknown
+        experts = self.model.experts
+        if experts is not None and self.lora.rank:
+            yield (
+                f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
+                "use lora.rank 0, or a model without experts"
+            )
+        if experts is not None and self.train.precision == "fp16" and experts.has_loss:
+            yield (
+                "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
+                "or balance_loss 0 and z_loss 0"
+            )
+        yield explain_no_architecture(self.model) or ""
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
-            return (
+            yield (
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "
                 "use cluster.recovery: live, or loss_jumps: ignore"
             )
         if self.train.memory.parameters != DEVICE and not self.layout.cuts_parameters:
-            return (
+            yield (
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
                 "layout.zero 2 or 3 with dp_shard above 1 makes them (not zero2_reduce step): "
                 "use train.memory.parameters: device"
             )
         if self.data.sequence_length > self.model.max_position:
-            return (
+            yield (
                 f"data.sequence_length {self.data.sequence_length} is longer than "
                 f"model.max_position {self.model.max_position}: "
                 f"use {self.model.max_position} or less"
             )
-        return None
-
-    def _refuse_experts(self) -> str | None:
-        """One sentence if the run's experts do not go with its other keys."""
-        experts = self.model.experts
-        if experts is None:
-            return None
-        if self.lora.rank:
-            return (
-                f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
-                "use lora.rank 0, or a model without experts"
-            )
-        if self.train.precision == "fp16" and experts.has_loss:
-            return (
-                "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
-                "or balance_loss 0 and z_loss 0"
-            )
-        return None
 
     @property
     def trains_decoder(self) -> bool:
@@ -174,9 +142,12 @@ class RunConfig(Section):
         if self.lora.rank:
             return ModuleCuts("lora", {}, is_known=True, can_have_table=False)
         task = self.task
-        is_known = bool(task.parameters)
+        rows = (row.split(" ") for row in task.sharding)
+        parts = {
+            row[0]: int(row[2]) for row in rows if len(row) == 3
+        }  # a row of two words has none
         is_script = task.name == SCRIPT_TASK
-        return ModuleCuts(task.label, task.tensor_parts, is_known, not is_script)
+        return ModuleCuts(task.label, parts, bool(task.parameters), not is_script)
 
     @property
     def run_folder(self) -> str:

@@ -62,7 +62,7 @@ def run_weights(run: Run, checkpoint: Checkpoint) -> TensorParts:
         return CheckpointWeights(run, checkpoint)
     if not run.config.task.name:
         return MergedWeights(run, checkpoint)
-    from holdfast.tasks.task.merged import MergedTaskWeights
+    from holdfast.tasks.task.task_export import MergedTaskWeights
 
     return MergedTaskWeights(run.config, CheckpointWeights(run, checkpoint))
 
@@ -93,7 +93,7 @@ def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
     if not task.name:
         write_adapter(to, run.config.model, lora, tensors, version)
         return
-    from holdfast.tasks.task.adapters import linear_layers
+    from holdfast.tasks.task.initial import linear_layers
     from holdfast.tasks.task.loading import load_task
     from holdfast.tasks.task.module import meta_module
 

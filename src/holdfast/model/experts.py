@@ -35,8 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.config.sections.experts import ExpertsConfig
-from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.model import ExpertsConfig, ModelConfig
 from holdfast.model.feed_forward import ACTIVATIONS, GatedFeedForward, Linear
 
 _GROUPED_MULTIPLE = 8  # elements of a row's alignment that the grouped product asks for

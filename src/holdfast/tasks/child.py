@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
 from holdfast.data.order.ledger_entries import stand_in_entries
@@ -19,17 +21,15 @@ from holdfast.errors import UserError
 from holdfast.tasks.named.named import load_optimizer, load_schedule, sources_of
 from holdfast.tasks.named.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
-from holdfast.tasks.task.adapters import frozen_values, trained_module, values_checksum
 from holdfast.tasks.task.ask import BASE_CHECKSUM, Answer, Question
-from holdfast.tasks.task.batches import TaskBatches, open_samples
-from holdfast.tasks.task.initial import first_values
+from holdfast.tasks.task.batches import TaskBatches, open_samples, open_validation
+from holdfast.tasks.task.initial import first_values, frozen_values, trained_module, values_checksum
 from holdfast.tasks.task.loading import place_in_user_code, source_digest
 from holdfast.tasks.task.module import known_flops, meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.task.sharding import sharding_rows
-from holdfast.tasks.task.validation import open_validation
 from holdfast.wire.process_end import skip_last_collection
 
-_SAMPLED_STEPS = 10_000
+_MAX_SAMPLED_STEPS = 10_000  # so that the start of a long run takes no time
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
@@ -57,20 +57,15 @@ def describe_named(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of what `train` names by a path. Raises UserError."""
     train, found = config.train, dict[str, Any]()
     if train.optimizer.is_class:
-        facts = probe_optimizer(load_optimizer(config), train.optimizer)
-        found["train.optimizer.slots"] = [slot.text for slot in facts.slots]
-        found["train.optimizer.layouts"] = list(facts.layouts)
+        slots, layouts = probe_optimizer(load_optimizer(config), train.optimizer)
+        found["train.optimizer.slots"] = [slot.text for slot in slots]
+        found["train.optimizer.layouts"] = list(layouts)
     if train.schedule.is_function:
         rate = load_schedule(config)
-        for step in _sampled_steps(train.steps):
+        stride = max(1, train.steps // _MAX_SAMPLED_STEPS)
+        for step in (*range(1, train.steps + 1, stride), train.steps):
             rate(step, train.schedule_steps)
-    return found | {f"{k.rpartition('.')[0]}.source": v for k, v in sources_of(config).items()}
-
-
-def _sampled_steps(steps: int) -> list[int]:
-    """All steps, or so many that the start of a long run takes no time."""
-    stride = max(1, steps // _SAMPLED_STEPS)
-    return [*range(1, steps + 1, stride), steps]
+    return found | sources_of(config)
 
 
 def answer(question: Question) -> Answer:
@@ -94,7 +89,7 @@ def answer(question: Question) -> Answer:
 def main() -> None:
     skip_last_collection()
     answer_file = Path(sys.argv[1])  # a script gets arguments of its own
-    found = answer(Question.from_json(json.load(sys.stdin)))
+    found = answer(TypeAdapter(Question).validate_json(sys.stdin.read()))
     answer_file.write_text(json.dumps(asdict(found)), "utf-8")
 
 

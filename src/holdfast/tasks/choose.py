@@ -63,7 +63,6 @@ def _load_same(config: RunConfig, device: torch.device | str = "cpu") -> Task:
     if source_digest(config.task, task) != source and describe_task(config)["source"] != source:
         raise TaskError(
             f"the source of {config.task.label} has changed since this run was started",
-            where="task",
             remedy=f"put the files back, or begin another run: {config.task.other_run_command}",
         )
     return task

@@ -22,20 +22,22 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ScriptError, TaskError
-from holdfast.tasks.scripts.own_loop import NamedData, Run, enter_run
-from holdfast.tasks.task.generators import seed_generators
-from holdfast.tasks.task.importing import importing
-from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.task.task import Batch, Samples, Task
-from holdfast.tasks.task.turns import (
+from holdfast.tasks.scripts.own_loop import (
     Answer,
     DataNamed,
     LoopReached,
+    NamedData,
     OpenStep,
     Order,
+    Run,
     ScriptEnded,
     Turns,
+    enter_run,
 )
+from holdfast.tasks.task.importing import importing
+from holdfast.tasks.task.loading import load_task
+from holdfast.tasks.task.module import seed_generators
+from holdfast.tasks.task.task import Batch, Samples, Task, stacked_batch
 from holdfast.training.engine.precision import Precision
 
 logger = logging.getLogger(__name__)
@@ -93,14 +95,8 @@ class Script(Task):
 
     def planned_values(self) -> dict[str, Any]:
         """The keys of the run file that the script gives."""
-        kept, sizes = self.run.kept, self.run._sizes
-        assert sizes is not None, "begin() has run up to the loop"
-        given = {
-            "train.steps": sizes.steps,
-            "train.batch_size": sizes.batch_size,
-            "train.microbatch_size": sizes.microbatch_size,
-            "train.optimizer.clip_norm": kept.clip_norm,
-        }
+        kept = self.run.kept
+        given: dict[str, Any] = self.run._sizes | {"train.optimizer.clip_norm": kept.clip_norm}
         if (named := self.run.named_validation) is not None:
             given |= {
                 "train.evaluate.every": named.every,
@@ -129,8 +125,7 @@ class Script(Task):
         return 0
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
-        collate = self.named_data().collate
-        return super().collate(items) if collate is None else collate(items)
+        return (self.named_data().collate or stacked_batch)(items)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.run.kept.values[name]
@@ -170,7 +165,7 @@ class Script(Task):
                 where=self.file,
                 remedy="correct the arguments after --",
             )
-        if (error is None or isinstance(error, SystemExit)) and not self.run.has_loop:
+        if (error is None or isinstance(error, SystemExit)) and not self.run._sizes:
             raise ScriptError(
                 "the script ended, and has no loop over run.steps()",
                 where=self.file,

@@ -13,7 +13,7 @@ from holdfast.config.loading.identity import (
 )
 from holdfast.config.loading.reference import markdown
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 
 KEYS = [key for key, _ in all_keys()]
 LISTS = {
@@ -31,7 +31,7 @@ LISTS = {
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_has_a_class(key: str) -> None:
     assert change_of(key) is not None, (
-        "declare it: InPlace, Branch or Never (config/sections/change.py)"
+        "declare it: InPlace, Branch or Never (config/sections/base.py)"
     )
 
 

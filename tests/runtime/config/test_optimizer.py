@@ -11,7 +11,7 @@ from holdfast.config.loading.fields import change_of
 from holdfast.config.loading.identity import config_differences, config_hash, refuse_other_run
 from holdfast.config.loading.load import resolve_config
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 from holdfast.config.sections.optimizer import BUILT_IN, OptimizerConfig, Slot
 from holdfast.core.lr_schedule import last_common_step
 from holdfast.core.sharding.run_table import run_state_table

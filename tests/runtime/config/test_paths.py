@@ -12,6 +12,7 @@ from holdfast.config.loading.identity import config_hash
 from holdfast.config.loading.load import LoadedConfig, load_config, resolve_config
 from holdfast.config.loading.paths import FREE_PATHS, PLACES
 from holdfast.errors import ConfigError
+from tests.runtime.config.test_reference import meanings_of_keys
 
 SOURCE = "data.sources.0.path"
 WITH_SOURCE = "data:\n  sources:\n    - {kind: text, path: texts}\n"
@@ -147,9 +148,10 @@ def test_every_key_that_means_a_path_is_known() -> None:
     others |= {"launch.kubernetes.claim", "launch.kubernetes.claim_at"}  # a name; a path of pods
     others |= {"launch.ssh.python", "launch.ssh.folder"}  # paths of other hosts
     words = ("folder", "path of", "file,", "file's path", "bucket for")
+    meanings = meanings_of_keys()
     meant = {
         key
         for key, info in all_keys()
-        if info.annotation in (str, str | None) and any(w in str(info.description) for w in words)
+        if info.annotation in (str, str | None) and any(w in meanings[key] for w in words)
     }
     assert meant - others == {*FREE_PATHS, *PLACES}

@@ -17,6 +17,7 @@ from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from tests.runtime.config.remedy_follower import NoRemedyError, follow, to_yaml
 from tests.runtime.config.test_mutations import BASE, CHANGES, mutated, prepared_start
 
+MIXTRAL = {"model.family": "mixtral"}
 MOST_ROUNDS = 60  # a file whose sections lost their headings is mended key by key
 
 
@@ -99,27 +100,17 @@ def test_remedies_of_a_changed_run_file_lead_to_one_that_works(
         {"layout.ep": 2},
         {"layout.tp": 4, "layout.tp_by": {"attention": 3}},
         {"layout.tp": 4, "model.ffn_dim": 26, "layout.tp_by": {"ffn": 4}},
-        {"model.family": "mixtral", "model.experts": {"count": 4, "top_k": 5}},
-        {"model.family": "mixtral", "model.experts": {"scores": "sigmoid"}},
-        {
-            "model.family": "mixtral",
-            "model.experts": {"count": 3},
-            "layout.ep": 2,
-            "layout.dp_shard": 2,
-        },
-        {
-            "model.family": "mixtral",
-            "model.experts": {"count": 6},
-            "layout.ep": 4,
-            "layout.cp": 2,
-        },
+        {**MIXTRAL, "model.experts": {"count": 4, "top_k": 5}},
+        {**MIXTRAL, "model.experts": {"scores": "sigmoid"}},
+        {**MIXTRAL, "model.experts": {"count": 3}, "layout.ep": 2, "layout.dp_shard": 2},
+        {**MIXTRAL, "model.experts": {"count": 6}, "layout.ep": 4, "layout.cp": 2},
         {"layout.pp": 2, "layout.schedule": "interleaved", "layout.virtual_stages": 9},
         {"layout.pp": 2, "layout.schedule": "Zb_V"},
         {"layout.pp": 2, "layout.stages": [2, 0]},
         {"layout.schedule": "zbv"},
-        {"model.family": "mixtral", "model.experts": {"count": 4}, "lora.rank": 4},
+        {**MIXTRAL, "model.experts": {"count": 4}, "lora.rank": 4},
         {
-            "model.family": "mixtral",
+            **MIXTRAL,
             "model.experts": {"count": 4},
             "layout.ep": 2,
             "layout.dp_shard": 2,
@@ -128,11 +119,7 @@ def test_remedies_of_a_changed_run_file_lead_to_one_that_works(
         {"layout.workers": 5, "layout.tp": 2},
         {"layout.workers": 9},
         {"layout.trace_step": 99},
-        {
-            "checkpoint.interval": "adaptive",
-            "checkpoint.min_seconds": 9,
-            "checkpoint.max_seconds": 3,
-        },
+        {"checkpoint": {"interval": "adaptive", "min_seconds": 9, "max_seconds": 3}},
         {"checkpoint.every_steps": 5000},
         {"checkpoint.bucket_keep_last": 9},
         {"cluster.loss_jumps": "roll_back", "cluster.recovery": "restart"},

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.launch import LaunchConfig
-from holdfast.config.sections.launch_slurm import SlurmConfig
+from holdfast.config.sections.launch import LaunchConfig, SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
 from holdfast.launch.owners.slurm.commands import seconds_of

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.adapters import hf_trainer, lightning
-from holdfast.tasks.scripts.own_loop import Run, enter_run
-from holdfast.tasks.task.batches import TaskMicrobatch
-from holdfast.tasks.task.turns import (
+from holdfast.tasks.scripts.own_loop import (
     Answer,
     ComputeShare,
     DataNamed,
     EndLoop,
     LoopReached,
     OpenStep,
+    Run,
     ScriptEnded,
+    enter_run,
 )
+from holdfast.tasks.task.batches import TaskMicrobatch
 from holdfast.training.engine.loss_scale import NOT_SCALED
 from tests.runtime.tasks.test_own_loop_steps import Listener
 

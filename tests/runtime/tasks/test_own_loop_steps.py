@@ -11,18 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.errors import PeerLostError, TaskError
-from holdfast.tasks.scripts.own_loop import Run, enter_run, run
-from holdfast.tasks.task.batches import TaskMicrobatch
-from holdfast.tasks.task.turns import (
+from holdfast.tasks.scripts.own_loop import (
     Answer,
     ComputeShare,
     DataNamed,
     EndLoop,
     LoopReached,
     OpenStep,
+    Run,
     ScriptEnded,
     ShareDone,
+    Step,
+    enter_run,
+    run,
 )
+from holdfast.tasks.task.batches import TaskMicrobatch
 from holdfast.training.engine.loss_scale import NOT_SCALED
 
 
@@ -131,17 +134,15 @@ def test_a_lost_rank_ends_an_attempt_and_the_loop_gets_another_one() -> None:
 
 def test_a_skipped_microbatch_is_not_yielded() -> None:
     fed: list[float] = []
+    data = Data()
 
-    def script(current: Run) -> None:
-        model, _ = kept_model(current)
-        data = Data()
-        for step in current.steps(1):
-            for batch in step.batches(data):
-                fed.append(float(batch["x"][0, 0]))
-                step.backward(model(batch["x"]).sum(), weight=2)
-            step.apply()
+    def body(step: Step, model: nn.Linear, _: object) -> None:
+        for batch in step.batches(data):
+            fed.append(float(batch["x"][0, 0]))
+            step.backward(model(batch["x"]).sum(), weight=2)
+        step.apply()
 
-    runner = Runner(script)
+    runner = Runner(looped(body))
     runner.open(1)
     listener = Listener()
     assert runner.share([0, 1, 2], listener, skipped=1) == ShareDone()
@@ -206,31 +207,35 @@ def test_schedulers_give_all_options_of_each_step() -> None:
     assert len({str(betas) for _, _, betas, _ in straight}) > 1  # type: ignore[misc]
 
 
-def _no_backward(current: Run) -> None:
-    kept_model(current)
-    for step in current.steps(1):
-        list(step.batches(Data()))
+Body = Callable[[Step, nn.Linear, torch.optim.Optimizer], object]
 
 
-def _early_apply(current: Run) -> None:
-    kept_model(current)
-    for step in current.steps(1):
-        next(step.batches(Data()))
-        step.apply()
+def looped(body: Body) -> Callable[[Run], None]:
+    """A script that keeps a model, and whose loop does this in each step."""
+
+    def script(current: Run) -> None:
+        model, optimizer = kept_model(current)
+        for step in current.steps(2):
+            body(step, model, optimizer)
+
+    return script
 
 
-def _no_apply(current: Run) -> None:
-    model, _ = kept_model(current)
-    for step in current.steps(2):
-        for batch in step.batches(Data()):
-            step.backward(model(batch["x"]).sum(), weight=2)
+def computed(
+    loss_of: Callable[[Tensor], Tensor] = Tensor.sum, weight: float = 2, dataset: Any = None
+) -> Callable[[Run], None]:
+    """A script whose steps compute this loss, and are not applied."""
+
+    def body(step: Step, model: nn.Linear, _: object) -> None:
+        for batch in step.batches(Data() if dataset is None else dataset):
+            step.backward(loss_of(model(batch["x"])), weight)
+
+    return looped(body)
 
 
-def _own_update(current: Run) -> None:
-    _, optimizer = kept_model(current)
-    for step in current.steps(1):
-        for _ in step.batches(Data()):
-            optimizer.step()
+def _early_apply(step: Step, model: object, optimizer: object) -> None:
+    next(step.batches(Data()))
+    step.apply()
 
 
 def _changed_buffer(current: Run) -> None:
@@ -241,51 +246,12 @@ def _changed_buffer(current: Run) -> None:
             step.backward(model(batch["x"]).sum(), weight=2)
 
 
-def _vector_loss(current: Run) -> None:
-    model, _ = kept_model(current)
-    for step in current.steps(1):
-        for batch in step.batches(Data()):
-            step.backward(model(batch["x"]), weight=2)
-
-
-def _negative_weight(current: Run) -> None:
-    model, _ = kept_model(current)
-    for step in current.steps(1):
-        for batch in step.batches(Data()):
-            step.backward(model(batch["x"]).sum(), weight=-0.5)
-
-
-def _mean_loss(loss_of: Callable[[Tensor], Tensor]) -> Callable[[Run], None]:
-    def script(current: Run) -> None:
-        model, _ = kept_model(current)
-        for step in current.steps(1):
-            for batch in step.batches(Data()):
-                step.backward(loss_of(model(batch["x"])), weight=2)
-
-    return script
-
-
-def _given(dataset: Any) -> Callable[[Run], None]:
-    def script(current: Run) -> None:
-        kept_model(current)
-        for step in current.steps(1):
-            list(step.batches(dataset, version="1"))
-
-    return script
-
-
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
 
 
 LOADER: Any = torch.utils.data.DataLoader(Data())  # type: ignore[arg-type]
-
-
-def _no_version(current: Run) -> None:
-    kept_model(current)
-    for step in current.steps(1):
-        list(step.batches([{}]))
 
 
 def _stepped_scheduler(current: Run) -> None:
@@ -301,18 +267,21 @@ def _stepped_scheduler(current: Run) -> None:
     ("script", "words"),
     [
         (lambda current: next(current.steps(1)), "run.keep() was not called"),
-        (_no_backward, "a batch had no step.backward()"),
-        (_early_apply, "step.apply() was called before all batches were computed"),
-        (_no_apply, "step 1 had no step.apply()"),
-        (_own_update, "AdamW.step() was called"),
+        (looped(lambda step, *_: list(step.batches(Data()))), "a batch had no step.backward()"),
+        (looped(_early_apply), "step.apply() was called before all batches were computed"),
+        (computed(), "step 1 had no step.apply()"),
+        (
+            looped(lambda step, _, own: [own.step() for _ in step.batches(Data())]),
+            "AdamW.step() was called",
+        ),
         (_changed_buffer, "the forward pass changes buffer"),
-        (_vector_loss, "step.backward() was given shape [2, 1]"),
-        (_negative_weight, "the weight -0.5"),
-        (_mean_loss(Tensor.mean), "was given a mean, with the weight 2"),
-        (_mean_loss(lambda out: F.mse_loss(out, torch.ones(2, 1))), "was given a mean"),
-        (_given(LOADER), "the dataset is a DataLoader, which has an order"),
-        (_given(Stream()), "the dataset (Stream) has no length and no index"),
-        (_no_version, "the dataset (list) has no version"),
+        (computed(lambda out: out), "step.backward() was given shape [2, 1]"),
+        (computed(weight=-0.5), "the weight -0.5"),
+        (computed(Tensor.mean), "was given a mean, with the weight 2"),
+        (computed(lambda out: F.mse_loss(out, torch.ones(2, 1))), "was given a mean"),
+        (computed(dataset=LOADER), "the dataset is a DataLoader, which has an order"),
+        (computed(dataset=Stream()), "the dataset (Stream) has no length and no index"),
+        (computed(dataset=[{}]), "the dataset (list) has no version"),
         (_stepped_scheduler, "scheduler.step() was called"),
     ],
 )

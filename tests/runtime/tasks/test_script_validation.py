@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import TaskError
 from holdfast.tasks.scripts.own_loop import Run
-from holdfast.tasks.scripts.script_validation import ScriptPart, ScriptValidation, compute_losses
+from holdfast.tasks.scripts.script_engine import ScriptPart, ScriptValidation, compute_losses
 
 CPU = torch.device("cpu")
 

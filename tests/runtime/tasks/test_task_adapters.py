@@ -13,7 +13,7 @@ from holdfast.config.sections.lora import LoraConfig
 from holdfast.errors import ConfigError, TaskError
 from holdfast.model.lora import LoraLinear
 from holdfast.tasks.child import describe
-from holdfast.tasks.task.adapters import trained_module
+from holdfast.tasks.task.initial import trained_module
 from holdfast.tasks.task.module import own_values
 from tests.support.layouts import case
 from tests.support.marks import in_campaign

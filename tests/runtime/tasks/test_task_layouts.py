@@ -13,13 +13,11 @@ from tests.support.layouts import (
     assert_all_state,
     case,
     load_pieces,
-    pieces,
-    save_pieces,
 )
 from tests.support.marks import in_campaign
-from tests.support.own_tasks import TaskTraining, task_config
+from tests.support.own_tasks import TaskTraining, task_config, train_task
 from tests.support.ranks import RankContext, rank_values, ranks
-from tests.support.tiny_training import CPU, digest
+from tests.support.tiny_training import CPU
 
 TASKS: dict[str, dict[str, Any]] = {
     "Gru": {"hidden": 6},
@@ -43,31 +41,15 @@ def _with_slow(names: Iterable[str], *quick: str) -> list[Any]:
     return [n if n in quick else in_campaign(n) for n in names]
 
 
-def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
-    made = TaskTraining(task_config(name, TASKS[name]), layout, rank.rank, rank.store())
-    losses = [made.step(step) for step in range(1, 7)]
-    assert len(set(losses)) == 6
-    found = [loss.hex() for loss in losses] + [digest(made.engine)]
-    made.engine.close()
-    return found
-
-
 @pytest.mark.parametrize("name", _with_slow(TASKS, "Normed", "EncoderDecoder"))
 def test_replicas_change_no_bit(name: str) -> None:
     curves: set[tuple[str, ...]] = set()
     for layout in ("one", "dp3"):
-        arguments = {"name": name, "layout": layout}
-        for curve in rank_values(_curve, case(layout).world_size, arguments):
+        arguments = {"name": name, "args": TASKS[name], "layout": layout}
+        for curve in rank_values(train_task, case(layout).world_size, arguments):
+            assert len(set(curve)) == 7
             curves.add(tuple(curve))
     assert len(curves) == 1
-
-
-def _recomputed(rank: RankContext, name: str, layout: str, policy: str) -> list[str]:
-    config = task_config(name, TASKS[name], recompute=policy)
-    made = TaskTraining(config, layout, rank.rank, rank.store())
-    found = [made.step(step).hex() for step in (1, 2, 3)] + [digest(made.engine)]
-    made.engine.close()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -83,8 +65,8 @@ def _recomputed(rank: RankContext, name: str, layout: str, policy: str) -> list[
 def test_recomputation_draws_the_same_random_numbers(name: str, layout: str) -> None:
     curves: list[list[list[str]]] = []
     for policy in ("none", "selective", "full"):
-        arguments = {"name": name, "layout": layout, "policy": policy}
-        curves.append(rank_values(_recomputed, case(layout).world_size, arguments))
+        arguments = {"name": name, "args": TASKS[name], "layout": layout, "recompute": policy}
+        curves.append(rank_values(train_task, case(layout).world_size, arguments | {"steps": 3}))
     assert curves[0] == curves[1] == curves[2]
 
 
@@ -99,15 +81,6 @@ def test_recomputation_that_is_refused(rank: RankContext) -> None:
         assert words in str(refused.value)
 
 
-def _trained(rank: RankContext, name: str, args: dict[str, Any], layout: str, to: str) -> None:
-    config = task_config(name, args, precision="float64")
-    made = TaskTraining(config, layout, rank.rank, rank.store())
-    for step in range(1, 7):
-        made.step(step)
-    save_pieces(f"{to}-{rank.rank}.npz", pieces(made.engine))
-    made.engine.close()
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [("Tied", ()), *(in_campaign(name, ("zero2.2", "shard2")) for name in WITHOUT_RANDOM)],
@@ -118,8 +91,8 @@ def test_zero_agrees_with_one_process(name: str, more: tuple[str, ...], tmp_path
     for layout in ("one", "zero1.2", "dp2-shard2", *more):
         paths[layout] = tmp_path / layout
         arguments = {"name": name, "args": WITHOUT_RANDOM[name], "layout": layout}
-        arguments["to"] = str(paths[layout])
-        rank_values(_trained, case(layout).world_size, arguments)
+        arguments |= {"to": str(paths[layout]), "precision": "float64"}
+        rank_values(train_task, case(layout).world_size, arguments)
     whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
     for path in paths.values():
         assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)
@@ -194,7 +167,7 @@ def test_a_part_that_only_some_shards_use_does_not_stop_the_others(tmp_path: Any
     found = {}
     for layout in ("zero1.2", "zero2.2", "shard2"):
         arguments = {"name": "Tied", "args": args, "layout": layout, "to": f"{tmp_path}/{layout}"}
-        rank_values(_trained, 2, arguments)
+        rank_values(train_task, 2, arguments | {"precision": "float64"})
         found[layout] = [load_pieces(tmp_path / f"{layout}-{rank}.npz") for rank in range(2)]
     for layout in ("zero2.2", "shard2"):  # test_zero_agrees compares zero1.2 with one process
         for ours, theirs in zip(found[layout], found["zero1.2"], strict=True):

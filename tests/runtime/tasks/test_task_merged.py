@@ -16,12 +16,10 @@ from holdfast.config.sections.lora import LoraConfig
 from holdfast.errors import TaskError
 from holdfast.model.generate import generate
 from holdfast.model.lora import set_base
-from holdfast.tasks.task.adapters import frozen_values, trained_module, values_checksum
-from holdfast.tasks.task.initial import first_values
+from holdfast.tasks.task.initial import first_values, frozen_values, trained_module, values_checksum
 from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.task.merged import MergedTaskWeights
 from holdfast.tasks.task.module import own_values, set_buffers
-from holdfast.tasks.task.task_export import export_task
+from holdfast.tasks.task.task_export import MergedTaskWeights, export_task
 from holdfast.tasks.transformers.huggingface_export import export_causal_lm, open_causal_lm
 from tests.runtime.tasks.test_task_export import Weights
 from tests.support.marks import in_campaign

@@ -7,7 +7,9 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,6 @@ from holdfast.config.loading.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import TaskConfig
 from holdfast.core.sharding.boxes import whole_box
-from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
 from holdfast.launch.run.task_run import describe_in
@@ -30,8 +31,7 @@ from holdfast.tasks import child
 from holdfast.tasks.task.ask import Question
 from holdfast.tasks.task.batches import TaskBatches, open_samples
 from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.task.module import meta_module, module_rows, refuse_other_rows
-from holdfast.tasks.task.objective import TaskObjective
+from holdfast.tasks.task.module import TaskObjective, meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.task.own import OwnTask
 from holdfast.tasks.task.task import Batch
 from tests.support.own_tasks import first_loss, task_config, topology_of_layout
@@ -45,29 +45,11 @@ class _Linear(Classifier):
         return nn.Linear(WIDTH, 5)
 
 
-class _Mean(_Linear):
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["x"]), batch["y"])
+class _With(_Linear):
+    """A task with other methods, by name."""
 
-
-class _MeanWithDropout(_Linear):
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(F.dropout(batch["x"], 0.05)), batch["y"])
-
-
-class _NoScalar(_Linear):
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-
-class _Detached(_Linear):
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return super().loss(model, batch).detach()
-
-
-class _Wrong(_Linear):
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return super().loss(model, {"x": batch["x"][:, 1:], "y": batch["y"]})
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        vars(self).update(methods)
 
 
 class _BatchNorm(Convolution):
@@ -75,14 +57,9 @@ class _BatchNorm(Convolution):
         return nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, 5))
 
 
-class _Statistics(_Linear):
+class _WithStatistics(nn.Module):
     """A running mean by a function that does not count its change as a new version."""
 
-    def model(self) -> nn.Module:
-        return _WithStatistics()
-
-
-class _WithStatistics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, 5)
@@ -94,49 +71,38 @@ class _WithStatistics(nn.Module):
         return out
 
 
-class _Weightless(_Linear):
-    def weight(self, batch: Mapping[str, Tensor]) -> Any:
-        return batch["x"].mean()
+def _mean(model: nn.Module, batch: Batch, dropout: float = 0.0, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(model(F.dropout(batch["x"], dropout)), batch["y"], reduction=reduction)
+
+
+def _wrong(model: nn.Module, batch: Batch) -> Tensor:
+    return _mean(model, {"x": batch["x"][:, 1:], "y": batch["y"]})
 
 
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (_Mean, ["it is a mean", "return the sum"]),
-        (_MeanWithDropout, ["it is a mean"]),
-        (_NoScalar, ["loss() returned shape [4]"]),
-        (_Detached, ["depends on no parameter"]),
-        (_Wrong, ["loss() failed for the first microbatch", "RuntimeError"]),
-        (_BatchNorm, ["changes buffer 0.", "let merge() say"]),
-        (_Statistics, ["changes buffer mean"]),
-        (_Weightless, ["weight() returned tensor("]),
+        (_With(loss=_mean), "it is a mean.*return the sum"),
+        (_With(loss=partial(_mean, dropout=0.05)), "it is a mean"),
+        (_With(loss=partial(_mean, reduction="none")), r"loss\(\) returned shape \[4\]"),
+        (
+            _With(loss=lambda *given: _mean(*given, reduction="sum").detach()),
+            "depends on no parameter",
+        ),
+        (_With(loss=_wrong), r"loss\(\) failed for the first microbatch.*RuntimeError"),
+        (_BatchNorm(), r"changes buffer 0\..*let merge\(\) say"),
+        (_With(model=lambda: _WithStatistics()), "changes buffer mean"),
+        (_With(weight=lambda batch: batch["x"].mean()), r"weight\(\) returned tensor\("),
     ],
 )
-def test_mistakes_of_a_loss(task: Any, words: list[str], tmp_path: Any) -> None:
-    rank = RankContext(0, 1, tmp_path)
-    with pytest.raises(TaskError) as refused:
-        first_loss(task(), rank)
-    for word in words:
-        assert word in str(refused.value)
-
-
-class _Scalar(_Linear):
-    def model(self) -> nn.Module:
-        module = nn.Linear(WIDTH, 5)
-        module.register_parameter("temperature", nn.Parameter(torch.ones(())))
-        return module
-
-
-class _Moving(_Linear):
-    calls = 0
-
-    def model(self) -> nn.Module:
-        type(self).calls += 1
-        return nn.Linear(WIDTH, 4 + type(self).calls)
+def test_mistakes_of_a_loss(task: Any, words: str, tmp_path: Any) -> None:
+    with pytest.raises(TaskError, match=words):
+        first_loss(task, RankContext(0, 1, tmp_path))
 
 
 def test_a_module_that_is_another_in_each_call() -> None:
-    task = _Moving()
+    widths = count(5)
+    task = _With(model=lambda: nn.Linear(WIDTH, next(widths)))
     first = module_rows(task, meta_module(task))
     with pytest.raises(TaskError, match=r"does not fit its table: row 1 is 'weight 6x12 decay'"):
         refuse_other_rows(first, module_rows(task, meta_module(task)))
@@ -182,50 +148,39 @@ class _Sized(_Linear):
         return nn.Linear(WIDTH, self.classes)
 
 
-class _Plain(_Linear):
-    def model(self) -> nn.Module:
-        module = nn.Linear(WIDTH, 5)
-        module.shift = torch.zeros(5)  # type: ignore[assignment]
-        return module
-
-
-class _Complex(_Linear):
-    def model(self) -> nn.Module:
-        return nn.Linear(WIDTH, 5).to(torch.complex64)
-
-
-class _Frozen(_Linear):
-    def model(self) -> nn.Module:
-        return nn.Linear(WIDTH, 5).requires_grad_(False)
-
-
-class _Lazy(_Linear):
-    def model(self) -> nn.Module:
-        return nn.LazyLinear(5)
-
-
-class _Read(_Linear):
-    def model(self) -> nn.Module:
-        return nn.Linear(WIDTH, 1 + int(torch.ones(()).item()))
+def _changed(name: str, value: Any) -> nn.Module:
+    module = nn.Linear(WIDTH, 5)
+    setattr(module, name, value)
+    return module
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("model", "words"),
     [
-        (_Lazy, "parameter weight has no shape yet"),
-        (_Read, "on the meta device, where no tensor has values: .*test_task_mistakes.py:"),
-        (_Plain, "shift is a plain tensor of the module"),
-        (_Complex, "parameter weight is torch.complex64"),
-        (_Scalar, r"parameter temperature is a scalar; give it the shape \[1\]"),
-        (_Frozen, "no parameter that is trained"),
+        (lambda: nn.LazyLinear(5), "parameter weight has no shape yet"),
+        (
+            lambda: nn.Linear(WIDTH, 1 + int(torch.ones(()).item())),
+            "on the meta device, where no tensor has values: .*test_task_mistakes.py:",
+        ),
+        (lambda: _changed("shift", torch.zeros(5)), "shift is a plain tensor of the module"),
+        (
+            lambda: nn.Linear(WIDTH, 5).to(torch.complex64),
+            "parameter weight is torch.complex64",
+        ),
+        (
+            lambda: _changed("temperature", nn.Parameter(torch.ones(()))),
+            r"parameter temperature is a scalar; give it the shape \[1\]",
+        ),
+        (lambda: nn.Linear(WIDTH, 5).requires_grad_(False), "no parameter that is trained"),
     ],
 )
-def test_modules_that_cannot_be_trained(task: Any, words: str) -> None:
+def test_modules_that_cannot_be_trained(model: Any, words: str) -> None:
+    task = _With(model=model)
     with (
         warnings.catch_warnings(action="ignore"),  # torch's, of complex modules
         pytest.raises(TaskError, match=words),
     ):
-        module_rows(task(), meta_module(task()))
+        module_rows(task, meta_module(task))
 
 
 class _Growing(Rows):
@@ -234,19 +189,11 @@ class _Growing(Rows):
         return self._samples
 
 
-class _Nameless(Rows):
-    version = ""
-
-
 def test_a_dataset_whose_length_changes() -> None:
     config = task_config("Gru")
-
-    class Task(_Linear):
-        def data(self) -> Rows:
-            return _Growing(config.task.samples - 1)
-
+    task = _With(data=lambda: _Growing(config.task.samples - 1))
     with pytest.raises(TaskError, match="had 96 samples and now has 97"):
-        TaskBatches(Task(), config)
+        TaskBatches(task, config)
 
 
 class _Augmented(Rows):
@@ -268,70 +215,54 @@ def test_a_file_that_a_task_does_not_find_is_one_sentence(monkeypatch: pytest.Mo
 
 
 def test_what_a_loss_draws_depends_on_its_seed_alone() -> None:
-    class Task(_Linear):
-        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-            drawn = random.random() + np.random.rand() + float(torch.rand(()))
-            return model(batch["x"]).sum() * drawn
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        drawn = random.random() + np.random.rand() + float(torch.rand(()))
+        found: Tensor = model(batch["x"]).sum() * drawn
+        return found
 
-    objective = TaskObjective(Task(), nn.Linear(WIDTH, 5), torch.float32)
+    objective = TaskObjective(_With(loss=loss), nn.Linear(WIDTH, 5), torch.float32)
     same = [objective({"x": torch.ones(1, WIDTH)}, key).item() for key in (7, 8, 7)]
     assert same[0] == same[2] != same[1]
 
 
 def test_a_dataset_that_draws_random_numbers(tmp_path: Any) -> None:
-    class Task(_Linear):
-        def data(self) -> Rows:
-            return _Augmented()
-
     with pytest.raises(TaskError, match="different tensors when they are read again"):
-        first_loss(Task(), RankContext(0, 1, tmp_path))
+        first_loss(_With(data=_Augmented), RankContext(0, 1, tmp_path))
 
 
-class _Pairs(Rows):
+class _Odd(Rows):
+    """Rows that a function changes."""
+
+    def __init__(self, change: Callable[[dict[str, Any], int], Any]) -> None:
+        super().__init__()
+        self._change = change
+
     def __getitem__(self, index: int) -> Any:
-        found = super().__getitem__(index)
-        return found["x"], found["y"]
-
-
-class _Texts(Rows):
-    def __getitem__(self, index: int) -> Any:
-        return {"text": "one"}
-
-
-class _Holes(Rows):
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index) if index % 2 else None
-
-
-class _Unlike(Rows):
-    def __getitem__(self, index: int) -> Any:
-        found = dict(super().__getitem__(index))
-        return found if index % 2 else found | {"z": 1}
-
-
-class _Broken(Rows):
-    def __getitem__(self, index: int) -> Any:
-        return json.loads("no json")  # fails in the standard library
+        return self._change(dict(super().__getitem__(index)), index)
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("change", "words"),
     [
-        (_Pairs, "a sample is a tuple: return a dict"),
-        (_Texts, "'text' of the samples cannot be stacked: .*[^)]$"),  # no line is the user's
-        (_Holes, "a sample is a NoneType: return a dict"),
-        (_Unlike, r"collate\(\) failed for samples .*: samples have unlike names"),
-        (_Broken, r"cannot be read: .* \(test_task_mistakes.py:\d+\)$"),
+        (lambda row, _: (row["x"], row["y"]), "a sample is a tuple: return a dict"),
+        (
+            lambda row, _: {"text": "one"},
+            "'text' of the samples cannot be stacked: .*[^)]$",  # no line is the user's
+        ),
+        (lambda row, index: row if index % 2 else None, "a sample is a NoneType: return a dict"),
+        (
+            lambda row, index: row | {"z": 1} if index % 2 else row,
+            r"collate\(\) failed for samples .*: samples have unlike names",
+        ),
+        (
+            lambda row, _: json.loads("no json"),
+            r"cannot be read: .* \(test_task_mistakes.py:\d+\)$",
+        ),
     ],
 )
-def test_samples_that_are_no_tensors_by_name(data: Any, words: str) -> None:
-    class Task(_Linear):
-        def data(self) -> Rows:
-            found: Rows = data()
-            return found
-
+def test_samples_that_are_no_tensors_by_name(change: Any, words: str) -> None:
     with pytest.raises(TaskError, match=words):
-        TaskBatches(Task(), task_config("Gru")).microbatch(1, 0)
+        TaskBatches(_With(data=lambda: _Odd(change)), task_config("Gru")).microbatch(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -343,21 +274,8 @@ def test_samples_that_are_no_tensors_by_name(data: Any, words: str) -> None:
     ],
 )
 def test_batches_that_are_no_tensors_by_name(batch: Any, words: str) -> None:
-    class Task(_Linear):
-        def collate(self, items: Any) -> Any:
-            return batch
-
     with pytest.raises(TaskError, match=words):
-        TaskBatches(Task(), task_config("Gru")).microbatch(1, 0)
-
-
-def test_a_dataset_without_a_version() -> None:
-    class Task(_Linear):
-        def data(self) -> Rows:
-            return _Nameless()
-
-    with pytest.raises(TaskError, match="has no version"):
-        open_samples(Task())
+        TaskBatches(_With(collate=lambda items: batch), task_config("Gru")).microbatch(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -421,24 +339,20 @@ class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         yield {"x": torch.zeros(WIDTH), "y": 0}
 
 
-def test_data_that_can_only_be_iterated_over() -> None:
-    class Task(_Linear):
-        def data(self) -> Any:
-            return _Stream()
-
-    with pytest.raises(TaskError, match=r"\(_Stream\) has no length and no index.*shards"):
-        open_samples(Task())
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (_Stream(), r"\(_Stream\) has no length and no index.*shards"),
+        ([{"x": 1}], "has no version"),
+    ],
+)
+def test_data_that_a_step_cannot_ask_for(data: Any, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        open_samples(_With(data=lambda: data))
 
 
 def test_weights_of_another_module() -> None:
-    class Task(_Linear):
-        def weights(self) -> Mapping[str, Tensor]:
-            return {"tail.weight": torch.zeros(5, WIDTH)}
-
     config = task_config("Gru")
+    task = OwnTask(_With(weights=lambda: {"tail.weight": torch.zeros(5, WIDTH)}), config)
     with pytest.raises(TaskError, match=r"weights\(\) has tail.weight, which is no parameter"):
-        OwnTask(Task(), config).initial_values(1)(_row(config), whole_box("x", (24, 3)))
-
-
-def _row(config: RunConfig) -> Parameter:
-    return row_of_text(config.task.parameters[0])
+        task.initial_values(1)(row_of_text(config.task.parameters[0]), whole_box("x", (24, 3)))

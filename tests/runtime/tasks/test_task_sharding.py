@@ -12,31 +12,21 @@ from torch import Tensor, nn
 from holdfast.config.loading.load import resolve_config
 from holdfast.errors import ConfigError, PeerLostError, TaskError
 from holdfast.parallel.axes.tensor_layers import TensorRegions
+from holdfast.tasks.huggingface import tensor_plan
 from holdfast.tasks.task.module import meta_module
 from holdfast.tasks.task.sharding import sharding_rows
-from holdfast.tasks.transformers.huggingface_plan import tensor_plan
-from tests.support.layouts import assert_all_state, case, load_pieces, pieces, save_pieces
+from tests.support.layouts import assert_all_state, case, load_pieces
 from tests.support.marks import in_campaign
-from tests.support.own_tasks import TaskTraining, first_loss, task_config
+from tests.support.own_tasks import first_loss, train_task
 from tests.support.ranks import RankContext, rank_values
 from tests.support.sample_tasks import WIDTH, Gpt2, Heads, HeadsNet, Planned
-from tests.support.tiny_training import digest
 
 
-def _trained(
-    rank: RankContext, args: dict[str, Any], layout: str, to: str, name: str = "Heads"
-) -> list[float]:
-    config = task_config(name, args, precision="float64")
-    made = TaskTraining(config, layout, rank.rank, rank.store())
-    losses = [made.step(step) for step in range(1, 7)]
-    save_pieces(f"{to}-{rank.rank}.npz", pieces(made.engine))
-    made.engine.close()
-    return losses
-
-
-def _run(tmp_path: Path, layout: str) -> list[float]:
-    arguments = {"args": {}, "layout": layout, "to": f"{tmp_path}/{layout}"}
-    return rank_values(_trained, case(layout).world_size, arguments)[0]
+def _run(layout: str, to: Path, **given: Any) -> list[float]:
+    """The losses of a run, in float64; the state's pieces are in files."""
+    arguments = {"name": "Heads", "layout": layout, "to": f"{to}/{layout}", **given}
+    found = rank_values(train_task, case(layout).world_size, arguments | {"precision": "float64"})
+    return [float.fromhex(loss) for loss in found[0][:-1]]
 
 
 LAYOUTS = ("dp2-tp2", "tp4", "tp2+one", "shard2-tp2", "zero1.2-tp2", "zero2.2-tp2")
@@ -44,8 +34,8 @@ LAYOUTS = ("dp2-tp2", "tp4", "tp2+one", "shard2-tp2", "zero1.2-tp2", "zero2.2-tp
 
 @pytest.mark.parametrize("layout", ["tp2", *map(in_campaign, LAYOUTS)])
 def test_a_layout_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
-    losses = _run(tmp_path, "one")
-    assert _run(tmp_path, layout) == pytest.approx(losses, rel=1e-10)
+    losses = _run("one", tmp_path)
+    assert _run(layout, tmp_path) == pytest.approx(losses, rel=1e-10)
     whole = {name: values for name, _, values in load_pieces(tmp_path / "one-0.npz")}
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
 
@@ -54,11 +44,8 @@ def test_a_layout_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Olmo", "Cohere"])
 def test_a_plan_of_transformers_agrees_with_one_process(kind: str, tmp_path: Path) -> None:
     """To float32, in which these models compute norms and angles. Cohere's head is tied."""
-    found = {}
-    for layout in ("one", "tp2", "shard2-tp2"):
-        arguments = {"args": {"kind": kind}, "layout": layout, "to": f"{tmp_path}/{layout}"}
-        count = case(layout).world_size
-        found[layout] = rank_values(_trained, count, arguments | {"name": "Planned"})[0]
+    layouts = ("one", "tp2", "shard2-tp2")
+    found = {at: _run(at, tmp_path, name="Planned", args={"kind": kind}) for at in layouts}
     assert found["tp2"] == pytest.approx(found["one"], rel=1e-6)
     assert found["shard2-tp2"] == pytest.approx(found["one"], rel=1e-6)
 
@@ -73,14 +60,9 @@ def test_plans_of_transformers_become_tables() -> None:
     assert tensor_plan(Gpt2().model()) == {}
 
 
-def _curve(
-    rank: RankContext, args: dict[str, Any], layout: str, recompute: str = "none"
-) -> list[str]:
-    config = task_config("Heads", args, recompute=recompute)
-    made = TaskTraining(config, layout, rank.rank, rank.store())
-    found = [made.step(step).hex() for step in range(1, 5)] + [digest(made.engine)]
-    made.engine.close()
-    return found
+def _curves(layout: str, **given: Any) -> list[list[str]]:
+    arguments = {"name": "Heads", "layout": layout, "steps": 4, **given}
+    return rank_values(train_task, case(layout).world_size, arguments)
 
 
 @pytest.mark.slow
@@ -88,46 +70,34 @@ def test_replicas_of_a_cut_module_change_no_bit() -> None:
     """With dropout inside the cut layers, where each rank draws numbers of its own."""
     curves = {}
     for layout in ("tp2", "dp2-tp2", "dp3-tp2"):
-        arguments = {"args": {"dropout": 0.2}, "layout": layout}
-        found = rank_values(_curve, case(layout).world_size, arguments)
-        curves[layout] = {tuple(curve) for curve in found}
+        curves[layout] = {tuple(curve) for curve in _curves(layout, args={"dropout": 0.2})}
         assert len({curve[:-1] for curve in curves[layout]}) == 1
     assert curves["tp2"] == curves["dp2-tp2"] == curves["dp3-tp2"]
 
 
-def _losses(rank: RankContext, layout: str) -> list[float]:
-    config = task_config("Heads", precision="bf16")
-    made = TaskTraining(config, layout, rank.rank, rank.store())
-    losses = [made.step(step) for step in range(1, 7)]
-    made.engine.close()
-    return losses
-
-
 @pytest.mark.slow
 def test_mixed_precision_is_near() -> None:
-    found = [
-        rank_values(_losses, case(layout).world_size, {"layout": layout})[0]
+    one, *others = (
+        [float.fromhex(loss) for loss in _curves(layout, precision="bf16")[0][:-1]]
         for layout in ("one", "tp2", "shard2-tp2")
-    ]
-    assert found[1] == pytest.approx(found[0], rel=0.02)
-    assert found[2] == pytest.approx(found[0], rel=0.02)
+    )
+    for found in others:
+        assert found == pytest.approx(one, rel=0.02)
 
 
 @pytest.mark.slow
 def test_recomputation_draws_the_same_numbers_again() -> None:
     curves = set()
     for policy in ("none", "selective", "full"):
-        arguments = {"args": {"dropout": 0.2}, "layout": "tp2", "recompute": policy}
-        curves.add(tuple(rank_values(_curve, 2, arguments)[0]))
+        curves.add(tuple(_curves("tp2", args={"dropout": 0.2}, recompute=policy)[0]))
     assert len(curves) == 1
 
 
 def test_a_table_changes_nothing_without_tp() -> None:
-    found = [
-        rank_values(_curve, 1, {"args": {"dropout": 0.2, "table": table}, "layout": "one"})
-        for table in (True, False)
-    ]
-    assert found[0] == found[1]
+    with_table, without = (
+        _curves("one", args={"dropout": 0.2, "table": table}) for table in (True, False)
+    )
+    assert with_table == without
 
 
 class Fixed(HeadsNet):

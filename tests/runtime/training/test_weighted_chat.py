@@ -11,7 +11,7 @@ import torch
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
-from holdfast.tasks.task.token_batches import TokenBatches
+from holdfast.tasks.task.batches import TokenBatches
 from holdfast.training.engine.task import DecoderTask
 from tests.runtime.training.test_chat_batches import (
     alone,

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.config.huggingface.rope import rotary, rotary_by_kind, unturned, unturned_blocks
 from holdfast.config.huggingface.rules import (
     Rule,
     choice,
@@ -22,6 +21,10 @@ from holdfast.config.huggingface.rules import (
     heads,
     limit,
     query_scale,
+    rotary,
+    rotary_by_kind,
+    unturned,
+    unturned_blocks,
     window_by_block,
     window_everywhere,
 )
@@ -55,77 +58,30 @@ OUTSIDE_NAMES = {
     "head.weight": "lm_head.weight",
 }
 
+_TOKENS = ("bos", "cls", "decoder_start", "eos", "forced_bos", "forced_eos", "mask", "pad", "sep")
 NEUTRAL = frozenset(
     (
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "embd_pdrop",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "is_decoder",
-        "is_llama_config",
-        "label2id",
-        "length_penalty",
-        "mask_token_id",
-        "max_length",
-        "min_length",
-        "model_type",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "pruned_heads",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "resid_pdrop",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
+        # tokens
+        *(f"{name}_token_id" for name in (*_TOKENS, "unk")),
+        # how a text is generated
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample"),
+        *("early_stopping", "encoder_no_repeat_ngram_size", "length_penalty"),
+        *("max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+        *("num_beams", "num_return_sequences", "remove_invalid_values"),
+        *("repetition_penalty", "suppress_tokens", "temperature", "top_k", "top_p"),
         "typical_p",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
+        # what a forward pass returns
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("output_scores", "return_dict", "return_dict_in_generate"),
+        # training, other tasks, and where the folder is from
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
+        *("architectures", "attention_dropout", "auto_map", "cache_implementation"),
+        *("chunk_size_feed_forward", "classifier_dropout", "dtype", "embd_pdrop"),
+        *("finetuning_task", "id2label", "is_decoder", "is_llama_config", "label2id"),
+        *("model_type", "prefix", "pretraining_tp", "problem_type", "pruned_heads"),
+        *("resid_pdrop", "task_specific_params", "tf_legacy_loss", "tokenizer_class"),
+        *("torch_dtype", "torchscript", "transformers.js_config", "transformers_version"),
+        *("unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
     )
 )
 """Keys that do not enter the logits."""
@@ -179,22 +135,9 @@ _GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh", "si
 _BIASES = {False: "none", True: "qkvo"}
 
 
-def _shape(eps: float, tied: bool = False, positions: int = 2048) -> tuple[Rule, ...]:
-    """What all share. eps, tied, positions: what counts where a key is missing."""
-    return (
-        copy("vocab_size", "vocab_size"),
-        copy("hidden_size", "dim"),
-        copy("intermediate_size", "ffn_dim"),
-        copy("num_hidden_layers", "layers"),
-        copy("max_position_embeddings", "max_position", positions),
-        copy("initializer_range", "init_std", 0.02),
-        copy("rms_norm_eps", "norm_eps", eps),
-        copy("tie_word_embeddings", "tied_embeddings", tied),
-    )
-
-
 _OPTIONAL_BIAS = choice("attention_bias", "attention_bias", _BIASES, False)
 _SILU = choice("hidden_act", "activation", _ACTIVATIONS, "silu")
+_ROTARY = rotary()
 _GEMMA_ACT = choice("hidden_activation", "activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh")
 _LATE_WINDOW = window_by_block(
     lambda config, block: block >= (config.get("max_window_layers") or 28),
@@ -205,62 +148,76 @@ _LATE_WINDOW = window_by_block(
 )
 _GEMMA = {"norm_plus_one": True}
 
+
+def _rules(
+    eps: float,
+    own_heads: Rule,
+    *more: Rule,
+    tied: bool = False,
+    positions: int = 2048,
+    activation: Rule = _SILU,
+    turned: Rule = _ROTARY,
+) -> tuple[Rule, ...]:
+    """What all have, and `more`. eps, tied, positions: what counts where a key is missing."""
+    return (
+        copy("vocab_size", "vocab_size"),
+        copy("hidden_size", "dim"),
+        copy("intermediate_size", "ffn_dim"),
+        copy("num_hidden_layers", "layers"),
+        copy("max_position_embeddings", "max_position", positions),
+        copy("initializer_range", "init_std", 0.02),
+        copy("rms_norm_eps", "norm_eps", eps),
+        copy("tie_word_embeddings", "tied_embeddings", tied),
+        *(own_heads, activation, turned, *more),
+    )
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     row.family: row
     for row in (
         Architecture(
             "llama",
             "LlamaForCausalLM",
-            (*_shape(1e-6), heads(always_head=True), _SILU, rotary(), _OPTIONAL_BIAS),
+            _rules(1e-6, heads(always_head=True), _OPTIONAL_BIAS),
             fixed={"mlp_bias": _OFF, "rope_interleaved": (None, False)},
         ),
         Architecture(
             "qwen2",
             "Qwen2ForCausalLM",
-            (
-                *_shape(1e-6, positions=32_768),
-                heads(absent_kv=32),
-                _SILU,
-                rotary(),
-                _LATE_WINDOW,
-            ),
+            _rules(1e-6, heads(absent_kv=32), _LATE_WINDOW, positions=32_768),
             always={"attention_bias": "qkv"},
             fixed={"use_mrope": (None, False)},
         ),
         Architecture(
             "qwen3",
             "Qwen3ForCausalLM",
-            (
-                *_shape(1e-6, positions=32_768),
+            _rules(
+                1e-6,
                 heads(always_head=True, absent_head=128, absent_kv=32),
-                _SILU,
-                rotary(),
-                _OPTIONAL_BIAS,
-                _LATE_WINDOW,
+                *(_OPTIONAL_BIAS, _LATE_WINDOW),
+                positions=32_768,
             ),
             always={"qk_norm": True},
         ),
         Architecture(
             "mistral",
             "MistralForCausalLM",
-            (
-                *_shape(1e-6, positions=131_072),
+            _rules(
+                1e-6,
                 heads(always_head=True, absent_kv=8),
-                _SILU,
-                rotary(),
                 window_everywhere(absent=4096),
+                positions=131_072,
             ),
         ),
         Architecture(
             "mixtral",
             "MixtralForCausalLM",
-            (
-                *_shape(1e-5, positions=131_072),
+            _rules(
+                1e-5,
                 heads(absent_kv=8),
-                _SILU,
-                rotary(1_000_000.0),
-                window_everywhere(absent=None),
-                experts(("num_local_experts",), (8, 2)),
+                *(window_everywhere(absent=None), experts(("num_local_experts",), (8, 2))),
+                positions=131_072,
+                turned=rotary(1_000_000.0),
             ),
             fixed={"router_jitter_noise": (0.0, None)},
             names=_NAMES | {"ffn.router": "block_sparse_moe.gate"},
@@ -273,11 +230,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
-            (
-                *_shape(1e-6, positions=32_768),
+            _rules(
+                1e-6,
                 heads(always_head=True, absent_kv=4),
-                _SILU,
-                rotary(),
                 _OPTIONAL_BIAS,
                 window_everywhere(4096, "use_sliding_window", without=("max_window_layers",)),
                 experts(
@@ -286,6 +241,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                     "moe_intermediate_size",
                     "norm_topk_prob",
                 ),
+                positions=32_768,
             ),
             always={"qk_norm": True},
             fixed={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
@@ -295,11 +251,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "dots1",
             "Dots1ForCausalLM",
-            (
-                *_shape(1e-6),
+            _rules(
+                1e-6,
                 heads(always_head=True),
-                _SILU,
-                rotary(),
                 _OPTIONAL_BIAS,
                 window_by_block(
                     lambda config, block: block >= (config.get("max_window_layers") or 62),
@@ -334,12 +288,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "phi3",
             "Phi3ForCausalLM",
-            (
-                *_shape(1e-5, positions=4096),
+            _rules(
+                1e-5,
                 heads(),
-                _SILU,
-                rotary(scalings=(), partial=True),
                 window_everywhere(absent=None),
+                positions=4096,
+                turned=rotary(scalings=(), partial=True),
             ),
             fixed={
                 "attention_bias": (None, False),
@@ -356,18 +310,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "olmo2",
             "Olmo2ForCausalLM",
-            (*_shape(1e-5), heads(), _SILU, rotary(), _OPTIONAL_BIAS),
+            _rules(1e-5, heads(), _OPTIONAL_BIAS),
             always={"norms": "post", "qk_norm": True, "qk_norm_width": "all"},
             names=_NAMES | _POST_NAMES,
         ),
         Architecture(
             "smollm3",
             "SmolLM3ForCausalLM",
-            (
-                *_shape(1e-6, tied=True, positions=32_768),
+            _rules(
+                1e-6,
                 heads(absent_kv=4),
-                _SILU,
-                rotary(2_000_000.0),
                 unturned_blocks(),
                 _OPTIONAL_BIAS,
                 window_by_block(
@@ -375,20 +327,20 @@ ARCHITECTURES: dict[str, Architecture] = {
                     switch="use_sliding_window",
                     also=("max_window_layers",),
                 ),
+                tied=True,
+                positions=32_768,
+                turned=rotary(2_000_000.0),
             ),
             fixed={"mlp_bias": _OFF},
         ),
         Architecture(
             "granite",
             "GraniteForCausalLM",
-            (
-                *_shape(1e-6),
+            _rules(
+                1e-6,
                 heads(),
-                _SILU,
-                rotary(),
                 _OPTIONAL_BIAS,
-                copy("embedding_multiplier", "embedding_multiplier", 1.0),
-                copy("residual_multiplier", "residual_multiplier", 1.0),
+                *(copy(key, key, 1.0) for key in ("embedding_multiplier", "residual_multiplier")),
                 copy("attention_multiplier", "attention_scale", 1.0),
                 copy("logits_scaling", "logit_divisor", 1.0),
             ),
@@ -397,13 +349,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "gemma",
             "GemmaForCausalLM",
-            (
-                *_shape(1e-6, tied=True, positions=8192),
+            _rules(
+                1e-6,
                 heads(always_head=True, absent_head=256, absent_kv=16),
-                choice("hidden_act", "activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh"),
-                rotary(),
-                _OPTIONAL_BIAS,
-                embedding_by_dim(),
+                *(_OPTIONAL_BIAS, embedding_by_dim()),
+                tied=True,
+                positions=8192,
+                activation=choice(
+                    "hidden_act", "activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh"
+                ),
             ),
             always=_GEMMA,
             fixed={
@@ -414,17 +368,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "gemma2",
             "Gemma2ForCausalLM",
-            (
-                *_shape(1e-6, tied=True, positions=8192),
+            _rules(
+                1e-6,
                 heads(always_head=True, absent_head=256, absent_kv=4),
-                _GEMMA_ACT,
-                rotary(),
-                _OPTIONAL_BIAS,
-                embedding_by_dim(),
-                query_scale(absent=256),
+                *(_OPTIONAL_BIAS, embedding_by_dim(), query_scale(absent=256)),
                 window_by_block(lambda config, block: block % 2 == 0, absent=4096),
                 limit("attn_logit_softcapping", "attention_softcap", 50.0),
                 limit("final_logit_softcapping", "logit_softcap", 30.0),
+                tied=True,
+                positions=8192,
+                activation=_GEMMA_ACT,
             ),
             always=_GEMMA | {"norms": "both"},
             fixed={
@@ -436,14 +389,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "gemma3",
             "Gemma3ForCausalLM",
-            (
-                *_shape(1e-6, tied=True, positions=131_072),
+            _rules(
+                1e-6,
                 heads(always_head=True, absent_head=256, absent_kv=4),
-                _GEMMA_ACT,
-                rotary_by_kind(1_000_000.0, 10_000.0),
-                _OPTIONAL_BIAS,
-                embedding_by_dim(),
-                query_scale(absent=256),
+                *(_OPTIONAL_BIAS, embedding_by_dim(), query_scale(absent=256)),
                 window_by_block(
                     lambda config, block: bool(
                         (block + 1)
@@ -457,6 +406,10 @@ ARCHITECTURES: dict[str, Architecture] = {
                     also=("sliding_window_pattern", "_sliding_window_pattern"),
                 ),
                 limit("final_logit_softcapping", "logit_softcap", 0.0),
+                tied=True,
+                positions=131_072,
+                activation=_GEMMA_ACT,
+                turned=rotary_by_kind(1_000_000.0, 10_000.0),
             ),
             model_type="gemma3_text",
             always=_GEMMA | {"norms": "both", "qk_norm": True},

@@ -14,7 +14,7 @@ from holdfast.config.huggingface.architectures import (
     NEUTRAL,
     Architecture,
 )
-from holdfast.config.huggingface.rules import NotSupportedError
+from holdfast.config.huggingface.rules import SCALING_KEYS, NotSupportedError
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 
@@ -47,7 +47,7 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
     shape["window_layers"] = list(model.windowed)
     scaling = model.rope_scaling
     if scaling is not None:
-        names = _scaling_names(scaling.type)
+        names = SCALING_KEYS[scaling.type].values()
         shape["rope_scaling"] = {name: getattr(scaling, name) for name in ("type", *names)}
     experts = model.experts
     del shape["experts"]
@@ -62,22 +62,15 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
     return shape
 
 
-def _scaling_names(kind: str) -> tuple[str, ...]:
-    from holdfast.config.huggingface.rope import SCALING_KEYS
-
-    return tuple(SCALING_KEYS[kind].values())
-
-
 def shape_differences(one: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Key of `model:` -> its values in the two, of keys that differ."""
     a, b = shape_of(one), shape_of(other)
-    return {key: (a[key], b[key]) for key in a if not _is_alike(a[key], b[key])}
 
+    def is_alike(a: Any, b: Any) -> bool:
+        is_float = isinstance(a, float) and isinstance(b, float | int)
+        return math.isclose(a, b, rel_tol=1e-9) if is_float else bool(a == b)
 
-def _is_alike(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float | int):
-        return math.isclose(a, b, rel_tol=1e-9)
-    return bool(a == b)
+    return {key: (a[key], b[key]) for key in a if not is_alike(a[key], b[key])}
 
 
 def differences_in(architecture: Architecture, model: ModelConfig) -> dict[str, tuple[Any, Any]]:

@@ -1,4 +1,7 @@
-"""The model of a folder in Hugging Face form, read from its `config.json` alone."""
+"""The model of a folder in Hugging Face form, read from its `config.json` alone.
+
+A git-lfs pointer is a small text in place of a file that was not fetched.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.huggingface.convert import from_their_config
-from holdfast.config.huggingface.git_lfs import (
-    POINTER_HEAD,
-    POINTER_MESSAGE,
-    POINTER_REMEDY,
-    is_pointer,
-)
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
+
+POINTER_HEAD = b"version https://git-lfs.github.com/spec/"
+POINTER_MESSAGE = "this is a git-lfs pointer, not the file"
+POINTER_REMEDY = "run git lfs pull where it was cloned"
+
+
+def is_pointer(head: bytes) -> bool:
+    """head: the first bytes of a file."""
+    return head.startswith(POINTER_HEAD)
+
 
 CONFIG = "config.json"
 FETCH_AGAIN = "fetch it again"

@@ -17,73 +17,59 @@ from holdfast.errors import ConfigError, nearest_of
 
 Place = Callable[[tuple[str | int, ...]], str | None]
 
-# What other trainers call the same thing. Only for "did you mean", never accepted.
-_ELSEWHERE = {
-    "lr": "train.optimizer.learning_rate",
-    "learning_rate": "train.optimizer.learning_rate",
-    "weight_decay": "train.optimizer.weight_decay",
-    "max_steps": "train.steps",
-    "num_steps": "train.steps",
-    "warmup": "train.schedule.warmup_steps",
-    "seq_len": "data.sequence_length",
-    "seq_length": "data.sequence_length",
-    "max_seq_len": "data.sequence_length",
-    "context_length": "data.sequence_length",
-    "micro_batch_size": "train.microbatch_size",
-    "n_layers": "model.layers",
-    "num_layers": "model.layers",
-    "num_hidden_layers": "model.layers",
-    "n_heads": "model.heads",
-    "num_attention_heads": "model.heads",
-    "num_key_value_heads": "model.kv_heads",
-    "hidden_size": "model.dim",
-    "intermediate_size": "model.ffn_dim",
-    "output_dir": "folder",
-    "dtype": "train.precision",
-    "world_size": "layout.workers",
-    "num_workers": "layout.workers",
-    "save_every": "checkpoint.every_steps",
-    "num_experts": "model.experts.count",
-    "num_local_experts": "model.experts.count",
-    "n_routed_experts": "model.experts.count",
-    "num_experts_per_tok": "model.experts.top_k",
-    "moe_intermediate_size": "model.experts.width",
-    "router_aux_loss_coef": "model.experts.balance_loss",
-    "capacity_factor": "model.experts.capacity",
-    "pipeline_schedule": "layout.schedule",
+_KEYS_ELSEWHERE = {
+    "train.optimizer.learning_rate": ("lr", "learning_rate"),
+    "train.optimizer.weight_decay": ("weight_decay",),
+    "train.steps": ("max_steps", "num_steps"),
+    "train.schedule.warmup_steps": ("warmup",),
+    "train.microbatch_size": ("micro_batch_size",),
+    "train.precision": ("dtype",),
+    "data.sequence_length": ("seq_len", "seq_length", "max_seq_len", "context_length"),
+    "model.layers": ("n_layers", "num_layers", "num_hidden_layers"),
+    "model.heads": ("n_heads", "num_attention_heads"),
+    "model.kv_heads": ("num_key_value_heads",),
+    "model.dim": ("hidden_size",),
+    "model.ffn_dim": ("intermediate_size",),
+    "model.experts.count": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "model.experts.top_k": ("num_experts_per_tok",),
+    "model.experts.width": ("moe_intermediate_size",),
+    "model.experts.balance_loss": ("router_aux_loss_coef",),
+    "model.experts.capacity": ("capacity_factor",),
+    "folder": ("output_dir",),
+    "checkpoint.every_steps": ("save_every",),
+    "layout.workers": ("world_size", "num_workers"),
+    "layout.schedule": ("pipeline_schedule",),
     **{
-        f"{long}_{word}": f"layout.{axis}"
-        for long, axis in (
-            ("tensor", "tp"),
-            ("pipeline", "pp"),
-            ("context", "cp"),
-            ("expert", "ep"),
+        f"layout.{axis}": tuple(
+            f"{name}_{word}"
+            for word in ("parallel", "parallel_size", "parallel_degree", "model_parallel_size")
         )
-        for word in ("parallel", "parallel_size", "parallel_degree", "model_parallel_size")
+        for axis, name in {
+            "tp": "tensor",
+            "pp": "pipeline",
+            "cp": "context",
+            "ep": "expert",
+        }.items()
     },
 }
+"""Key -> what other trainers call it. Only for "did you mean", never accepted."""
+_ELSEWHERE = {name: key for key, names in _KEYS_ELSEWHERE.items() for name in names}
 
-# The same for values, by the words in which other trainers, or torch, name them.
-_VALUES_ELSEWHERE = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-    "double": "float64",
-    "fp64": "float64",
-    "int8": "8bit",
-    "rocm": "cuda",
-    "hip": "cuda",
-    "nvidia": "cuda",
-    "amd": "cuda",
-    "intel": "xpu",
-    "metal": "mps",
-    "cpu": "host",
-    "nvme": "file",
-    "disk": "file",
-    "gpu": "device",
+_VALUES = {
+    "bf16": ("bfloat16",),
+    "fp16": ("float16", "half"),
+    "fp32": ("float32", "float"),
+    "float64": ("double", "fp64"),
+    "8bit": ("int8",),
+    "cuda": ("rocm", "hip", "nvidia", "amd"),
+    "xpu": ("intel",),
+    "mps": ("metal",),
+    "host": ("cpu",),
+    "file": ("nvme", "disk"),
+    "device": ("gpu",),
 }
+"""The same for values, by the words in which other trainers, or torch, name them."""
+_VALUES_ELSEWHERE = {name: value for value, names in _VALUES.items() for name in names}
 
 MAX_NUMBER = 2**53
 """Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""

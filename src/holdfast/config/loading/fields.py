@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 
 ITEM = "*"
 
@@ -79,6 +79,13 @@ def adapter_of(key: str) -> TypeAdapter[Any]:
     if info.metadata:
         kind = Annotated[kind, *info.metadata]
     return TypeAdapter(kind)
+
+
+def value_at(holder: Any, path: Sequence[str | int]) -> Any:
+    """Return the value at a path of a section."""
+    for part in path:
+        holder = getattr(holder, part) if isinstance(part, str) else holder[part]
+    return holder
 
 
 def with_value(holder: Any, path: Sequence[str | int], value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The identity of a run: the part of a configuration that decides what it computes.
 
-Each key of the run file declares what a change of it does to a run that has begun (`change.py`).
-A resume may change the keys of class "in place": the state after step N does not depend on them.
-A change of any other key makes another run.
+Each key of the run file declares what a change of it does to a run that has begun
+(`sections/base.py`). A resume may change the keys of class "in place": the state after step N does
+not depend on them. A change of any other key makes another run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.config.loading.explain import format_value
 from holdfast.config.loading.fields import change_of, field_at, is_index, leaves
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 from holdfast.errors import START_OVER, RunFolderError
 
 # The dataset's version stands for these: they are a part of it, and the last is its vocabulary.
@@ -34,62 +34,31 @@ SCHEDULE_STEPS = "train.schedule.steps"
 
 # Keys that did not exist when the first runs were trained. At its default such a key does not enter
 # the hash, so those runs keep theirs.
-LATER_KEYS = (
-    "branch_of",
-    "data.chat.long_rows",
-    "data.chat.train_on",
-    "data.chat.weights",
-    "lora.adapter_checksum",
-    "lora.alpha",
-    "lora.base_checksum",
-    "lora.dropout",
-    "lora.rank",
-    "lora.targets",
-    "model.activation",
-    "model.attention_bias",
-    "model.attention_scale",
-    "model.attention_softcap",
-    "model.embedding_multiplier",
-    "model.experts",
-    "model.logit_divisor",
-    "model.logit_softcap",
-    "model.no_rope_layers",
-    "model.norm_plus_one",
-    "model.norms",
-    "model.qk_norm_width",
-    "model.residual_multiplier",
-    "model.rope_fraction",
-    "model.rope_scaling.attention_factor",
-    "model.rope_scaling.beta_fast",
-    "model.rope_scaling.beta_slow",
-    "model.rope_scaling.truncate",
-    "model.rope_scaling.type",
-    "model.window",
-    "model.window_layers",
-    "model.window_rope_theta",
-    "task.args",
-    "task.data",
-    "task.name",
-    "task.parameters",
-    "task.samples",
-    "task.source",
-    "train.deterministic",
-    "train.optimizer.adamw_for",
-    "train.optimizer.adjust_rate",
-    "train.optimizer.args",
-    "train.optimizer.beta2_decay",
-    "train.optimizer.clip_threshold",
-    "train.optimizer.groups",
-    "train.optimizer.layouts",
-    "train.optimizer.momentum",
-    "train.optimizer.name",
-    "train.optimizer.nesterov",
-    "train.optimizer.newton_schulz_steps",
-    "train.optimizer.slots",
-    "train.optimizer.smallest_scale",
-    "train.optimizer.source",
-    "train.optimizer.state_dtype",
-    "train.schedule.source",
+LATER_KEYS = frozenset(
+    f"{section}.{name}".lstrip(".")
+    for section, names in {
+        "": ("branch_of",),
+        "data.chat": ("long_rows", "train_on", "weights"),
+        "lora": ("adapter_checksum", "alpha", "base_checksum", "dropout", "rank", "targets"),
+        "model": (
+            *("activation", "attention_bias", "attention_scale", "attention_softcap"),
+            *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),
+            *("no_rope_layers", "norm_plus_one", "norms", "qk_norm_width"),
+            *("residual_multiplier", "rope_fraction", "window", "window_layers"),
+            "window_rope_theta",
+        ),
+        "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
+        "task": ("args", "data", "name", "parameters", "samples", "source"),
+        "train": ("deterministic",),
+        "train.optimizer": (
+            *("adamw_for", "adjust_rate", "args", "beta2_decay", "clip_threshold"),
+            *("groups", "layouts", "momentum", "name", "nesterov"),
+            *("newton_schulz_steps", "slots", "smallest_scale", "source"),
+            "state_dtype",
+        ),
+        "train.schedule": ("source",),
+    }.items()
+    for name in names
 )
 SOURCE_KEYS = {
     "train.optimizer.source": "train.optimizer.name",

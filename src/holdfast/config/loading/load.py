@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from holdfast.config.loading import lora_from, model_from, yaml_tree
 from holdfast.config.loading.explain import (
     MAX_NUMBER,
+    Place,
     explain_errors,
     explain_rule,
     find_example,
@@ -43,7 +44,7 @@ from holdfast.config.loading.fields import (
 )
 from holdfast.config.loading.paths import locate_paths, with_places
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.model import PRESETS
 from holdfast.config.sections.run_place import dataset_of_run, is_bucket
 from holdfast.errors import ConfigError
 
@@ -322,16 +323,13 @@ def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where:
 def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> RunConfig:
     place = _place_in(given)
     data = {key: value for key, value in data.items() if not _empty_section(key, value)}
-    booleans = list(_booleans_for_numbers(data))
+    refused = _booleans_for_numbers(data, place, name)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        refused = explain_errors(error, place, name)
-        raise ConfigError(
-            "\n".join([*_boolean_sentences(booleans, place, name), *refused.message.split("\n")])
-        ) from None
-    if booleans:
-        raise ConfigError("\n".join(_boolean_sentences(booleans, place, name)))
+        refused.append(explain_errors(error, place, name).message)
+    if refused:
+        raise ConfigError("\n".join(refused))
     large = [
         f"{place(as_path(key)) or name}: {key} is {format_value(value)}, which is too large; "
         f"use {MAX_NUMBER} or less"
@@ -343,7 +341,7 @@ def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> R
     return config
 
 
-def _place_in(given: Mapping[str, Origin]) -> Callable[[KeyPath], str | None]:
+def _place_in(given: Mapping[str, Origin]) -> Place:
     """Return what says where a key was given. A section counts as given by its own line only."""
     return lambda path: _place(given.get(".".join(map(str, path))))
 
@@ -361,25 +359,21 @@ def _empty_section(key: str, value: Any) -> bool:
     return value is None and field is not None and section_of(field.annotation) is not None
 
 
-def _booleans_for_numbers(data: dict[str, Any]) -> list[tuple[KeyPath, bool]]:
-    """true and false where a number belongs: Python, and so the schema, takes them for 1 and 0."""
-    found: list[tuple[KeyPath, bool]] = []
+def _booleans_for_numbers(data: dict[str, Any], place: Place, name: str) -> list[str]:
+    """Refuse true and false where a number belongs: Python, and so the schema, takes them for 1
+    and 0."""
+    found: list[str] = []
     for key, value in leaves(data):
         path: KeyPath = as_path(key)
-        field = field_at(path)
-        kinds = () if field is None else (bool, int, float)
-        allowed = {kind for kind in kinds if field and allows(field.annotation, kind)}
-        if isinstance(value, bool) and allowed and bool not in allowed:
-            found.append((path, value))
+        kinds = (field := field_at(path)) and field.annotation
+        is_number = allows(kinds, int) or allows(kinds, float)
+        if isinstance(value, bool) and is_number and not allows(kinds, bool):
+            example = find_example(path) or 1
+            found.append(
+                f"{place(path) or name}: {key} is {format_value(value)}, not a number; "
+                f"use {example}"
+            )
     return found
-
-
-def _boolean_sentences(found: list[tuple[KeyPath, bool]], place: Any, name: str) -> list[str]:
-    return [
-        f"{place(path) or name}: {'.'.join(map(str, path))} is {format_value(value)}, not a "
-        f"number; use {find_example(path) or 1}"
-        for path, value in found
-    ]
 
 
 def _origins(config: RunConfig, given: Mapping[str, Origin]) -> dict[str, Origin]:

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.huggingface.folder import read_json_object
-from holdfast.config.loading.model_from import ModelFolder, yaml_word
-from holdfast.config.loading.paths import expand_path, join_base
-from holdfast.errors import ConfigError, ModelFolderError
+from holdfast.config.loading.model_from import (
+    Differences,
+    ModelFolder,
+    folder_at,
+    refuse_other_values,
+    yaml_word,
+)
+from holdfast.errors import ModelFolderError
 
 KEY = "lora.from"
 MEANING = (
@@ -102,9 +107,7 @@ def expand(
     own = {key: value for key, value in section.items() if key != "from"}
     named, adapter = section.get("from"), None
     if named is not None:
-        if not isinstance(named, str) or not named:
-            raise ConfigError(f"{KEY} {named!r} is not a path", remedy="name a folder")
-        path = Path(join_base(base, expand_path(named)))
+        path = folder_at(KEY, named, base)
         values = read_adapter_config(path)
         taken = tuple(f"lora.{key}" for key in values if key not in own)
         adapter = AdapterFolder(path, values, (*taken, "lora.adapter"))
@@ -125,16 +128,13 @@ def refuse_differences(
         for key, theirs in folder.values.items()
         if (sorted(values[key]) if key == "targets" else values[key]) != theirs
     }
-    if not found:
-        return
+    refuse_other_values("lora", found, _describe, folder.path, KEY, place)
+
+
+def _describe(differences: Differences, folder: str) -> str:
     parts = [
         f"lora.{key} is {yaml_word(list(a) if isinstance(a, tuple) else a)} here and "
         f"{yaml_word(b)} there"
-        for key, (a, b) in found.items()
+        for key, (a, b) in differences.items()
     ]
-    them = "it" if len(found) == 1 else "them"
-    raise ConfigError(
-        f"the adapter of {folder.path} is another one: {', '.join(parts)}",
-        where=place(f"lora.{next(iter(found))}"),
-        remedy=f"remove {them} from the run file, for {KEY} gives {them}",
-    )
+    return f"the adapter of {folder} is another one: {', '.join(parts)}"

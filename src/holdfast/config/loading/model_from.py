@@ -23,6 +23,8 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
 
+Differences = Mapping[str, tuple[Any, Any]]
+"""The run file's value, and the folder's, by key of a section."""
 KEY = "model.from"
 CODE_KEY = "model.code"
 TRANSFORMERS = "transformers"
@@ -67,14 +69,12 @@ def expand(
         if code is not None:
             raise ConfigError(f"{CODE_KEY} needs {KEY}", remedy=f"name a folder in {KEY}")
         return {**data, "model": own}, None
-    if not isinstance(named, str) or not named:
-        raise ConfigError(f"{KEY} {named!r} is not a path", remedy="name a folder")
+    path = folder_at(KEY, named, base)
     if own.get("preset") is not None:
         raise ConfigError(
             f"model.preset {own['preset']} and {KEY} {named} both give the shape",
             remedy="use one of the two",
         )
-    path = Path(join_base(base, expand_path(named)))
     if code is not None:
         return _as_task({**data, "model": own}, given, path)
     model = read_folder_model(path)
@@ -85,10 +85,15 @@ def expand(
     if isinstance(own.get("experts"), dict) and values["experts"]:
         own["experts"] = values["experts"] | own["experts"]
     out = {**data, "model": {**values, **own, "preset": None}}
-    if (path / TOKENIZER).is_file() and f"{TOKENIZER_KEY}" not in given:
-        out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
-        taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
+    taken += _take_tokenizer(out, given, path / TOKENIZER)
     return out, ModelFolder(path, model, tuple(taken))
+
+
+def folder_at(key: str, named: Any, base: str) -> Path:
+    """The folder that a key names. Raises ConfigError."""
+    if not isinstance(named, str) or not named:
+        raise ConfigError(f"{key} {named!r} is not a path", remedy="name a folder")
+    return Path(join_base(base, expand_path(named)))
 
 
 def _as_task(
@@ -107,24 +112,24 @@ def _as_task(
     args = {**(task.get("args") or {}), "folder": os.path.abspath(path)}
     out = {key: value for key, value in data.items() if key != "model"}
     out["task"] = {**task, "name": TRANSFORMERS_TASK, "args": args}
-    taken = ["task.name", "task.args.folder"]
-    if (path / TOKENIZER).is_file() and TOKENIZER_KEY not in given:
-        out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
-        taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
-    return out, ModelFolder(path, None, tuple(taken))
+    taken = _take_tokenizer(out, given, path / TOKENIZER)
+    return out, ModelFolder(path, None, ("task.name", "task.args.folder", *taken))
 
 
 TOKENIZER_KEY = "data.tokenizer.path"
 
 
-def _with_tokenizer(section: Any, path: Path) -> Any:
-    """The section `data` with this tokenizer, unless it names one, or is no section of keys."""
-    section = {} if section is None else section
-    tokenizer = section.get("tokenizer") if isinstance(section, dict) else ""
+def _take_tokenizer(data: dict[str, Any], given: Mapping[str, Any], path: Path) -> list[str]:
+    """Let `data.tokenizer` be this file, if it is there and the run file names none. Return the
+    keys that were taken."""
+    section: Any = {} if data.get("data") is None else data["data"]
+    tokenizer: Any = section.get("tokenizer") if isinstance(section, dict) else ""
     tokenizer = {} if tokenizer is None else tokenizer
-    if not isinstance(tokenizer, dict) or tokenizer.get("path") is not None:
-        return section
-    return {**section, "tokenizer": {**tokenizer, "path": str(path)}}
+    is_named = not isinstance(tokenizer, dict) or tokenizer.get("path") is not None
+    if is_named or TOKENIZER_KEY in given or not path.is_file():
+        return []
+    data["data"] = {**section, "tokenizer": {**tokenizer, "path": str(path)}}
+    return [TOKENIZER_KEY]
 
 
 def refuse_differences(folder: ModelFolder, config: RunConfig, place: Callable[[str], str]) -> None:
@@ -132,26 +137,37 @@ def refuse_differences(folder: ModelFolder, config: RunConfig, place: Callable[[
     if folder.model is None:
         return
     differences = shape_differences(config.model, folder.model)
+    refuse_other_values("model", differences, describe_differences, folder.path, KEY, place)
+
+
+def refuse_other_values(
+    section: str,
+    differences: Differences,
+    describe: Callable[[Differences, str], str],
+    folder: Path,
+    key: str,
+    place: Callable[[str], str],
+) -> None:
+    """Raises ConfigError for values of a section that a folder, named by `key`, gives otherwise."""
     if differences:
-        first = next(iter(differences))
+        them = "it" if len(differences) == 1 else "them"
         raise ConfigError(
-            describe_differences(differences, str(folder.path)),
-            where=place(f"model.{first}"),
-            remedy=f"remove {'it' if len(differences) == 1 else 'them'} from the run file, for "
-            f"{KEY} gives {'it' if len(differences) == 1 else 'them'}",
+            describe(differences, str(folder)),
+            where=place(f"{section}.{next(iter(differences))}"),
+            remedy=f"remove {them} from the run file, for {key} gives {them}",
         )
 
 
-def describe_differences(differences: Mapping[str, tuple[Any, Any]], folder: str) -> str:
+def describe_differences(differences: Differences, folder: str) -> str:
     """(ours, the folder's) by key of `model:`, in words."""
     parts = [
         f"model.{k} is {yaml_word(a)} here and {yaml_word(b)} there"
-        for k, (a, b) in (differences.items())
+        for k, (a, b) in differences.items()
     ]
     return f"the model of {folder} has another shape: {', '.join(parts)}"
 
 
-def as_overrides(differences: Mapping[str, tuple[Any, Any]]) -> str:
+def as_overrides(differences: Differences) -> str:
     """The folder's values, to be typed on a command line."""
     return " ".join(shlex.quote(f"model.{k}={yaml_word(b)}") for k, (_, b) in differences.items())
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from holdfast.config.loading.fields import as_path, field_at
+from holdfast.config.loading.fields import as_path, field_at, value_at
 from holdfast.config.loading.identity import SCHEDULE_STEPS
 from holdfast.config.loading.load import LoadedConfig
-from holdfast.config.run import RunConfig
-from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.sections.task import SCRIPT_TASK
@@ -26,7 +23,6 @@ def find_without_effect(loaded: LoadedConfig) -> list[str]:
     found = [
         *_optimizer(loaded),
         *_schedule(loaded),
-        *_batch_stages(loaded),
         *_intervals(loaded),
         *_switched_off(loaded),
         *_recomputation(loaded),
@@ -39,6 +35,7 @@ _TRACKER_KEYS = {
     "wandb": tuple(WandbConfig.model_fields),
     "mlflow": tuple(MlflowConfig.model_fields),
 }
+_OF_STAGES = ("balance", "balance_costs", "schedule", "virtual_stages")
 Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
@@ -47,10 +44,7 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
     is no surprise."""
     if not _written(loaded, key):
         return False
-    value: Any = loaded.config
-    for part in as_path(key):
-        value = value[part] if isinstance(part, int) else getattr(value, part)
-    info = field_at(as_path(key))
+    value, info = value_at(loaded.config, as_path(key)), field_at(as_path(key))
     return info is None or value != info.get_default(call_default_factory=True, validated_data={})
 
 
@@ -122,21 +116,17 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
         )
 
 
-def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
-    train = loaded.config.train
-    for index, stage in enumerate(train.batch_warmup):
-        if stage.from_step > train.steps:
-            yield (
-                f"train.batch_warmup.{index}.from_step",
-                f"{stage.from_step} comes after the last step {train.steps}, so the batch of "
-                f"{stage.batch_size} is never used",
-                "remove the stage, or raise train.steps",
-            )
-
-
 def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
     config = loaded.config
     steps, save = config.train.steps, config.checkpoint
+    for index, stage in enumerate(config.train.batch_warmup):
+        if stage.from_step > steps:
+            yield (
+                f"train.batch_warmup.{index}.from_step",
+                f"{stage.from_step} comes after the last step {steps}, so the batch of "
+                f"{stage.batch_size} is never used",
+                "remove the stage, or raise train.steps",
+            )
     every = config.train.evaluate.every
     if every > steps and _given(loaded, "train.evaluate.every"):
         yield (
@@ -176,7 +166,7 @@ def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
     task = loaded.config.task
     if not task.name:
         return
-    unused = ("model",) if task.reads_tokens and task.parameters else ("model", "data")
+    unused = ("model",) if not task.data and task.parameters else ("model", "data")
     for key in loaded.origins:
         if key.split(".")[0] in unused and _given(loaded, key):
             yield key, f"has no effect on {task.label}", "remove it"
@@ -216,33 +206,14 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
         yield key, f"has no effect with {reason}", "remove it"
 
 
-def _no_balance(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    """Keys that share blocks out among stages, where nothing is shared out."""
-    kinds = [degrees for _, degrees in config.layout.kinds]
-    for name in ("balance", "balance_costs"):
-        key = f"layout.{name}"
-        yield key, all(each.pp == 1 for each in kinds), "layout.pp 1"
-        named = all(each.pp == 1 or each.stages for each in kinds)
-        yield key, named and any(each.stages for each in kinds), "the stages that the file names"
-
-
-def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
-    """(key, whether it has no effect, with what)."""
-    is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
-    no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
-    return [
-        ("layout.schedule", no_stages, "layout.pp 1"),
-        ("layout.virtual_stages", no_stages, "layout.pp 1"),
-        ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
-        ("layout.cp_ring", not is_ring, method),
-    ]
-
-
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
-    save, cluster, data = config.checkpoint, config.cluster, config.data
-    memory = config.train.memory
+    save, cluster, data, layout = config.checkpoint, config.cluster, config.data, config.layout
+    memory, kinds = config.train.memory, [degrees for _, degrees in layout.kinds]
+    no_stages = all(degrees.pp == 1 for degrees in kinds)
+    are_named = any(d.stages for d in kinds) and all(d.pp == 1 or d.stages for d in kinds)
+    method = f"layout.cp_method {layout.cp_method}"
     in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
     adaptive = save.interval == "adaptive"
     no_peers = not save.peers
@@ -257,9 +228,12 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
-        *_no_balance(config),
-        *_layout_rules(config.layout),
-        *(rule for option in option_keys() for rule in option.without_effect(config.layout)),
+        *((f"layout.{name}", no_stages, "layout.pp 1") for name in _OF_STAGES),
+        ("layout.balance", are_named, "the stages that the file names"),
+        ("layout.balance_costs", are_named, "the stages that the file names"),
+        ("layout.cp_method", all(degrees.cp == 1 for degrees in kinds), "layout.cp 1"),
+        ("layout.cp_ring", layout.cp_method != "ulysses-ring", method),
+        *(rule for option in option_keys() for rule in option.without_effect(layout)),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(

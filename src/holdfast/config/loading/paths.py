@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
-from holdfast.config.loading.fields import as_path, with_value
+from holdfast.config.loading.fields import as_path, field_at, value_at, with_value
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
 from holdfast.errors import ConfigError
@@ -39,21 +38,6 @@ FREE_PATHS = (
     "train.memory.folder",
 )
 PLACES = ("data.tokenizer.path", "data.sources.*.path")
-OPTIONAL = (
-    "data.cache",
-    "data.chat.template_file",
-    "checkpoint.bucket",
-    "cluster.notices_at",
-    "cluster.prediction",
-    "cluster.faults",
-    "launch.ssh.hosts_file",
-    "plan.cluster",
-    "task.folder",
-    "lora.base",
-    "lora.adapter",
-    "train.memory.folder",
-)
-"""Keys for which an empty text means none."""
 
 
 def expand_path(text: str) -> str:
@@ -123,9 +107,10 @@ def locate_paths(
             refused.append(f"{where(key)}: {key}: {error}")
     if refused:
         raise ConfigError("\n".join(refused))
-    free = {key: path for key, path in found.items() if key in FREE_PATHS}
     places = {key: path for key, path in found.items() if key not in FREE_PATHS}
-    return with_places(_replaced(config, free), places), places
+    for key in found.keys() - places.keys():
+        config = with_value(config, as_path(key), found[key])
+    return with_places(config, places), places
 
 
 def with_places(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
@@ -141,14 +126,13 @@ def with_places(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in FREE_PATHS:
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
+        value, info = value_at(config, as_path(key)), field_at(as_path(key))
+        assert info is not None, key
         if key == "cluster.notices_at" and config.cluster.notices != "file":
             continue  # the address of a service
         if key == "plan.cluster" and config.plan.is_short_cluster:
             continue
-        if value or key not in OPTIONAL:
+        if value or info.default:  # an empty path means none if it is the default
             yield key, value
     if config.data.tokenizer.path is not None:
         yield "data.tokenizer.path", config.data.tokenizer.path
@@ -171,9 +155,3 @@ def _located(config: RunConfig, key: str, value: str, base: str) -> str:
         if source.kind == "huggingface" and not os.path.isdir(joined):
             return path  # a name on the hub
     return joined
-
-
-def _replaced(config: RunConfig, found: Mapping[str, str]) -> RunConfig:
-    for key, path in found.items():
-        config = with_value(config, as_path(key), path)
-    return config

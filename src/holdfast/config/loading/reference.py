@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -13,8 +17,8 @@ from holdfast.config.loading import lora_from, model_from
 from holdfast.config.loading.explain import format_value
 from holdfast.config.loading.fields import ITEM, all_keys, change_of, is_list, section_of
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.base import Change
+from holdfast.config.sections.model import PRESETS
 
 _HEAD = """\
 # The run file
@@ -68,6 +72,11 @@ _KEYS_IN_ROW = 25  # of the table of classes
 def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
+    for section, _ in _with_inner(RunConfig):
+        keys = (schema if section is RunConfig else schema["$defs"][section.__name__])["properties"]
+        for name, text in _descriptions(section).items():
+            if text:
+                keys[name] = dict(sorted((keys[name] | {"description": text}).items()))
     schema["$defs"]["ModelConfig"].pop("required", None)
     schema["$defs"]["ModelConfig"]["properties"] |= {
         "from": {"type": "string", "description": model_from.MEANING},
@@ -84,10 +93,11 @@ def json_schema() -> dict[str, Any]:
 def markdown() -> str:
     """docs/reference/run-file.md: one table per section, then the presets."""
     parts = [_HEAD.format(rows=_changes()), "## Top level\n", _table(RunConfig, "")]
-    for name, info in RunConfig.model_fields.items():
-        section = section_of(info.annotation)
-        if section is not None:
-            parts += _sections(section, name, f"## `{name}`\n")
+    for section, key in [*_with_inner(RunConfig)][1:]:
+        about = " ".join((section.__doc__ or "").split())
+        level = "###" if "." in key else "##"
+        parts += [f"{level} `{key.replace(ITEM, '<n>')}`\n", *([f"{about}\n"] if about else [])]
+        parts.append(_table(section, key))
     parts += ["## Presets of `model.preset`\n", _presets()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -117,29 +127,38 @@ def _changes() -> str:
     return "\n".join(rows)
 
 
-def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
-    about = _sentences(section)
-    parts = [title, *([f"{about}\n"] if about else []), _table(section, prefix)]
+def _with_inner(section: type[BaseModel], key: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    """A section and all below it, each with its key."""
+    yield section, key
     for name, info in section.model_fields.items():
-        inner = section_of(info.annotation)
-        if inner is not None:
-            key = f"{prefix}.{name}" + (f".{ITEM}" if is_list(info.annotation) else "")
-            parts += _sections(inner, key, f"### `{key.replace(ITEM, '<n>')}`\n")
-    return parts
+        if inner := section_of(info.annotation):
+            item = f".{ITEM}" if is_list(info.annotation) else ""
+            yield from _with_inner(inner, f"{key}.{name}{item}".lstrip("."))
 
 
-def _sentences(section: type[BaseModel]) -> str:
-    return " ".join((section.__doc__ or "").split())
+def _descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Name of a key -> its description. (Pydantic's own reading of docstrings would make the import
+    of the sections, and so each command, a tenth of a second slower.)"""
+    found = {name: info.description or "" for name, info in section.model_fields.items()}
+    for kind in section.__mro__[: section.__mro__.index(BaseModel)]:
+        (definition,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(definition, ast.ClassDef)
+        for key, below in pairwise(definition.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                text = " ".join(ast.literal_eval(below.value).split())
+                found[ast.unparse(key.target)] = found[ast.unparse(key.target)] or text
+    return found
 
 
 def _table(section: type[BaseModel], prefix: str) -> str:
     rows = ["| key | type | default | change | meaning |", "|---|---|---|---|---|"]
+    descriptions = _descriptions(section)
     for name, info in section.model_fields.items():
         if section_of(info.annotation) is not None:
             continue
         change = change_of(f"{prefix}.{name}".lstrip("."))
         key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
-        meaning = (info.description or "").replace("|", "\\|")
+        meaning = descriptions[name].replace("|", "\\|")
         cells = f"{_type(info)} | {_default(info, key)} | {change}"
         rows.append(f"| `{key}` | {cells} | {meaning} |")
         if key in _EXPANDED:  # no field: loading expands it

@@ -30,6 +30,9 @@ _FLOAT = re.compile(
     r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+"""What YAML's reader refuses: C0, DEL, C1, surrogates and the two non-characters."""
+
 
 class _Composer(yaml.SafeLoader):
     """Composes nodes only; values are made by `scalar`, so no tag can construct anything."""
@@ -63,14 +66,7 @@ def parse_scalar(text: str) -> str | int | float | bool | None:
     if _HEX.match(text):
         return int(text, 16)
     if _FLOAT.match(text):
-        return float(
-            text.replace("_", "")
-            .replace(".inf", "inf")
-            .replace(".Inf", "inf")
-            .replace(".INF", "inf")
-            .lower()
-            .replace(".nan", "nan")
-        )
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower().replace("_", "")))
     return text
 
 
@@ -153,20 +149,12 @@ def _compose(text: str, name: str) -> Node | None:
 
 def _refuse_control_characters(text: str, name: str) -> None:
     """Control characters mean that this is no text: say where, before YAML says it worse."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        found = next((c for c in line if c not in "\t\r\x85" and _is_control(c)), None)
-        if found is not None:
-            raise ConfigError(
-                f"the character {found!r} does not belong in a text file",
-                where=f"{name}:{number}",
-                remedy="give a YAML file as 'holdfast init' writes it",
-            )
-
-
-def _is_control(character: str) -> bool:
-    """C0, DEL and C1, surrogates and the two non-characters: what YAML's reader refuses."""
-    code = ord(character)
-    return code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF)
+    if found := _CONTROL.search(text):
+        raise ConfigError(
+            f"the character {found[0]!r} does not belong in a text file",
+            where=f"{name}:{text.count(chr(10), 0, found.start()) + 1}",
+            remedy="give a YAML file as 'holdfast init' writes it",
+        )
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigError:
@@ -233,12 +221,6 @@ def _build(node: Node, path: Path, name: str, lines: dict[Path, int]) -> Any:
     if isinstance(node, SequenceNode):
         return [_build(item, (*path, i), name, lines) for i, item in enumerate(node.value)]
     assert isinstance(node, MappingNode)
-    return _build_mapping(node, path, name, lines)
-
-
-def _build_mapping(
-    node: MappingNode, path: Path, name: str, lines: dict[Path, int]
-) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key_node, value_node in node.value:
         where = f"{name}:{_line(key_node)}"

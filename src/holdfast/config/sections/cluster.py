@@ -17,144 +17,83 @@ MAX_NAME_LENGTH = 63
 
 
 class ClusterConfig(Section):
-    interface: str = Field(
-        AUTO,
-        description="address that this node's agent listens on and tells other nodes. auto: "
-        "127.0.0.1 for a run of one node, otherwise the address on the route to the other nodes "
-        "(docs/guide/nodes.md)",
-    )
-    gloo_interface: str = Field(
-        AUTO, description="network device that gloo uses; auto: the device of cluster.interface"
-    )
-    tls: bool | Literal["auto"] = Field(
-        "auto",
-        description="encrypt control and copies of snapshots between processes of the run, alike "
-        "on all nodes; auto: unless only this machine reaches the addresses "
-        "(docs/guide/security.md)",
-    )
-    metrics_port: int = Field(
-        0, ge=0, le=65535, description="port of /healthz and /metrics; 0: any free port"
-    )
+    interface: str = AUTO
+    """address that this node's agent listens on and tells other nodes. auto: 127.0.0.1 for a run of
+    one node, otherwise the address on the route to the other nodes (docs/guide/nodes.md)"""
+    gloo_interface: str = AUTO
+    """network device that gloo uses; auto: the device of cluster.interface"""
+    tls: bool | Literal["auto"] = "auto"
+    """encrypt control and copies of snapshots between processes of the run, alike on all nodes;
+    auto: unless only this machine reaches the addresses (docs/guide/security.md)"""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """port of /healthz and /metrics; 0: any free port"""
     heartbeat_seconds: float = Field(0.2, gt=0, description="seconds between an agent's rounds")
-    progress_seconds: float = Field(
-        300, gt=0, description="a worker without progress for this long counts as hung"
-    )
-    compare: bool = Field(
-        True,
-        description="find a worker that hangs while the other workers wait for it, within three "
-        "steps and a second; false: only progress_seconds counts (for a debugger)",
-    )
-    check_every_steps: int = Field(
-        0,
-        ge=0,
-        description="steps between two comparisons of state that several workers hold; a worker "
-        "that differs from the majority takes the majority's copy; 0: never",
-    )
-    like_processors: Literal["warn", "require", "ignore"] = Field(
-        "warn",
-        description="a node joins whose vector units, presets or reference computation differ: "
-        "warn about it, require that none does, or ignore it",
-    )
-    loss_jumps: Literal["ignore", "roll_back"] = Field(
-        "ignore",
-        description="roll_back: a step whose loss jumps is repeated; data that causes the jump "
-        "on several devices is skipped (docs/internals/elastic.md)",
-    )
-    grace_seconds: float = Field(
-        0,
-        ge=0,
-        description="seconds between SIGTERM and SIGKILL on this platform; 0: unknown, so the "
-        "final save gets no deadline",
-    )
+    progress_seconds: float = Field(300, gt=0)
+    """a worker without progress for this long counts as hung"""
+    compare: bool = True
+    """find a worker that hangs while the other workers wait for it, within three steps and a
+    second; false: only progress_seconds counts (for a debugger)"""
+    check_every_steps: int = Field(0, ge=0)
+    """steps between two comparisons of state that several workers hold; a worker that differs from
+    the majority takes the majority's copy; 0: never"""
+    like_processors: Literal["warn", "require", "ignore"] = "warn"
+    """a node joins whose vector units, presets or reference computation differ: warn about it,
+    require that none does, or ignore it"""
+    loss_jumps: Literal["ignore", "roll_back"] = "ignore"
+    """roll_back: a step whose loss jumps is repeated; data that causes the jump on several devices
+    is skipped (docs/internals/elastic.md)"""
+    grace_seconds: float = Field(0, ge=0)
+    """seconds between SIGTERM and SIGKILL on this platform; 0: unknown, so the final save gets no
+    deadline"""
     notices: Literal[
         "none", "auto", "aws", "google", "azure", "kubernetes", "slurm", "ray", "file"
-    ] = Field(
-        "none",
-        description="source of notices that this machine will be taken away "
-        "(docs/guide/notices.md); "
-        "auto: the source that is detected",
-    )
-    notices_at: str = Field(
-        "",
-        description="address of the metadata service, API server or Ray head (HOST:PORT), or the "
-        "file's path; empty: the usual address",
-    )
-    notices_every_seconds: float = Field(
-        1.0, gt=0, description="least seconds between two requests for notices"
-    )
-    notices_account: str = Field(
-        "/var/run/secrets/kubernetes.io/serviceaccount",
-        description="Kubernetes: the folder with token, ca.crt and namespace",
-    )
-    notices_taints: str = Field(
-        "",
-        description="Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated "
-        "by commas; a KEY may end with *",
-    )
-    prediction: str = Field(
-        "",
-        description="path of what `holdfast predict fit` wrote: while this node is likely to be "
-        "lost, its part of each snapshot goes to peers; empty: no prediction",
-    )
-    left_exit_code: int = Field(
-        0,
-        ge=0,
-        le=255,
-        description="exit code of a node that is asked to leave before the last step. Some owners "
-        "of machines replace a node only if its code is not 0",
-    )
-    max_restarts_without_progress: int = Field(
-        3,
-        ge=0,
-        description="generations in a row that may end without a new step; with more the run fails",
-    )
+    ] = "none"
+    """source of notices that this machine will be taken away (docs/guide/notices.md); auto: the
+    source that is detected"""
+    notices_at: str = ""
+    """address of the metadata service, API server or Ray head (HOST:PORT), or the file's path;
+    empty: the usual address"""
+    notices_every_seconds: float = Field(1.0, gt=0)
+    """least seconds between two requests for notices"""
+    notices_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    """Kubernetes: the folder with token, ca.crt and namespace"""
+    notices_taints: str = ""
+    """Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated by commas; a KEY
+    may end with *"""
+    prediction: str = ""
+    """path of what `holdfast predict fit` wrote: while this node is likely to be lost, its part of
+    each snapshot goes to peers; empty: no prediction"""
+    left_exit_code: int = Field(0, ge=0, le=255)
+    """exit code of a node that is asked to leave before the last step. Some owners of machines
+    replace a node only if its code is not 0"""
+    max_restarts_without_progress: int = Field(3, ge=0)
+    """generations in a row that may end without a new step; with more the run fails"""
     threads_per_worker: int = Field(0, ge=0, description="CPU threads; 0: cores / workers")
-    recovery: Literal["live", "restart"] = Field(
-        "live",
-        description="live: surviving processes continue with their state; restart: all processes "
-        "end, and new ones begin from the newest snapshot or checkpoint",
-    )
-    standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        "auto",
-        description="idle processes that replace a lost worker at once; each costs memory; "
-        "auto: 1 with several workers or on a device",
-    )
-    node: str = Field(
-        "",
-        pattern=r"^[A-Za-z0-9._-]*$",
-        description="this node's name, unique in the run; empty: the machine's name",
-    )
-    places: int = Field(
-        0, ge=0, description="workers that fit on this node; 0: all workers of the run"
-    )
+    recovery: Literal["live", "restart"] = "live"
+    """live: surviving processes continue with their state; restart: all processes end, and new ones
+    begin from the newest snapshot or checkpoint"""
+    standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """idle processes that replace a lost worker at once; each costs memory; auto: 1 with several
+    workers or on a device"""
+    node: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    """this node's name, unique in the run; empty: the machine's name"""
+    places: int = Field(0, ge=0)
+    """workers that fit on this node; 0: all workers of the run"""
     min_nodes: int = Field(1, ge=1, description="with fewer nodes training stops")
-    below_minimum: Literal["wait", "leave"] = Field(
-        "wait",
-        description="what to do with fewer than min_nodes: wait for more nodes, or save and leave "
-        "(exit code 3)",
-    )
-    below_minimum_seconds: float = Field(
-        600.0, ge=0, description="how long too few nodes wait before they leave"
-    )
-    gather_seconds: float = Field(
-        5.0, ge=0, description="how long the first generation waits for more nodes than min_nodes"
-    )
-    settle_seconds: float = Field(
-        2.0, ge=0, description="how long a new node must have been reachable before it is admitted"
-    )
-    beat_seconds: float = Field(
-        2.0,
-        gt=0,
-        description="seconds between a node's heartbeats; it is lost after three",
-    )
-    alone_seconds: float = Field(
-        20.0, gt=0, description="how long a minority of the nodes waits before it continues alone"
-    )
-    faults: str = Field(
-        "",
-        description="folder of faults that workers inject into themselves (holdfast chaos); "
-        "empty: none",
-    )
+    below_minimum: Literal["wait", "leave"] = "wait"
+    """what to do with fewer than min_nodes: wait for more nodes, or save and leave (exit code 3)"""
+    below_minimum_seconds: float = Field(600.0, ge=0)
+    """how long too few nodes wait before they leave"""
+    gather_seconds: float = Field(5.0, ge=0)
+    """how long the first generation waits for more nodes than min_nodes"""
+    settle_seconds: float = Field(2.0, ge=0)
+    """how long a new node must have been reachable before it is admitted"""
+    beat_seconds: float = Field(2.0, gt=0)
+    """seconds between a node's heartbeats; it is lost after three"""
+    alone_seconds: float = Field(20.0, gt=0)
+    """how long a minority of the nodes waits before it continues alone"""
+    faults: str = ""
+    """folder of faults that workers inject into themselves (holdfast chaos); empty: none"""
 
     @property
     def replaces_all_workers(self) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import Branch, InPlace
+from holdfast.config.sections.base import Branch, InPlace, Section
 
 CHAT_KINDS = ("jsonl", "parquet", "huggingface")
 
@@ -15,21 +15,18 @@ CHAT_KINDS = ("jsonl", "parquet", "huggingface")
 class SourceConfig(Section):
     """One source of documents. `path` may be a file, a folder or a glob."""
 
-    kind: Literal["python-stdlib", "text", "jsonl", "csv", "parquet", "huggingface"] = Field(
-        "python-stdlib",
-        description="python-stdlib: this Python's own library, without its tests; the other kinds: "
-        "docs/guide/data.md",
+    kind: Literal["python-stdlib", "text", "jsonl", "csv", "parquet", "huggingface"] = (
+        "python-stdlib"
     )
+    """python-stdlib: this Python's own library, without its tests; the other kinds:
+    docs/guide/data.md"""
     name: str | None = Field(None, description="name in the mixture; the kind if left out")
-    path: str | None = Field(
-        None, description="file, folder or glob; huggingface: folder or dataset's name"
-    )
+    path: str | None = None
+    """file, folder or glob; huggingface: folder or dataset's name"""
     field: str = Field("text", description="field of JSON, or column, that holds the text")
-    rows: Literal["text", "messages", "sharegpt", "instruction", "prompt"] = Field(
-        "text",
-        description="text: a row's text is in `field`; the other forms are chat data, with loss on "
-        "the replies: docs/guide/fine-tuning.md",
-    )
+    rows: Literal["text", "messages", "sharegpt", "instruction", "prompt"] = "text"
+    """text: a row's text is in `field`; the other forms are chat data, with loss on the replies:
+    docs/guide/fine-tuning.md"""
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
     _place: str | None = PrivateAttr(None)
@@ -44,17 +41,15 @@ class SourceConfig(Section):
         located._place = place
         return located
 
-    @model_validator(mode="after")
-    def _has_a_path(self) -> SourceConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.path is None and self.kind != "python-stdlib":
             what = "a data set's name" if self.kind == "huggingface" else "a file, folder or glob"
-            raise ValueError(f"path is missing for a {self.kind} source: use {what}")
+            yield f"path is missing for a {self.kind} source: use {what}"
         if self.is_chat and self.kind not in CHAT_KINDS:
-            raise ValueError(
+            yield (
                 f"rows: {self.rows} cannot be read from kind: {self.kind}: use one of "
                 f"{', '.join(CHAT_KINDS)}"
             )
-        return self
 
     @property
     def is_chat(self) -> bool:
@@ -64,9 +59,8 @@ class SourceConfig(Section):
 class TokenizerConfig(Section):
     """A byte-level BPE trained on the corpus, or any tokenizer.json."""
 
-    path: str | None = Field(
-        None, description="path of a tokenizer.json, or of its folder; none: train one"
-    )
+    path: str | None = None
+    """path of a tokenizer.json, or of its folder; none: train one"""
     vocab_size: int = Field(4096, ge=257, description="tokens of the trained byte-level BPE")
     sample_bytes: int = Field(4_000_000, ge=1, description="text the BPE is trained on")
     _place: str | None = PrivateAttr(None)
@@ -85,78 +79,55 @@ class TokenizerConfig(Section):
 class ChatConfig(Section):
     """How rows of messages become text, and which of it carries loss."""
 
-    template: Literal["folder", "chatml", "llama3", "alpaca"] = Field(
-        "folder", description="folder: the one next to the tokenizer; the other values: one by name"
-    )
-    template_file: str | None = Field(
-        None, description="path of a jinja file; none: what `template` says"
-    )
-    train_on: tuple[str, ...] = Field(
-        ("assistant",), min_length=1, description="roles whose messages carry loss"
-    )
-    weights: bool = Field(
-        False,
-        description="messages may have weights of hundredths, from 0 to 2.54; false: only 0 and 1",
-    )
-    long_rows: Literal["leave_out", "cut"] = Field(
-        "leave_out", description="what happens to a row that is longer than `data.sequence_length`"
-    )
+    template: Literal["folder", "chatml", "llama3", "alpaca"] = "folder"
+    """folder: the one next to the tokenizer; the other values: one by name"""
+    template_file: str | None = None
+    """path of a jinja file; none: what `template` says"""
+    train_on: tuple[str, ...] = Field(("assistant",), min_length=1)
+    """roles whose messages carry loss"""
+    weights: bool = False
+    """messages may have weights of hundredths, from 0 to 2.54; false: only 0 and 1"""
+    long_rows: Literal["leave_out", "cut"] = "leave_out"
+    """what happens to a row that is longer than `data.sequence_length`"""
 
 
 class DataConfig(Section):
-    folder: InPlace[str] = Field(
-        "datasets/python-stdlib",
-        description="folder of the prepared dataset, or an address such as s3://bucket/prefix "
-        "(docs/guide/data.md)",
-    )
-    cache: InPlace[str] = Field(
-        "",
-        description="folder of this node for datasets with an address; empty: holdfast/data in "
-        "$XDG_CACHE_HOME or ~/.cache",
-    )
-    cache_gb: InPlace[float] = Field(
-        100,
-        gt=0,
-        description="most that `cache` holds; shards that were not used for the longest time go",
-    )
+    folder: InPlace[str] = "datasets/python-stdlib"
+    """folder of the prepared dataset, or an address such as s3://bucket/prefix
+    (docs/guide/data.md)"""
+    cache: InPlace[str] = ""
+    """folder of this node for datasets with an address; empty: holdfast/data in $XDG_CACHE_HOME or
+    ~/.cache"""
+    cache_gb: InPlace[float] = Field(100, gt=0)
+    """most that `cache` holds; shards that were not used for the longest time go"""
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
     tokenizer: TokenizerConfig = TokenizerConfig()
     chat: ChatConfig = ChatConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
-    attention: Branch[Literal["full", "document"]] = Field(
-        "full",
-        description="document: a token attends to its own document only, without a mask of the "
-        "row (docs/guide/models.md)",
-    )
+    attention: Branch[Literal["full", "document"]] = "full"
+    """document: a token attends to its own document only, without a mask of the row
+    (docs/guide/models.md)"""
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents, by hash")
-    deduplicate: bool | Literal["within_source"] = Field(
-        True,
-        description="true: a document that repeats an earlier one of any source is left out; "
-        "within_source: of its own source; false: no document",
-    )
-    max_document_bytes: int = Field(
-        16 * 2**20, ge=1, description="a longer file or line is an error that names it"
-    )
+    deduplicate: bool | Literal["within_source"] = True
+    """true: a document that repeats an earlier one of any source is left out; within_source: of its
+    own source; false: no document"""
+    max_document_bytes: int = Field(16 * 2**20, ge=1)
+    """a longer file or line is an error that names it"""
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
-    processes: InPlace[int] = Field(
-        0, ge=0, description="processes of `holdfast data prepare`; 0: one per core"
-    )
+    processes: InPlace[int] = Field(0, ge=0)
+    """processes of `holdfast data prepare`; 0: one per core"""
 
     @property
     def has_chat(self) -> bool:
         return any(source.is_chat for source in self.sources)
 
-    @model_validator(mode="after")
-    def _suits_chat_data(self) -> DataConfig:
+    def broken_rules(self) -> Iterator[str]:
         if not self.has_chat:
-            return self
+            return
         if self.attention != "document":
-            raise ValueError(
+            yield (
                 "attention full lets a conversation see the one packed before it: "
                 "use attention: document"
             )
         if self.tokenizer.path is None:
-            raise ValueError(
-                "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"
-            )
-        return self
+            yield "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"

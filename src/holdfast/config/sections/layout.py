@@ -23,16 +23,13 @@ class DegreesConfig(Section):
     """Degrees of one replica if replicas differ. It has pp x dp_shard x cp x tp workers."""
 
     pp: int = Field(1, ge=1, description="stages of the pipeline")
-    dp_shard: int = Field(
-        1, ge=1, description="workers that share one copy of the state, each with other samples"
-    )
-    cp: int = Field(
-        1, ge=1, description="workers that share every sample, each with other tokens of it"
-    )
+    dp_shard: int = Field(1, ge=1)
+    """workers that share one copy of the state, each with other samples"""
+    cp: int = Field(1, ge=1)
+    """workers that share every sample, each with other tokens of it"""
     tp: int = Field(1, ge=1, description="workers that share every block, each with other heads")
-    stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="blocks of each stage of the pipeline; []: balanced by cost"
-    )
+    stages: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """blocks of each stage of the pipeline; []: balanced by cost"""
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -48,42 +45,28 @@ class DegreesConfig(Section):
 class LayoutConfig(DegreesConfig):
     """Replicas of pp x dp_shard x cp x tp workers, as many as the number of workers allows."""
 
-    mode: Literal["given", "auto"] = Field(
-        "given",
-        description="auto, or `layout: auto` for short: the planner chooses workers, degrees, "
-        "schedule, virtual_stages, zero and train.recompute. Those that are given are its limits",
-    )
-    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = Field(
-        (),
-        description="with mode auto: degrees that no change of nodes changes (planned: those that "
-        "the run file gives)",
-    )
-    workers: int = Field(
-        0,
-        ge=0,
-        le=2**20,
-        description="workers; 0: one copy of the model, on cuda one for each device (planned)",
-    )
-    zero: Literal[1, 2, 3] = Field(
-        3,
-        description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
-        "gathered for each use",
-    )
+    mode: Literal["given", "auto"] = "given"
+    """auto, or `layout: auto` for short: the planner chooses workers, degrees, schedule,
+    virtual_stages, zero and train.recompute. Those that are given are its limits"""
+    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = ()
+    """with mode auto: degrees that no change of nodes changes (planned: those that the run file
+    gives)"""
+    workers: int = Field(0, ge=0, le=2**20)
+    """workers; 0: one copy of the model, on cuda one for each device (planned)"""
+    zero: Literal[1, 2, 3] = 3
+    """what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, gathered for each
+    use"""
     zero2_reduce: SumInterval = "microbatch"
-    ep: int = Field(
-        1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
-    )
+    ep: int = Field(1, ge=1)
+    """workers of dp_shard x cp that share the experts of model.experts"""
     expert_replicas: ExpertReplicas = "off"
-    sequence_parallel: bool = Field(
-        True, description="with tp: cut norms and residuals by tokens, at the same traffic"
-    )
+    sequence_parallel: bool = True
+    """with tp: cut norms and residuals by tokens, at the same traffic"""
     tp_by: TpBy = ComponentDegrees()
-    cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = Field(
-        "allgather",
-        description="with cp: how attention gets at other workers' tokens. allgather: keys and "
-        "values are gathered; ring: they travel from worker to worker. ulysses: tokens and heads "
-        "are swapped; ulysses-ring: rings of cp_ring workers, and swaps between them",
-    )
+    cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = "allgather"
+    """with cp: how attention gets at other workers' tokens. allgather: keys and values are
+    gathered; ring: they travel from worker to worker. ulysses: tokens and heads are swapped;
+    ulysses-ring: rings of cp_ring workers, and swaps between them"""
     cp_ring: int = Field(2, ge=2, description="with cp_method ulysses-ring: workers of a ring")
     schedule: Literal[
         "1f1b",
@@ -95,51 +78,35 @@ class LayoutConfig(DegreesConfig):
         "pipedream",
         "pipedream-2bw",
         "pipemare",
-    ] = Field(
-        "1f1b",
-        description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "
-        "keeps more activations. interleaved has several stages a worker. zb-h1, zbv and dualpipev "
-        "fill bubbles with gradients of weights. pipedream, pipedream-2bw and pipemare have no "
-        "bubble; their gradients are of older weights, so the curve is another one",
-    )
+    ] = "1f1b"
+    """with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and keeps more
+    activations. interleaved has several stages a worker. zb-h1, zbv and dualpipev fill bubbles with
+    gradients of weights. pipedream, pipedream-2bw and pipemare have no bubble; their gradients are
+    of older weights, so the curve is another one"""
     pipemare_steps: PipemareSteps = 0
     pipemare_decay: PipemareDecay = 0.135
-    balance: Literal["time", "memory"] = Field(
-        "time",
-        description="with pp and stages []: what stages get blocks by. time: the slowest stage is "
-        "as fast as can be; memory: the fullest worker holds as little as can be",
-    )
-    balance_costs: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field(
-        (),
-        description="with balance time: measured times, of the embedding, each block, and the last "
-        "norm with the head and the loss; in any unit. []: FLOPs",
-    )
-    virtual_stages: int = Field(
-        0, ge=0, description="stages of each worker under schedule interleaved; 0: 2"
-    )
-    replicas: tuple[DegreesConfig, ...] = Field(
-        (), description="replicas that differ; []: all have the degrees above"
-    )
-    reduction: Literal["tree", "fast"] = Field(
-        "tree", description="tree: bit-equal on any number of replicas; fast: the backend's own"
-    )
-    exchange: Literal["auto", "direct", "gathered"] = Field(
-        "auto",
-        description="how gradients travel between replicas: direct, messages from worker to "
-        "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
-    )
+    balance: Literal["time", "memory"] = "time"
+    """with pp and stages []: what stages get blocks by. time: the slowest stage is as fast as can
+    be; memory: the fullest worker holds as little as can be"""
+    balance_costs: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
+    """with balance time: measured times, of the embedding, each block, and the last norm with the
+    head and the loss; in any unit. []: FLOPs"""
+    virtual_stages: int = Field(0, ge=0)
+    """stages of each worker under schedule interleaved; 0: 2"""
+    replicas: tuple[DegreesConfig, ...] = ()
+    """replicas that differ; []: all have the degrees above"""
+    reduction: Literal["tree", "fast"] = "tree"
+    """tree: bit-equal on any number of replicas; fast: the backend's own"""
+    exchange: Literal["auto", "direct", "gathered"] = "auto"
+    """how gradients travel between replicas: direct, messages from worker to worker; gathered,
+    collectives, which any backend has; auto: direct on a CPU. Same bits"""
     quantized: Quantized = "none"
-    allow_tcp: bool = Field(
-        False,
-        description="train on devices whose data goes over TCP or the host's memory although a "
-        "faster link is there; false: refuse that",
-    )
-    trace_step: int = Field(
-        0,
-        ge=0,
-        description="step in which each worker records what it does when; `holdfast report "
-        "RUN --trace FILE` writes it; 0: none",
-    )
+    allow_tcp: bool = False
+    """train on devices whose data goes over TCP or the host's memory although a faster link is
+    there; false: refuse that"""
+    trace_step: int = Field(0, ge=0)
+    """step in which each worker records what it does when; `holdfast report RUN --trace FILE`
+    writes it; 0: none"""
     bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
 
     @property

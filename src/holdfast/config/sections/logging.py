@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section
 
@@ -16,10 +17,8 @@ class WandbConfig(Section):
     """Options of the tracker `wandb` (extra `wandb`). Its key stays in the environment
     (`WANDB_API_KEY`)."""
 
-    mode: Literal["offline", "online"] = Field(
-        "offline",
-        description="offline: into the run folder, for `wandb sync`; online: to the server, too",
-    )
+    mode: Literal["offline", "online"] = "offline"
+    """offline: into the run folder, for `wandb sync`; online: to the server, too"""
     project: str = Field("holdfast", description="the project that gets the run")
     entity: str = Field("", description="user or team; empty: your default")
 
@@ -28,9 +27,8 @@ class MlflowConfig(Section):
     """Options of the tracker `mlflow` (extra `mlflow`). User and password stay in the environment
     (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_PASSWORD`)."""
 
-    mode: Literal["offline", "online"] = Field(
-        "offline", description="offline: a database in the run folder; online: the server at uri"
-    )
+    mode: Literal["offline", "online"] = "offline"
+    """offline: a database in the run folder; online: the server at uri"""
     uri: str = Field("", description="address of the server; empty: MLFLOW_TRACKING_URI")
     experiment: str = Field("holdfast", description="the experiment that gets the run")
 
@@ -48,19 +46,14 @@ class MlflowConfig(Section):
 class LoggingConfig(Section):
     """Trackers show the run in other programs ([trackers.md](../guide/trackers.md))."""
 
-    trackers: tuple[str, ...] = Field(
-        (),
-        description="names: csv, tensorboard, wandb, mlflow, an installed one, or module:Class",
-    )
-    options: tuple[str, ...] = Field(
-        (), description="options of other trackers, each as NAME.OPTION=VALUE"
-    )
-    timeout_seconds: float = Field(
-        60.0, gt=0, description="a tracker whose call takes longer is started again"
-    )
-    finish_seconds: float = Field(
-        10.0, ge=0, description="how long the end of the run waits for trackers"
-    )
+    trackers: tuple[str, ...] = ()
+    """names: csv, tensorboard, wandb, mlflow, an installed one, or module:Class"""
+    options: tuple[str, ...] = ()
+    """options of other trackers, each as NAME.OPTION=VALUE"""
+    timeout_seconds: float = Field(60.0, gt=0)
+    """a tracker whose call takes longer is started again"""
+    finish_seconds: float = Field(10.0, ge=0)
+    """how long the end of the run waits for trackers"""
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
 
@@ -80,16 +73,14 @@ class LoggingConfig(Section):
                 raise ValueError(f"{name} is there twice: use it once")
         return names
 
-    @model_validator(mode="after")
-    def _options_have_trackers(self) -> LoggingConfig:
+    def broken_rules(self) -> Iterator[str]:
         for option in self.options:
             name = self._split_option(option)[0]
             if name not in self.trackers:
-                raise ValueError(
+                yield (
                     f"logging.options: {option!r} names no tracker of logging.trackers: "
                     "use NAME.OPTION=VALUE"
                 )
-        return self
 
     def options_of(self, name: str) -> dict[str, str]:
         """Return what `options` has for one tracker."""

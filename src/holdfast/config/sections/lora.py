@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import InPlace
+from holdfast.config.sections.base import InPlace, Section
 from holdfast.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -17,30 +16,22 @@ MAX_RANK = 2**16
 class LoraConfig(Section):
     """Adapters (Hu et al. 2021): `W x + alpha / rank * B A dropout(x)`, with `W` frozen."""
 
-    rank: int = Field(
-        0, ge=0, le=MAX_RANK, description="rows of A; 0: no adapters, the full model is trained"
-    )
+    rank: int = Field(0, ge=0, le=MAX_RANK)
+    """rows of A; 0: no adapters, the full model is trained"""
     alpha: float = Field(16.0, gt=0, description="alpha / rank is the scale of what B A adds")
-    targets: tuple[str, ...] = Field(
-        (ALL_LINEAR,),
-        min_length=1,
-        description="linear layers with an adapter: names (`q_proj`), patterns "
-        "(`layers.0.*`), or `all-linear`, which leaves out the head",
-    )
+    targets: tuple[str, ...] = Field((ALL_LINEAR,), min_length=1)
+    """linear layers with an adapter: names (`q_proj`), patterns (`layers.0.*`), or `all-linear`,
+    which leaves out the head"""
     dropout: float = Field(0.0, ge=0, lt=1, description="of the input of A")
-    name: InPlace[str] = Field(
-        "default", pattern=r"^[A-Za-z0-9_-]+$", description="the adapter's name in an export"
-    )
-    base: InPlace[str] = Field(
-        "", description="folder of the frozen weights; empty: that of model.from"
-    )
-    base_checksum: str = Field(
-        "", description="of the frozen weights' files; another one is refused (planned)"
-    )
+    name: InPlace[str] = Field("default", pattern=r"^[A-Za-z0-9_-]+$")
+    """the adapter's name in an export"""
+    base: InPlace[str] = ""
+    """folder of the frozen weights; empty: that of model.from"""
+    base_checksum: str = ""
+    """of the frozen weights' files; another one is refused (planned)"""
     adapter: InPlace[str] = Field("", description="folder that lora.from names (planned)")
-    adapter_checksum: str = Field(
-        "", description="of the weights that the adapters begin with (planned)"
-    )
+    adapter_checksum: str = ""
+    """of the weights that the adapters begin with (planned)"""
 
     @field_validator("targets", mode="before")
     @classmethod

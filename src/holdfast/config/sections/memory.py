@@ -6,10 +6,11 @@ None of these keys changes a bit of the curve.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from holdfast.config.sections.base import Section
 
@@ -25,41 +26,26 @@ class MemoryConfig(Section):
     """A place is `device`, `host` (memory of the machine) or `file` (a file in `folder`).
     [memory.md](../guide/memory.md) describes what lies where."""
 
-    device_gb: float = Field(
-        0,
-        ge=0,
-        description="GB that a rank may use of its device, at most; a step that needs more ends "
-        "the run. On a CPU these bytes are counted. 0: no limit",
-    )
-    optimizer: Place = Field(
-        "device",
-        description="place of AdamW's moments, and of the fp32 parameters if the model computes on "
-        "copies; updated on the device, piece by piece",
-    )
+    device_gb: float = Field(0, ge=0)
+    """GB that a rank may use of its device, at most; a step that needs more ends the run. On a CPU
+    these bytes are counted. 0: no limit"""
+    optimizer: Place = "device"
+    """place of AdamW's moments, and of the fp32 parameters if the model computes on copies; updated
+    on the device, piece by piece"""
     gradients: Place = Field("device", description="place of the sums of gradients")
-    parameters: Place = Field(
-        "device",
-        description="place of the shards of parameters between uses (layout.zero 2 or 3); each "
-        "block is gathered on the device",
-    )
-    activations: Place = Field(
-        "device",
-        description="place of what blocks keep for the backward pass; it is brought back one block "
-        "ahead",
-    )
+    parameters: Place = "device"
+    """place of the shards of parameters between uses (layout.zero 2 or 3); each block is gathered
+    on the device"""
+    activations: Place = "device"
+    """place of what blocks keep for the backward pass; it is brought back one block ahead"""
     folder: str = Field("", description="existing folder of the files, on a local disk (NVMe)")
-    piece_mb: float = Field(
-        16, gt=0, description="MB of one tensor that an update brings to the device at a time"
-    )
+    piece_mb: float = Field(16, gt=0)
+    """MB of one tensor that an update brings to the device at a time"""
 
-    @model_validator(mode="after")
-    def _has_a_folder(self) -> MemoryConfig:
+    def broken_rules(self) -> Iterator[str]:
         for key in (*MOVABLE, "activations"):
             if getattr(self, key) == FILE and not self.folder:
-                raise ValueError(
-                    f"{key} file needs a folder: use {key}: host, or name one in memory.folder"
-                )
-        return self
+                yield f"{key} file needs a folder: use {key}: host, or name one in memory.folder"
 
     @property
     def is_default(self) -> bool:

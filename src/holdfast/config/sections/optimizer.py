@@ -7,15 +7,14 @@ tensors, and import no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import Branch, Never
+from holdfast.config.sections.base import Branch, Never, Section
 from holdfast.errors import nearest_of
 from holdfast.options.short_state.keys import BLOCK, SMALLEST_IN_8BIT, StateDtype
 
@@ -129,12 +128,10 @@ PLANNED_KEYS = ("source", "slots", "layouts")
 class GroupConfig(Section):
     """Settings of the parameters whose names match. The first group that matches counts."""
 
-    match: str = Field(
-        min_length=1, description="pattern of names, for example `*norm*`; `*` is any text"
-    )
-    weight_decay: float | None = Field(
-        None, ge=0, description="none: train.optimizer.weight_decay, of matrices only"
-    )
+    match: str = Field(min_length=1)
+    """pattern of names, for example `*norm*`; `*` is any text"""
+    weight_decay: float | None = Field(None, ge=0)
+    """none: train.optimizer.weight_decay, of matrices only"""
     learning_rate_scale: float = Field(1.0, ge=0, description="times the learning rate of the step")
 
 
@@ -142,56 +139,40 @@ class OptimizerConfig(Section):
     """`adamw` is AdamW (Loshchilov and Hutter, 2019), fused. Matrices decay, vectors do not.
     [optimizers.md](../guide/optimizers.md) describes all of them."""
 
-    name: Never[str] = Field(
-        "adamw",
-        description="adamw, sgd, lion, adafactor, muon, or a class by its path: "
-        "`torch.optim.RMSprop`, `my_module:MyOptimizer`",
-    )
+    name: Never[str] = "adamw"
+    """adamw, sgd, lion, adafactor, muon, or a class by its path: `torch.optim.RMSprop`,
+    `my_module:MyOptimizer`"""
     learning_rate: Branch[float] = Field(3e-3, gt=0, description="the schedule's peak")
-    betas: Branch[tuple[Beta, Beta]] = Field(
-        (0.9, 0.95), description="adamw, lion, muon: decay of the two moments; lion: (0.9, 0.99)"
-    )
-    eps: Branch[float] = Field(
-        1e-8, gt=0, description="adamw, muon: added to the root of the second moment"
-    )
-    weight_decay: Branch[float] = Field(
-        0.1,
-        ge=0,
-        description="of matrices only; decoupled but for sgd. sgd, adafactor, a class: 0",
-    )
+    betas: Branch[tuple[Beta, Beta]] = (0.9, 0.95)
+    """adamw, lion, muon: decay of the two moments; lion: (0.9, 0.99)"""
+    eps: Branch[float] = Field(1e-8, gt=0)
+    """adamw, muon: added to the root of the second moment"""
+    weight_decay: Branch[float] = Field(0.1, ge=0)
+    """of matrices only; decoupled but for sgd. sgd, adafactor, a class: 0"""
     clip_norm: Branch[float] = Field(1.0, ge=0, description="largest global norm; 0: no clipping")
     momentum: Branch[float | None] = Field(None, ge=0, lt=1, description="sgd: 0.9; muon: 0.95")
     nesterov: Branch[bool | None] = Field(None, description="sgd: false; muon: true")
-    beta2_decay: Branch[float | None] = Field(
-        None, le=0, description="adafactor: -0.8, the exponent of the second moment's decay"
-    )
-    clip_threshold: Branch[float | None] = Field(
-        None, ge=1, description="adafactor: 1, the largest root mean square of an update"
-    )
-    smallest_scale: Branch[float | None] = Field(
-        None, gt=0, description="adafactor: 1e-3, the least scale of a parameter"
-    )
-    newton_schulz_steps: Branch[int | None] = Field(
-        None, ge=1, lt=100, description="muon: 5 steps of the Newton-Schulz iteration"
-    )
-    adjust_rate: Branch[Literal["match_rms_adamw", "original"] | None] = Field(
-        None, description="muon: how the rate depends on a matrix's shape"
-    )
-    adamw_for: Never[tuple[str, ...]] = Field(
-        (), description="muon: patterns of matrices that AdamW updates: embeddings and head"
-    )
+    beta2_decay: Branch[float | None] = Field(None, le=0)
+    """adafactor: -0.8, the exponent of the second moment's decay"""
+    clip_threshold: Branch[float | None] = Field(None, ge=1)
+    """adafactor: 1, the largest root mean square of an update"""
+    smallest_scale: Branch[float | None] = Field(None, gt=0)
+    """adafactor: 1e-3, the least scale of a parameter"""
+    newton_schulz_steps: Branch[int | None] = Field(None, ge=1, lt=100)
+    """muon: 5 steps of the Newton-Schulz iteration"""
+    adjust_rate: Branch[Literal["match_rms_adamw", "original"] | None] = None
+    """muon: how the rate depends on a matrix's shape"""
+    adamw_for: Never[tuple[str, ...]] = ()
+    """muon: patterns of matrices that AdamW updates: embeddings and head"""
     state_dtype: Never[StateDtype] = "fp32"
     groups: Branch[tuple[GroupConfig, ...]] = ()
-    args: Branch[dict[str, Any]] = Field(
-        default_factory=dict, description="a class: its other keyword arguments"
-    )
+    args: Branch[dict[str, Any]] = Field(default_factory=dict)
+    """a class: its other keyword arguments"""
     source: Never[str] = Field("", description="digest of a class's source files (planned)")
-    slots: Never[tuple[str, ...]] = Field(
-        (), description="what a class keeps for a parameter: name, shape, of which (planned)"
-    )
-    layouts: Never[tuple[str, ...]] = Field(
-        (), description="axes that may cut what a class updates (planned)"
-    )
+    slots: Never[tuple[str, ...]] = ()
+    """what a class keeps for a parameter: name, shape, of which (planned)"""
+    layouts: Never[tuple[str, ...]] = ()
+    """axes that may cut what a class updates (planned)"""
 
     @model_validator(mode="before")
     @classmethod
@@ -214,22 +195,18 @@ class OptimizerConfig(Section):
             f"torch.optim.RMSprop: use {nearest_of(name, BUILT_IN) or 'adamw'}"
         )
 
-    @model_validator(mode="after")
-    def _takes_its_options(self) -> OptimizerConfig:
+    def broken_rules(self) -> Iterator[str]:
         for key in self.unused_keys:
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
                 own = not self._built_in and key != "state_dtype"
                 remedy = f"use train.optimizer.args.{key}" if own else "remove it"
                 taken = ", ".join(self._taken_keys)
-                raise ValueError(
-                    f"{key} is no option of {self.name}, which takes {taken}: {remedy}"
-                )
+                yield f"{key} is no option of {self.name}, which takes {taken}: {remedy}"
         if "lr" in self.args:
-            raise ValueError("args has lr, which learning_rate gives: use learning_rate")
+            yield "args has lr, which learning_rate gives: use learning_rate"
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs momentum: use momentum 0.9, or nesterov false")
-        return self
+            yield "nesterov needs momentum: use momentum 0.9, or nesterov false"
 
     @property
     def _built_in(self) -> BuiltIn | None:

@@ -19,9 +19,8 @@ class MachineConfig(Section):
     """Failure domains of a machine. Machines that share a domain may fail together. A domain that
     is left out is unknown, and counts as shared with no other machine."""
 
-    name: str = Field(
-        "self", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="in events, metrics and logs"
-    )
+    name: str = Field("self", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """in events, metrics and logs"""
     node: str = Field("", description="the host if several movers share it; empty: the name")
     rack: str = Field("", description="its rack")
     power: str = Field("", description="its power domain")
@@ -33,9 +32,8 @@ class PeerConfig(MachineConfig):
     """A machine that keeps this one's snapshots in its memory: another trainer of the same run,
     or one that runs `holdfast stage`."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="in events, metrics and logs"
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """in events, metrics and logs"""
     address: str = Field(description="host:port that it listens on")
     stable: bool = Field(False, description="not preemptible: gets the first copy of each machine")
     memory_gb: float = Field(0, ge=0, description="most that it keeps; 0: the peer's own limit")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section
 
@@ -27,27 +28,20 @@ class PlanConfig(Section):
     """What `layout: auto` and `holdfast plan` choose a layout for
     ([planning.md](../guide/planning.md))."""
 
-    objective: PlanObjective = Field(
-        "time",
-        description="what the layout is chosen by. time: the shortest step; tokens_per_usd, "
-        "tokens_per_kwh, tokens_per_kg_co2: the most tokens for that. goodput: the most tokens a "
-        "second, with failures counted; goodput_per_usd: for a dollar. finish_by: the cheapest "
-        "that is expected to be done in time",
-    )
-    finish_by: str = Field(
-        "", description="date and time of objective finish_by, as 2026-12-24T18:00"
-    )
-    cluster: str = Field(
-        "",
-        description="the machines: a cluster file, or a short form as 16x8xH100-80; empty: this "
-        "machine ([cluster-file.md](cluster-file.md))",
-    )
-    ask_above_usd: float = Field(
-        100, ge=0, description="`holdfast train` asks before a run that costs more by the plan"
-    )
-    memory_share: float = Field(
-        0.95, gt=0, le=1, description="share of a device's memory that a layout may use"
-    )
+    objective: PlanObjective = "time"
+    """what the layout is chosen by. time: the shortest step; tokens_per_usd, tokens_per_kwh,
+    tokens_per_kg_co2: the most tokens for that. goodput: the most tokens a second, with failures
+    counted; goodput_per_usd: for a dollar. finish_by: the cheapest that is expected to be done in
+    time"""
+    finish_by: str = ""
+    """date and time of objective finish_by, as 2026-12-24T18:00"""
+    cluster: str = ""
+    """the machines: a cluster file, or a short form as 16x8xH100-80; empty: this machine
+    ([cluster-file.md](cluster-file.md))"""
+    ask_above_usd: float = Field(100, ge=0)
+    """`holdfast train` asks before a run that costs more by the plan"""
+    memory_share: float = Field(0.95, gt=0, le=1)
+    """share of a device's memory that a layout may use"""
 
     @field_validator("finish_by")
     @classmethod
@@ -59,14 +53,12 @@ class PlanConfig(Section):
             raise ValueError(f"{text!r} is no date and time: use 2026-12-24T18:00") from None
         return text
 
-    @model_validator(mode="after")
-    def _has_an_end(self) -> PlanConfig:
+    def broken_rules(self) -> Iterator[str]:
         if self.objective == "finish_by" and not self.finish_by:
-            raise ValueError(
+            yield (
                 "objective finish_by needs an end: use plan.finish_by: 2026-12-24T18:00, or "
                 "objective: time"
             )
-        return self
 
     @property
     def is_short_cluster(self) -> bool:

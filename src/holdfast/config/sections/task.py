@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import InPlace
+from holdfast.config.sections.base import InPlace, Section
 from holdfast.errors import ConfigError
 
 SCRIPT_TASK = "holdfast.tasks.script:Script"
@@ -16,37 +15,26 @@ TASK_NAME = r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$"
 
 
 class TaskConfig(Section):
-    name: str = Field(
-        "",
-        pattern=TASK_NAME,
-        description="package.module:Class, a subclass of `holdfast.Task`; empty: the built-in "
-        "decoder. `task: package.module:Class` is short for it",
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the class: numbers, texts, lists"
-    )
-    folder: InPlace[str] = Field(
-        "",
-        description="where the task's module lies, if it is not an installed package; empty: "
-        "in the run file's folder",
-    )
+    name: str = Field("", pattern=TASK_NAME)
+    """package.module:Class, a subclass of `holdfast.Task`; empty: the built-in decoder. `task:
+    package.module:Class` is short for it"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """keyword arguments of the class: numbers, texts, lists"""
+    folder: InPlace[str] = ""
+    """where the task's module lies, if it is not an installed package; empty: in the run file's
+    folder"""
     source: str = Field("", description="digest of the task's source files (planned)")
     data: str = Field("", description="version of the task's data (planned)")
     samples: int = Field(0, ge=0, description="samples of the task's data (planned)")
-    validation: InPlace[int] = Field(
-        0, ge=0, description="samples of the task's validation data (planned)"
-    )
-    flops: InPlace[float] = Field(
-        0.0, ge=0, description="FLOPs of training for a weight of 1; 0: not known (planned)"
-    )
-    parameters: tuple[str, ...] = Field(
-        (), description="the task's parameters: name, shape, marks (planned)"
-    )
-    sharding: InPlace[tuple[str, ...]] = Field(
-        (),
-        description="how tensor parallelism cuts the task's parameters: name, dim and parts, or "
-        "partial (planned)",
-    )
+    validation: InPlace[int] = Field(0, ge=0)
+    """samples of the task's validation data (planned)"""
+    flops: InPlace[float] = Field(0.0, ge=0)
+    """FLOPs of training for a weight of 1; 0: not known (planned)"""
+    parameters: tuple[str, ...] = ()
+    """the task's parameters: name, shape, marks (planned)"""
+    sharding: InPlace[tuple[str, ...]] = ()
+    """how tensor parallelism cuts the task's parameters: name, dim and parts, or partial
+    (planned)"""
 
     @property
     def label(self) -> str:
@@ -67,40 +55,20 @@ class TaskConfig(Section):
         planned keys are."""
         return bool(self.name and self.data)
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether a task trains on the prepared tokens. Known once the planned keys are."""
-        return bool(self.name and not self.data)
-
-    @property
-    def tensor_parts(self) -> dict[str, int]:
-        """Name -> number of parts, of each parameter that tensor parallelism cuts."""
-        rows = (row.split(" ") for row in self.sharding)
-        return {row[0]: int(row[2]) for row in rows if len(row) == 3}
-
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
 
-def refuse_file_of_task(task: TaskConfig, what: str) -> None:
-    """Raises ConfigError for the run file of a task, where only the built-in decoder is known.
-    what: the subject of the sentence."""
+def refuse_task(task: TaskConfig, what: str, *, is_file: bool = False) -> None:
+    """Raises ConfigError for a task, where only the built-in decoder is known. what: the subject of
+    the sentence. is_file: it is the task of a run file, not of a run."""
     if task.name:
+        place = "this run file" if is_file else "this run"
+        read = "read its parameters with holdfast.open_checkpoint (docs/guide/python.md)"
         raise ConfigError(
-            f"{what} is for the built-in decoder, and this run file trains {task.label}",
+            f"{what} is for the built-in decoder, and {place} trains {task.label}",
             where="task",
-            remedy="name a run file without task",
-        )
-
-
-def refuse_task(task: TaskConfig, what: str) -> None:
-    """Raises ConfigError for the run of a task, where only the built-in decoder is known. what: the
-    subject of the sentence."""
-    if task.name:
-        raise ConfigError(
-            f"{what} is for the built-in decoder, and this run trains {task.label}",
-            where="task",
-            remedy="read its parameters with holdfast.open_checkpoint (docs/guide/python.md)",
+            remedy="name a run file without task" if is_file else read,
         )

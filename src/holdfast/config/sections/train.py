@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from holdfast.config.sections.base import Section
-from holdfast.config.sections.change import Branch, InPlace, Never
+from holdfast.config.sections.base import Branch, InPlace, Never, Section
 from holdfast.config.sections.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.config.sections.recompute import (
@@ -32,18 +32,14 @@ FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 class ScheduleConfig(Section):
     """Learning rate over steps; `wsd` is warm-up, stable, decay."""
 
-    kind: str = Field(
-        "cosine",
-        description="the schedule after the warm-up: constant, linear, cosine, wsd; or a function "
-        "`my_schedule:rate` of the step and the schedule's steps, which returns rate / peak rate",
-    )
-    steps: int = Field(
-        0, ge=0, description="steps of the schedule, after which the rate stays; 0: train.steps"
-    )
+    kind: str = "cosine"
+    """the schedule after the warm-up: constant, linear, cosine, wsd; or a function
+    `my_schedule:rate` of the step and the schedule's steps, which returns rate / peak rate"""
+    steps: int = Field(0, ge=0)
+    """steps of the schedule, after which the rate stays; 0: train.steps"""
     warmup_steps: int = Field(20, ge=0, description="steps in which the rate rises linearly")
-    decay_steps: int = Field(
-        0, ge=0, description="wsd: steps of the decay; 0: a fifth of the schedule"
-    )
+    decay_steps: int = Field(0, ge=0)
+    """wsd: steps of the decay; 0: a fifth of the schedule"""
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
     source: Never[str] = Field("", description="digest of a function's source files (planned)")
 
@@ -77,40 +73,26 @@ class EvaluateConfig(Section):
 class TrainConfig(Section):
     steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
     batch_size: Branch[int] = Field(16, ge=1, description="samples of one step, over all workers")
-    microbatch_size: Branch[int] = Field(
-        2,
-        ge=0,
-        le=MAX_MICROBATCHES,
-        description="samples of one logical microbatch; auto or 0: as many as fit "
-        "memory.device_gb or the device, chosen by formulas when the run begins",
-    )
+    microbatch_size: Branch[int] = Field(2, ge=0, le=MAX_MICROBATCHES)
+    """samples of one logical microbatch; auto or 0: as many as fit memory.device_gb or the device,
+    chosen by formulas when the run begins"""
     batch_warmup: Branch[tuple[BatchStage, ...]] = ()
-    precision: Branch[Literal["fp32", "float64", "bf16", "fp16", "fp8"]] = Field(
-        "fp32",
-        description="bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in "
-        "float16, with a loss scale that adapts itself. fp8: bf16, with the blocks' products in "
-        "float8, through torchao",
-    )
+    precision: Branch[Literal["fp32", "float64", "bf16", "fp16", "fp8"]] = "fp32"
+    """bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in float16, with a loss
+    scale that adapts itself. fp8: bf16, with the blocks' products in float8, through torchao"""
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
-    recompute: InPlace[Recompute | tuple[Recompute, ...]] = Field(
-        "none",
-        description="what is run again in the backward pass, so that less is kept; the curve stays "
-        "the same. full: each block, of which the input is kept; selective: all of it but "
-        "recompute_keep. A list has a word for each stage of layout.pp",
-    )
-    recompute_keep: InPlace[tuple[KeptOperation, ...]] = Field(
-        DEFAULT_KEPT,
-        description="operations whose results recompute selective keeps: matmul, products with "
-        "weights; attention, its fused kernel; activation, that of the feed-forward",
-    )
-    partition_activations: InPlace[bool] = Field(
-        False,
-        description="with recompute and tp: a rank keeps a part of each block's input, and the "
-        "backward pass gathers it. With layout.sequence_parallel it has a part anyway",
-    )
-    deterministic: Branch[bool] = Field(
-        True, description="on an accelerator, only kernels that give the same bits each time"
-    )
+    recompute: InPlace[Recompute | tuple[Recompute, ...]] = "none"
+    """what is run again in the backward pass, so that less is kept; the curve stays the same. full:
+    each block, of which the input is kept; selective: all of it but recompute_keep. A list has a
+    word for each stage of layout.pp"""
+    recompute_keep: InPlace[tuple[KeptOperation, ...]] = DEFAULT_KEPT
+    """operations whose results recompute selective keeps: matmul, products with weights; attention,
+    its fused kernel; activation, that of the feed-forward"""
+    partition_activations: InPlace[bool] = False
+    """with recompute and tp: a rank keeps a part of each block's input, and the backward pass
+    gathers it. With layout.sequence_parallel it has a part anyway"""
+    deterministic: Branch[bool] = True
+    """on an accelerator, only kernels that give the same bits each time"""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
@@ -151,54 +133,40 @@ class TrainConfig(Section):
         keys = ("optimizer", "gradients") if self.optimizer.name_with_state == "adamw" else ()
         return [key for key in keys if getattr(self.memory, key) == DEVICE]
 
-    @model_validator(mode="after")
-    def _fits_options(self) -> TrainConfig:
+    def broken_rules(self) -> Iterator[str]:
         for option in option_keys():
-            if refused := option.refuse_train(self):
-                raise ValueError(refused)
-        return self
-
-    @model_validator(mode="after")
-    def _offloads(self) -> TrainConfig:
+            yield option.refuse_train(self)
         for key in MOVABLE:
             place = getattr(self.memory, key)
             if place != DEVICE and self.optimizer.name_with_state != "adamw":
-                raise ValueError(
+                yield (
                     f"memory.{key} {place} needs an update in pieces, which only adamw has, and "
                     f"optimizer.name is {self.optimizer.name_with_state}: use memory.{key}: "
                     f"device, or {self.optimizer.plain_adamw}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _recomputes(self) -> TrainConfig:
         is_selective = "selective" in self.recompute_words
         if self.compile and is_selective:
-            raise ValueError(
+            yield (
                 "recompute selective chooses among operations, which compile true fuses: use "
                 "recompute full, or compile false"
             )
         if is_selective and not self.recompute_keep:
-            raise ValueError(
+            yield (
                 "recompute_keep [] keeps no results, as recompute full does: use recompute full, "
                 "or recompute_keep [matmul]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _divides(self) -> TrainConfig:
         sizes = {"batch_size": self.batch_size}
         for index, stage in enumerate(self.batch_warmup):
             sizes[f"batch_warmup.{index}.batch_size"] = stage.batch_size
         for key, size in sizes.items() if self.microbatch_size else ():
             if size % self.microbatch_size:
                 nearest = max(1, round(size / self.microbatch_size)) * self.microbatch_size
-                raise ValueError(
+                yield (
                     f"{key} {size} is not a multiple of microbatch_size "
                     f"{self.microbatch_size}: use {nearest}"
                 )
             if size > MAX_MICROBATCHES * self.microbatch_size:
-                raise ValueError(
+                yield (
                     f"{key} {size} of microbatch_size {self.microbatch_size} is more than "
                     f"{MAX_MICROBATCHES} microbatches: use "
                     f"{MAX_MICROBATCHES * self.microbatch_size} or less"
@@ -206,9 +174,8 @@ class TrainConfig(Section):
         for index, (before, stage) in enumerate(pairwise(self.batch_warmup), start=1):
             if stage.from_step <= before.from_step:
                 is_last = before.from_step >= self.steps
-                raise ValueError(
+                yield (
                     f"batch_warmup.{index}.from_step {stage.from_step} must be above the "
                     f"{before.from_step} of the stage before it: "
                     + ("remove the stage" if is_last else f"use {before.from_step + 1}")
                 )
-        return self

@@ -11,7 +11,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from holdfast.config.huggingface.git_lfs import is_pointer
+from holdfast.config.huggingface.folder import is_pointer
 from holdfast.data.read.containers import empty_error, pointer_error, read_head
 from holdfast.data.read.source_files import FoundFiles, walk
 from holdfast.data.read.text_sources import TakeDocument, clean_text, nearest_column, too_long_error

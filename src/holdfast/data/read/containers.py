@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from holdfast.config.huggingface.git_lfs import POINTER_MESSAGE, POINTER_REMEDY, is_pointer
+from holdfast.config.huggingface.folder import POINTER_MESSAGE, POINTER_REMEDY, is_pointer
 from holdfast.data.read.source_files import unreadable_error
 from holdfast.errors import DataError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from holdfast.config.huggingface.git_lfs import is_pointer
+from holdfast.config.huggingface.folder import is_pointer
 from holdfast.core.data.special_tokens import END, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.containers import pointer_error

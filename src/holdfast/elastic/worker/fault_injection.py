@@ -183,7 +183,7 @@ def install_faults(worker: Any, folder: Path) -> None:
     from holdfast.elastic.worker.checkpointer import SnapshotSaver
     from holdfast.parallel.gradients.feeder import GradientFeeder
     from holdfast.parallel.pipeline.pipeline import PipelineRun
-    from holdfast.tasks.task.objective import TaskObjective
+    from holdfast.tasks.task.module import TaskObjective
     from holdfast.training.engine import engine
     from holdfast.training.engine.objective import NextTokenObjective
     from holdfast.training.optimizers.optimizer import AdamW

@@ -18,7 +18,7 @@ from holdfast.config.loading.identity import is_place
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.change import Change
+from holdfast.config.sections.base import Change
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.config.sections.train import TrainConfig

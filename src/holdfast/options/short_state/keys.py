@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.nearest import nearest_degrees
+from holdfast.errors import nearest_degrees
 from holdfast.options.protocols import Checked, Keys
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from holdfast.config.nearest import nearest_degrees
 from holdfast.config.sections.base import Section
+from holdfast.errors import nearest_degrees
 from holdfast.layout import component_degree
 from holdfast.options.protocols import Checked, Keys
 

@@ -60,8 +60,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.experts import ExpertsConfig
-from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.model import ExpertsConfig, ModelConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.core.sharding.reduction_tree import deal

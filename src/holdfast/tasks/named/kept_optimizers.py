@@ -1,4 +1,4 @@
-"""The optimizers that a script keeps: what of them the run's table of state has to know.
+"""What a script keeps: its module, its optimizers, and the options of each step.
 
 The engine has a fused AdamW, which takes the place of a plain one. Each other class updates by
 itself, on state that the engine moves, saves and restores
@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from xxhash import xxh3_64
 
 from holdfast.config.sections.optimizer import (
@@ -31,6 +33,7 @@ from holdfast.config.sections.optimizer import (
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.named.optimizer_probe import find_slots
+from holdfast.tasks.task.module import tie_again, tied_names
 from holdfast.training.optimizers.torch_optimizer import Groups, TorchOptimizer
 
 Options = list[list[dict[str, Any]]]
@@ -47,6 +50,10 @@ _SHAPES_OF_TORCH: Mapping[type[Optimizer], Mapping[str, str]] = {
 _COMPARED = (int, float, str, tuple)
 _REMEMBERED_STEPS = 64  # whose options are kept: more than a repaired journal asks for
 _MATRIX, _VECTOR = (6, 4), (5,)
+
+
+_NamedGroup = tuple[int, dict[str, Any], dict[str, int]]
+"""The number of an optimizer, one of its groups, and the dims of the parameters by name."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,12 @@ class KeptOptimizers:
                     "give it a torch.optim.Optimizer, or a list of them",
                 )
         self._optimizers = tuple(optimizers)
-        names = _names_by_group(module, optimizers)
+        named = _named_groups(module, optimizers)
         self._is_fused = _is_plain_adamw(optimizers)
-        self._groups = () if self._is_fused else tuple(self._probed(names))
-        self._decaying = _decaying_names(module, optimizers, names)
+        self._groups = () if self._is_fused else tuple(self._probed(named))
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        decaying = (names.keys() for _, group, names in named if group.get("weight_decay"))
+        self._decaying = trained & set(chain.from_iterable(decaying))
         self._options_at_keep, self._used = self.options()[0], dict[int, Options]()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(_refuse_step)
@@ -150,7 +159,10 @@ class KeptOptimizers:
                 remedy="make it as it was made then",
             )
         places = {row.name: i for i, row in enumerate(rows) if not row.frozen}
-        return [self._part(index, config, rows, parameters, places) for index in self._indices]
+        return [
+            self._part(index, config, rows, parameters, places)
+            for index in range(len(self._optimizers))
+        ]
 
     def _part(
         self,
@@ -172,23 +184,16 @@ class KeptOptimizers:
         return TorchOptimizer(make, parameters, rows, groups, indices, slots, config)
 
     @property
-    def _indices(self) -> range:
-        return range(len(self._optimizers))
-
-    @property
     def _slots(self) -> tuple[Slot, ...]:
         """In the order of the parts."""
         return tuple(dict.fromkeys(slot for group in self._groups for slot in group.slots))
 
-    def _probed(self, names: Sequence[Sequence[Mapping[str, int]]]) -> Iterator[_Group]:
-        """Ask each group's class what it keeps. names: by group, with each parameter's dims.
-
-        If parameters differ in what they keep, each slot names its own. Raises
-        TaskError."""
+    def _probed(self, named: Sequence[_NamedGroup]) -> Iterator[_Group]:
+        """Ask each group's class what it keeps. If parameters differ in what they keep, each slot
+        names its own. Raises TaskError."""
         found = [
-            _Group(index, tuple(own), _slots_of(optimizer, group, own))
-            for index, optimizer in enumerate(self._optimizers)
-            for group, own in zip(optimizer.param_groups, names[index], strict=True)
+            _Group(index, tuple(names), _slots_of(self._optimizers[index], group, names))
+            for index, group, names in named
         ]
         if len(self._optimizers) == 1 and len({one.slots for one in found if one.names}) < 2:
             yield from found
@@ -199,25 +204,22 @@ class KeptOptimizers:
             yield replace(group, slots=tuple(replace(slot, only=only) for slot in group.slots))
 
 
-def _names_by_group(
-    module: nn.Module, optimizers: Sequence[Optimizer]
-) -> list[list[dict[str, int]]]:
-    """The names of the parameters of each group, with the number of their dims. Raises TaskError
-    for a parameter that is not the module's, and for one of the module's that is in no group."""
+def _named_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[_NamedGroup]:
+    """All groups. Raises TaskError for a parameter that is not the module's, and for one of the
+    module's that is in no group."""
     names = {id(p): name for name, p in module.named_parameters()}
-    found: list[list[dict[str, int]]] = []
-    for optimizer in optimizers:
-        found.append([])
+    found: list[_NamedGroup] = []
+    for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in names:
-                    shape = list(parameter.shape)
                     raise _refusal(
-                        f"the optimizer has a parameter of shape {shape} that is not the module's",
+                        f"the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                        "not the module's",
                         "keep one module with all trained parameters",
                     )
-            found[-1].append({names[id(p)]: p.dim() for p in group["params"]})
-    known = Counter(name for groups in found for group in groups for name in group)
+            found.append((index, group, {names[id(p)]: p.dim() for p in group["params"]}))
+    known = Counter(name for _, _, group in found for name in group)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and name not in known:
             raise _refusal(
@@ -260,21 +262,6 @@ def _refuse_unlike(optimizer: Optimizer, at_keep: Sequence[Mapping[str, Any]]) -
                     f"{option} of {type(optimizer).__name__} has changed since run.keep()",
                     "keep it as it was: a scheduler may need cycle_momentum=False",
                 )
-
-
-def _decaying_names(
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    names: Sequence[Sequence[Mapping[str, int]]],
-) -> frozenset[str]:
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    return frozenset(
-        name
-        for optimizer, groups in zip(optimizers, names, strict=True)
-        for group, own in zip(optimizer.param_groups, groups, strict=True)
-        for name in own
-        if group.get("weight_decay") and name in trained
-    )
 
 
 def _slots_of(
@@ -345,3 +332,84 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         where="run.keep",
         remedy="call step.apply(): it votes and updates",
     )
+
+
+class KeptState:
+    """A script's module and optimizers.
+
+    values, buffers: what the module had when it was kept. clip_norm: largest global norm of the
+    gradient; 0: no clipping.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: KeptOptimizers,
+        schedulers: Sequence[LRScheduler],
+        clip_norm: float,
+    ) -> None:
+        """Raises TaskError for a scheduler that does not count steps."""
+        self.module, self.optimizers, self.clip_norm = module, optimizers, clip_norm
+        self._ties = tied_names(module)
+        self.values = {n: p.detach().cpu().clone() for n, p in module.named_parameters()}
+        named = module.named_buffers(remove_duplicate=False)
+        self.buffers = {name: buffer.detach().cpu().clone() for name, buffer in named}
+        self._schedule = _Schedule(optimizers, schedulers) if schedulers else None
+
+    def on_meta(self) -> nn.Module:
+        """Take the module's memory away, and return it: the engine gives it memory again."""
+        apply: Any = self.module._apply
+        apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
+        tie_again(self.module, self._ties)
+        return self.module
+
+    def begin_step(self, step: int) -> None:
+        """Set the options that the schedulers have for `step`."""
+        if self._schedule is not None:
+            self._schedule.set_options(step)
+
+
+class _Schedule:
+    """The options of each step, by schedulers that are only ever moved forwards."""
+
+    def __init__(self, optimizers: KeptOptimizers, schedulers: Sequence[LRScheduler]) -> None:
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
+            raise TaskError(
+                "ReduceLROnPlateau follows a metric, so that the rate is no function of the step",
+                where="run.keep",
+                remedy="use a scheduler that counts steps",
+            )
+        self._optimizers, self._schedulers = optimizers, schedulers
+        self._begin = [scheduler.last_epoch for scheduler in schedulers]
+        self._first = optimizers.options()
+        self._rates = [_rates(self._first)]
+        self._unlike: dict[int, Options] = {}  # of steps with other options than these rates
+
+    def set_options(self, step: int) -> None:
+        moved = len(self._rates) - 1
+        if [scheduler.last_epoch - moved for scheduler in self._schedulers] != self._begin:
+            raise TaskError(
+                "scheduler.step() was called for a scheduler that run.keep() was given",
+                where="run.keep",
+                remedy="remove the call: run.steps() sets the rate of each step",
+            )
+        self._optimizers.set_options(self._of(len(self._rates)))  # some rates follow from the last
+        while len(self._rates) < step:
+            for scheduler in self._schedulers:
+                scheduler.step()
+            found = self._optimizers.options()
+            self._rates.append(_rates(found))
+            if found != self._of(len(self._rates)):
+                self._unlike[len(self._rates)] = found
+        self._optimizers.set_options(self._of(step))
+
+    def _of(self, step: int) -> Options:
+        """Of a step that the schedulers have been moved to."""
+        if step in self._unlike:
+            return self._unlike[step]
+        rates = iter(self._rates[step - 1])
+        return [[group | {"lr": next(rates)} for group in groups] for groups in self._first]
+
+
+def _rates(options: Options) -> tuple[Any, ...]:
+    return tuple(group["lr"] for groups in options for group in groups)

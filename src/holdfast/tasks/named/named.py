@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from holdfast.config.loading.fields import as_path, value_at
+from holdfast.config.loading.identity import SOURCE_KEYS
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.config.sections.task import TaskConfig
@@ -98,36 +100,31 @@ def source_of(name: str, folder: str) -> str:
 
 
 def sources_of(config: RunConfig) -> dict[str, str]:
-    """Key of the run file -> digest, of what it names by a path."""
+    """Key of a digest -> the digest, of what the run file names by a path."""
     train, found = config.train, dict[str, str]()
     if train.optimizer.is_class:
-        found[OPTIMIZER_KEY] = source_of(train.optimizer.name, config.task.folder)
+        found["train.optimizer.source"] = source_of(train.optimizer.name, config.task.folder)
     if train.schedule.is_function:
-        found[SCHEDULE_KEY] = source_of(train.schedule.kind, config.task.folder)
+        found["train.schedule.source"] = source_of(train.schedule.kind, config.task.folder)
     return found
 
 
 def _refuse_other_source(config: RunConfig) -> None:
     """A process may have imported more of the folder than a child that imports these alone. So the
     child decides."""
-    train = config.train
-    expected = {OPTIMIZER_KEY: train.optimizer.source, SCHEDULE_KEY: train.schedule.source}
+    expected = {key: value_at(config, as_path(key)) for key in SOURCE_KEYS}
     found = sources_of(config)
-    if all(expected[key] == source for key, source in found.items()):
-        return
-    fresh = describe_named(config)
+    fresh = found if found.items() <= expected.items() else describe_named(config)
     for key in found:
-        if fresh[f"{key.rpartition('.')[0]}.source"] != expected[key]:
+        if fresh[key] != expected[key]:
+            name = SOURCE_KEYS[key]
             raise ConfigError(
-                f"the source of {_value(config, key)} has changed since this run was started",
-                where=key,
+                f"the source of {value_at(config, as_path(name))} has changed since this run was "
+                "started",
+                where=name,
                 remedy="put the files back, or begin another run: holdfast train RUN.yaml "
                 "folder=NEW",
             )
-
-
-def _value(config: RunConfig, key: str) -> str:
-    return config.train.optimizer.name if key == OPTIMIZER_KEY else config.train.schedule.kind
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -153,10 +150,7 @@ def _load(name: str, folder: str, key: str) -> Any:
 def one_sentence(key: str, what: str = "") -> Iterator[None]:
     """Make one sentence, which names the key, of what goes wrong in a user's code."""
     try:
-        if what:
-            with user_code(what):
-                yield
-        else:
+        with user_code(what) if what else nullcontext():
             yield
     except TaskError as error:
         raise ConfigError(error.message, where=key, remedy=error.remedy) from error.__cause__

@@ -8,8 +8,7 @@ the step. The class declares all else in `state_shapes`, for example
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -46,18 +45,13 @@ _NEAR = 1e-6
 """Within which two updates of the same elements are equal, in float64."""
 
 
-@dataclass(frozen=True)
-class OptimizerFacts:
-    """slots, layouts: as the planned keys of the run file."""
-
-    slots: tuple[Slot, ...]
-    layouts: tuple[str, ...]
-
-
-def probe_optimizer(make: MakeOptimizer, config: OptimizerConfig) -> OptimizerFacts:
-    """Raises ConfigError for a class that a run cannot use."""
+def probe_optimizer(
+    make: MakeOptimizer, config: OptimizerConfig
+) -> tuple[tuple[Slot, ...], tuple[str, ...]]:
+    """Return the slots and the layouts, as the planned keys of the run file have them. Raises
+    ConfigError for a class that a run cannot use."""
     slots = find_slots(make, config)
-    return OptimizerFacts(slots, _layouts(make, slots, _trained(make, config, list), config))
+    return slots, _layouts(make, slots, _trained(make, config, list), config)
 
 
 def find_slots(
@@ -213,19 +207,14 @@ def _layouts(
     config: OptimizerConfig,
 ) -> tuple[str, ...]:
     """The axes under which each rank's update is the same as that of the complete parameters."""
-    for index in range(len(_SHAPES)):
-        (alone,) = _trained(make, config, partial(_one, index))
-        if not _same([alone], [expected[index]]):
+    for index, whole in enumerate(expected):
+        if not _same(_trained(make, config, itemgetter(slice(index, index + 1))), [whole]):
             return (REPLICAS,)
     if not _same(_trained(make, config, _parts), _parts(expected)):
         return (REPLICAS, "pp")
     if any(slot.rule not in (ELEMENTWISE, STEP, COUNT) for slot in slots):
         return (REPLICAS, "pp")
     return (REPLICAS, "pp", "dp_shard", "tp")
-
-
-def _one(index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensors[index]]
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:

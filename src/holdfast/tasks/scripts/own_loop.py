@@ -1,4 +1,20 @@
-"""The loop of a user's script: `run.keep`, `run.validate`, `run.steps`, and those of a step.
+"""The user's script and the runner are two threads that take turns: only one runs at a time.
+
+The runner gives an order and waits for the answer. The script answers and waits for the next order.
+So neither sees half of what the other one does, and each wait has one thread that ends it. The
+script's last answer is `ScriptEnded`. A script that gets no further order waits until its process
+ends.
+
+    runner                             script
+    start            ------------->    begins
+                     <-------------    LoopReached      at `run.steps(n)`
+    OpenStep         ------------->    yields the step
+                     <-------------    DataNamed        at the first `step.batches(dataset)`
+    ComputeShare     ------------->    yields the batches
+                     <-------------    ShareDone        at `step.apply()`, or at an engine's error
+    OpenStep ...     ------------->    `apply` returns
+    EndLoop          ------------->    leaves the loop, and runs to its end
+                     <-------------    ScriptEnded
 
 A `Step` is one attempt at a step. If a rank is lost, the attempt is over: `batches` ends, `apply`
 returns False, and `run.steps` yields another attempt. That may be the same step with what is left
@@ -7,9 +23,11 @@ to compute of it, or another step. So a plain loop is right without knowing of i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -19,24 +37,106 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.core.weights import read_weight
 from holdfast.errors import START_OVER, TaskError
-from holdfast.tasks.named.kept_optimizers import KeptOptimizers
-from holdfast.tasks.named.kept_state import KeptState
-from holdfast.tasks.task.batches import sample_count
-from holdfast.tasks.task.generators import seed_generators
-from holdfast.tasks.task.objective import buffer_versions, changed_buffer
-from holdfast.tasks.task.task import Batch
-from holdfast.tasks.task.turns import (
-    ComputeShare,
-    DataNamed,
-    EndLoop,
-    LoopReached,
-    OpenStep,
-    Order,
-    ShareDone,
-    Turns,
-)
+from holdfast.tasks.named.kept_optimizers import KeptOptimizers, KeptState
+from holdfast.tasks.task.batches import TaskMicrobatch, sample_count
+from holdfast.tasks.task.module import buffer_versions, changed_buffer, seed_generators
+from holdfast.tasks.task.task import Batch, Collate
+from holdfast.training.engine.loss_scale import LossScale
+from holdfast.training.engine.stage_work import GradientListener
 
-Collate = Callable[[Sequence[Any]], Batch]
+_ALIVE_EVERY_S = 0.5
+"""Seconds after which a runner that waits for the script's end reports that it is alive."""
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    """The runner is at this step, for the first time or again."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class ComputeShare:
+    """Compute these microbatches. losses: takes the loss of each, as it comes. loss_scale: what the
+    backward passes begin with."""
+
+    leaves: Sequence[int]
+    batches: Sequence[TaskMicrobatch]
+    listener: GradientListener
+    losses: list[Tensor]
+    loss_scale: LossScale
+
+
+@dataclass(frozen=True)
+class EndLoop:
+    """The last step is applied."""
+
+
+@dataclass(frozen=True)
+class LoopReached:
+    """The script is ready for its first step."""
+
+
+@dataclass(frozen=True)
+class DataNamed:
+    """The script has named its dataset, and waits for microbatches."""
+
+
+@dataclass(frozen=True)
+class ShareDone:
+    """The script has computed its share. error: why the engine could not take it, or None."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class ScriptEnded:
+    """The script has ended. error: what it raised, or None."""
+
+    error: BaseException | None = None
+
+
+Order = OpenStep | ComputeShare | EndLoop
+Answer = LoopReached | DataNamed | ShareDone | ScriptEnded
+
+
+class Turns:
+    """`start` and `give` belong to the runner's thread, `answer` to the script's."""
+
+    def __init__(self) -> None:
+        self._orders: SimpleQueue[tuple[Order, int]] = SimpleQueue()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+
+    def start(self, script: Callable[[], None]) -> Answer:
+        """Run the script in a thread of its own; return its first answer."""
+
+        def run() -> None:
+            try:
+                script()
+            except BaseException as error:
+                self._answers.put(ScriptEnded(error))
+            else:
+                self._answers.put(ScriptEnded())
+
+        threading.Thread(target=run, name="script", daemon=True).start()
+        return self._answers.get()
+
+    def give(self, order: Order, on_wait: Callable[[], None] = lambda: None) -> Answer:
+        """Give the script its turn; return its answer. on_wait: called now and then meanwhile."""
+        self._orders.put((order, torch.get_num_threads()))
+        while True:
+            try:
+                return self._answers.get(timeout=_ALIVE_EVERY_S)
+            except Empty:
+                on_wait()
+
+    def answer(self, answer: Answer) -> Order:
+        """End the script's turn; return the order that begins the next one."""
+        self._answers.put(answer)
+        order, threads = self._orders.get()
+        if threads != torch.get_num_threads():  # which torch counts for each thread
+            torch.set_num_threads(threads)
+        return order
 
 
 class MapDataset(Protocol):
@@ -67,15 +167,6 @@ class NamedValidation:
     collate: Collate | None
 
 
-@dataclass(frozen=True)
-class LoopSizes:
-    """The arguments of `run.steps`; None: what the run file says."""
-
-    steps: int
-    batch_size: int | None
-    microbatch_size: int | None
-
-
 class Run:
     """The run that a script takes part in, as `holdfast.run()` returns it.
 
@@ -90,7 +181,7 @@ class Run:
         self._turns = Turns()
         self._kept: KeptState | None = None
         self._data: NamedData | None = None
-        self._sizes: LoopSizes | None = None
+        self._sizes: dict[str, int | None] = {}  # key of the run file -> argument of `steps`
         self.named_validation: NamedValidation | None = None
         self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
@@ -147,7 +238,7 @@ class Run:
             samples: of the dataset, evenly spread; the same each time.
             collate: as in `step.batches`.
         """
-        if self.named_validation is not None or self._sizes is not None:
+        if self.named_validation is not None or self._sizes:
             raise TaskError(
                 "run.validate() was called twice, or after run.steps()",
                 where="run.validate",
@@ -164,11 +255,15 @@ class Run:
         the run file or the command line comes first, also for `n`.
         """
         kept = self.kept
-        if self._sizes is not None:
+        if self._sizes:
             raise TaskError(
                 "run.steps() was called twice", where="run.steps", remedy="use one loop"
             )
-        self._sizes = LoopSizes(n, batch_size, microbatch_size)
+        self._sizes = {
+            "train.steps": n,
+            "train.batch_size": batch_size,
+            "train.microbatch_size": microbatch_size,
+        }
         order = self._turns.answer(LoopReached())
         while isinstance(order, OpenStep):
             if order.step != self._open_step:
@@ -180,11 +275,6 @@ class Run:
             order = step._close()
 
     # --- for the runner ---------------------------------------------------------------------
-    @property
-    def has_loop(self) -> bool:
-        """Whether `steps` was called."""
-        return self._sizes is not None
-
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 

@@ -1,5 +1,10 @@
 """A script's loop as the engine sees it: a task whose passes the script runs
-(`tasks/task/turns.py`)."""
+(`tasks/scripts/own_loop.py`), and its validation.
+
+The evaluator deals the microbatches of a validation and sums by the fixed tree, as for other runs
+(`training/engine/evaluate.py`). The script's function runs in the runner's thread, while the script
+waits.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +16,111 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
+from holdfast.core.weights import read_weight
 from holdfast.data.stream.loader import StepBatch
+from holdfast.errors import TaskError
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.tasks.script import Script
-from holdfast.tasks.scripts.script_validation import ScriptPart, ScriptValidation, compute_losses
-from holdfast.tasks.task.batches import (
-    TaskBatches,
-    TaskLoader,
-    TaskMicrobatch,
-    refuse_random_samples,
-)
-from holdfast.tasks.task.own import OwnTask
-from holdfast.tasks.task.turns import (
+from holdfast.tasks.scripts.own_loop import (
     ComputeShare,
     DataNamed,
     EndLoop,
     OpenStep,
+    Run,
     ShareDone,
 )
+from holdfast.tasks.task.batches import (
+    TaskBatches,
+    TaskLoader,
+    TaskMicrobatch,
+    TaskValidation,
+    refuse_random_samples,
+)
+from holdfast.tasks.task.module import (
+    buffer_versions,
+    changed_buffer,
+    evaluation_mode,
+    seed_generators,
+)
+from holdfast.tasks.task.own import OwnTask
+from holdfast.tasks.task.task import Samples, stacked_batch
 from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.task import TaskBatchSource
 from holdfast.training.optimizers.make_optimizer import UserParts
+
+
+@dataclass
+class ScriptPart:
+    """A microbatch of the validation. tokens: its weight, once its loss is computed."""
+
+    read: TaskMicrobatch
+    run: Run
+    tokens: float = 0
+
+    def loss(self) -> Tensor:
+        """Compute the loss sum. Raises TaskError, and what the script raises."""
+        named, kept = self.run.named_validation, self.run.kept
+        assert named is not None, "there are microbatches"
+        buffers = buffer_versions(kept.module)
+        seed_generators(self.read.key)
+        found = named.loss({name: self.run._cast(t) for name, t in self.read.tensors.items()})
+        loss, self.tokens = _checked(found)
+        if name := changed_buffer(kept.module, buffers):
+            raise TaskError(
+                f"the function of run.validate() changes buffer {name}",
+                where="run.validate",
+                remedy="compute the loss alone in it: the module is in evaluation mode",
+            )
+        return loss.detach().to(torch.float64)
+
+
+class ScriptValidation:
+    """Evenly spread samples of the dataset of `run.validate`; none without one."""
+
+    tokens: int | None = None  # the script says it with each loss
+
+    def __init__(self, run: Run, samples: int, microbatch_size: int, seed: int) -> None:
+        self._run, named = run, run.named_validation
+        dataset = None if named is None else cast(Samples, named.dataset)
+        collate = (named and named.collate) or stacked_batch
+        read = TaskValidation(dataset, collate, lambda _: 0.0, samples, microbatch_size, seed)
+        self._read, self.microbatches = read, read.microbatches
+        self.bits_per_byte = read.bits_per_byte
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> ScriptPart:
+        return ScriptPart(self._read.part(index, part, parts, device), self._run)
+
+
+def compute_losses(
+    module: nn.Module, parts: Sequence[ScriptPart], on_progress: Callable[[], None]
+) -> list[Tensor]:
+    """The loss sums, in evaluation mode and without gradients."""
+    losses = []
+    with evaluation_mode(module), torch.no_grad():
+        for part in parts:
+            on_progress()
+            losses.append(part.loss())
+    return losses
+
+
+def _checked(found: Any) -> tuple[Tensor, float]:
+    match found:
+        case Tensor() as loss, given if loss.shape == ():
+            weight = read_weight(given)
+            if weight is not None:
+                return loss, weight
+    raise TaskError(
+        f"the function of run.validate() returned {_described(found)}",
+        where="run.validate",
+        remedy="return the loss as a sum, a scalar, and its weight, a number from 0 on",
+    )
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, tuple):
+        return f"({', '.join(map(_described, found))})"
+    return f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.data_ledger import Range
@@ -33,15 +35,9 @@ class Question:
 
     purpose: str
     config: dict[str, Any]
-    skips: list[dict[str, Any]]
-    missing: list[Range]
-    last_step: int
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Question:
-        missing = [(int(low), int(high)) for low, high in value["missing"]]
-        known = {f.name: value[f.name] for f in fields(Question)} | {"missing": missing}
-        return Question(**known)
+    skips: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[Range] = field(default_factory=list)
+    last_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,24 +53,19 @@ class Answer:
     remedy: str = ""
     where: str = "task"
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Answer:
-        texts = (str(value[key]) for key in ("message", "remedy", "where"))
-        return Answer(value["result"], *texts)
-
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of the section `task`: `launch.task_run.PLANNED_KEYS`, and for
     adapters also `BASE_CHECKSUM`. Under "train" are keys of the run file that a script decides.
     Raises TaskError."""
-    planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
+    planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json")))
     return planned
 
 
 def describe_named(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of what `train` names by a path, under their full names. Raises
     TaskError."""
-    planned: dict[str, Any] = _ask(Question("named", config.model_dump(mode="json"), [], [], 0))
+    planned: dict[str, Any] = _ask(Question("named", config.model_dump(mode="json")))
     return planned
 
 
@@ -106,22 +97,15 @@ def _ask(question: Question) -> Any:
             check=False,
         )
         if not answer_file.exists():
-            words = done.stderr.strip()[-_OUTPUT_CHARACTERS:]
+            words, train = done.stderr.strip()[-_OUTPUT_CHARACTERS:], question.config["train"]
+            named = question.config["task"]["name"]
+            if question.purpose == "named":
+                named = f"{train['optimizer']['name']} and {train['schedule']['kind']}"
             raise TaskError(
-                f"the process that imports {_imported_name(question)} ended with status "
-                f"{done.returncode}: {words}",
-                where="task",
+                f"the process that imports {named} ended with status {done.returncode}: {words}",
                 remedy="import it in Python to see more",
             )
-        answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))
+        answer = TypeAdapter(Answer).validate_json(answer_file.read_bytes())
     if answer.message:
         raise TaskError(answer.message, where=answer.where, remedy=answer.remedy or None)
     return answer.result
-
-
-def _imported_name(question: Question) -> str:
-    train = question.config["train"]
-    named = [question.config["task"]["name"]]
-    if question.purpose == "named":
-        named = [train["optimizer"]["name"], train["schedule"]["kind"]]
-    return " and ".join(named)

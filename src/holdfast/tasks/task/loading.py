@@ -40,7 +40,6 @@ def load_task(config: TaskConfig) -> Task:
             f"{class_name} in {module.__file__} is no subclass of holdfast.Task"
             if kind is not None
             else f"{module.__file__} has no class {class_name}",
-            where="task",
             remedy="name a class that derives from holdfast.Task",
         )
     _check_arguments(kind, config.args)
@@ -97,7 +96,7 @@ def user_code(what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise TaskError(
-            f"{what}: {type(error).__name__}: {text}{place_in_user_code(error)}", where="task"
+            f"{what}: {type(error).__name__}: {text}{place_in_user_code(error)}"
         ) from error
 
 
@@ -128,7 +127,6 @@ def import_module(name: str, folder: str) -> ModuleType:
         if isinstance(cause, ModuleNotFoundError) and name.startswith(str(cause.name)):
             raise TaskError(
                 f"there is no module {name} in {folder or '.'}, nor among the installed packages",
-                where="task",
                 remedy="name its folder in task.folder",
             ) from None
         raise
@@ -137,7 +135,6 @@ def import_module(name: str, folder: str) -> ModuleType:
     if folder and beside.exists() and found != beside.resolve():
         raise TaskError(
             f"module {name} is {found}, which hides {beside}",
-            where="task",
             remedy="give your module another name",
         )
     return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,18 +20,31 @@ from holdfast.errors import PeerLostError, TaskError
 from holdfast.model.lora import set_base
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import is_peer_loss
-from holdfast.tasks.task.adapters import frozen_values, refuse_other_values, trained_module
 from holdfast.tasks.task.batches import (
     BatchesOfTask,
     TaskBatches,
     TaskLoader,
     TaskMicrobatch,
+    TaskValidation,
+    TokenBatches,
+    TokenTaskValidation,
+    batch_weight,
+    open_validation,
     refuse_random_samples,
 )
-from holdfast.tasks.task.executor import TaskExecutor
-from holdfast.tasks.task.initial import first_adapter, first_values, is_adapter
+from holdfast.tasks.task.initial import (
+    first_adapter,
+    first_values,
+    frozen_values,
+    is_adapter,
+    refuse_other_values,
+    trained_module,
+)
 from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.module import (
+    TaskObjective,
+    changed_buffer_error,
+    evaluation_mode,
     merged_buffers,
     module_rows,
     names_outside,
@@ -42,14 +56,10 @@ from holdfast.tasks.task.module import (
     tied_names,
     usable_units,
 )
-from holdfast.tasks.task.objective import TaskObjective, changed_buffer_error
-from holdfast.tasks.task.sharding import cut_module, sharding_rows
-from holdfast.tasks.task.sharding_check import refuse_wrong_table
+from holdfast.tasks.task.sharding import cut_module, refuse_wrong_table, sharding_rows
 from holdfast.tasks.task.task import Task
-from holdfast.tasks.task.token_batches import TokenBatches
-from holdfast.tasks.task.validation import TaskValidation, TokenTaskValidation
 from holdfast.training.engine.evaluate import Validation
-from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.executors import Executor, SingleStageExecutor
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.state import InitialBox
@@ -58,6 +68,31 @@ from holdfast.training.optimizers.make_optimizer import UserParts
 
 _EQUAL, _NEAR = 1e-3, 0.1
 """Relative distance within which two losses count as equal, without and with random numbers."""
+
+
+@contextmanager
+def _peer_loss_as_such() -> Iterator[None]:
+    """A lost peer is no mistake in the user's code, where a collective may stand."""
+    try:
+        yield
+    except (TaskError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, TaskError) else error
+        if isinstance(cause, RuntimeError) and is_peer_loss(cause):
+            raise PeerLostError(f"a peer was lost before the first step: {cause}") from error
+        raise
+
+
+class TaskExecutor(SingleStageExecutor):
+    """Runs a task's passes. A validation is computed in evaluation mode, without dropout."""
+
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        """Forward of each in evaluation mode; the loss sums. A part that does not count gives 0."""
+        with evaluation_mode(self._objective):
+            losses = super().evaluate(batches, on_progress)
+        return [
+            loss if batch.counts else torch.zeros_like(loss)
+            for loss, batch in zip(losses, batches, strict=True)
+        ]
 
 
 class OwnTask:
@@ -82,7 +117,6 @@ class OwnTask:
             raise TaskError(
                 f"buffer {merged[0]} is merged, and {axis} {groups.degree(axis)} cuts what it is "
                 "computed from",
-                where="task",
                 remedy=f"use {axis} 1",
             )
         if groups.degree("tp") > 1:
@@ -174,24 +208,27 @@ class OwnTask:
         if isinstance(batches, TokenBatches):
             found = batches.tokens.validation(samples)
             return TokenTaskValidation(found, seed, self._config.data.chat.weights)
-        return TaskValidation(self._task, samples, self._config.train.microbatch_size, seed)
+        return TaskValidation(
+            open_validation(self._task),
+            self._task.collate,
+            partial(batch_weight, self._task),
+            samples,
+            self._config.train.microbatch_size,
+            seed,
+        )
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
         count = batches.schedule.size(step) // batches.microbatch_size
         return [dict(batches.microbatch(step, index).tensors) for index in range(count)]
 
+    @_peer_loss_as_such()
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:
         """Compute the first microbatch once and doubled. Raises TaskError for a loss that is a
         mean, and for all else that goes wrong there. Collective over a replica."""
-        with _peer_loss_as_such():
-            self._check_first_loss(objective, cast(BatchesOfTask, batches), groups)
-
-    def _check_first_loss(
-        self, objective: nn.Module, own: BatchesOfTask, groups: ProcessGroups
-    ) -> None:
+        own = cast(BatchesOfTask, batches)
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
         refuse_random_samples(own, start, stop)
@@ -210,7 +247,6 @@ class OwnTask:
             raise TaskError(
                 f"the loss of a batch is {one:.6g}, and of the same samples twice {doubled:.6g}: "
                 "it is a mean",
-                where="task",
                 remedy="return the sum, and let weight() return what to divide by",
             )
         if groups.degree("tp") > 1:
@@ -242,51 +278,36 @@ class OwnTask:
         return loss
 
 
-@contextmanager
-def _peer_loss_as_such() -> Iterator[None]:
-    """A lost peer is no mistake in the user's code, where a collective may stand."""
-    try:
-        yield
-    except (TaskError, RuntimeError) as error:
-        cause = error.__cause__ if isinstance(error, TaskError) else error
-        if isinstance(cause, RuntimeError) and is_peer_loss(cause):
-            raise PeerLostError(f"a peer was lost before the first step: {cause}") from error
-        raise
-
-
 def _refuse_without_units(
     train: TrainConfig, module: nn.Module, units: Sequence[nn.Module], merged: Sequence[str]
 ) -> None:
     """Raises TaskError for a setting that needs units, or other units."""
-    if train.compile and not units:
-        raise TaskError(
-            "train.compile compiles the module's units, and it has none",
-            where="task",
-            remedy="name some in units(), or use train.compile=false",
-        )
-    if train.memory.moves_activations and not units:
-        raise TaskError(
-            f"train.memory.activations {train.memory.activations} moves what the module's units "
-            "keep, and it has none",
-            where="task",
-            remedy="name some in units(), or use train.memory.activations=device",
-        )
+    word, place = train.recompute_of(0, 1), train.memory.activations
+    for is_set, what, instead in (
+        (train.compile, "train.compile compiles the module's units", "train.compile=false"),
+        (
+            train.memory.moves_activations,
+            f"train.memory.activations {place} moves what the module's units keep",
+            "train.memory.activations=device",
+        ),
+        (
+            train.recomputes,
+            f"train.recompute {word} runs the module's units again",
+            "train.recompute=none",
+        ),
+    ):
+        if is_set and not units:
+            raise TaskError(
+                f"{what}, and it has none", remedy=f"name some in units(), or use {instead}"
+            )
     if not train.recomputes:
         return
-    word = train.recompute_of(0, 1)
-    if not units:
-        raise TaskError(
-            f"train.recompute {word} runs the module's units again, and it has none",
-            where="task",
-            remedy="name some in units(), or use train.recompute=none",
-        )
     changed = {id(module.get_buffer(name)): name for name in merged}
     for buffer in (buffer for unit in units for buffer in unit.buffers()):
         if name := changed.get(id(buffer)):
             raise TaskError(
                 f"train.recompute {word} runs a unit again, which would change its "
                 f"buffer {name} a second time",
-                where="task",
                 remedy="leave that unit out in units(), or use train.recompute=none",
             )
 

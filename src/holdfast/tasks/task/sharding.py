@@ -1,24 +1,50 @@
 """The sharding table of a user's task: which layers tensor parallelism cuts, and the run's rows
-that follow."""
+that follow. A check before the first step compares gradients with those of the complete module.
+
+A table that leaves out a layer, or a module that views its heads by a fixed number, computes
+something else without an error. So one worker computes one sample with the complete module on the
+CPU, too. What is in the module is in evaluation mode, so it has no dropout. The module itself is
+not, because `Task.loss` may return something else then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from holdfast.core.sharding.run_table import sharding_text
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.run_table import (
+    run_parameter_table,
+    run_parameters,
+    sharding_of_text,
+    sharding_text,
+)
 from holdfast.core.sharding.sharding_table import Sharding
+from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
 from holdfast.errors import TaskError
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_layers import SHARED_INSIDE, STYLES, TensorRegions, cut_layers
 from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.torch_compat import local_tensor
 from holdfast.tasks.task.loading import user_code
+from holdfast.tasks.task.module import (
+    TaskObjective,
+    evaluation_mode,
+    own_values,
+    set_buffers,
+    tie_again,
+    tied_names,
+)
 from holdfast.tasks.task.task import Task
+from holdfast.training.engine.precision import Precision
 
 _SHOWN = 5  # names in a message
 
@@ -43,16 +69,15 @@ def layer_cuts(task: Task, module: nn.Module) -> dict[str, LayerCut]:
         cut = _read(pattern, entry)
         hit = [name for name in layers if _matches(pattern, name)]
         if not hit:
+            near = get_close_matches(pattern, layers, n=_SHOWN, cutoff=0.0)
             raise TaskError(
                 f"sharding() names {pattern}, and the module has no such layer",
-                where="task",
-                remedy=f"use names such as {', '.join(_near(pattern, list(layers)))}",
+                remedy=f"use names such as {', '.join(near)}",
             )
         for name in hit:
             if found.setdefault(name, cut) != cut:
                 raise TaskError(
                     f"sharding() names layer {name} twice: {found[name].style} and {cut.style}",
-                    where="task",
                     remedy="let one pattern fit it",
                 )
     for name, cut in found.items():
@@ -87,7 +112,6 @@ def _read(pattern: str, entry: Any) -> LayerCut:
     if style not in (*STYLES, SHARED_INSIDE) or not isinstance(parts, int) or parts < 0:
         raise TaskError(
             f"sharding() returned {entry!r} for {pattern}",
-            where="task",
             remedy=f"use one of {', '.join((*STYLES, SHARED_INSIDE))}, or a pair of it and a "
             "number of parts",
         )
@@ -100,10 +124,6 @@ def _matches(pattern: str, name: str) -> bool:
     return len(wanted) == len(given) and all(map(fnmatchcase, given, wanted))
 
 
-def _near(pattern: str, names: list[str]) -> list[str]:
-    return get_close_matches(pattern, names, n=_SHOWN, cutoff=0.0)
-
-
 def _check_layer(name: str, layer: nn.Module, cut: LayerCut) -> None:
     """Raises TaskError for a layer that the style cannot cut."""
     if cut.style == SHARED_INSIDE:
@@ -113,14 +133,12 @@ def _check_layer(name: str, layer: nn.Module, cut: LayerCut) -> None:
     if type(layer) is not how.of or any(getattr(layer, limit, None) for limit in limits):
         raise TaskError(
             f"sharding() says {cut.style} for layer {name}, which is a {type(layer).__name__}",
-            where="task",
             remedy=f"{cut.style} is for a plain torch.nn.{how.of.__name__}: name no other layer",
         )
     sizes = {key: layer.get_parameter(key).shape[dim] for key, dim in _present(layer, how.dims)}
     if wrong := [size for size in sizes.values() if cut.parts and size % cut.parts]:
         raise TaskError(
             f"sharding() says {cut.parts} parts for layer {name}, and its size is {wrong[0]}",
-            where="task",
             remedy="name a number of parts that divides it",
         )
 
@@ -135,7 +153,6 @@ def _check_shared(module: nn.Module, cuts: Mapping[str, LayerCut]) -> None:
             if other != way:
                 raise TaskError(
                     f"{name}.{key} is also {first}, and sharding() does not cut both in one way",
-                    where="task",
                     remedy="name both (embedding_rowwise and colwise_gather_output), or none",
                 )
 
@@ -154,3 +171,120 @@ def _present(layer: nn.Module, dims: Mapping[str, int]) -> Iterator[tuple[str, i
     for key, dim in dims.items():
         if getattr(layer, key, None) is not None:
             yield key, dim
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How far two gradients of a parameter may be apart. near: relative distance within which they
+    are equal. nothing: part of the complete gradient below which one is rounding."""
+
+    near: float
+    nothing: float
+
+
+_ROUNDING = _Rounding(near=1e-2, nothing=1e-3)
+"""Some modules compute norms in float32, whatever the precision."""
+_ROUNDING_OF_HALF = _Rounding(near=0.25, nothing=0.1)
+"""Of a pass in two bytes: differences of attention's weights cancel."""
+
+ValueOf = Callable[[Parameter], Tensor]
+
+
+def refuse_wrong_table(
+    task: Task,
+    config: RunConfig,
+    groups: ProcessGroups,
+    objective: TaskObjective,
+    named: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    value_of: ValueOf,
+) -> None:
+    """Raises TaskError on the first rank if the gradients of `batch`, a sample on the CPU, are not
+    those of the complete module. Collective over a replica, whose ranks have the same batch.
+
+    named: the objective's parameters by their names in the table. value_of: first values."""
+    key, device = 0, next(objective.parameters()).device
+    with _without_dropout(objective.model):
+        objective({name: tensor.to(device) for name, tensor in batch.items()}, key).backward()
+    found = {name: _gradient(parameter) for name, parameter in named.items()}
+    for parameter in objective.parameters():
+        parameter.grad = None
+    place = groups.coordinate
+    if (place.replica, place.dp_shard, place.tp) != (0, 0, 0):
+        return
+    sums_shards = groups.degree("dp_shard") > 1 and config.layout.zero_in_memory > 1
+    expected = _complete_gradients(task, config, batch, key, value_of)
+    total = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    rounding = _ROUNDING_OF_HALF if config.train.precision in MIXED else _ROUNDING
+    partial = {
+        name for name, cut in map(sharding_of_text, config.task.sharding) if cut.tp_dim is None
+    }
+    for spec in run_parameter_table(config):
+        if spec.name in partial or spec.name not in expected:
+            continue
+        ours = found[spec.name] / (groups.degree("dp_shard") if sums_shards else 1)
+        theirs = _cut(expected[spec.name], spec, groups, with_shards=sums_shards)
+        distance = float((ours.to(theirs) - theirs).norm())
+        if distance > rounding.near * (float(theirs.norm()) + rounding.nothing * total):
+            raise TaskError(
+                f"with layout.tp {groups.degree('tp')} the gradient of {spec.name} is not that of "
+                "the complete module",
+                remedy="read the rules for sharding() in docs/guide/python.md",
+            )
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """All that is in the module in evaluation mode. Random numbers are alike on all ranks."""
+    found = (getattr(part, "regions", None) for part in module.modules())
+    regions = [one for one in found if isinstance(one, TensorRegions)]
+    with ExitStack() as modes:
+        for part in module.children():
+            modes.enter_context(evaluation_mode(part))
+        for one in regions:
+            one.has_own_numbers = False
+        try:
+            yield
+        finally:
+            for one in regions:
+                one.has_own_numbers = True
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """What a backward pass left at this rank's part, in float64 on the CPU."""
+    gradient = parameter.grad
+    whole = torch.zeros_like(parameter) if gradient is None else gradient
+    return local_tensor(whole).detach().to("cpu", torch.float64)
+
+
+def _complete_gradients(
+    task: Task, config: RunConfig, batch: Mapping[str, Tensor], key: int, value_of: ValueOf
+) -> dict[str, Tensor]:
+    """Name -> gradient of each trained parameter, of the complete module on the CPU."""
+    dtype = Precision.of(config.train.precision).state
+    with torch.device("meta"):
+        module = task.model()
+    ties = tied_names(module)
+    rows = {row.name: row for row in run_parameters(config)}
+    for name, parameter in list(module.named_parameters()):
+        value = value_of(rows[name]).detach().to(dtype, copy=True)
+        owner, _, last = name.rpartition(".")
+        made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        module.get_submodule(owner)._parameters[last] = made
+    tie_again(module, ties)
+    if next(module.buffers(), None) is not None:
+        buffers = own_values(task, config.seed).buffers
+        kept = {name: value.dtype for name, value in buffers.items() if not task.casts(name)}
+        set_buffers(module, buffers, torch.device("cpu"), dtype, kept)
+    complete = TaskObjective(task, module, dtype)
+    with _without_dropout(module):
+        complete(batch, key).backward()
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    return {name: _gradient(parameter) for name, parameter in trained.items()}
+
+
+def _cut(whole: Tensor, spec: TensorSpec, groups: ProcessGroups, *, with_shards: bool) -> Tensor:
+    """This rank's part of a complete gradient."""
+    row = spec if with_shards else replace(spec, shard_dim=None)
+    box = mesh_box(row, groups.replica, groups.coordinate)
+    return whole[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,6 +15,9 @@ from holdfast.errors import TaskError
 
 Batch = Mapping[str, Tensor]
 """One logical microbatch, or a rank's part of it."""
+
+Collate = Callable[[Sequence[Any]], Batch]
+"""Makes a batch of samples."""
 
 Initial = Normal | Zeros | Ones | Tensor | None
 """Initial values of a parameter; None: those that the module gave it."""
@@ -67,18 +70,7 @@ class Task(ABC):
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
         """Make a batch of samples. By default the tensors of each name are stacked."""
-        given: Sequence[Any] = items
-        if other := [item for item in given if not isinstance(item, Mapping)]:
-            kind = type(other[0]).__name__
-            raise TaskError(
-                f"a sample is a {kind}: return a dict of tensors",
-                where="task",
-                remedy="or write collate(), which an own loop gives as step.batches(..., collate=)",
-            )
-        for item in items:
-            if item.keys() != items[0].keys():
-                raise TypeError(f"samples have unlike names: {[*items[0]]} and {[*item]}")
-        return {name: _stacked(name, [item[name] for item in items]) for name in items[0]}
+        return stacked_batch(items)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
         """The initial values of a parameter. A parameter with None gets those of `model()`."""
@@ -132,6 +124,20 @@ class Task(ABC):
         calling it. By default the items of the longest ModuleList."""
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=len, default=()))
+
+
+def stacked_batch(items: Sequence[Any]) -> Batch:
+    """Stack the tensors of each name. Raises TaskError and TypeError for what cannot be."""
+    if other := [item for item in items if not isinstance(item, Mapping)]:
+        kind = type(other[0]).__name__
+        raise TaskError(
+            f"a sample is a {kind}: return a dict of tensors",
+            remedy="or write collate(), which an own loop gives as step.batches(..., collate=)",
+        )
+    for item in items:
+        if item.keys() != items[0].keys():
+            raise TypeError(f"samples have unlike names: {[*items[0]]} and {[*item]}")
+    return {name: _stacked(name, [item[name] for item in items]) for name in items[0]}
 
 
 def _stacked(name: str, values: Sequence[Any]) -> Tensor:

@@ -26,7 +26,7 @@ def apply_float8(blocks: Sequence[nn.Module], *, is_emulated: bool) -> None:
 
     is_emulated: for a device without such kernels, which `holdfast train` refuses. Tests use it.
         The factors are rounded in the same way, and then multiplied in float32.
-    `config/sections/float8.py` has refused layers that the kernels cannot take. Raises ConfigError
+    `config/sections/degrees.py` has refused layers that the kernels cannot take. Raises ConfigError
     without torchao.
     """
     try:

@@ -23,8 +23,8 @@ from holdfast.plan.explain.what_if import after_loss
 from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.tasks.child import describe_named
 from holdfast.tasks.script import Script
+from holdfast.tasks.scripts.own_loop import ScriptEnded
 from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.task.turns import ScriptEnded
 from holdfast.training.memory.scratch_file import ScratchFile
 from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting
 from tests.runtime.cli.remedies.steps import (

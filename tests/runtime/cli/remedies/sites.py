@@ -200,13 +200,14 @@ def refusals_of(text: str, module: str) -> Iterator[Refusal]:
         if isinstance(remedy, ast.Name) and remedy.id in _parameters(function):
             continue  # the calls of this function are the refusals
         place = _argument(call, "where", parameters)
+        has_place = composer is not None or name == "TaskError"  # by default
         parts = [a for a in call.args if " " in "".join(texts_of(a, source, function))]
         message = parts[0] if parts else call.args[0] if call.args else None
         yield Refusal(
             f"{module}:{call.lineno}",
             function.name,
             frozenset(texts_of(message, source, function)),
-            frozenset(texts_of(place, source, function)) if place or composer else None,
+            frozenset(texts_of(place, source, function)) if place or has_place else None,
             None if remedy is None else frozenset(texts_of(remedy, source, function)),
         )
 

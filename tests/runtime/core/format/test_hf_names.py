@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.config.sections.model import ModelConfig
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.model import PRESETS, ModelConfig
 from holdfast.core.format.hf_names import (
     NameMap,
     TensorMapping,

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from holdfast.config.sections.model import ModelConfig
-from holdfast.config.sections.presets import PRESETS
+from holdfast.config.sections.model import PRESETS, ModelConfig
 from holdfast.core.sharding.parameters import Normal, Ones, count_parameters, decoder_parameters
 from holdfast.model.decoder import Decoder
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.config.sections.launch_kubernetes import KubernetesConfig
+from holdfast.config.sections.launch import KubernetesConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.owners.kubernetes.kubectl import Kubectl, KubectlError, NotFoundError
 from holdfast.launch.owners.kubernetes.manifests import (

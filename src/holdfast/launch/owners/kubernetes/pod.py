@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.launch_kubernetes import TOLERATION, KubernetesConfig
+from holdfast.config.sections.launch import TOLERATION, KubernetesConfig
 from holdfast.elastic.notices.kubernetes import NODE as NODE_VARIABLE
 from holdfast.elastic.notices.kubernetes import POD_NAME_VARIABLE, POD_NAMESPACE_VARIABLE
 from holdfast.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.config.sections.launch_slurm import SlurmConfig
+from holdfast.config.sections.launch import SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError, UserError, use_one_of
 from holdfast.launch.owners.slurm.job import STEP_NAME
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.sections.launch_ssh import is_host
+from holdfast.config.sections.launch import HOST
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.launch.owners.owner import (
@@ -155,7 +155,7 @@ def _hosts_of(request: LaunchRequest) -> list[tuple[str, str]]:
         for line in text.splitlines():
             words = line.partition("#")[0].split()
             slots = _SLOTS.search(line.partition("#")[0])
-            if words and not is_host(words[0]):
+            if words and not re.fullmatch(HOST, words[0]):
                 raise ConfigError(
                     f"{words[0]!r} is no host",
                     where=settings.hosts_file,

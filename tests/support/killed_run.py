@@ -1,10 +1,9 @@
-"""A run of `holdfast run` in which one worker is killed, and what is compared afterwards."""
+"""A run in which one worker is killed, and what is compared afterwards."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,12 @@ from holdfast.events import (
     RunFinished,
     StepDone,
     WorkerLost,
-    WorkerStarted,
 )
-from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start
+from tests.support.followed_run import DEADLINE, FollowedRun
 
-DEADLINE = 240  # seconds for a run on a busy machine
 PLAIN = ("--set", "device=cpu", "--set", "cluster.threads_per_worker=1")
 
 
@@ -38,49 +36,40 @@ class KilledRun:
 
 
 def run_undisturbed(script: Path, folder: Path, *arguments: str, workers: int = 1) -> None:
-    found = apart(
+    apart(
         *("run", script, "--folder", folder, "--workers", str(workers), *PLAIN, *arguments),
         folder=folder.parent,
         deadline=DEADLINE,
-    )
-    assert found.code == 0, found.out + found.err
+    ).succeeds()
 
 
 def run_killed(script: Path, folder: Path, *arguments: str, workers: int, at: int) -> KilledRun:
-    """Run the script; kill the worker of the highest rank when step `at` is done."""
-    process = start(
-        *("run", script, "--folder", folder, "--workers", str(workers), *PLAIN, *arguments),
-        folder=folder.parent,
-    )
-    done, output = threading.Event(), list[str]()
+    """Run the script; kill a worker when step `at` is done."""
+    command = ("run", script, "--folder", folder, "--workers", str(workers), *PLAIN, *arguments)
+    return run_with_a_kill(folder, at, *command, current=folder.parent)
 
-    def collect() -> None:
-        output.extend(process.communicate(timeout=DEADLINE))
-        done.set()
 
-    collector = threading.Thread(target=collect)
-    collector.start()
-    pids, killed = dict[int, int](), 0
-    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
-        for event in (record.event for record in records):
-            if isinstance(event, WorkerStarted):
-                pids[event.rank] = event.pid
-            if isinstance(event, StepDone) and event.step >= at and not killed:
-                killed = pids[max(pids)]
-                os.kill(killed, signal.SIGKILL)
-        if killed:
-            break
-    collector.join(DEADLINE)
-    assert process.returncode == 0, output
+def run_with_a_kill(
+    folder: Path, at: int, *command: str | Path, current: Path | None = None
+) -> KilledRun:
+    """Run a command that trains in `folder`; kill the worker of the highest rank when step `at` is
+    done. The run ends well, and loses no other worker."""
+    run = FollowedRun(folder, start(*command, folder=current))
+    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= at and bool(run.pids))
+    pids = dict(run.pids)
+    killed = pids[max(pids)]
+    os.kill(killed, signal.SIGKILL)
+    ended = run.end()
+    assert ended.code == 0, ended.err
     events = [record.event for record in read_journal(FolderStore(folder))]
-    return KilledRun(events, pids, killed, at, "".join(output))
+    lost = [(e.cause, e.pid) for e in events if isinstance(e, WorkerLost)]
+    assert lost == [("SIGKILL", killed)]
+    return KilledRun(events, pids, killed, at, ended.out + ended.err)
 
 
 def assert_continued_in_process(found: KilledRun, steps: int) -> None:
     """The survivors continued in the same step: they hold their state, no step was done twice, and
     none of them was replaced."""
-    lost = [e for e in found.events if isinstance(e, WorkerLost)]
-    assert [(e.cause, e.pid) for e in lost] == [("SIGKILL", found.killed)]
     following = next(
         e for e in found.events if isinstance(e, GenerationStarted) and e.reason == "worker_lost"
     )
