@@ -48,9 +48,9 @@ from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate, 
 from holdfast.policy.saving.interval import IntervalBounds, young_interval
 from holdfast.report.page.svg import Scale, line, path, tag, text
 from holdfast_lab.traces import synthetic
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.traces.failures import parse_outages
 from holdfast_lab.traces.node_changes import Trace
-from holdfast_lab.traces.outages import parse_outages
+from holdfast_lab.traces.reading import load_trace
 
 COSTS = (0.005, 0.2, 1.5, 30.0)
 BAR = 1.05

@@ -42,9 +42,10 @@ from holdfast_lab.score.record import (
     ReferenceTable,
     RunRecord,
     flight_tokens,
+    format_record,
     history_of,
+    parse_record,
 )
-from holdfast_lab.score.record_file import format_record, parse_record
 from holdfast_lab.score.scenarios import (
     LEVEL_1,
     ScenarioRun,

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, lost_time_share, young_interval
 from holdfast_lab.traces import synthetic
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.traces.reading import load_trace
 
 WIDE = IntervalBounds(0.01, 86400.0)
 

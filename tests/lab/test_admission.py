@@ -16,16 +16,18 @@ from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.link import Link
+from holdfast_lab.admission.board import LABELS
 from holdfast_lab.admission.engine import Run, Setup, admit_jobs
 from holdfast_lab.admission.fabric import Fabric, example_cluster
 from holdfast_lab.admission.jobs import Job, Rules, Team
-from holdfast_lab.admission.ledger import LABELS
 from holdfast_lab.admission.outcome import interval, jain, outcome_of
 from holdfast_lab.admission.policies import POLICIES
-from holdfast_lab.admission.step_time import BUCKET_BYTES, PARTS, StepModel
-from holdfast_lab.admission.stragglers import (
+from holdfast_lab.admission.step_time import (
+    BUCKET_BYTES,
+    PARTS,
     SHIPPED_SIGMA,
     JitterProfile,
+    StepModel,
     lognormal_profile,
     profile_of_trace,
 )

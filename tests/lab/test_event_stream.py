@@ -14,9 +14,8 @@ import pytest
 
 from holdfast.errors import DataError
 from holdfast_lab.traces.events import EventStream, changes_of_stream, check_events
-from holdfast_lab.traces.loading import load_trace
 from holdfast_lab.traces.node_changes import DEFAULTS
-from holdfast_lab.traces.reading import merge_streams, read_stream
+from holdfast_lab.traces.reading import load_trace, merge_streams, read_stream
 from holdfast_lab.traces.scenario import with_notices, without_gaps
 from holdfast_lab.traces.stream_file import format_stream, parse_stream
 from holdfast_lab.traces.summary import churn_of, levels_of

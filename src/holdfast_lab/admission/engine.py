@@ -17,8 +17,7 @@ from holdfast_lab.admission.fabric import Fabric
 from holdfast_lab.admission.jobs import Job, Rules, Team
 from holdfast_lab.admission.observer import Observer
 from holdfast_lab.admission.policies import Admission
-from holdfast_lab.admission.step_time import StepModel
-from holdfast_lab.admission.stragglers import JitterProfile
+from holdfast_lab.admission.step_time import JitterProfile, StepModel
 from holdfast_lab.engine.clock import Process, run_process
 
 

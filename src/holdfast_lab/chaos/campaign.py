@@ -40,9 +40,13 @@ from holdfast_lab.chaos.compare import compare_runs
 from holdfast_lab.chaos.experiment import Experiment
 from holdfast_lab.chaos.layouts import ChaosLayout
 from holdfast_lab.chaos.network import Network, why_unavailable
-from holdfast_lab.chaos.results import count_tracebacks, describe_result, is_recovered
+from holdfast_lab.chaos.results import (
+    DisturbedRunReport,
+    count_tracebacks,
+    describe_result,
+    is_recovered,
+)
 from holdfast_lab.chaos.run_driver import STEPS_AFTER_LAST_FAULT
-from holdfast_lab.chaos.run_report import DisturbedRunReport
 from holdfast_lab.chaos.schedule import Draw, check_faults_possible, draw_faults, node_names
 
 MAX_FAULTS_PER_RUN = 25

@@ -24,14 +24,14 @@ from holdfast_lab.chaos.actions import ChaosEnvironment
 from holdfast_lab.chaos.catalog import FAULTS
 from holdfast_lab.chaos.injection import HIT_TIMEOUT_S, ORDERS_PER_FAULT, FaultTrigger
 from holdfast_lab.chaos.layouts import ChaosLayout
-from holdfast_lab.chaos.progress import JournalView
+from holdfast_lab.chaos.results import NOT_RECOVERED, DisturbedRunReport, FaultResult
 from holdfast_lab.chaos.run_driver import (
     RECOVERY_TIMEOUT_S,
     STEPS_AFTER_LAST_FAULT,
+    JournalView,
     RunDriver,
     RunStuckError,
 )
-from holdfast_lab.chaos.run_report import NOT_RECOVERED, DisturbedRunReport, FaultResult
 from holdfast_lab.chaos.schedule import Draw, why_unfit
 
 NODE_RETURN_TIMEOUT_S = 60.0

@@ -11,8 +11,8 @@ from holdfast.wire.journal import JournalWriter
 from holdfast.wire.store.run_location import store_of_run
 from holdfast_lab.chaos.actions import FAULT_ACTIONS, ChaosEnvironment, NotPossibleNowError
 from holdfast_lab.chaos.catalog import FaultPart
+from holdfast_lab.chaos.results import DisturbedRunReport, FaultResult
 from holdfast_lab.chaos.run_driver import POLL_S, RunDriver, RunStuckError
-from holdfast_lab.chaos.run_report import DisturbedRunReport, FaultResult
 from holdfast_lab.chaos.schedule import Draw
 
 HIT_TIMEOUT_S = 20.0

@@ -28,9 +28,14 @@ from holdfast_lab.chaos.sample_run import (
     run_file_text,
     write_run_file,
 )
-from holdfast_lab.chaos.schedule import Draw, is_trace_of_faults, parse_faults_option, read_trace
-from holdfast_lab.chaos.trace import draws_of_trace
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.chaos.schedule import (
+    Draw,
+    draws_of_trace,
+    is_trace_of_faults,
+    parse_faults_option,
+    read_trace,
+)
+from holdfast_lab.traces.reading import load_trace
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment
 

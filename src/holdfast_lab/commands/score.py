@@ -23,7 +23,7 @@ from holdfast_lab.commands.score_card import (
 )
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.score.gate import gate_checks
-from holdfast_lab.score.record_file import parse_reference
+from holdfast_lab.score.record import parse_reference
 from holdfast_lab.score.replay import level_0_pairs
 from holdfast_lab.score.scenarios import SCENARIOS, scoring_seeds
 from holdfast_lab.score.score import GateCheck, PairScore, Weights, parse_weights, score_pair

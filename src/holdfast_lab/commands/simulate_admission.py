@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast_lab.admission.fabric import Fabric
     from holdfast_lab.admission.jobs import Job, Rules, Team
     from holdfast_lab.admission.outcome import Outcome
-    from holdfast_lab.admission.stragglers import JitterProfile
+    from holdfast_lab.admission.step_time import JitterProfile
     from holdfast_lab.admission.workload import Workload
 
 _EXAMPLE = "example"
@@ -110,8 +110,8 @@ def admission(
       holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
     """
     from holdfast_lab.admission.jobs import Rules
+    from holdfast_lab.admission.outcome import run_study
     from holdfast_lab.admission.policies import POLICIES
-    from holdfast_lab.admission.study import run_study
     from holdfast_lab.admission.workload import Workload
     from holdfast_lab.commands.simulate_admission_show import StudyReport
     from holdfast_lab.engine.settings import refuse_repeated
@@ -217,7 +217,7 @@ def _fabric_of(cluster: str, zones: int) -> Fabric:
 
 
 def _jobs_of(path: Path | None) -> tuple[Job, ...]:
-    from holdfast_lab.admission.jobs_file import read_jobs
+    from holdfast_lab.admission.jobs import read_jobs
     from holdfast_lab.commands.trace import read_bytes
     from holdfast_lab.traces.rows import text_of
 
@@ -260,7 +260,7 @@ def _team_of(words: str) -> Team:
 
 def _jitter_of(path: Path | None) -> JitterProfile:
     """The trace that is given, or the one of the public data, or the shipped generator."""
-    from holdfast_lab.admission.stragglers import lognormal_profile, profile_of_trace
+    from holdfast_lab.admission.step_time import lognormal_profile, profile_of_trace
     from holdfast_lab.commands.trace import read_bytes
     from holdfast_lab.traces.node_changes import DEFAULTS
     from holdfast_lab.traces.reading import read_stream

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.show.output import make_folder, print_table, write_text
+from holdfast_lab.admission.board import LABELS
 from holdfast_lab.admission.engine import Setup
-from holdfast_lab.admission.jobs_file import format_jobs
-from holdfast_lab.admission.ledger import LABELS
-from holdfast_lab.admission.outcome import FIGURES, Interval
-from holdfast_lab.admission.study import Study
+from holdfast_lab.admission.jobs import format_jobs
+from holdfast_lab.admission.outcome import FIGURES, Interval, Study
 from holdfast_lab.charts.study_charts import exceeded_svg, intervals_svg, stacked_svg
 
 _SHOWN = (

@@ -162,7 +162,7 @@ def fit(
     """
     from dataclasses import asdict
 
-    from holdfast_lab.commands.trace_make import print_fits
+    from holdfast_lab.commands.trace_show import print_fits
     from holdfast_lab.traces.generators import fit_trace
 
     options = ReadOptions(seed, victims, "any", tick, system=system, gpu=gpu)
@@ -205,7 +205,7 @@ def make(
     Example:
       holdfast trace make spot --to spot.jsonl --days 2 --set nodes=16
     """
-    from holdfast_lab.commands.trace_make import parameters_of
+    from holdfast_lab.commands.trace_show import parameters_of
     from holdfast_lab.traces.generators import make_trace
 
     check_target(to, "--to")
@@ -236,7 +236,7 @@ def plot(
     Example:
       holdfast trace plot p3.jsonl --svg p3.svg
     """
-    from holdfast_lab.commands.trace_make import lines_of, print_lines, svg_of
+    from holdfast_lab.commands.trace_show import lines_of, print_lines, svg_of
 
     if svg is not None:
         check_target(svg, "--svg", files)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
 from holdfast.launch.run.runs import open_run
@@ -20,7 +20,7 @@ from holdfast.report.rung_prices import rung_prices
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of
-from holdfast_lab.engine.planned_cost import PlannedCost, PlannedRun, planned_cost
+from holdfast_lab.engine.planned_cost import PlannedCost, planned_cost
 from holdfast_lab.engine.settings import (
     FLEET,
     Settings,
@@ -34,8 +34,11 @@ from holdfast_lab.engine.study_replays import Progress, StudyReplays
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.traces.events import EventStream
 from holdfast_lab.traces.generators import GENERATORS, make_trace
-from holdfast_lab.traces.places import as_long_as_nodes, with_known_places
 from holdfast_lab.traces.reading import merge_streams
+from holdfast_lab.traces.scenario import as_long_as_nodes, with_known_places
+
+if TYPE_CHECKING:
+    from holdfast.cli.plan_request import PlanRequest
 
 OURS = "holdfast"
 
@@ -66,7 +69,7 @@ class StudyResult:
     """outcomes: in the order of the policies, and of the sweep in each. request: the first plan."""
 
     asked: Asked
-    request: PlannedRun
+    request: PlanRequest
     trace: str
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()
@@ -81,37 +84,31 @@ class _Variant:
     overrides: tuple[str, ...] = ()
 
 
-class Surroundings(Protocol):
-    """What a study needs of the command that starts it."""
+def study_of(
+    asked: Asked,
+    plan: Callable[[Sequence[str]], PlanRequest],
+    read: Callable[[], Sequence[EventStream]],
+    progress: Progress,
+) -> StudyResult:
+    """Simulate what is asked. Raises UserError, and OSError if the folder cannot be written.
 
-    def plan(self, overrides: Sequence[str]) -> PlannedRun:
-        """Plan the run with these keys of the run file. Raises UserError."""
-        ...
-
-    def read(self) -> Sequence[EventStream]:
-        """Return a stream of each file of the trace. Raises UserError."""
-        ...
-
-    def progress(self) -> Progress: ...
-
-
-def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
-    """Simulate what is asked. Raises UserError, and OSError if the folder cannot be written."""
+    plan: plans the run with further keys of the run file. read: a stream of each file of the trace.
+    """
     fixed, of_generator = _fixed_settings(asked)
     _refuse_no_trace(asked)
-    recorded = surroundings.read() if asked.traces else ()
+    recorded = read() if asked.traces else ()
     files = [stream.header.sha256 for stream in recorded]
     histories = _Histories(asked, of_generator, recorded)
     prices = _prices(asked.journal)
     variants = list(_variants(asked, fixed))
-    plans: dict[tuple[str, ...], PlannedRun] = {}
+    plans: dict[tuple[str, ...], PlanRequest] = {}
     outcomes, notes = list[Outcome](), list[str]()
     makers = {name: policy_named(name) for name in asked.policies}
     total = len(asked.policies) * len(variants) * asked.seeds
-    with StudyReplays(asked.out, total, surroundings.progress()).running() as replays:
+    with StudyReplays(asked.out, total, progress).running() as replays:
         for name, variant in product(asked.policies, variants):
             if variant.overrides not in plans:
-                plans[variant.overrides] = surroundings.plan(variant.overrides)
+                plans[variant.overrides] = plan(variant.overrides)
             request = plans[variant.overrides]
             cost = _cost_of(request, variant.settings, prices)
             words = " ".join(part for part in (name, variant.words) if part)
@@ -140,7 +137,7 @@ def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
     return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
 
 
-def _tokens_of(request: PlannedRun) -> float:
+def _tokens_of(request: PlanRequest) -> float:
     return request.problem.workload.step_tokens * request.loaded.config.train.steps
 
 
@@ -211,7 +208,7 @@ def _prices(journal: Path | None) -> Mapping[int, float]:
     return {**RUNG_S, **rung_prices(read_history(open_run(journal).store))}
 
 
-def _ours(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
+def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
     rules = replace(settings.rules(rules_of(request)), rung_s=prices)
     if rules.min_interval_s > rules.max_interval_s:
         raise ConfigError(
@@ -223,7 +220,7 @@ def _ours(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) 
     return lambda cost: holdfast(cost, rules)
 
 
-def rules_of(request: PlannedRun) -> HoldfastRules:
+def rules_of(request: PlanRequest) -> HoldfastRules:
     """What the run file says of saves."""
     saves = request.loaded.config.checkpoint
     return HoldfastRules(
@@ -232,7 +229,7 @@ def rules_of(request: PlannedRun) -> HoldfastRules:
     )
 
 
-def _cost_of(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
+def _cost_of(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
     beat = request.loaded.config.cluster.beat_seconds
     costs = RecoveryCosts(prices, detection_s=node_timeout_s(beat))
     model = GoodputModel(request.problem, costs)

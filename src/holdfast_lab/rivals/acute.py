@@ -24,7 +24,7 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves
+from holdfast_lab.rivals.grid_cost import RECOVERY, STARTUP, YoungSaves
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,15 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-from holdfast_lab.rivals.grid_cost import FORWARD_SHARE, GridModel
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves, regroup_s, restart_s
+from holdfast_lab.rivals.grid_cost import (
+    FORWARD_SHARE,
+    RECOVERY,
+    STARTUP,
+    GridModel,
+    YoungSaves,
+    regroup_s,
+    restart_s,
+)
 
 STAGES = 8
 """`num_stages_target` for BERT and GPT-2 (uclasystem/bamboo, simulation/simulator.py)."""

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_lab.engine.interfaces import Costs
-from holdfast_lab.rivals.grid_cost import GridModel, Shape
-from holdfast_lab.rivals.moves import regroup_s
+from holdfast_lab.rivals.grid_cost import GridModel, Shape, regroup_s
 
 INTERVAL_S = 60.0
 LOOK_AHEAD = 12

@@ -18,7 +18,7 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves, restart_s
+from holdfast_lab.rivals.grid_cost import RECOVERY, STARTUP, YoungSaves, restart_s
 
 
 @dataclass

@@ -17,10 +17,10 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-from holdfast_lab.rivals.grid_cost import GridModel
-from holdfast_lab.rivals.moves import (
+from holdfast_lab.rivals.grid_cost import (
     RECOVERY,
     STARTUP,
+    GridModel,
     YoungSaves,
     idle_nodes,
     regroup_s,

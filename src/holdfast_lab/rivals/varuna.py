@@ -19,7 +19,7 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves, restart_s
+from holdfast_lab.rivals.grid_cost import RECOVERY, STARTUP, YoungSaves, restart_s
 
 WAIT_S = 120.0
 """`time.sleep(120)` before the job is killed and relaunched: "wait for transient errors to pass"

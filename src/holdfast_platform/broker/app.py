@@ -20,8 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import UserError
-from holdfast_platform.broker.instance import State
-from holdfast_platform.broker.instances import Instances
+from holdfast_platform.broker.instances import Instances, State
 from holdfast_platform.broker.messages import (
     BrokerError,
     catalog,

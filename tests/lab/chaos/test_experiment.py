@@ -21,8 +21,8 @@ from holdfast_lab.chaos.experiment import (
     Experiment,
 )
 from holdfast_lab.chaos.layouts import CHAOS_LAYOUTS
+from holdfast_lab.chaos.results import NOT_RECOVERED, FaultResult
 from holdfast_lab.chaos.run_driver import RunStuckError
-from holdfast_lab.chaos.run_report import NOT_RECOVERED, FaultResult
 from holdfast_lab.chaos.schedule import Draw
 
 KILL = Draw(FAULTS["kill"], ("forward",), 1, gap=1)

@@ -19,8 +19,7 @@ from holdfast_lab.rivals.acute import (
     HierarchyPolicy,
 )
 from holdfast_lab.rivals.bamboo import RENDEZVOUS_S, BambooPolicy
-from holdfast_lab.rivals.grid_cost import GridCost
-from holdfast_lab.rivals.moves import YoungSaves
+from holdfast_lab.rivals.grid_cost import GridCost, YoungSaves
 from holdfast_lab.rivals.parcae import MinutelyPolicy
 from holdfast_lab.rivals.registry import POLICIES, policy_named
 from holdfast_lab.rivals.restart import RestartPolicy
