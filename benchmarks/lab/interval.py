@@ -41,6 +41,7 @@ from benchmarks.lab.intervals import (
     job_spells,
     lost_by_adaptive,
     lost_by_fixed,
+    poisson,
     rotate_spells,
 )
 from holdfast.errors import DataError
@@ -218,7 +219,7 @@ def made(seeds: Sequence[int] = (1, 2)) -> list[Trace]:
             synthetic.gang_offers(seed),
             synthetic.bathtub_lives(seed),
             synthetic.cluster_failures(seed),
-            synthetic.poisson(seed, mtbf=1800, failures=400),
+            poisson(seed, mtbf=1800, failures=400),
         )
     ]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 
-from holdfast_lab.engine.interfaces import Costs
-from holdfast_lab.rivals.grid_cost import GridCost
+from holdfast_lab.engine.interfaces import Costs, OperatingPoint
+from holdfast_lab.rivals.grid_cost import Shape
 
 BERT_LARGE, GPT_6_7B = "bert", "gpt-6.7b"
 _ADAM_BYTES = 12
@@ -24,6 +25,64 @@ _BATCHES: Mapping[str, tuple[int, int, int]] = {
 """Samples of a step, tokens of a sample, samples of a microbatch. Source: JF-D/Parcae,
 liveput/model.py."""
 _PARAMETERS = {BERT_LARGE: 366e6, GPT_6_7B: 7.68e9}
+
+
+@dataclass(frozen=True)
+class GridCost:
+    """Tokens a second by (dp, pp), with the constants that all policies pay alike.
+
+    batch_tokens: of a step, whatever the layout. microbatches: of a step, over all replicas.
+    """
+
+    rates: Mapping[Shape, float]
+    batch_tokens: float
+    microbatches: int
+    costs: Costs = field(default_factory=Costs)
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(sorted(self.rates))
+
+    @cached_property
+    def wanted(self) -> int:
+        """Nodes of the fastest layout."""
+        replicas, stages = max(self.rates, key=lambda shape: self.rates[shape])
+        return replicas * stages
+
+    @cached_property
+    def _points(self) -> Mapping[Shape, OperatingPoint]:
+        return {
+            (dp, pp): OperatingPoint(
+                f"{dp} x {pp}",
+                dp * pp,
+                rate,
+                self.batch_tokens / rate,
+                dp,
+                dp * pp * self.costs.busy_watts,
+            )
+            for (dp, pp), rate in self.rates.items()
+        }
+
+    @cached_property
+    def _best(self) -> tuple[OperatingPoint | None, ...]:
+        """The fastest layout on at most so many nodes; of equal ones that on the fewest nodes."""
+        best: list[OperatingPoint | None] = [None]
+        for nodes in range(1, max(dp * pp for dp, pp in self.rates) + 1):
+            found = best[-1]
+            for (dp, pp), rate in sorted(self.rates.items()):
+                if dp * pp == nodes and (found is None or rate > found.tokens_per_s):
+                    found = self._points[dp, pp]
+            best.append(found)
+        return tuple(best)
+
+    def point(self, nodes: int) -> OperatingPoint | None:
+        return self._best[max(0, min(nodes, len(self._best) - 1))]
+
+    def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
+        return self._points.get((replicas, nodes_per_replica))
+
+    def idle_share(self, dp: int, pp: int) -> float:
+        return (pp - 1) / (ceil(self.microbatches / dp) + pp - 1)
 
 
 def p3_costs(model: str) -> Costs:

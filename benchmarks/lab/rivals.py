@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.lab import rival_workloads as workloads
+from benchmarks.lab.rival_workloads import GridCost
 from benchmarks.lab.saved_parcae import (
     layout_changes,
     offline_decisions,
@@ -41,7 +42,6 @@ from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.engine.table_cost import linear_cost
 from holdfast_lab.rivals.acute import HIERARCHIES, MULTI_LEVEL, HierarchyPolicy
 from holdfast_lab.rivals.bamboo import BambooPolicy
-from holdfast_lab.rivals.grid_cost import GridCost
 from holdfast_lab.rivals.liveput import (
     BERT_MIGRATION,
     GPT_MIGRATION,

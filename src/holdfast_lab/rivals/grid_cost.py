@@ -6,10 +6,9 @@ node for each stage. So one function of (dp, pp) says how fast each of them trai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, inf, sqrt
+from math import inf, sqrt
 from typing import Protocol, runtime_checkable
 
 from holdfast.policy.saving.tiers import DISK
@@ -20,6 +19,7 @@ from holdfast_lab.engine.interfaces import (
     SavePlan,
     TierSave,
     View,
+    slowest,
 )
 
 Shape = tuple[int, int]
@@ -41,66 +41,6 @@ class GridModel(CostModel, Protocol):
     def idle_share(self, dp: int, pp: int) -> float:
         """Share of a step in which a stage waits for the first or the last microbatch."""
         ...
-
-
-@dataclass(frozen=True)
-class GridCost:
-    """Tokens a second by (dp, pp), with the constants that all policies pay alike.
-
-    batch_tokens: of a step, whatever the layout. microbatches: of a step, over all replicas.
-    """
-
-    rates: Mapping[Shape, float]
-    batch_tokens: float
-    microbatches: int
-    costs: Costs = field(default_factory=Costs)
-
-    @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
-        return tuple(sorted(self.rates))
-
-    @cached_property
-    def wanted(self) -> int:
-        """Nodes of the fastest layout."""
-        return (
-            max(self.rates, key=lambda shape: self.rates[shape])[0]
-            * max(self.rates, key=lambda shape: self.rates[shape])[1]
-        )
-
-    @cached_property
-    def _points(self) -> Mapping[Shape, OperatingPoint]:
-        return {
-            (dp, pp): OperatingPoint(
-                f"{dp} x {pp}",
-                dp * pp,
-                rate,
-                self.batch_tokens / rate,
-                dp,
-                dp * pp * self.costs.busy_watts,
-            )
-            for (dp, pp), rate in self.rates.items()
-        }
-
-    @cached_property
-    def _best(self) -> tuple[OperatingPoint | None, ...]:
-        """The fastest layout on at most so many nodes; of equal ones that on the fewest nodes."""
-        best: list[OperatingPoint | None] = [None]
-        for nodes in range(1, max(dp * pp for dp, pp in self.rates) + 1):
-            found = best[-1]
-            for (dp, pp), rate in sorted(self.rates.items()):
-                if dp * pp == nodes and (found is None or rate > found.tokens_per_s):
-                    found = self._points[dp, pp]
-            best.append(found)
-        return tuple(best)
-
-    def point(self, nodes: int) -> OperatingPoint | None:
-        return self._best[max(0, min(nodes, len(self._best) - 1))]
-
-    def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
-        return self._points.get((replicas, nodes_per_replica))
-
-    def idle_share(self, dp: int, pp: int) -> float:
-        return (pp - 1) / (ceil(self.microbatches / dp) + pp - 1)
 
 
 @dataclass(frozen=True)
@@ -148,17 +88,6 @@ def as_grid(model: CostModel) -> GridModel:
 
 # --- moves ----------------------------------------------------------------------------------------
 RECOVERY, STARTUP = "recovery", "startup"
-
-
-def replicas_hit(lost: Collection[int], stages: int) -> set[int]:
-    """Replicas that a loss of these places breaks."""
-    return {place // stages for place in lost}
-
-
-def survivors(view: View, lost: Collection[int]) -> list[str]:
-    """Names of the nodes in use that are left, in the order of ranks."""
-    gone = set(lost)
-    return [name for place, name in enumerate(view.used) if place not in gone]
 
 
 def idle_nodes(view: View) -> list[str]:
@@ -211,6 +140,15 @@ class YoungSaves:
         return SavePlan((save,), review_s=1800.0)
 
 
-def stage_order(holders: Sequence[Sequence[str]], replicas: int) -> tuple[str, ...]:
-    """Nodes in the order of ranks from the nodes of each stage, `replicas` of each."""
-    return tuple(stage[replica] for replica in range(replicas) for stage in holders)
+@dataclass
+class YoungPolicy:
+    """Base of policies that save at Young's interval, and do nothing about slow nodes."""
+
+    cost: CostModel
+    _saves: YoungSaves = field(default_factory=YoungSaves, kw_only=True)
+
+    def saves(self, view: View) -> SavePlan:
+        return self._saves.plan(view, self.cost.costs)
+
+    def slowdown(self, view: View) -> float:
+        return slowest(view)

@@ -25,7 +25,6 @@ from holdfast_lab.rivals.grid_cost import (
     Shape,
     regroup_s,
     restart_s,
-    stage_order,
 )
 from holdfast_lab.rivals.liveput import (
     INTERVAL_S,
@@ -154,7 +153,8 @@ def place_nodes(
         while len(stage) < dp:
             stage.append(next(free))
             moved = 1 / pp
-    return stage_order(holders, dp), moved
+    in_order = tuple(stage[replica] for replica in range(dp) for stage in holders)
+    return in_order, moved
 
 
 def forecast_chooser(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from holdfast.policy.saving.tiers import DISK
@@ -12,25 +12,22 @@ from holdfast_lab.engine.interfaces import (
     Change,
     Decision,
     OperatingPoint,
-    SavePlan,
     Transition,
     View,
-    slowest,
 )
 from holdfast_lab.rivals.grid_cost import (
     RECOVERY,
     STARTUP,
     GridModel,
-    YoungSaves,
+    YoungPolicy,
     idle_nodes,
     regroup_s,
-    replicas_hit,
     restart_s,
 )
 
 
 @dataclass
-class TorchftPolicy:
+class TorchftPolicy(YoungPolicy):
     """A replica group of fixed depth is the unit of failure (meta-pytorch/torchft, README and
     `manager.py`).
 
@@ -46,7 +43,6 @@ class TorchftPolicy:
     cost: GridModel
     stages: int | None = None
     name: str = "torchft"
-    _saves: YoungSaves = field(default_factory=YoungSaves)
     _ready_at: float = inf
     _healing: tuple[str, ...] = ()
 
@@ -75,7 +71,7 @@ class TorchftPolicy:
 
     def _lose(self, view: View, change: Change) -> Transition | None:
         depth, costs = self._depth(), self.cost.costs
-        hit = replicas_hit(change.lost, depth)
+        hit = {place // depth for place in change.lost}
         groups = len(view.used) // depth
         complete = [
             view.used[group * depth : (group + 1) * depth]
@@ -147,9 +143,3 @@ class TorchftPolicy:
         if self._healing:
             return max(1.0, self._ready_at - view.now, view.pause_left)
         return inf
-
-    def saves(self, view: View) -> SavePlan:
-        return self._saves.plan(view, self.cost.costs)
-
-    def slowdown(self, view: View) -> float:
-        return slowest(view)

@@ -135,20 +135,3 @@ def cluster_failures(
             when = max(when, back[name]) + draw.expovariate(1 / 7200)
     source = f"synthetic cluster failures, seed {seed}"
     return Trace(source, "cluster failures", sort_changes(changes), end, 60.0)
-
-
-def poisson(seed: int, *, mtbf: float, failures: int, nodes: int = 4) -> Trace:
-    """A fleet of `nodes` that loses one of them every `mtbf` seconds at random, and has it back at
-    once: what the formulas assume."""
-    draw = random.Random(f"{seed}/poisson")
-    changes = [NodeChange(0.0, "join", f"n{number}.0") for number in range(nodes)]
-    at, stays = 0.0, [0] * nodes
-    for _ in range(failures):
-        at += draw.expovariate(1 / mtbf)
-        number = draw.randrange(nodes)
-        changes.append(NodeChange(at, "go", f"n{number}.{stays[number]}"))
-        stays[number] += 1
-        changes.append(NodeChange(at, "join", f"n{number}.{stays[number]}"))
-    return Trace(
-        f"synthetic Poisson failures, seed {seed}", "poisson", sort_changes(changes), at, 0.0
-    )

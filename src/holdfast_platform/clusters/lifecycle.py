@@ -20,6 +20,7 @@ from holdfast_platform.clusters.states import ClusterStates
 READY_S = 120.0
 """Seconds until all nodes have to be usable."""
 _LOOK_S = 0.2
+KINDS = ("ray", "slurm")
 Progress = Callable[[int, int], None]
 """Called with the usable nodes, and with all of them."""
 
@@ -30,6 +31,21 @@ class Ended:
 
     processes: int
     left: frozenset[psutil.Process]
+
+
+def open_kind(kind: str) -> DisposableCluster:
+    """Raises UserError for an unknown kind."""
+    if kind == "ray":
+        from holdfast_platform.clusters.ray import RayKind
+
+        return RayKind()
+    if kind == "slurm":
+        from holdfast_platform.clusters.slurm import SlurmKind
+
+        return SlurmKind()
+    raise UserError(
+        f"there is no kind of cluster {kind!r}", where="--kind", remedy=f"use {' or '.join(KINDS)}"
+    )
 
 
 class ClusterLifecycle:

@@ -42,8 +42,7 @@ def up(
     Example:
       holdfast cluster up try --kind slurm --nodes 5
     """
-    from holdfast_platform.clusters.choose import open_kind
-    from holdfast_platform.clusters.lifecycle import ClusterLifecycle, take_down
+    from holdfast_platform.clusters.lifecycle import ClusterLifecycle, open_kind, take_down
     from holdfast_platform.clusters.processes import living
 
     check_name(name)

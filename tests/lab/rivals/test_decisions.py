@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from benchmarks.lab.rival_workloads import GridCost
 from benchmarks.lab.saved_parcae import saved_chooser
 
 from holdfast.errors import ConfigError
@@ -19,7 +20,7 @@ from holdfast_lab.rivals.acute import (
     HierarchyPolicy,
 )
 from holdfast_lab.rivals.bamboo import RENDEZVOUS_S, BambooPolicy
-from holdfast_lab.rivals.grid_cost import GridCost, YoungSaves
+from holdfast_lab.rivals.grid_cost import YoungSaves
 from holdfast_lab.rivals.parcae import MinutelyPolicy
 from holdfast_lab.rivals.registry import POLICIES, policy_named
 from holdfast_lab.rivals.restart import RestartPolicy

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.lab import rival_workloads as workloads
+from benchmarks.lab.rival_workloads import GridCost
 from benchmarks.lab.saved_parcae import layout_changes, offline_decisions, parse_saved
 
 from holdfast.errors import DataError
@@ -22,7 +23,7 @@ from holdfast_lab.rivals.availability_forecast import (
     forecast,
     without_excursions,
 )
-from holdfast_lab.rivals.grid_cost import GridCost, ListedGrid, as_grid
+from holdfast_lab.rivals.grid_cost import ListedGrid, as_grid
 from holdfast_lab.rivals.liveput import (
     INTERVAL_S,
     LiveputOptimizer,
