@@ -310,10 +310,7 @@ def test_a_team_of_higher_priority_preempts_its_own_jobs_only() -> None:
 
 
 def test_an_elastic_job_shrinks_for_an_owner_and_grows_again() -> None:
-    jobs = [
-        job("lent", 0.0, 4, 4000.0, min_pods=1),
-        job("own", 1000.0, 2, 1000.0, team="b"),
-    ]
+    jobs = [job("lent", 0.0, 4, 4000.0, min_pods=1), job("own", 1000.0, 2, 1000.0, team="b")]
 
     found = run("elastic", cluster(4), jobs, AT_ONCE, a=16, b=16)
 

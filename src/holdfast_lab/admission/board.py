@@ -289,7 +289,6 @@ class Board:
         self.waiting[state.number] = state
 
     def _account(self, state: JobState) -> None:
-        """Count the time since the last change."""
         since, state.changed_s = state.changed_s, self.now
         if state.phase is Phase.GATHERING:
             state.ledger.seconds[GROUP_WAIT] += state.held * (self.now - since)

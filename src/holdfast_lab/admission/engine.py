@@ -50,8 +50,6 @@ def admit_jobs(setup: Setup, policy: Admission, draw: Random) -> Run:
 
 
 class _Admissions(Process[None]):
-    """The board of all jobs under one policy."""
-
     def __init__(self, setup: Setup, policy: Admission, draw: Random) -> None:
         check_jobs(setup.jobs, setup.teams, setup.fabric)
         model = StepModel(setup.fabric, setup.jitter, setup.slow)

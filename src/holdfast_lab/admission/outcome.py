@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, sqrt
 from random import Random
 from statistics import fmean, stdev
-from typing import Protocol
 
 from holdfast_lab.admission.board import LABELS, JobState
 from holdfast_lab.admission.engine import Run, Setup, admit_jobs
 from holdfast_lab.admission.policies import Admission
+from holdfast_lab.engine.kept_replays import KeptReplays, key_of
 
 HOUR = 3600.0
 FIGURES: Mapping[str, str] = {
@@ -121,7 +121,7 @@ def _figures(run: Run, labels: Mapping[str, float], waits: Sequence[float]) -> d
         "wait_mean_h": fmean(waits),
         "wait_p95_h": percentile(waits, 0.95),
         "wait_large_h": fmean(_wait_h(state) for state in states if state.job.pods == most),
-        "idle_h": fmean(_idle_h(state) for state in states),
+        "idle_h": fmean((s.done_s - s.job.submit_s - s.active_s) / HOUR for s in states),
         "done_h": fmean(done),
         "slowdown": percentile(sorted(d / o for d, o in zip(done, own, strict=True)), 0.5),
         "makespan_h": run.end_s / HOUR,
@@ -151,10 +151,6 @@ def _team_use(run: Run) -> dict[str, float]:
 
 def _wait_h(state: JobState) -> float:
     return ((state.started_s or 0.0) - state.job.submit_s) / HOUR
-
-
-def _idle_h(state: JobState) -> float:
-    return (state.done_s - state.job.submit_s - state.active_s) / HOUR
 
 
 # --- several policies and seeds -------------------------------------------------------------------
@@ -196,34 +192,28 @@ class Study:
         return interval([one.figures[name] - two.figures[name] for one, two in pairs])
 
 
-class OutcomeStore(Protocol):
-    """Keeps outcomes, for a later call with the same setup, policy and seed."""
-
-    def load(self, setup: Setup, policy: str, seed: int) -> Outcome | None: ...
-
-    def store(self, setup: Setup, policy: str, seed: int, outcome: Outcome) -> None: ...
-
-
 def run_study(
     setup_of: Callable[[int], Setup],
     policies: Iterable[Admission],
     seeds: Sequence[int],
     progress: Callable[[str], None] = lambda text: None,
-    kept: OutcomeStore | None = None,
+    kept: KeptReplays | None = None,
 ) -> Study:
     """Simulate each policy for each seed. setup_of: jobs and slow nodes of a seed. kept: outcomes
-    that are not simulated again."""
+    of an interrupted study with the same inputs, which are not simulated again."""
     chosen = tuple(policies)
     found: dict[str, list[Outcome]] = {policy.name: [] for policy in chosen}
     for seed in seeds:
         setup = setup_of(seed)
         for policy in chosen:
             progress(f"seed {seed} of {seeds[0]} to {seeds[-1]}: {len(setup.jobs)} jobs")
-            outcome = kept.load(setup, policy.name, seed) if kept else None
-            if outcome is None:
+            key = key_of(setup, policy.name, seed) if kept else ""
+            if kept and (known := kept.get(key)) is not None:
+                outcome = Outcome(**{**known, "waits_h": tuple(known["waits_h"])})
+            else:
                 draw = Random(f"{seed}/admission policy")
                 outcome = outcome_of(admit_jobs(setup, policy, draw))
                 if kept:
-                    kept.store(setup, policy.name, seed, outcome)
+                    kept.put(key, asdict(outcome))
             found[policy.name].append(outcome)
     return Study({name: tuple(outcomes) for name, outcomes in found.items()})

@@ -24,11 +24,7 @@ def spread(free: Sequence[int], pods: int, devices: int, draw: Random) -> list[i
 
 
 def pack(
-    fabric: Fabric,
-    free: Sequence[int],
-    pods: int,
-    devices: int,
-    avoid: Collection[int] = (),
+    fabric: Fabric, free: Sequence[int], pods: int, devices: int, avoid: Collection[int] = ()
 ) -> list[int] | None:
     """Nodes of so many pods, as near to each other as they fit. None: they do not all fit.
 

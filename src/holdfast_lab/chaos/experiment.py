@@ -188,7 +188,6 @@ class Experiment:
 
     # --- what comes of it -------------------------------------------------------------------------
     def _wait_for_recovery(self, number: int, draw: Draw, result: FaultResult) -> None:
-        """Wait until the run continues after the fault."""
         if result.outcome:
             return
         view = self.view
@@ -241,7 +240,6 @@ class Experiment:
         return False
 
     def _await_nodes(self) -> None:
-        """Until all nodes take part."""
         end = time.monotonic() + NODE_RETURN_TIMEOUT_S
         while away := sorted(set(self._nodes) - set(self.view.nodes)):
             if time.monotonic() > end:

@@ -69,7 +69,6 @@ class FaultTrigger:
         return done
 
     def _is_hit_in_time(self, number: int) -> bool:
-        """Whether the moment of a second part comes."""
         with suppress(RunStuckError):
             self._driver.wait_until(
                 lambda: self._fault_orders.read_hit(number) is not None, "it", HIT_TIMEOUT_S

@@ -333,7 +333,6 @@ class Network:
 
 
 def _supports_netem(tc: list[str], device: str) -> bool:
-    """Whether this kernel has it."""
     if shutil.which("tc") is None:
         return False
     words = [*tc, "qdisc", "replace", "dev", device, "root", "netem"]

@@ -132,7 +132,6 @@ def format_table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _remarks(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield remarks about a run, apart from its faults."""
     for result in results:
         name, asked = result["run"], result["asked"]
         number = len(hit_faults(result))

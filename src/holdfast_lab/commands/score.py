@@ -13,6 +13,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import ConfigError, UserError
 from holdfast.show.output import make_folder, only_writer, say, write_text
+from holdfast_lab.chaos.network import why_unavailable
 from holdfast_lab.charts.score_card import ScoreCard, card_page, card_svg
 from holdfast_lab.commands.score_card import (
     RealRuns,
@@ -21,13 +22,18 @@ from holdfast_lab.commands.score_card import (
     print_compression,
     print_score,
 )
+from holdfast_lab.commands.trace import read_bytes
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.score.gate import gate_checks
+from holdfast_lab.score.harness.campaign import RealCampaign
+from holdfast_lab.score.harness.harness import RunOptions
+from holdfast_lab.score.harness.trainer import obeys_network, trainer_named
 from holdfast_lab.score.record import parse_reference
 from holdfast_lab.score.replay import level_0_pairs
 from holdfast_lab.score.scenarios import SCENARIOS, scoring_seeds
 from holdfast_lab.score.score import GateCheck, PairScore, Weights, parse_weights, score_pair
 from holdfast_lab.score.score import score_pairs as score_of
+from holdfast_lab.traces.rows import text_of
 
 DEFAULT_REAL = ("F0", "F1", "F3", "F7", "F8", "F10", "F11")
 TUNING_SEEDS = (0, 1, 2, 3, 4)
@@ -127,7 +133,6 @@ class _Runs:
 
 
 def _write_card(card: ScoreCard, stem: Path) -> None:
-    """As SVG and as HTML."""
     write_text(stem.with_name(f"{stem.name}.svg"), card_svg(card) + "\n")
     write_text(stem.with_name(f"{stem.name}.html"), card_page(card))
     print(f"card: {stem}.html")
@@ -198,9 +203,6 @@ def _real(
     reference: Path | None,
     out: Path,
 ) -> RealRuns:
-    from holdfast_lab.score.harness.campaign import RealCampaign
-    from holdfast_lab.score.harness.harness import RunOptions
-    from holdfast_lab.score.harness.trainer import trainer_named
 
     python = python or sys.executable
     refuse_unavailable(trainer, python)
@@ -219,15 +221,12 @@ def _real(
 
 
 def _text(path: Path) -> str:
-    from holdfast_lab.commands.trace import read_bytes
-    from holdfast_lab.traces.rows import text_of
 
     return text_of(read_bytes(path), str(path))
 
 
 def refuse_unavailable(trainer: str, python: str) -> None:
     """Raise UserError if a trainer cannot run in an interpreter."""
-    from holdfast_lab.score.harness.trainer import trainer_named
 
     if why := trainer_named(trainer).why_unavailable(python):
         raise UserError(
@@ -239,8 +238,6 @@ def refuse_unavailable(trainer: str, python: str) -> None:
 
 def refuse_without_network(trainer: str, scenarios: Sequence[str]) -> None:
     """Raise UserError if a scenario changes a link, and the nodes cannot have networks here."""
-    from holdfast_lab.chaos.network import why_unavailable
-    from holdfast_lab.score.harness.trainer import obeys_network, trainer_named
 
     wanted = [name for name in scenarios if SCENARIOS[name].needs == "network"]
     if not wanted:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from holdfast.api.progress import LongWork
 from holdfast.errors import ConfigError, DataError
+from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
 from holdfast.show.output import explained_out_errors, only_writer, print_json, say
-from holdfast_lab.engine.kept_replays import KeptReplays, key_of
-
-if TYPE_CHECKING:
-    from holdfast_lab.admission.engine import Setup
-    from holdfast_lab.admission.fabric import Fabric
-    from holdfast_lab.admission.jobs import Job, Rules, Team
-    from holdfast_lab.admission.outcome import Outcome
-    from holdfast_lab.admission.step_time import JitterProfile
-    from holdfast_lab.admission.workload import Workload
+from holdfast_lab.admission.engine import Setup
+from holdfast_lab.admission.fabric import Fabric, example_cluster
+from holdfast_lab.admission.jobs import Job, Rules, Team, read_jobs
+from holdfast_lab.admission.outcome import run_study
+from holdfast_lab.admission.policies import POLICIES
+from holdfast_lab.admission.step_time import JitterProfile, lognormal_profile, profile_of_trace
+from holdfast_lab.admission.workload import Workload, example_teams, make_jobs, slow_nodes
+from holdfast_lab.commands.simulate_admission_show import StudyReport
+from holdfast_lab.commands.trace import read_bytes
+from holdfast_lab.engine.kept_replays import KeptReplays
+from holdfast_lab.engine.settings import refuse_repeated
+from holdfast_lab.traces.node_changes import DEFAULTS
+from holdfast_lab.traces.reading import read_stream
+from holdfast_lab.traces.rows import text_of
 
 _EXAMPLE = "example"
 _PUBLIC_JITTER = "jitter/bytedance-straggler/data/trace-SE.parquet"
@@ -109,12 +115,6 @@ def admission(
       holdfast simulate admission --seeds 10 --out admission
       holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
     """
-    from holdfast_lab.admission.jobs import Rules
-    from holdfast_lab.admission.outcome import run_study
-    from holdfast_lab.admission.policies import POLICIES
-    from holdfast_lab.admission.workload import Workload
-    from holdfast_lab.commands.simulate_admission_show import StudyReport
-    from holdfast_lab.engine.settings import refuse_repeated
 
     for option, names in (("--policy", policy), ("--team", team)):
         refuse_repeated([name.partition("=")[0] for name in names or ()], option)
@@ -139,7 +139,7 @@ def admission(
     with only_writer(out), explained_out_errors(out or Path()):
         kept = KeptReplays(out)
         with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
-            study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))
+            study = run_study(cases.setup_of, chosen, numbers, work.stage, kept)
         if kept.reused:
             say(f"{kept.reused} of {len(chosen) * seeds} replays were kept in {out}")
         report = StudyReport(study, cases.setup_of(seed), numbers)
@@ -153,7 +153,6 @@ def admission(
 
 def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int) -> None:
     """Raise ConfigError for an option that another one makes void."""
-    from holdfast_lab.admission.workload import Workload
 
     usual = Workload(load=1.0, days=7.0, elastic=0.5)
     void = [(name, "--jobs") for name in ("load", "days", "elastic") if jobs is not None]
@@ -165,22 +164,6 @@ def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int)
             where="command line",
             remedy=f"leave --{name} or {other} out",
         )
-
-
-class _Kept:
-    """Outcomes that an interrupted study with the same inputs left in `--out`."""
-
-    def __init__(self, kept: KeptReplays) -> None:
-        self._kept = kept
-
-    def load(self, setup: Setup, policy: str, seed: int) -> Outcome | None:
-        from holdfast_lab.admission.outcome import Outcome
-
-        found = self._kept.get(key_of(setup, policy, seed))
-        return None if found is None else Outcome(**{**found, "waits_h": tuple(found["waits_h"])})
-
-    def store(self, setup: Setup, policy: str, seed: int, outcome: Outcome) -> None:
-        self._kept.put(key_of(setup, policy, seed), asdict(outcome))
 
 
 @dataclass(frozen=True)
@@ -196,8 +179,6 @@ class _Cases:
     is_hard: bool
 
     def setup_of(self, seed: int) -> Setup:
-        from holdfast_lab.admission.engine import Setup
-        from holdfast_lab.admission.workload import make_jobs, slow_nodes
 
         teams = _teams_of(self.quotas, self.fabric, self.given, self.is_hard)
         names = tuple(team.name for team in teams) if self.quotas else ()
@@ -207,8 +188,6 @@ class _Cases:
 
 
 def _fabric_of(cluster: str, zones: int) -> Fabric:
-    from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
-    from holdfast_lab.admission.fabric import Fabric, example_cluster
 
     if cluster == _EXAMPLE:
         return Fabric(example_cluster(zones))
@@ -217,9 +196,6 @@ def _fabric_of(cluster: str, zones: int) -> Fabric:
 
 
 def _jobs_of(path: Path | None) -> tuple[Job, ...]:
-    from holdfast_lab.admission.jobs import read_jobs
-    from holdfast_lab.commands.trace import read_bytes
-    from holdfast_lab.traces.rows import text_of
 
     if path is None:
         return ()
@@ -230,8 +206,6 @@ def _teams_of(
     given: Sequence[str], fabric: Fabric, jobs: tuple[Job, ...], is_hard: bool
 ) -> tuple[Team, ...]:
     """Teams with the quotas that are given. Without them, the teams of a file share evenly."""
-    from holdfast_lab.admission.jobs import Team
-    from holdfast_lab.admission.workload import example_teams
 
     if given:
         teams = tuple(_team_of(words) for words in given)
@@ -246,7 +220,6 @@ def _teams_of(
 
 
 def _team_of(words: str) -> Team:
-    from holdfast_lab.admission.jobs import Team
 
     name, _, quota = words.partition("=")
     if not name or not quota.isascii() or not quota.isdigit():
@@ -260,10 +233,6 @@ def _team_of(words: str) -> Team:
 
 def _jitter_of(path: Path | None) -> JitterProfile:
     """The trace that is given, or the one of the public data, or the shipped generator."""
-    from holdfast_lab.admission.step_time import lognormal_profile, profile_of_trace
-    from holdfast_lab.commands.trace import read_bytes
-    from holdfast_lab.traces.node_changes import DEFAULTS
-    from holdfast_lab.traces.reading import read_stream
 
     if path is None and (folder := os.environ.get("HOLDFAST_DATA")):
         public = Path(folder) / _PUBLIC_JITTER

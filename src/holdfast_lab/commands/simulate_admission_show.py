@@ -117,8 +117,7 @@ class StudyReport:
         )
         waits = {p: [wait for each in study.outcomes[p] for wait in each.waits_h] for p in policies}
         write_text(
-            folder / "waits.svg",
-            exceeded_svg("Share of the jobs that wait longer", "hours", waits),
+            folder / "waits.svg", exceeded_svg("Share of the jobs that wait longer", "hours", waits)
         )
         by_team = {
             team.name: [

@@ -77,8 +77,6 @@ class StudyResult:
 
 @dataclass(frozen=True)
 class _Variant:
-    """One point of the sweeps."""
-
     words: str
     settings: Settings
     overrides: tuple[str, ...] = ()
@@ -115,7 +113,8 @@ def study_of(
             ours = name == OURS
             maker = _ours(request, variant.settings, prices) if ours else makers[name]
             case = Case(words, maker, cost)
-            tokens = _tokens_of(request) if asked.is_until_done else inf
+            steps = request.loaded.config.train.steps if asked.is_until_done else inf
+            tokens = request.problem.workload.step_tokens * steps
             key = key_of(
                 name,
                 sorted(variant.settings.values.items()),
@@ -135,10 +134,6 @@ def study_of(
     notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
     notes += replays.notes
     return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
-
-
-def _tokens_of(request: PlanRequest) -> float:
-    return request.problem.workload.step_tokens * request.loaded.config.train.steps
 
 
 def _refuse_no_trace(asked: Asked) -> None:
@@ -209,7 +204,9 @@ def _prices(journal: Path | None) -> Mapping[int, float]:
 
 
 def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
-    rules = replace(settings.rules(rules_of(request)), rung_s=prices)
+    saves = request.loaded.config.checkpoint
+    bounds = HoldfastRules(min_interval_s=saves.min_seconds, max_interval_s=saves.max_seconds)
+    rules = replace(settings.rules(bounds), rung_s=prices)
     if rules.min_interval_s > rules.max_interval_s:
         raise ConfigError(
             f"min_interval_s is {rules.min_interval_s:g}, and max_interval_s is "
@@ -218,15 +215,6 @@ def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float])
             remedy=f"give a max_interval_s of {rules.min_interval_s:g} or more",
         )
     return lambda cost: holdfast(cost, rules)
-
-
-def rules_of(request: PlanRequest) -> HoldfastRules:
-    """What the run file says of saves."""
-    saves = request.loaded.config.checkpoint
-    return HoldfastRules(
-        min_interval_s=saves.min_seconds,
-        max_interval_s=saves.max_seconds,
-    )
 
 
 def _cost_of(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
@@ -245,7 +233,10 @@ class _Histories:
         self, asked: Asked, of_generator: dict[str, float], streams: Sequence[EventStream]
     ) -> None:
         self._asked, self._of_generator = asked, of_generator
-        self._recorded = _merged(streams) if streams else None
+        self._recorded = None
+        if streams:
+            merged = with_known_places(merge_streams(streams))
+            self._recorded = as_long_as_nodes(merged, streams)
         self._parts: dict[int, list[EventStream]] = {}
         self._made: dict[tuple[int, int], EventStream] = {}
 
@@ -293,7 +284,3 @@ def _refuse_fleet(stream: EventStream, settings: Settings) -> None:
             where="--set",
             remedy=f"leave {unused[0]} out, or make a trace with --make spot",
         )
-
-
-def _merged(streams: Sequence[EventStream]) -> EventStream:
-    return as_long_as_nodes(with_known_places(merge_streams(streams)), streams)

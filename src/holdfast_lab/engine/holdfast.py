@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -141,6 +142,25 @@ def holdfast(cost: CostModel, rules: HoldfastRules | None = None) -> HoldfastPol
     return HoldfastPolicy(cost, rules or HoldfastRules())
 
 
+def _without_newcomers(point: OperatingPoint, lost: Sequence[int]) -> Recovery:
+    """Return what the recovery ladder says if no process comes for those that were lost."""
+    if point.topology is None and point.nodes % point.replicas == 0:  # replicas are alike
+        each = point.nodes_per_replica
+        hit = Counter([place // each for place in lost]).values() if len(lost) > 1 else (1,)
+        return _by_replicas(point, tuple(sorted(hit)))
+    return recover(
+        loss_of_nodes(topology_by_place(point), [str(place) for place in lost], _STORE), None
+    )
+
+
+@lru_cache(maxsize=256)
+def _by_replicas(point: OperatingPoint, hit: tuple[int, ...]) -> Recovery:
+    """hit: nodes that each of some replicas has lost."""
+    each = point.nodes_per_replica
+    lost = [str(number * each + k) for number, count in enumerate(hit) for k in range(count)]
+    return recover(loss_of_nodes(topology_by_place(point), lost, _STORE), None)
+
+
 @dataclass
 class HoldfastPolicy:
     """One run's decisions."""
@@ -219,10 +239,9 @@ class HoldfastPolicy:
     ) -> Recovery:
         """Return what the recovery ladder says. point: the layout that follows."""
         assert view.point is not None
-        before, goes_on = topology_by_place(view.point), self.rules.replicas_go_on
-        loss = loss_of_nodes(before, [str(place) for place in lost], _STORE)
-        alone = recover(loss, None)
-        if goes_on and alone.rung == 0:
+        goes_on = self.rules.replicas_go_on
+        alone = _without_newcomers(view.point, lost) if goes_on else None
+        if alone is not None and alone.rung == 0:
             return alone
         before = topology_on(view.point, view.used)
         gone = {view.used[place] for place in lost}
@@ -241,7 +260,6 @@ class HoldfastPolicy:
         return recover(loss, Successor(after), sizes)
 
     def _holders(self, used: Sequence[str], lost: Collection[str]) -> Holders:
-        """Return the nodes whose memory has copies."""
         if self.rules.staged:
             return dict.fromkeys(lost, ("staging node",))
         if len(lost) == 1:  # wherever the copy is, it is on another node

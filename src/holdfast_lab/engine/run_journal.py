@@ -166,7 +166,6 @@ class JournalObserver:
             self._write(self._held.popleft())
 
     def _hold(self, at: float, event: Event) -> None:
-        """Write it after the steps before it."""
         self._held.append((at, event))
 
     def lost(self, simulation: Simulation, nodes: Sequence[Node], reason: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast_lab.engine.kept_replays import KeptReplays
 from holdfast_lab.engine.ledger import Ledger, Sketch
-from holdfast_lab.engine.loop import Observer
 from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.study import Case, Outcome, run_case
 from holdfast_lab.traces.events import EventStream
@@ -72,7 +71,10 @@ class StudyReplays:
             found = None if is_lost else self._kept.get(name)
             if found is None:
                 history = make()
-                heard = self._journal(planned, case, history) if is_first else None
+                heard = None
+                if is_first and self._out:
+                    length = history.seconds
+                    heard = JournalObserver.in_folder(self._out, planned, case.words, length)
                 ledger = run_case(case, [history], tokens, heard).ledgers[0]
                 self._kept.put(name, asdict(ledger))
             else:
@@ -80,11 +82,6 @@ class StudyReplays:
             ledgers.append(ledger)
             self._done += 1
         return Outcome(case, tuple(ledgers))
-
-    def _journal(self, planned: PlanRequest, case: Case, history: EventStream) -> Observer | None:
-        if self._out is None:
-            return None
-        return JournalObserver.in_folder(self._out, planned, case.words, history.seconds)
 
 
 def ledger_from(state: Mapping[str, Any]) -> Ledger:

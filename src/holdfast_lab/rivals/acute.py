@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
+from holdfast.policy.saving.tiers import DISK, PEERS
 from holdfast_lab.engine.interfaces import OperatingPoint, SavePlan, TierSave, View
 from holdfast_lab.rivals.restart import RestartPolicy
 
@@ -70,29 +70,12 @@ COPY_PAUSE = 0.1 / 1e9
 66.8 ms at 667 MB and 108.4 ms at 1.31 GB (`benchmarks.lab.acute`)."""
 ACUTE_PAUSE_SHARE = 1 - 0.531
 """Of the baseline's pause that ACUTE keeps (not in its abstract)."""
-OVERLAPPED_PAUSE_S = 0.4e-3
-"""Of a capture behind the step, at any size (`benchmarks.lab.acute`, ours)."""
-
-_STORE = Level("storage", DISK, STORAGE)
-STORAGE_ONLY = Hierarchy("storage only", (_STORE,), COPY_PAUSE)
-MULTI_LEVEL = Hierarchy(
-    "own memory, then storage",
-    (Level("own memory", MEMORY, MEMCPY, survives=False), _STORE),
-    COPY_PAUSE,
-)
+STORE = Level("storage", DISK, STORAGE)
 ACUTE = Hierarchy(
     "stable node, then storage (ACUTE)",
-    (Level("stable node", PEERS, LINK), _STORE),
+    (Level("stable node", PEERS, LINK), STORE),
     ACUTE_PAUSE_SHARE * COPY_PAUSE,
 )
-OVERLAPPED = Hierarchy(
-    "stable node and storage at once, capture behind the step (Holdfast)",
-    (Level("stable node", PEERS, LINK), _STORE),
-    0.0,
-    OVERLAPPED_PAUSE_S,
-    at_once=True,
-)
-HIERARCHIES = (STORAGE_ONLY, MULTI_LEVEL, ACUTE, OVERLAPPED)
 
 
 @dataclass

@@ -18,20 +18,8 @@ from holdfast_lab.engine.interfaces import (
     slowest,
 )
 from holdfast_lab.rivals.availability_forecast import PAST, ForecastBounds, forecast
-from holdfast_lab.rivals.grid_cost import (
-    RECOVERY,
-    STARTUP,
-    GridModel,
-    Shape,
-    regroup_s,
-    restart_s,
-)
-from holdfast_lab.rivals.liveput import (
-    INTERVAL_S,
-    LOOK_AHEAD,
-    LiveputOptimizer,
-    SharedMigration,
-)
+from holdfast_lab.rivals.grid_cost import RECOVERY, STARTUP, GridModel, Shape, regroup_s, restart_s
+from holdfast_lab.rivals.liveput import INTERVAL_S, LOOK_AHEAD, LiveputOptimizer, SharedMigration
 
 GRADIENT_SHARE = 1 / 6
 """Bytes of a gradient in 16 bits, of those of a parameter and two moments in fp32."""

@@ -47,7 +47,8 @@ class TorchftPolicy(YoungPolicy):
     _healing: tuple[str, ...] = ()
 
     def decide(self, view: View, change: Change) -> Decision:
-        self._forget_lost_healers(view)
+        if any(name not in view.nodes for name in self._healing):
+            self._healing, self._ready_at = (), inf
         if change.lost:
             transition: Transition | None = self._lose(view, change)
         elif view.point is None or self.stages is None:
@@ -64,10 +65,6 @@ class TorchftPolicy(YoungPolicy):
         found = [self.cost.shaped(dp, self._depth()) for dp in range(1, groups + 1)]
         points = [point for point in found if point is not None]
         return max(points, key=lambda point: point.tokens_per_s, default=None)
-
-    def _forget_lost_healers(self, view: View) -> None:
-        if any(name not in view.nodes for name in self._healing):
-            self._healing, self._ready_at = (), inf
 
     def _lose(self, view: View, change: Change) -> Transition | None:
         depth, costs = self._depth(), self.cost.costs

@@ -62,11 +62,7 @@ def parse_timed_counts(text: str, source: str, options: ReadOptions = DEFAULTS) 
 
 
 def parse_ticks(
-    text: str,
-    source: str,
-    options: ReadOptions = DEFAULTS,
-    *,
-    gap_seconds: float | None = None,
+    text: str, source: str, options: ReadOptions = DEFAULTS, *, gap_seconds: float | None = None
 ) -> Trace:
     """JSON with `data`, a count per tick, and `metadata.gap_seconds`, which `gap_seconds`
     overrides: nothing else in the file fixes the clock."""

@@ -10,13 +10,7 @@ from datetime import UTC, datetime
 
 from holdfast.errors import DataError
 from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader, in_order
-from holdfast_lab.traces.node_changes import (
-    DEFAULTS,
-    NodeChange,
-    ReadOptions,
-    Trace,
-    sort_changes,
-)
+from holdfast_lab.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace, sort_changes
 from holdfast_lab.traces.rows import (
     as_date,
     as_number,

@@ -12,13 +12,7 @@ from typing import Any
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 from holdfast_lab.traces.events import EventStream, TraceHeader, stream_of_changes
-from holdfast_lab.traces.node_changes import (
-    DEFAULTS,
-    NodeChange,
-    ReadOptions,
-    Trace,
-    sort_changes,
-)
+from holdfast_lab.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace, sort_changes
 from holdfast_lab.traces.rows import digest, number, table_of
 
 _MOST_STAYS = 1e6  # of a trace that is drawn; more would fill the memory

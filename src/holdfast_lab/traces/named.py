@@ -9,13 +9,7 @@ from typing import Any
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 from holdfast_lab.traces.counts import json_count, take_victims, trace_from_counts
-from holdfast_lab.traces.node_changes import (
-    DEFAULTS,
-    NodeChange,
-    ReadOptions,
-    Trace,
-    sort_changes,
-)
+from holdfast_lab.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace, sort_changes
 from holdfast_lab.traces.rows import (
     as_number,
     cells_of,
@@ -112,11 +106,8 @@ def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Tr
         at,
         min(steps),
         "0 s",
-        (),
-        0,
-        0,
-        len(steps),
-        digest(text),
+        rows=len(steps),
+        sha256=digest(text),
     )
 
 
@@ -211,10 +202,9 @@ def _trace_from_rows(
         max(times[-1], end - origin),
         smallest_step(times),
         f"{origin:g} s",
-        (),
-        disorder,
-        duplicates,
-        len(given),
-        digest(text),
-        len(momentary),
+        disorder=disorder,
+        duplicates=duplicates,
+        rows=len(given),
+        sha256=digest(text),
+        momentary=len(momentary),
     )

@@ -113,14 +113,11 @@ def _json_reader(text: str, head: str) -> Reader | None:
         items = parse_json(text)
     except ValueError:
         return None
-    keys = items[0].keys() if isinstance(items, list) and items and _is_object(items[0]) else ()
+    is_table = isinstance(items, list) and items and isinstance(items[0], dict)
+    keys = items[0].keys() if is_table else ()
     if "interval" in keys:
         return parse_minutes
     return parse_time_points if {"Time", "GPUs"} <= set(keys) else None
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_whole(cell: str) -> bool:

@@ -20,13 +20,7 @@ _DAY = 86400.0
 BURST_SIZE_WEIGHTS = (39, 13, 15, 7, 1, 4)
 """How many of the bursts of a spot pool took 1, 2, ... 6 machines (Bamboo, NSDI 2023)."""
 
-BATHTUB = (
-    (1.0, 0.175),
-    (3.0, 0.052),
-    (6.0, 0.020),
-    (23.0, 0.008),
-    (24.0, 0.006),
-)
+BATHTUB = ((1.0, 0.175), (3.0, 0.052), (6.0, 0.020), (23.0, 0.008), (24.0, 0.006))
 """(age limit in hours, failures per machine and hour) of preemptible machines that all end at
 24 h (Kadupitiya, Jadhao and Sharma, arXiv 1911.05160, from 1,442 machines)."""
 

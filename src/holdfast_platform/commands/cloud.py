@@ -17,12 +17,7 @@ from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.load import load_config
 from holdfast.errors import UserError, use_one_of
 from holdfast.launch.run.runs import run_folder_of
-from holdfast.plan.catalogue import (
-    CATALOGUE_FILE,
-    MachineType,
-    cheapest_first,
-    load_catalogue,
-)
+from holdfast.plan.catalogue import CATALOGUE_FILE, MachineType, cheapest_first, load_catalogue
 from holdfast.report.formatting import format_duration
 from holdfast.show.output import print_json, print_table, say
 from holdfast_platform.clouds.job_specs import JOBS, ServiceSettings

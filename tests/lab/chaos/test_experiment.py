@@ -16,10 +16,7 @@ from holdfast.events import CheckpointFailed, FaultInjected, NonFinite, Record, 
 from holdfast_lab.chaos import experiment, injection
 from holdfast_lab.chaos.actions import FaultAction
 from holdfast_lab.chaos.catalog import FAULTS
-from holdfast_lab.chaos.experiment import (
-    MAX_REJECTED_IN_A_ROW,
-    Experiment,
-)
+from holdfast_lab.chaos.experiment import MAX_REJECTED_IN_A_ROW, Experiment
 from holdfast_lab.chaos.layouts import CHAOS_LAYOUTS
 from holdfast_lab.chaos.results import NOT_RECOVERED, FaultResult
 from holdfast_lab.chaos.run_driver import RunStuckError

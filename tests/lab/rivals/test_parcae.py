@@ -24,12 +24,7 @@ from holdfast_lab.rivals.availability_forecast import (
     without_excursions,
 )
 from holdfast_lab.rivals.grid_cost import ListedGrid, as_grid
-from holdfast_lab.rivals.liveput import (
-    INTERVAL_S,
-    LiveputOptimizer,
-    SharedMigration,
-    keep_chance,
-)
+from holdfast_lab.rivals.liveput import INTERVAL_S, LiveputOptimizer, SharedMigration, keep_chance
 from holdfast_lab.rivals.parcae import MinutelyPolicy, forecast_chooser
 from holdfast_lab.traces.events import TraceEvent
 

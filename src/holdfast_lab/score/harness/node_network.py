@@ -28,7 +28,7 @@ class NodeNetwork:
 
     def __init__(self, run: ScenarioRun) -> None:
         nodes = list(dict.fromkeys(e.node for e in run.events if e.kind == "join"))
-        far = dict.fromkeys(_far_node(e) for e in run.events if e.kind == "net")
+        far = dict.fromkeys(e.node.partition("->")[0] for e in run.events if e.kind == "net")
         self._network = Network()
         try:
             self._network.up([_HELPERS, *nodes])
@@ -67,8 +67,3 @@ class NodeNetwork:
         """Give the line between the regions the shape of a `net` event. A direction is late by half
         of the round trip."""
         self._link.shape(LinkShape(float(event.extra["rtt_ms"]) / 2000, 0.0, event.value))
-
-
-def _far_node(event: TraceEvent) -> str:
-    """The node of the first region that a `net` event names."""
-    return event.node.partition("->")[0]

@@ -77,7 +77,6 @@ class _RayRun:
         return [pid for root in self._raylets(node) for pid in process_tree(root)[1:]]
 
     def _raylets(self, node: str) -> list[int]:
-        """The newest raylet of a node; none if it has had none."""
         file = self._at.folder / "raylets"
         rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [int(pid) for name, pid in rows if name == node][-1:]
