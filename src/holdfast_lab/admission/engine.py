@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from holdfast.errors import DataError
-from holdfast_lab.admission.board import Board, JobState, Moment, Phase
+from holdfast_lab.admission.board import Board, JobState, Moment, Observer, Phase
 from holdfast_lab.admission.fabric import Fabric
 from holdfast_lab.admission.jobs import Job, Rules, Team
-from holdfast_lab.admission.observer import Observer
 from holdfast_lab.admission.policies import Admission
 from holdfast_lab.admission.step_time import JitterProfile, StepModel
 from holdfast_lab.engine.clock import Process, run_process

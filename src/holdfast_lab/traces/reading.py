@@ -13,7 +13,17 @@ from hashlib import sha256
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
-from holdfast_lab.traces.counts import parse_dated_counts, parse_ticks, parse_timed_counts
+from holdfast_lab.traces.counts import (
+    LIST_VERBS,
+    parse_dated_counts,
+    parse_lists,
+    parse_minutes,
+    parse_named,
+    parse_pools,
+    parse_ticks,
+    parse_time_points,
+    parse_timed_counts,
+)
 from holdfast_lab.traces.events import (
     EventStream,
     TraceHeader,
@@ -37,14 +47,6 @@ from holdfast_lab.traces.levels import (
     transfer_price_events,
 )
 from holdfast_lab.traces.lives import advisor_events, is_advisor, parse_lifetimes
-from holdfast_lab.traces.named import (
-    LIST_VERBS,
-    parse_lists,
-    parse_minutes,
-    parse_named,
-    parse_pools,
-    parse_time_points,
-)
 from holdfast_lab.traces.node_changes import DEFAULTS, ReadOptions, Trace
 from holdfast_lab.traces.rows import as_date, as_number, date_place, first_rows, text_of
 from holdfast_lab.traces.stream_file import is_stream, parse_stream

@@ -14,8 +14,13 @@ import psutil
 
 from holdfast.errors import UserError
 from holdfast_platform.clusters import processes
-from holdfast_platform.clusters.cluster import ClusterState, Daemon, DisposableCluster, free_ports
-from holdfast_platform.clusters.states import ClusterStates
+from holdfast_platform.clusters.cluster import (
+    ClusterState,
+    ClusterStates,
+    Daemon,
+    DisposableCluster,
+    free_ports,
+)
 
 READY_S = 120.0
 """Seconds until all nodes have to be usable."""

@@ -14,10 +14,14 @@ from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import UserError
 from holdfast.show.output import print_json, print_table, say
-from holdfast_platform.clusters.cluster import ClusterState, DisposableCluster
+from holdfast_platform.clusters.cluster import (
+    ClusterState,
+    ClusterStates,
+    DisposableCluster,
+    check_name,
+)
 from holdfast_platform.clusters.lifecycle import ClusterLifecycle, open_kind, take_down
 from holdfast_platform.clusters.processes import living
-from holdfast_platform.clusters.states import ClusterStates, check_name
 
 MOST_NODES = 200
 

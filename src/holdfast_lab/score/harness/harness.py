@@ -14,8 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast_lab.score.harness.node_network import NodeNetwork, needs_network
-from holdfast_lab.score.harness.trainer import ParkingRun, Trainer, TrainerRun, Workplace
+from holdfast_lab.score.harness.trainer import (
+    NodeNetwork,
+    ParkingRun,
+    Trainer,
+    TrainerRun,
+    Workplace,
+    needs_network,
+)
 from holdfast_lab.score.record import Commit, RunRecord
 from holdfast_lab.score.scenarios import ScenarioRun, interruptions
 from holdfast_lab.traces.events import TraceEvent

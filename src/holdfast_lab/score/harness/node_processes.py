@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 
 from holdfast.launch.node.fleet import die_with_parent
-from holdfast_lab.score.harness.node_network import NodeNetwork
-from holdfast_lab.score.harness.trainer import Workplace
+from holdfast_lab.score.harness.trainer import NodeNetwork, Workplace
 from holdfast_lab.score.record import Commit
 
 READY_VARIABLE = "HOLDFAST_SCORE_READY"
