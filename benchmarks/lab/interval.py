@@ -41,6 +41,7 @@ from benchmarks.lab.intervals import (
     job_spells,
     lost_by_adaptive,
     lost_by_fixed,
+    poisson,
     rotate_spells,
 )
 from holdfast.errors import DataError
@@ -48,9 +49,9 @@ from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate, 
 from holdfast.policy.saving.interval import IntervalBounds, young_interval
 from holdfast.report.page.svg import Scale, line, path, tag, text
 from holdfast_lab.traces import synthetic
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.traces.failures import parse_outages
 from holdfast_lab.traces.node_changes import Trace
-from holdfast_lab.traces.outages import parse_outages
+from holdfast_lab.traces.reading import load_trace
 
 COSTS = (0.005, 0.2, 1.5, 30.0)
 BAR = 1.05
@@ -218,7 +219,7 @@ def made(seeds: Sequence[int] = (1, 2)) -> list[Trace]:
             synthetic.gang_offers(seed),
             synthetic.bathtub_lives(seed),
             synthetic.cluster_failures(seed),
-            synthetic.poisson(seed, mtbf=1800, failures=400),
+            poisson(seed, mtbf=1800, failures=400),
         )
     ]
 

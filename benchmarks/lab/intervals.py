@@ -21,7 +21,7 @@ from math import floor
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, TierCost, seconds_between
 from holdfast_lab.engine.clock import Process, run_process
-from holdfast_lab.traces.node_changes import Trace
+from holdfast_lab.traces.node_changes import NodeChange, Trace, sort_changes
 
 
 @dataclass(frozen=True)
@@ -333,3 +333,20 @@ class _TwoTiers(Process[None]):
         if level:
             self._turn, self._lower_s = 0, 0.0
         return lost_s
+
+
+def poisson(seed: int, *, mtbf: float, failures: int, nodes: int = 4) -> Trace:
+    """A fleet of `nodes` that loses one of them every `mtbf` seconds at random, and has it back at
+    once: what the formulas assume."""
+    draw = random.Random(f"{seed}/poisson")
+    changes = [NodeChange(0.0, "join", f"n{number}.0") for number in range(nodes)]
+    at, stays = 0.0, [0] * nodes
+    for _ in range(failures):
+        at += draw.expovariate(1 / mtbf)
+        number = draw.randrange(nodes)
+        changes.append(NodeChange(at, "go", f"n{number}.{stays[number]}"))
+        stays[number] += 1
+        changes.append(NodeChange(at, "join", f"n{number}.{stays[number]}"))
+    return Trace(
+        f"synthetic Poisson failures, seed {seed}", "poisson", sort_changes(changes), at, 0.0
+    )

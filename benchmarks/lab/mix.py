@@ -18,8 +18,8 @@ from pathlib import Path
 
 from holdfast.errors import DataError
 from holdfast.plan.catalogue import Offer
-from holdfast_lab.traces.loading import load_trace
 from holdfast_lab.traces.node_changes import Trace
+from holdfast_lab.traces.reading import load_trace
 from holdfast_lab.traces.synthetic import spot_pool
 from holdfast_platform.clouds.mix import Need, choose_mix
 

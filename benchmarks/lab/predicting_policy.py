@@ -18,14 +18,7 @@ from typing import Protocol, Self
 from holdfast.policy.prediction.history import NodeChange
 from holdfast.policy.prediction.response import ResponsePolicy, ResponsePrices
 from holdfast_lab.engine.holdfast import HoldfastPolicy
-from holdfast_lab.engine.interfaces import (
-    NOTHING,
-    Change,
-    Decision,
-    SavePlan,
-    Transition,
-    View,
-)
+from holdfast_lab.engine.interfaces import NOTHING, Change, Decision, SavePlan, Transition, View
 
 _RETRY_S = 30.0
 """A question that falls into a pause is asked again so much later."""

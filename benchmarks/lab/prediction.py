@@ -31,13 +31,7 @@ from holdfast.policy.prediction.predictor import FittedModels, NodePredictor
 from holdfast.policy.prediction.response import ResponsePolicy
 from holdfast_lab.commands.predict import first_unseen_second, read_histories, train_lstm
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
-from holdfast_lab.engine.interfaces import (
-    CostModel,
-    Costs,
-    OperatingPoint,
-    Policy,
-    PolicyMaker,
-)
+from holdfast_lab.engine.interfaces import CostModel, Costs, OperatingPoint, Policy, PolicyMaker
 from holdfast_lab.engine.study import Case, run_case
 from holdfast_lab.engine.table_cost import TableCost
 from holdfast_lab.prediction.fitting import TrainingPart, fit_models, predict_all
@@ -70,10 +64,7 @@ STUDIES = (
         "gangs",
         1800,
         (f"{SKY}availability-16-node-us-east-2b.json",),
-        (
-            f"{SKY}availability-16-node-us-west-2a.json",
-            f"{SKY}preemption-4-node-us-east-1f.json",
-        ),
+        (f"{SKY}availability-16-node-us-west-2a.json", f"{SKY}preemption-4-node-us-east-1f.json"),
         12,
     ),
     Study(
@@ -82,12 +73,7 @@ STUDIES = (
         tuple(f"{SKY}availability-1-node-us-east-1{zone}.json" for zone in "acd"),
         tuple(f"{SKY}availability-1-node-us-west-2{zone}.json" for zone in "ab"),
     ),
-    Study(
-        "lives",
-        3600,
-        ("churn/gcp-preemptible-lifetimes/gcp_preemptible_lifetimes.csv",),
-        (),
-    ),
+    Study("lives", 3600, ("churn/gcp-preemptible-lifetimes/gcp_preemptible_lifetimes.csv",), ()),
     Study("failures", 7 * 86400, (LANL,), (LANL, LANL, LANL), 0, ("20", "18", "19", "2"), 4),
 )
 

@@ -42,15 +42,11 @@ from holdfast_lab.score.record import (
     ReferenceTable,
     RunRecord,
     flight_tokens,
+    format_record,
     history_of,
+    parse_record,
 )
-from holdfast_lab.score.record_file import format_record, parse_record
-from holdfast_lab.score.scenarios import (
-    LEVEL_1,
-    ScenarioRun,
-    draw_scenario,
-    scoring_seeds,
-)
+from holdfast_lab.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario, scoring_seeds
 from holdfast_lab.traces.events import TraceEvent, in_order
 
 JUDGED = ("F1", "F2", "F3", "F4", "F7", "F11", "F12")

@@ -27,6 +27,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.lab import rival_workloads as workloads
+from benchmarks.lab.rival_workloads import (
+    BERT_MIGRATION,
+    GPT_MIGRATION,
+    HIERARCHIES,
+    MULTI_LEVEL,
+    GridCost,
+)
 from benchmarks.lab.saved_parcae import (
     layout_changes,
     offline_decisions,
@@ -39,15 +46,9 @@ from holdfast_lab.engine.interfaces import CostModel, Costs, Policy, PolicyMaker
 from holdfast_lab.engine.ledger import Ledger
 from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.engine.table_cost import linear_cost
-from holdfast_lab.rivals.acute import HIERARCHIES, MULTI_LEVEL, HierarchyPolicy
+from holdfast_lab.rivals.acute import HierarchyPolicy
 from holdfast_lab.rivals.bamboo import BambooPolicy
-from holdfast_lab.rivals.grid_cost import GridCost
-from holdfast_lab.rivals.liveput import (
-    BERT_MIGRATION,
-    GPT_MIGRATION,
-    LiveputOptimizer,
-    SharedMigration,
-)
+from holdfast_lab.rivals.liveput import LiveputOptimizer, SharedMigration
 from holdfast_lab.rivals.parcae import Chooser, MinutelyPolicy, forecast_chooser
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.rivals.torchft import TorchftPolicy
@@ -167,10 +168,7 @@ def plain(name: str) -> Entry:
 
 
 def best_depth(
-    name: str,
-    cost: GridCost,
-    made: Callable[[int], PolicyMaker],
-    streams: Sequence[EventStream],
+    name: str, cost: GridCost, made: Callable[[int], PolicyMaker], streams: Sequence[EventStream]
 ) -> Entry:
     """The depth of pipelines that is best on the first stream: known only afterwards. Tried are
     those of the fastest layouts for any number of nodes, and 8."""

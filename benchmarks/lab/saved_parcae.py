@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
-from holdfast_lab.rivals.availability_forecast import PAST, ForecastBounds, forecast
 from holdfast_lab.rivals.grid_cost import Shape
 from holdfast_lab.rivals.liveput import LiveputOptimizer
-from holdfast_lab.rivals.parcae import Chooser, net_changes
+from holdfast_lab.rivals.parcae import PAST, Chooser, ForecastBounds, forecast, net_changes
 
 
 def saved_chooser(decisions: Sequence[Shape]) -> Chooser:

@@ -127,11 +127,7 @@ def decide(moment: Moment, rules: ShiftRules) -> Action:
 
 
 def _best(
-    value: float,
-    signal: Mapping[str, float],
-    zones: Sequence[str],
-    rules: ShiftRules,
-    held: Action,
+    value: float, signal: Mapping[str, float], zones: Sequence[str], rules: ShiftRules, held: Action
 ) -> Action:
     """The zone first, then the action with the most value for its cost. held: in force. A move
     costs, and so does a pause, because a start follows it."""

@@ -16,6 +16,7 @@ from benchmarks.lab.intervals import (
     lost_by_adaptive,
     lost_by_fixed,
     lost_by_two_tiers,
+    poisson,
     rotate_spells,
 )
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, lost_time_share, young_interval
 from holdfast_lab.traces import synthetic
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.traces.reading import load_trace
 
 WIDE = IntervalBounds(0.01, 86400.0)
 
@@ -112,7 +113,7 @@ def test_random_failures_lose_what_dalys_formula_says(cost: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mtbf", [300.0, 6 * 3600.0])
 def test_the_adaptive_policy_is_within_five_per_cent_on_random_failures(mtbf: float) -> None:
-    found = job_spells(synthetic.poisson(2, mtbf=mtbf, failures=1200), 4)
+    found = job_spells(poisson(2, mtbf=mtbf, failures=1200), 4)
     path, rate = belief_path(found, FailureRate.from_prior()), failure_rate(found)
     for cost in (0.005, 1.5):
         best = min(

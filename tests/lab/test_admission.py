@@ -16,16 +16,18 @@ from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.link import Link
+from holdfast_lab.admission.board import LABELS
 from holdfast_lab.admission.engine import Run, Setup, admit_jobs
 from holdfast_lab.admission.fabric import Fabric, example_cluster
 from holdfast_lab.admission.jobs import Job, Rules, Team
-from holdfast_lab.admission.ledger import LABELS
 from holdfast_lab.admission.outcome import interval, jain, outcome_of
 from holdfast_lab.admission.policies import POLICIES
-from holdfast_lab.admission.step_time import BUCKET_BYTES, PARTS, StepModel
-from holdfast_lab.admission.stragglers import (
+from holdfast_lab.admission.step_time import (
+    BUCKET_BYTES,
+    PARTS,
     SHIPPED_SIGMA,
     JitterProfile,
+    StepModel,
     lognormal_profile,
     profile_of_trace,
 )
@@ -308,10 +310,7 @@ def test_a_team_of_higher_priority_preempts_its_own_jobs_only() -> None:
 
 
 def test_an_elastic_job_shrinks_for_an_owner_and_grows_again() -> None:
-    jobs = [
-        job("lent", 0.0, 4, 4000.0, min_pods=1),
-        job("own", 1000.0, 2, 1000.0, team="b"),
-    ]
+    jobs = [job("lent", 0.0, 4, 4000.0, min_pods=1), job("own", 1000.0, 2, 1000.0, team="b")]
 
     found = run("elastic", cluster(4), jobs, AT_ONCE, a=16, b=16)
 

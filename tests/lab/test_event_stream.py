@@ -14,9 +14,8 @@ import pytest
 
 from holdfast.errors import DataError
 from holdfast_lab.traces.events import EventStream, changes_of_stream, check_events
-from holdfast_lab.traces.loading import load_trace
 from holdfast_lab.traces.node_changes import DEFAULTS
-from holdfast_lab.traces.reading import merge_streams, read_stream
+from holdfast_lab.traces.reading import load_trace, merge_streams, read_stream
 from holdfast_lab.traces.scenario import with_notices, without_gaps
 from holdfast_lab.traces.stream_file import format_stream, parse_stream
 from holdfast_lab.traces.summary import churn_of, levels_of
@@ -55,10 +54,7 @@ LISTS = (
     '[120000, "remove", {"nodes": ["a"], "duration": 60000}]\n'
 )
 MINUTES = json.dumps(
-    [
-        {"interval": [0, 3, 0], "duration": 60000},
-        {"interval": [3, 1, 2], "duration": 60000},
-    ]
+    [{"interval": [0, 3, 0], "duration": 60000}, {"interval": [3, 1, 2], "duration": 60000}]
 )
 FILES = {
     "named": NAMED,
@@ -151,10 +147,7 @@ def test_a_rank_is_slow_by_the_medians_of_its_stage() -> None:
 
 @pytest.mark.parametrize(
     ("victims", "burst", "left"),
-    [
-        ("lifo", "any", ["n1", "n2", "n3"]),
-        ("fifo", "any", ["n6", "n7", "n8"]),
-    ],
+    [("lifo", "any", ["n1", "n2", "n3"]), ("fifo", "any", ["n6", "n7", "n8"])],
 )
 def test_counts_lose_the_youngest_or_the_oldest(victims: str, burst: str, left: list[str]) -> None:
     found = stream("0,8\n60000,3\n", victims=victims, burst=burst)

@@ -20,14 +20,15 @@ from holdfast_lab.score.record import (
     RunRecord,
     first_new_step_times,
     flight_tokens,
+    format_record,
     goodput,
     history_of,
     mean_lost_seconds,
+    parse_record,
     recovery_times,
     samples_once,
     unrecovered_faults,
 )
-from holdfast_lab.score.record_file import format_record, parse_record
 from holdfast_lab.score.replay import level_0_pairs
 from holdfast_lab.score.scenarios import (
     LEVEL_1,

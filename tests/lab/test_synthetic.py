@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import mean, pstdev
 
 import pytest
+from benchmarks.lab.intervals import poisson
 
 from holdfast_lab.traces import synthetic
 from holdfast_lab.traces.node_changes import Trace
@@ -78,7 +79,7 @@ def test_failures_of_a_cluster_cluster_in_time_and_on_few_nodes() -> None:
 
 
 def test_poisson_failures_have_a_spread_of_one() -> None:
-    trace = synthetic.poisson(3, mtbf=100.0, failures=4000)
+    trace = poisson(3, mtbf=100.0, failures=4000)
     at = [change.seconds for change in trace.changes if change.kind == "go"]
     gaps = [b - a for a, b in itertools.pairwise(at)]
     assert mean(gaps) == pytest.approx(100, rel=0.06)

@@ -8,11 +8,10 @@ import pytest
 
 from holdfast.errors import DataError
 from holdfast_lab.traces.counts import parse_ticks
+from holdfast_lab.traces.failures import parse_outages
 from holdfast_lab.traces.lives import survival_curve
-from holdfast_lab.traces.loading import load_trace
 from holdfast_lab.traces.node_changes import Trace
-from holdfast_lab.traces.outages import parse_outages
-from holdfast_lab.traces.reading import read_stream
+from holdfast_lab.traces.reading import load_trace, read_stream
 
 NAMED = "0,add,n1\n0,add,n2\n60000,add,n3\n120000,remove,n1\n120000,remove,n2\n180000,add,n4\n"
 

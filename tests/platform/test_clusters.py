@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast_platform.clusters.cluster import MARK
+from holdfast_platform.clusters.cluster import MARK, ClusterStates
 from holdfast_platform.clusters.lifecycle import take_down
-from holdfast_platform.clusters.states import ClusterStates
 from tests.support.commands import Outcome, within
 from tests.support.fake_daemons import write_fake_daemons
 from tests.support.ranks import DEADLINE_S, wait_until

@@ -45,12 +45,7 @@ def board(groups: Sequence[int], ahead: int = 2) -> GangBoard:
     return found
 
 
-CASES = [
-    {"g0": 2, "g1": 1},
-    {"g0": 2},
-    {"g0": 1, "g1": 1},
-    {"g1": 1},
-]
+CASES = [{"g0": 2, "g1": 1}, {"g0": 2}, {"g0": 1, "g1": 1}, {"g1": 1}]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))

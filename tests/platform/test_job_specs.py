@@ -20,8 +20,16 @@ import yaml
 from holdfast.config.loading import yaml_tree
 from holdfast.config.run import RunConfig
 from holdfast.launch.owners.owner import LaunchRequest
-from holdfast_platform.clouds import azure_ml, runpod, sagemaker, skypilot, vertex
-from holdfast_platform.clouds.settings import ServiceSettings, job_name, join_line
+from holdfast_platform.clouds.job_specs import (
+    ServiceSettings,
+    azure_ml_job,
+    job_name,
+    join_line,
+    runpod_pods,
+    sagemaker_job,
+    skypilot_task,
+    vertex_job,
+)
 
 SETTINGS = ServiceSettings(
     "registry.example/holdfast:1",
@@ -52,7 +60,7 @@ def request_of(nodes: int = 4) -> LaunchRequest:
 
 @pytest.mark.parametrize("settings", ONE_OF_EACH)
 def test_sagemakers_own_schema_accepts_the_request(settings: ServiceSettings) -> None:
-    body = sagemaker.training_job(request_of(), settings)
+    body = sagemaker_job(request_of(), settings)
     model = botocore.loaders.Loader().load_service_model("sagemaker", "service-2")
     service = botocore.model.ServiceModel(model)
     shape = service.operation_model("CreateTrainingJob").input_shape
@@ -83,7 +91,7 @@ RUNPOD_POD: dict[str, Any] = {
 
 @pytest.mark.parametrize("settings", ONE_OF_EACH)
 def test_runpods_pods_have_keys_and_types_of_its_description(settings: ServiceSettings) -> None:
-    bodies = runpod.pods(request_of(2), settings)
+    bodies = runpod_pods(request_of(2), settings)
     assert len({body["name"] for body in bodies}) == 3
     for body in bodies:
         for key, value in body.items():
@@ -98,7 +106,7 @@ def test_runpods_pods_have_keys_and_types_of_its_description(settings: ServiceSe
 def test_skypilots_own_schema_accepts_the_task(settings: ServiceSettings) -> None:
     schemas, jsonschema = _package("sky.utils.schemas"), _package("jsonschema")
     body = yaml.safe_load(
-        yaml_tree.dump(skypilot.task(request_of(), replace(settings, machine="")))
+        yaml_tree.dump(skypilot_task(request_of(), replace(settings, machine="")))
     )
     jsonschema.validate(body, schemas.get_task_schema())
     jsonschema.validate(body["resources"], schemas.get_resources_schema())
@@ -111,7 +119,7 @@ def test_vertexs_own_message_takes_the_job(settings: ServiceSettings) -> None:
         _package("google.cloud.aiplatform_v1.types"),
         _package("google.protobuf.json_format"),
     )
-    body = vertex.custom_job(request_of(), replace(settings, machine="a3-highgpu-8g"))
+    body = vertex_job(request_of(), replace(settings, machine="a3-highgpu-8g"))
     message = json_format.ParseDict(body, types.CustomJob()._pb, ignore_unknown_fields=False)
     assert [pool.replica_count for pool in message.job_spec.worker_pool_specs] == [1, 4]
 
@@ -121,7 +129,7 @@ def test_vertexs_own_message_takes_the_job(settings: ServiceSettings) -> None:
 def test_azures_own_loader_takes_the_job(settings: ServiceSettings, tmp_path: Path) -> None:
     azure = _package("azure.ai.ml")
     path = tmp_path / "job.yaml"
-    body = azure_ml.command_job(request_of(), replace(settings, machine="cluster"))
+    body = azure_ml_job(request_of(), replace(settings, machine="cluster"))
     path.write_text(yaml_tree.dump(body))
     job = azure.load_job(path)
     assert job.resources.instance_count == 5
@@ -135,10 +143,10 @@ def _package(name: str) -> Any:
 
 def test_no_job_holds_the_secret_or_its_value() -> None:
     bodies = [
-        sagemaker.training_job(request_of(), SETTINGS),
-        vertex.custom_job(request_of(), SETTINGS),
-        azure_ml.command_job(request_of(), SETTINGS),
-        *runpod.pods(request_of(), SETTINGS),
+        sagemaker_job(request_of(), SETTINGS),
+        vertex_job(request_of(), SETTINGS),
+        azure_ml_job(request_of(), SETTINGS),
+        *runpod_pods(request_of(), SETTINGS),
     ]
     for body in bodies:
         assert "/home/me/secret" not in str(body)

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_platform.clusters.cluster import ClusterState
+from holdfast_platform.clusters.cluster import ClusterState, ClusterStates
 from holdfast_platform.clusters.processes import all_of
-from holdfast_platform.clusters.states import ClusterStates
 from tests.support.commands import apart
 from tests.support.disposable_clusters import (
     DEADLINE_S,

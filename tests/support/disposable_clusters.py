@@ -7,10 +7,9 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from holdfast_platform.clusters.cluster import ClusterState
+from holdfast_platform.clusters.cluster import ClusterState, ClusterStates
 from holdfast_platform.clusters.lifecycle import take_down
 from holdfast_platform.clusters.processes import all_of
-from holdfast_platform.clusters.states import ClusterStates
 from tests.support.commands import Outcome, apart
 
 DEADLINE_S = 150.0

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from holdfast.errors import DataError
-from holdfast_lab.admission.board import Board, JobState, Moment, Phase
+from holdfast_lab.admission.board import Board, JobState, Moment, Observer, Phase
 from holdfast_lab.admission.fabric import Fabric
 from holdfast_lab.admission.jobs import Job, Rules, Team
-from holdfast_lab.admission.observer import Observer
 from holdfast_lab.admission.policies import Admission
-from holdfast_lab.admission.step_time import StepModel
-from holdfast_lab.admission.stragglers import JitterProfile
+from holdfast_lab.admission.step_time import JitterProfile, StepModel
 from holdfast_lab.engine.clock import Process, run_process
 
 
@@ -51,8 +49,6 @@ def admit_jobs(setup: Setup, policy: Admission, draw: Random) -> Run:
 
 
 class _Admissions(Process[None]):
-    """The board of all jobs under one policy."""
-
     def __init__(self, setup: Setup, policy: Admission, draw: Random) -> None:
         check_jobs(setup.jobs, setup.teams, setup.fabric)
         model = StepModel(setup.fabric, setup.jitter, setup.slow)

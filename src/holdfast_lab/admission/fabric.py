@@ -79,15 +79,13 @@ class Fabric:
 
     def best_link(self, pods: int, devices: int) -> Link:
         """The link of so many pods if the cluster were empty: of one rack, if that has room."""
-        for racks in (self.racks, self._racks_of_zones()):
+        of_zones = [[n for rack in zone for n in self.racks[rack]] for zone in self.zones]
+        for racks in (self.racks, of_zones):
             for nodes in racks:
                 fitting = [n for n in nodes for _ in range(self.nodes[n].devices // devices)]
                 if len(fitting) >= pods:
                     return self.ring_link(fitting[:pods])
         return self.ring_link([node.number for node in self.nodes])
-
-    def _racks_of_zones(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(n for rack in zone for n in self.racks[rack]) for zone in self.zones)
 
     def _leaving(self, pools: Iterable[int]) -> Link:
         held = [self.cluster.pools[place] for place in sorted(pools)]

@@ -1,15 +1,17 @@
-"""The figures of one run of the admission study, and their intervals over seeds. Pure."""
+"""The admission study: figures of a run, and intervals over seeds by policy. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import ceil, sqrt
+from random import Random
 from statistics import fmean, stdev
 
-from holdfast_lab.admission.board import JobState
-from holdfast_lab.admission.engine import Run
-from holdfast_lab.admission.ledger import LABELS
+from holdfast_lab.admission.board import LABELS, JobState
+from holdfast_lab.admission.engine import Run, Setup, admit_jobs
+from holdfast_lab.admission.policies import Admission
+from holdfast_lab.engine.kept_replays import KeptReplays, key_of
 
 HOUR = 3600.0
 FIGURES: Mapping[str, str] = {
@@ -119,7 +121,7 @@ def _figures(run: Run, labels: Mapping[str, float], waits: Sequence[float]) -> d
         "wait_mean_h": fmean(waits),
         "wait_p95_h": percentile(waits, 0.95),
         "wait_large_h": fmean(_wait_h(state) for state in states if state.job.pods == most),
-        "idle_h": fmean(_idle_h(state) for state in states),
+        "idle_h": fmean((s.done_s - s.job.submit_s - s.active_s) / HOUR for s in states),
         "done_h": fmean(done),
         "slowdown": percentile(sorted(d / o for d, o in zip(done, own, strict=True)), 0.5),
         "makespan_h": run.end_s / HOUR,
@@ -151,5 +153,67 @@ def _wait_h(state: JobState) -> float:
     return ((state.started_s or 0.0) - state.job.submit_s) / HOUR
 
 
-def _idle_h(state: JobState) -> float:
-    return (state.done_s - state.job.submit_s - state.active_s) / HOUR
+# --- several policies and seeds -------------------------------------------------------------------
+@dataclass(frozen=True)
+class Study:
+    """outcomes: of each policy, one for each seed, in the order of the seeds."""
+
+    outcomes: Mapping[str, tuple[Outcome, ...]]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(self.outcomes)
+
+    def figure(self, policy: str, name: str) -> Interval:
+        return interval([each.figures[name] for each in self.outcomes[policy]])
+
+    def label(self, policy: str, label: str) -> Interval:
+        """Share of the held device-hours with a label."""
+        return self.sum(policy, (label,))
+
+    def sum(self, policy: str, labels: Sequence[str]) -> Interval:
+        """Share of the held device-hours with any of these labels."""
+        return interval(
+            [
+                sum(each.labels[label] for label in labels) / sum(each.labels.values())
+                for each in self.outcomes[policy]
+            ]
+        )
+
+    def team_wait(self, policy: str, team: str) -> Interval:
+        return interval([each.team_waits_h.get(team, 0.0) for each in self.outcomes[policy]])
+
+    def team_use(self, policy: str, team: str) -> Interval:
+        return interval([each.team_use.get(team, 0.0) for each in self.outcomes[policy]])
+
+    def difference(self, policy: str, other: str, name: str) -> Interval:
+        """Of two policies, seed by seed: both had the same jobs and the same slow nodes."""
+        pairs = zip(self.outcomes[policy], self.outcomes[other], strict=True)
+        return interval([one.figures[name] - two.figures[name] for one, two in pairs])
+
+
+def run_study(
+    setup_of: Callable[[int], Setup],
+    policies: Iterable[Admission],
+    seeds: Sequence[int],
+    progress: Callable[[str], None] = lambda text: None,
+    kept: KeptReplays | None = None,
+) -> Study:
+    """Simulate each policy for each seed. setup_of: jobs and slow nodes of a seed. kept: outcomes
+    of an interrupted study with the same inputs, which are not simulated again."""
+    chosen = tuple(policies)
+    found: dict[str, list[Outcome]] = {policy.name: [] for policy in chosen}
+    for seed in seeds:
+        setup = setup_of(seed)
+        for policy in chosen:
+            progress(f"seed {seed} of {seeds[0]} to {seeds[-1]}: {len(setup.jobs)} jobs")
+            key = key_of(setup, policy.name, seed) if kept else ""
+            if kept and (known := kept.get(key)) is not None:
+                outcome = Outcome(**{**known, "waits_h": tuple(known["waits_h"])})
+            else:
+                draw = Random(f"{seed}/admission policy")
+                outcome = outcome_of(admit_jobs(setup, policy, draw))
+                if kept:
+                    kept.put(key, asdict(outcome))
+            found[policy.name].append(outcome)
+    return Study({name: tuple(outcomes) for name, outcomes in found.items()})

@@ -18,8 +18,7 @@ from random import Random
 from typing import Protocol
 
 from holdfast_lab.admission.board import Board, JobState, Phase
-from holdfast_lab.admission.placing import add_near, pack, spread
-from holdfast_lab.admission.preemption import Preemption, carry_out
+from holdfast_lab.admission.preemption import Preemption, add_near, carry_out, pack, spread
 
 GROW_GAIN_RESIZES = 2.0
 """A job grows if that saves at least so many times the pause of the change."""

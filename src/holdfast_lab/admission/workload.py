@@ -69,7 +69,9 @@ def make_jobs(
     draw = Random(f"{seed}/admission jobs")
     shares = {name: 1 / len(teams) for name in teams} if teams else {n: d for n, _, d in _TEAMS}
     full = max(node.devices for node in fabric.nodes)
-    rate = workload.load * fabric.devices / (_mean_devices(workload, full) * _mean_seconds())
+    small = workload.small
+    devices = small * _mean(_SMALL_DEVICES) + (1 - small) * full * _mean(_PODS)
+    rate = workload.load * fabric.devices / (devices * _mean_seconds())
     # The most pods of complete nodes: as many as there are such nodes, of the numbers drawn.
     room = sum(node.devices == full for node in fabric.nodes)
     size = full, max(pods for pods, _ in _PODS if pods <= room)
@@ -127,10 +129,6 @@ def _weighted(weights: Sequence[tuple[int, float]], draw: Random) -> int:
 
 def _mean(weights: Sequence[tuple[int, float]]) -> float:
     return sum(value * weight for value, weight in weights) / sum(w for _, w in weights)
-
-
-def _mean_devices(load: Workload, full: int) -> float:
-    return load.small * _mean(_SMALL_DEVICES) + (1 - load.small) * full * _mean(_PODS)
 
 
 def _mean_seconds() -> float:

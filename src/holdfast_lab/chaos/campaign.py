@@ -40,9 +40,13 @@ from holdfast_lab.chaos.compare import compare_runs
 from holdfast_lab.chaos.experiment import Experiment
 from holdfast_lab.chaos.layouts import ChaosLayout
 from holdfast_lab.chaos.network import Network, why_unavailable
-from holdfast_lab.chaos.results import count_tracebacks, describe_result, is_recovered
+from holdfast_lab.chaos.results import (
+    DisturbedRunReport,
+    count_tracebacks,
+    describe_result,
+    is_recovered,
+)
 from holdfast_lab.chaos.run_driver import STEPS_AFTER_LAST_FAULT
-from holdfast_lab.chaos.run_report import DisturbedRunReport
 from holdfast_lab.chaos.schedule import Draw, check_faults_possible, draw_faults, node_names
 
 MAX_FAULTS_PER_RUN = 25
@@ -208,7 +212,7 @@ class Campaign:
     """Runs tasks. say: gets a line for each fault and each run."""
 
     def __init__(self, settings: CampaignSettings, say: Callable[[str], None]) -> None:
-        self._campaign_settings, self._say = settings, say
+        self._settings, self._say = settings, say
         self._why_no_network = why_unavailable()
         if not settings.use_networks:
             self._why_no_network = "networks of the nodes are switched off"
@@ -219,16 +223,16 @@ class Campaign:
     def check(self, shapes: Sequence[ChaosLayout]) -> None:
         """Raises UserError for faults that can never happen in one of these layouts, and for a
         store that is no address."""
-        if self._campaign_settings.store:
-            parse_location(self._campaign_settings.store)
-        faults = [FAULTS[name] for name in self._campaign_settings.fault_names or FAULTS]
+        if self._settings.store:
+            parse_location(self._settings.store)
+        faults = [FAULTS[name] for name in self._settings.fault_names or FAULTS]
         for shape in shapes:
             check_faults_possible(
                 faults,
-                self._campaign_settings.draws or (),
+                self._settings.draws or (),
                 shape,
                 self._why_no_network,
-                in_bucket=bool(self._campaign_settings.store),
+                in_bucket=bool(self._settings.store),
             )
 
     def run(self, runs: Sequence[DisturbedRun]) -> list[dict[str, Any]]:
@@ -265,18 +269,18 @@ class Campaign:
         once.
 
         Raises UserError."""
-        shard = self._campaign_settings.shard_suffix
+        shard = self._settings.shard_suffix
         locks = {".lock": LOCK_SH, f".lock{shard}": LOCK_EX} if shard else {".lock": LOCK_EX}
-        self._campaign_settings.out.mkdir(parents=True, exist_ok=True)
+        self._settings.out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             for name, how in locks.items():
-                file = held.enter_context((self._campaign_settings.out / name).open("w"))
+                file = held.enter_context((self._settings.out / name).open("w"))
                 try:
                     flock(file, how | LOCK_NB)
                 except BlockingIOError:
                     raise UserError(
                         "another chaos command is at work here",
-                        where=str(self._campaign_settings.out),
+                        where=str(self._settings.out),
                         remedy="wait for its end, or name another --out",
                     ) from None
             yield
@@ -288,8 +292,8 @@ class Campaign:
         for name in ("faults", "notices", "agents", "run.d"):
             (folder / name).mkdir(parents=True)
         (folder / "run").symlink_to("run.d")
-        begun, store = time.monotonic(), self._campaign_settings.store
-        address = self._campaign_settings.address_of(folder.name) if store else ""
+        begun, store = time.monotonic(), self._settings.store
+        address = self._settings.address_of(folder.name) if store else ""
         real = make_local_folder(address) if address else folder / "run.d"
         story = self._run_disturbed(task, folder, address)
         result: dict[str, Any] = {
@@ -297,7 +301,7 @@ class Campaign:
             "layout": task.shape.name,
             "ranks": task.shape.ranks,
             "nodes": task.shape.nodes,
-            "seed": self._campaign_settings.seed,
+            "seed": self._settings.seed,
             "steps": task.steps,
             "tolerance": task.shape.tolerance,
             "seconds": round(time.monotonic() - begun, 1),
@@ -329,7 +333,7 @@ class Campaign:
         armoury = FaultOrders(folder / "faults")
         armoury.prepare()
         settings = [
-            *self._campaign_settings.run_settings(task.steps),
+            *self._settings.run_settings(task.steps),
             *task.shape.settings,
             *FAST_SETTINGS,
             f"folder={address or folder / 'run'}",
@@ -348,7 +352,7 @@ class Campaign:
 
             fleet = Fleet(
                 folder / "agents",
-                [*self._campaign_settings.command, "train", str(self._campaign_settings.run_file)],
+                [*self._settings.command, "train", str(self._settings.run_file)],
                 settings,
                 node_settings=own,
                 wrap_command=wrap,
@@ -375,7 +379,7 @@ class Campaign:
                 ).run(
                     self._draws_of(task),
                     task.faults,
-                    time.monotonic() + 60 * self._campaign_settings.minutes_per_run,
+                    time.monotonic() + 60 * self._settings.minutes_per_run,
                 )
             finally:
                 fleet.kill_all()
@@ -386,15 +390,14 @@ class Campaign:
     @property
     def _save_interval_steps(self) -> int:
         return load_config(
-            self._campaign_settings.run_file, self._campaign_settings.run_settings(1)
+            self._settings.run_file, self._settings.run_settings(1)
         ).config.checkpoint.by_steps
 
     def _draws_of(self, task: DisturbedRun) -> Iterator[Draw]:
-        if self._campaign_settings.draws is not None:
-            return iter(self._campaign_settings.draws)
+        if self._settings.draws is not None:
+            return iter(self._settings.draws)
         return draw_faults(
-            f"{self._campaign_settings.seed} {task.shape.name} {task.number}",
-            self._campaign_settings.fault_names,
+            f"{self._settings.seed} {task.shape.name} {task.number}", self._settings.fault_names
         )
 
     def _ensure_undisturbed(self, steps: int) -> Path:
@@ -405,15 +408,15 @@ class Campaign:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         line = [
-            *self._campaign_settings.command,
+            *self._settings.command,
             "train",
-            str(self._campaign_settings.run_file),
-            *self._campaign_settings.run_settings(steps),
+            str(self._settings.run_file),
+            *self._settings.run_settings(steps),
             f"folder={folder}",
             "layout.workers=1",
             "cluster.threads_per_worker=1",
         ]
-        with (self._campaign_settings.out / ".preparing").open("w") as turn:
+        with (self._settings.out / ".preparing").open("w") as turn:
             flock(turn, LOCK_EX)  # the first prepares the data, which no two may at once
             made = subprocess.run(
                 line,
@@ -427,7 +430,7 @@ class Campaign:
         if made.returncode:
             raise UserError(
                 f"the undisturbed run ended with {made.returncode}: {_failure_reason(made)}",
-                where=str(self._campaign_settings.run_file),
+                where=str(self._settings.run_file),
                 remedy="see that it trains: holdfast train",
             )
         new = done.with_name(".undisturbed")

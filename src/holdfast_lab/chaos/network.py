@@ -10,7 +10,7 @@ however the process that called `up` ended.
     part     two nodes do not reach each other, and all other nodes reach both
     delay    every packet comes that much later, in each direction
     loss     that share of packets is dropped, in each direction
-    split    some nodes get a bridge of their own, and one line joins the bridges (`region_link.py`)
+    split    some nodes get a bridge of their own, and one line joins the bridges (`RegionLink`)
 
 Delay and loss are the kernel's netem where it has it; where not, a process stands in the line and
 holds packets back (`relay.py`). Root can do all of this, and so can a user that may make a user
@@ -29,7 +29,21 @@ from typing import Self
 
 from holdfast.errors import UserError
 from holdfast.wire.child_command import module_command
-from holdfast_lab.chaos.region_link import RegionLink
+from holdfast_lab.chaos.relay import LinkShape
+
+
+class RegionLink:
+    """Made by `Network.split`; ends with the network."""
+
+    def __init__(self, relay: subprocess.Popen[bytes]) -> None:
+        self._relay = relay
+
+    def shape(self, shape: LinkShape) -> None:
+        """From now on packets are so late, so many are lost, and the line carries so much."""
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(f"{' '.join(shape.words())}\n".encode())
+        self._relay.stdin.flush()
+
 
 SUBNET = "10.77.0"
 DEVICE = "eth0"
@@ -319,7 +333,6 @@ class Network:
 
 
 def _supports_netem(tc: list[str], device: str) -> bool:
-    """Whether this kernel has it."""
     if shutil.which("tc") is None:
         return False
     words = [*tc, "qdisc", "replace", "dev", device, "root", "netem"]

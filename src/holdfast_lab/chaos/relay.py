@@ -3,7 +3,7 @@
     python -m holdfast_lab.chaos.relay DEVICE DEVICE [MILLISECONDS PERCENT [GBIT_PER_S]]
 
 For kernels without netem (`network.py`), and for a line whose shape changes while packets are on it
-(`region_link.py`). A line on the input, with the same three numbers, gives a new shape. Packets are
+(`RegionLink`). A line on the input, with the same three numbers, gives a new shape. Packets are
 forwarded as the kernel hands them over, up to 64 KiB at once. Their header says what its devices
 would still have to do (check sums, cutting into pieces). A lost packet is one of those. The process
 ends when its input does.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import UserError, unknown_name, use_one_of
@@ -188,3 +188,23 @@ def parse_faults_option(text: str) -> tuple[int, list[str]]:
                 remedy=f"use a number, or some of {', '.join(FAULTS)}",
             )
     return number, names
+
+
+_STEPS_BETWEEN_INSTANTS = 3
+"""Steps from one instant of a trace to the next."""
+
+
+def draws_of_trace(shares: Iterable[float], seed: int, nodes: int) -> list[Draw]:
+    """Faults out of a trace, which tells how many machines were lost and when, not which of ours.
+
+    shares: of the machines that were there, how many went, instant by instant. Each instant is a
+    fault that hits as large a part of our nodes. Nodes come back by themselves."""
+    chance = random.Random(f"trace {seed}")
+    draws = []
+    for share in shares:
+        gone = max(1, round(share * nodes))
+        name = "everything" if gone >= nodes else "two-agents" if gone > 1 else "agent"
+        fault = FAULTS[name if FAULTS[name].nodes <= nodes else "agent"]
+        points = tuple(chance.choice(part.points) for part in fault.parts)
+        draws.append(Draw(fault, points, chance.randrange(1 << 16), _STEPS_BETWEEN_INSTANTS))
+    return draws

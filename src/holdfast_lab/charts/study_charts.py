@@ -54,10 +54,7 @@ def stacked_svg(
 
 
 def intervals_svg(
-    title: str,
-    unit: str,
-    names: Sequence[str],
-    rows: Mapping[str, Sequence[tuple[float, float]]],
+    title: str, unit: str, names: Sequence[str], rows: Mapping[str, Sequence[tuple[float, float]]]
 ) -> str:
     """Means with intervals: of each row one bar for each of `names`. rows: name -> (mean, half the
     width of the interval)."""

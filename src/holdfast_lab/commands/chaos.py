@@ -28,9 +28,14 @@ from holdfast_lab.chaos.sample_run import (
     run_file_text,
     write_run_file,
 )
-from holdfast_lab.chaos.schedule import Draw, is_trace_of_faults, parse_faults_option, read_trace
-from holdfast_lab.chaos.trace import draws_of_trace
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.chaos.schedule import (
+    Draw,
+    draws_of_trace,
+    is_trace_of_faults,
+    parse_faults_option,
+    read_trace,
+)
+from holdfast_lab.traces.reading import load_trace
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment
 
@@ -65,10 +70,7 @@ def chaos(
     network: Annotated[
         bool, typer.Option(help="nodes in network namespaces, where the rights allow")
     ] = True,
-    store: Annotated[
-        str,
-        typer.Option(help="a bucket for the run stores; faults of disks and networks are left out"),
-    ] = "",
+    store: Store = "",
     known: Annotated[bool, typer.Option("--list", help="list the faults and leave")] = False,
 ) -> int:
     """Train on several nodes, break them again and again, and compare with a run left in peace.
@@ -91,23 +93,25 @@ def chaos(
       holdfast chaos --trace faults.jsonl                   {"step": 12, "fault": "agent"} a line
     """
     if known:
-        return _list_faults()
-    _check_exists(run_file)
+        for fault in FAULTS.values():
+            rare = "" if fault.weight else " (only where it is named)"
+            print(f"{fault.name:<18} {fault.text}{rare}")
+        return 0
+    if run_file is not None and not run_file.exists():
+        raise ConfigError(
+            "there is no such run file", where=str(run_file), remedy="name one before any key=value"
+        )
     number, names = _parse_faults(faults)
     shapes, part = _shapes(layout, nodes), _parse_part(shard)
     draws = None if trace is None else tuple(_read_draws(trace, seed, shapes[0].nodes))
-    changed = (*_sample_overrides(run_file, shapes), *(overrides or ()))
+    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
+    changed = (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES * with_experts), *(overrides or ()))
     file, chosen = run_file or out / RUN_FILE, tuple(names)
     asked = CampaignSettings(
         COMMAND, file, changed, out, seed, chosen, draws, network, shard=part, store=store
     )
     runs = _plan_runs(shapes, number, names, draws)
     return _run_campaign(asked, shapes, runs, own=run_file is None)
-
-
-def _sample_overrides(run_file: Path | None, shapes: Sequence[ChaosLayout]) -> tuple[str, ...]:
-    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
-    return (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
 
 
 def _run_campaign(
@@ -123,24 +127,11 @@ def _run_campaign(
     campaign.check(shapes)
     work = _part_of(runs, *settings.shard)
     _check_layouts(work, settings, run_file_text(out) if own else None)
-    _prepare(out, own)
+    with explained_out_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if own:
+            write_run_file(out)
     return _write_results(campaign.run(work), out / f"result{settings.shard_suffix}.json")
-
-
-def _check_exists(run_file: Path | None) -> None:
-    """Raise ConfigError if a run file is named that does not exist."""
-    if run_file is not None and not run_file.exists():
-        raise ConfigError(
-            "there is no such run file", where=str(run_file), remedy="name one before any key=value"
-        )
-
-
-def _list_faults() -> int:
-    """Print every fault, a line each; return exit code 0."""
-    rare = " (only where it is named)"
-    for fault in FAULTS.values():
-        print(f"{fault.name:<18} {fault.text}{'' if fault.weight else rare}")
-    return 0
 
 
 def _parse_faults(faults: str) -> tuple[int, list[str]]:
@@ -187,14 +178,6 @@ def _part_of(work: list[DisturbedRun], index: int, parts: int) -> list[Disturbed
             remedy=f"use {len(work)} parts at most",
         )
     return work[index - 1 :: parts]
-
-
-def _prepare(out: Path, own: bool) -> None:
-    """The folder, and in it a run file where none was named. Raises UserError."""
-    with explained_out_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        if own:
-            write_run_file(out)
 
 
 def _shapes(layout: str, nodes: int) -> list[ChaosLayout]:

@@ -15,9 +15,7 @@ app = make_app("Show claims of surveys and papers next to what was measured or m
 
 
 @app.command()
-def claims(
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
+def claims(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Print each claim with its source, the value here, and whether it holds.
 
     Measured values come from docs/log/measurements.md, with their command. They are of small models

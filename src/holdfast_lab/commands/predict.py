@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import DataError, UserError
-from holdfast.show.output import check_target, print_json, print_table, say
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from holdfast.policy.prediction.bilstm import BiLstm
-    from holdfast.policy.prediction.predictor import FittedModels
-    from holdfast_lab.prediction.judging import Verdict
-    from holdfast_lab.prediction.samples import Sample
-    from holdfast_lab.traces.events import EventStream
+from holdfast.policy.prediction.bilstm import BiLstm
+from holdfast.policy.prediction.predictor import FittedModels
+from holdfast.show.output import check_target, print_json, print_table, say, write_text
+from holdfast_lab.commands.trace import read_bytes
+from holdfast_lab.prediction.fitting import TrainingPart, fit_models, predict_all
+from holdfast_lab.prediction.judging import Verdict
+from holdfast_lab.prediction.judging import judge as verdict_of
+from holdfast_lab.prediction.reading import label_zone, read_history
+from holdfast_lab.prediction.samples import BINS_PER_HORIZON, Sample, take_samples
+from holdfast_lab.traces.events import EventStream
+from holdfast_lab.traces.node_changes import ReadOptions
 
 app = make_app("Fit a predictor of lost nodes to traces, and judge it.")
 
@@ -71,8 +73,6 @@ def fit(
       holdfast predict fit p3-trace.csv --horizon 600 --to p3.predict.json
       holdfast predict judge p3-trace.csv --model p3.predict.json
     """
-    from holdfast.show.output import write_text
-    from holdfast_lab.prediction.fitting import TrainingPart, fit_models
 
     check_target(to, "--to", files)
     streams = read_histories(files, zone, system, seed)
@@ -81,7 +81,8 @@ def fit(
         made = fit_models(parts, horizon, train_lstm if lstm else None, work.stage)
     write_text(to, json_module.dumps(made.to_json()) + "\n")
     if json:
-        print_json({"chosen": made.chosen, "verdicts": _verdicts(made)})
+        verdicts = {name: asdict(verdict) for name, verdict in made.verdicts.items()}
+        print_json({"chosen": made.chosen, "verdicts": verdicts})
         return
     rows = [
         (
@@ -126,7 +127,6 @@ def judge(
     Example:
       holdfast predict judge another-zone.json --model p3.predict.json
     """
-    from holdfast.policy.prediction.predictor import FittedModels
 
     fitted = FittedModels.from_text(read_text(model), str(model))
     out = []
@@ -147,9 +147,6 @@ def read_histories(
     files: Sequence[Path], zones: Sequence[str] | None, systems: Sequence[str] | None, seed: int
 ) -> list[EventStream]:
     """One stream for each file. Nodes without a zone get the file's name as one."""
-    from holdfast_lab.commands.trace import read_bytes
-    from holdfast_lab.prediction.reading import label_zone, read_history
-    from holdfast_lab.traces.node_changes import ReadOptions
 
     for option, given in (("--zone", zones), ("--system", systems)):
         if given and len(given) not in (1, len(files)):
@@ -172,7 +169,6 @@ def read_histories(
 
 
 def read_text(path: Path) -> str:
-    from holdfast_lab.commands.trace import read_bytes
 
     return read_bytes(path).decode("utf-8", "replace")
 
@@ -180,7 +176,6 @@ def read_text(path: Path) -> str:
 def train_lstm(samples: Sequence[Sample], weights: Sequence[float], horizon_s: float) -> BiLstm:
     """Train on the samples in order of time."""
     from holdfast_lab.prediction.bilstm import train_bilstm
-    from holdfast_lab.prediction.samples import BINS_PER_HORIZON
 
     order = sorted(range(len(samples)), key=lambda index: samples[index].t_s)
     return train_bilstm(
@@ -202,9 +197,6 @@ def judge_stream(
     fitted: FittedModels, stream: EventStream, start_s: float, every_nth: int = 1
 ) -> tuple[list[Verdict], list[Verdict]]:
     """(every model at its own threshold, the chosen one at several)."""
-    from holdfast_lab.prediction.fitting import predict_all
-    from holdfast_lab.prediction.judging import judge as verdict_of
-    from holdfast_lab.prediction.samples import take_samples
 
     asked = take_samples(stream, fitted.horizon_s, start_s, None, every_nth)
     if not asked.samples:
@@ -220,10 +212,6 @@ def judge_stream(
     ]
     own = chances[fitted.chosen]
     return found, [verdict_of(fitted.chosen, asked, own, each) for each in THRESHOLDS]
-
-
-def _verdicts(made: FittedModels) -> dict[str, dict[str, float]]:
-    return {name: asdict(verdict) for name, verdict in made.verdicts.items()}
 
 
 def _as_json(

@@ -19,17 +19,8 @@ app = make_app("Show how a run scales with the number of devices. Starts nothing
 USUAL = "1x8xH100-80"
 _BAR = 20  # characters of a bar
 _HEAD = (
-    "devices",
-    "layout",
-    "step s",
-    "tokens/s",
-    "efficiency",
-    "",
-    "exposed",
-    "bubble",
-    "with failures",
-    "$/1e9 tokens",
-    "",
+    *("devices", "layout", "step s", "tokens/s", "efficiency", ""),
+    *("exposed", "bubble", "with failures", "$/1e9 tokens", ""),
 )
 
 
@@ -82,7 +73,12 @@ def scale(
     limits = replace(given, cp=given.cp or 1)
     sizes = [devices for devices in SIZES if devices <= most]
     curve = scale_curve(problem, limits, sizes, on_size=lambda n: say(f"searching {n:,} devices"))
-    _refuse_empty(curve, run_file)
+    if not curve.points:
+        raise LayoutError(
+            f"no size has a layout: {list(curve.missing.values())[-1]}",
+            where=str(run_file),
+            remedy="use other machines with --cluster, or train.microbatch_size=1",
+        )
     kept = kept_curve(problem, limits, curve)
     if json:
         print_json(_as_json(curve, kept))
@@ -90,22 +86,9 @@ def scale(
         print(f"{config.name}: batch {config.train.batch_size}, nodes of {named}")
         _print_curve(curve, kept, pools_without_price(machines))
     if svg is not None:
-        _draw(svg, curve, kept, f"{config.name} on nodes of {named}")
+        from holdfast_lab.charts.scale_chart import scale_svg
 
-
-def _refuse_empty(curve: Curve, run_file: Path) -> None:
-    if not curve.points:
-        raise LayoutError(
-            f"no size has a layout: {list(curve.missing.values())[-1]}",
-            where=str(run_file),
-            remedy="use other machines with --cluster, or train.microbatch_size=1",
-        )
-
-
-def _draw(path: Path, curve: Curve, kept: Curve, title: str) -> None:
-    from holdfast_lab.charts.scale_chart import scale_svg
-
-    write_text(path, scale_svg(curve, kept, title))
+        write_text(svg, scale_svg(curve, kept, f"{config.name} on nodes of {named}"))
 
 
 def _print_curve(curve: Curve, kept: Curve, unpriced: tuple[str, ...]) -> None:

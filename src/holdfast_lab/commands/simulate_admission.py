@@ -3,28 +3,225 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from holdfast.api.progress import LongWork
 from holdfast.errors import ConfigError, DataError
-from holdfast.show.output import explained_out_errors, only_writer, print_json, say
-from holdfast_lab.engine.kept_replays import KeptReplays, key_of
+from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
+from holdfast.show.output import (
+    explained_out_errors,
+    make_folder,
+    only_writer,
+    print_json,
+    print_table,
+    say,
+    write_text,
+)
+from holdfast_lab.admission.board import LABELS
+from holdfast_lab.admission.engine import Setup
+from holdfast_lab.admission.fabric import Fabric, example_cluster
+from holdfast_lab.admission.jobs import Job, Rules, Team, format_jobs, read_jobs
+from holdfast_lab.admission.outcome import FIGURES, Interval, Study, run_study
+from holdfast_lab.admission.policies import POLICIES
+from holdfast_lab.admission.step_time import JitterProfile, lognormal_profile, profile_of_trace
+from holdfast_lab.admission.workload import Workload, example_teams, make_jobs, slow_nodes
+from holdfast_lab.charts.study_charts import exceeded_svg, intervals_svg, stacked_svg
+from holdfast_lab.commands.trace import read_bytes
+from holdfast_lab.engine.kept_replays import KeptReplays
+from holdfast_lab.engine.settings import refuse_repeated
+from holdfast_lab.traces.node_changes import DEFAULTS
+from holdfast_lab.traces.reading import read_stream
+from holdfast_lab.traces.rows import text_of
 
-if TYPE_CHECKING:
-    from holdfast_lab.admission.engine import Setup
-    from holdfast_lab.admission.fabric import Fabric
-    from holdfast_lab.admission.jobs import Job, Rules, Team
-    from holdfast_lab.admission.outcome import Outcome
-    from holdfast_lab.admission.stragglers import JitterProfile
-    from holdfast_lab.admission.workload import Workload
+_SHOWN = (
+    ("wait, mean", "wait_mean_h", "h"),
+    ("wait, p95", "wait_p95_h", "h"),
+    ("wait, largest", "wait_large_h", "h"),
+    ("until done", "done_h", "h"),
+    ("makespan", "makespan_h", "h"),
+    ("utilisation", "utilisation", "%"),
+    ("useful", "useful", "%"),
+    ("fragmented", "fragmentation", "%"),
+    ("stranded", "stranded", "%"),
+    ("Jain", "jain", ""),
+    ("worst team", "worst_team", "%"),
+    ("deadlocks", "deadlocks", "n"),
+    ("gave up", "timeouts", "n"),
+    ("evictions", "evictions", "n"),
+    ("resizes", "resizes", "n"),
+)
+_COMPARED = ("wait_mean_h", "wait_large_h", "idle_h", "done_h", "makespan_h", "useful")
+_WORDS = {
+    "useful": "useful computing",
+    "uneven": "uneven microbatches",
+    "jitter": "jitter of the group",
+    "slow_node": "slow nodes",
+    "collective": "collectives, near",
+    "slow_link": "slow links",
+    "group_wait": "incomplete group",
+    "start": "start and resize",
+    "lost": "lost by evictions",
+}
+_SUMS = {
+    "waiting for collectives": ("group_wait", "collective", "slow_link"),
+    "waiting for stragglers": ("jitter", "slow_node"),
+}
 
+
+@dataclass(frozen=True)
+class StudyReport:
+    """setup: of the first seed."""
+
+    study: Study
+    setup: Setup
+    seeds: Sequence[int]
+
+    def print_tables(self) -> None:
+        print(self._about())
+        print()
+        self._print_figures()
+        print("\nshare of the held device-hours, %")
+        rows = [
+            [_WORDS[label], *(_percent(self.study.label(p, label)) for p in self.study.policies)]
+            for label in LABELS
+        ]
+        for words, labels in _SUMS.items():
+            rows.append(
+                [words, *(_percent(self.study.sum(p, labels)) for p in self.study.policies)]
+            )
+        slowed = (self._shown(p, "amplification", "x") for p in self.study.policies)
+        rows.append(["amplification by stragglers", *slowed])
+        print_table(rows, ["", *self.study.policies])
+        self._print_teams("mean wait of each team, h", self.study.team_wait, 2)
+        self._print_teams("mean devices of each team over its quota", self.study.team_use, 3)
+        self._print_differences()
+
+    def to_json(self) -> dict[str, Any]:
+        study = self.study
+        return {
+            "jobs": len(self.setup.jobs),
+            "devices": self.setup.fabric.devices,
+            "seeds": list(self.seeds),
+            "jitter": self.setup.jitter.source,
+            "teams": {team.name: team.quota for team in self.setup.teams},
+            "meaning": dict(FIGURES),
+            "policies": {
+                policy: {
+                    "figures": {n: _pair(study.figure(policy, n)) for n in FIGURES},
+                    "share_of_held": {n: _pair(study.label(policy, n)) for n in LABELS},
+                    "team_wait_h": {
+                        team.name: _pair(study.team_wait(policy, team.name))
+                        for team in self.setup.teams
+                    },
+                    "team_use": {
+                        team.name: _pair(study.team_use(policy, team.name))
+                        for team in self.setup.teams
+                    },
+                }
+                for policy in study.policies
+            },
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write three charts, the figures, and the jobs of the first seed."""
+        make_folder(folder)
+        study, policies = self.study, self.study.policies
+        shares = {p: [study.label(p, label).mean for label in LABELS] for p in policies}
+        write_text(
+            folder / "hours.svg",
+            stacked_svg(
+                "What the held device-hours are spent on", [_WORDS[n] for n in LABELS], shares
+            ),
+        )
+        waits = {p: [wait for each in study.outcomes[p] for wait in each.waits_h] for p in policies}
+        write_text(
+            folder / "waits.svg", exceeded_svg("Share of the jobs that wait longer", "hours", waits)
+        )
+        by_team = {
+            team.name: [
+                (found.mean, found.half)
+                for found in (study.team_wait(p, team.name) for p in policies)
+            ]
+            for team in self.setup.teams
+        }
+        write_text(
+            folder / "teams.svg",
+            intervals_svg("Mean wait by team, 95 % intervals", "hours", policies, by_team),
+        )
+        write_text(folder / "admission.json", dumps(self.to_json(), indent=2) + "\n")
+        write_text(folder / "jobs.csv", format_jobs(self.setup.jobs))
+
+    # --- parts ----------------------------------------------------------------------------------
+    def _about(self) -> str:
+        setup = self.setup
+        teams = ", ".join(f"{team.name} {team.quota}" for team in setup.teams)
+        return (
+            f"{len(setup.jobs)} jobs of seed {self.seeds[0]}, {len(self.seeds)} seeds, "
+            f"{len(setup.fabric.nodes)} nodes in {len(setup.fabric.racks)} racks, "
+            f"{setup.fabric.devices} devices; quotas: {teams}; jitter: {setup.jitter.source}"
+        )
+
+    def _shown(self, policy: str, name: str, unit: str) -> str:
+        found = self.study.figure(policy, name)
+        if unit == "%":
+            return _percent(found)
+        digits = {"h": 2, "n": 0, "x": 3}.get(unit, 3)
+        return _with_interval(found, digits)
+
+    def _print_figures(self) -> None:
+        rows = [
+            [
+                f"{label}, {unit}" if unit in ("h", "%") else label,
+                *(self._shown(policy, name, unit) for policy in self.study.policies),
+            ]
+            for label, name, unit in _SHOWN
+        ]
+        print_table(rows, ["", *self.study.policies])
+
+    def _print_teams(self, title: str, of: Callable[[str, str], Interval], digits: int) -> None:
+        print(f"\n{title}")
+        rows = [
+            [team.name, *(_with_interval(of(p, team.name), digits) for p in self.study.policies)]
+            for team in self.setup.teams
+        ]
+        print_table(rows, ["", *self.study.policies])
+
+    def _print_differences(self) -> None:
+        first, *others = self.study.policies
+        base = "gang" if "gang" in others else first
+        others = [policy for policy in self.study.policies if policy != base]
+        if not others:
+            return
+        print(f"\ndifference to {base}, seed by seed")
+        rows = [
+            [name, *(_with_interval(self.study.difference(p, base, name), 3) for p in others)]
+            for name in _COMPARED
+        ]
+        print_table(rows, ["", *others])
+
+
+def _with_interval(found: Interval, digits: int) -> str:
+    text = f"{found.mean:.{digits}f}"
+    return f"{text} ±{found.half:.{digits}f}" if found.half else text
+
+
+def _percent(found: Interval) -> str:
+    return _with_interval(Interval(100 * found.mean, 100 * found.half), 2)
+
+
+def _pair(found: Interval) -> dict[str, float]:
+    return {"mean": found.mean, "half": found.half}
+
+
+# --- the command ----------------------------------------------------------------------------------
 _EXAMPLE = "example"
 _PUBLIC_JITTER = "jitter/bytedance-straggler/data/trace-SE.parquet"
 Quotas = Literal["reclaim", "borrow", "hard"]
@@ -109,12 +306,6 @@ def admission(
       holdfast simulate admission --seeds 10 --out admission
       holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
     """
-    from holdfast_lab.admission.jobs import Rules
-    from holdfast_lab.admission.policies import POLICIES
-    from holdfast_lab.admission.study import run_study
-    from holdfast_lab.admission.workload import Workload
-    from holdfast_lab.commands.simulate_admission_show import StudyReport
-    from holdfast_lab.engine.settings import refuse_repeated
 
     for option, names in (("--policy", policy), ("--team", team)):
         refuse_repeated([name.partition("=")[0] for name in names or ()], option)
@@ -139,7 +330,7 @@ def admission(
     with only_writer(out), explained_out_errors(out or Path()):
         kept = KeptReplays(out)
         with kept.counted(len(chosen) * seeds), LongWork("simulating") as work:
-            study = run_study(cases.setup_of, chosen, numbers, work.stage, _Kept(kept))
+            study = run_study(cases.setup_of, chosen, numbers, work.stage, kept)
         if kept.reused:
             say(f"{kept.reused} of {len(chosen) * seeds} replays were kept in {out}")
         report = StudyReport(study, cases.setup_of(seed), numbers)
@@ -153,7 +344,6 @@ def admission(
 
 def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int) -> None:
     """Raise ConfigError for an option that another one makes void."""
-    from holdfast_lab.admission.workload import Workload
 
     usual = Workload(load=1.0, days=7.0, elastic=0.5)
     void = [(name, "--jobs") for name in ("load", "days", "elastic") if jobs is not None]
@@ -165,22 +355,6 @@ def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int)
             where="command line",
             remedy=f"leave --{name} or {other} out",
         )
-
-
-class _Kept:
-    """Outcomes that an interrupted study with the same inputs left in `--out`."""
-
-    def __init__(self, kept: KeptReplays) -> None:
-        self._kept = kept
-
-    def load(self, setup: Setup, policy: str, seed: int) -> Outcome | None:
-        from holdfast_lab.admission.outcome import Outcome
-
-        found = self._kept.get(key_of(setup, policy, seed))
-        return None if found is None else Outcome(**{**found, "waits_h": tuple(found["waits_h"])})
-
-    def store(self, setup: Setup, policy: str, seed: int, outcome: Outcome) -> None:
-        self._kept.put(key_of(setup, policy, seed), asdict(outcome))
 
 
 @dataclass(frozen=True)
@@ -196,8 +370,6 @@ class _Cases:
     is_hard: bool
 
     def setup_of(self, seed: int) -> Setup:
-        from holdfast_lab.admission.engine import Setup
-        from holdfast_lab.admission.workload import make_jobs, slow_nodes
 
         teams = _teams_of(self.quotas, self.fabric, self.given, self.is_hard)
         names = tuple(team.name for team in teams) if self.quotas else ()
@@ -207,8 +379,6 @@ class _Cases:
 
 
 def _fabric_of(cluster: str, zones: int) -> Fabric:
-    from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
-    from holdfast_lab.admission.fabric import Fabric, example_cluster
 
     if cluster == _EXAMPLE:
         return Fabric(example_cluster(zones))
@@ -217,9 +387,6 @@ def _fabric_of(cluster: str, zones: int) -> Fabric:
 
 
 def _jobs_of(path: Path | None) -> tuple[Job, ...]:
-    from holdfast_lab.admission.jobs_file import read_jobs
-    from holdfast_lab.commands.trace import read_bytes
-    from holdfast_lab.traces.rows import text_of
 
     if path is None:
         return ()
@@ -230,8 +397,6 @@ def _teams_of(
     given: Sequence[str], fabric: Fabric, jobs: tuple[Job, ...], is_hard: bool
 ) -> tuple[Team, ...]:
     """Teams with the quotas that are given. Without them, the teams of a file share evenly."""
-    from holdfast_lab.admission.jobs import Team
-    from holdfast_lab.admission.workload import example_teams
 
     if given:
         teams = tuple(_team_of(words) for words in given)
@@ -246,7 +411,6 @@ def _teams_of(
 
 
 def _team_of(words: str) -> Team:
-    from holdfast_lab.admission.jobs import Team
 
     name, _, quota = words.partition("=")
     if not name or not quota.isascii() or not quota.isdigit():
@@ -260,10 +424,6 @@ def _team_of(words: str) -> Team:
 
 def _jitter_of(path: Path | None) -> JitterProfile:
     """The trace that is given, or the one of the public data, or the shipped generator."""
-    from holdfast_lab.admission.stragglers import lognormal_profile, profile_of_trace
-    from holdfast_lab.commands.trace import read_bytes
-    from holdfast_lab.traces.node_changes import DEFAULTS
-    from holdfast_lab.traces.reading import read_stream
 
     if path is None and (folder := os.environ.get("HOLDFAST_DATA")):
         public = Path(folder) / _PUBLIC_JITTER

@@ -33,8 +33,7 @@ from holdfast_lab.traces.reading import read_stream
 _LETTER = re.compile(r"-?[a-z]$")
 
 ZoneFiles = Annotated[
-    list[str],
-    typer.Option("--zone", help="NAME=FILE: a trace of a zone's spot nodes; repeatable"),
+    list[str], typer.Option("--zone", help="NAME=FILE: a trace of a zone's spot nodes; repeatable")
 ]
 Deadline = Annotated[
     float, typer.Option(min=0.01, max=10_000, help="hours from the begin to the end")
@@ -173,15 +172,8 @@ def _price_of(text: str) -> tuple[str, float]:
 
 
 class _Prices:
-    """The prices of each zone."""
-
     def __init__(
-        self,
-        on_demand: float | None,
-        spot: dict[str, float],
-        machine: str,
-        tick: float,
-        ticks: int,
+        self, on_demand: float | None, spot: dict[str, float], machine: str, tick: float, ticks: int
     ):
         self._on_demand, self._spot, self._machine = on_demand, spot, machine
         self._tick, self._ticks = tick, ticks

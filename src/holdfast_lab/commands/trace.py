@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,8 +15,18 @@ from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import DataError
 from holdfast.show.output import check_target, print_json, say
-from holdfast_lab.commands.trace_show import print_stream, stream_as_json
+from holdfast_lab.commands.trace_show import (
+    lines_of,
+    parameters_of,
+    print_fits,
+    print_lines,
+    print_stream,
+    remarks_on,
+    stream_as_json,
+    svg_of,
+)
 from holdfast_lab.traces.events import EventStream
+from holdfast_lab.traces.generators import fit_trace, make_trace
 from holdfast_lab.traces.node_changes import Burst, ReadOptions, Victims
 from holdfast_lab.traces.reading import merge_streams, read_stream
 from holdfast_lab.traces.rows import MOST_NODES
@@ -160,10 +171,6 @@ def fit(
     Example:
       holdfast trace fit p3.jsonl
     """
-    from dataclasses import asdict
-
-    from holdfast_lab.commands.trace_make import print_fits
-    from holdfast_lab.traces.generators import fit_trace
 
     options = ReadOptions(seed, victims, "any", tick, system=system, gpu=gpu)
     stream = read_files(files, options, zone)
@@ -205,8 +212,6 @@ def make(
     Example:
       holdfast trace make spot --to spot.jsonl --days 2 --set nodes=16
     """
-    from holdfast_lab.commands.trace_make import parameters_of
-    from holdfast_lab.traces.generators import make_trace
 
     check_target(to, "--to")
     with LongWork("making the trace"):
@@ -236,7 +241,6 @@ def plot(
     Example:
       holdfast trace plot p3.jsonl --svg p3.svg
     """
-    from holdfast_lab.commands.trace_make import lines_of, print_lines, svg_of
 
     if svg is not None:
         check_target(svg, "--svg", files)
@@ -264,7 +268,6 @@ def read_each(
     files: list[Path], options: ReadOptions, zones: list[str] | None
 ) -> list[EventStream]:
     """A stream of each file."""
-    from dataclasses import replace
 
     given = zones or []
     if given and len(given) not in (1, len(files)):
@@ -333,6 +336,5 @@ def write_text(content: str, to: Path, option: str) -> None:
 
 def remarks(stream: EventStream) -> list[str]:
     """What a reader should know about the source of a stream."""
-    from holdfast_lab.commands.trace_show import remarks_on
 
     return remarks_on(stream.header)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
 from holdfast.launch.run.runs import open_run
@@ -19,7 +19,7 @@ from holdfast.report.history.history import read_history, rung_prices
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of
-from holdfast_lab.engine.planned_cost import PlannedCost, PlannedRun, planned_cost
+from holdfast_lab.engine.planned_cost import PlannedCost, planned_cost
 from holdfast_lab.engine.settings import (
     FLEET,
     Settings,
@@ -33,8 +33,11 @@ from holdfast_lab.engine.study_replays import Progress, StudyReplays
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.traces.events import EventStream
 from holdfast_lab.traces.generators import GENERATORS, make_trace
-from holdfast_lab.traces.places import as_long_as_nodes, with_known_places
 from holdfast_lab.traces.reading import merge_streams
+from holdfast_lab.traces.scenario import as_long_as_nodes, with_known_places
+
+if TYPE_CHECKING:
+    from holdfast.cli.plan_request import PlanRequest
 
 OURS = "holdfast"
 
@@ -65,7 +68,7 @@ class StudyResult:
     """outcomes: in the order of the policies, and of the sweep in each. request: the first plan."""
 
     asked: Asked
-    request: PlannedRun
+    request: PlanRequest
     trace: str
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()
@@ -73,51 +76,44 @@ class StudyResult:
 
 @dataclass(frozen=True)
 class _Variant:
-    """One point of the sweeps."""
-
     words: str
     settings: Settings
     overrides: tuple[str, ...] = ()
 
 
-class Surroundings(Protocol):
-    """What a study needs of the command that starts it."""
+def study_of(
+    asked: Asked,
+    plan: Callable[[Sequence[str]], PlanRequest],
+    read: Callable[[], Sequence[EventStream]],
+    progress: Progress,
+) -> StudyResult:
+    """Simulate what is asked. Raises UserError, and OSError if the folder cannot be written.
 
-    def plan(self, overrides: Sequence[str]) -> PlannedRun:
-        """Plan the run with these keys of the run file. Raises UserError."""
-        ...
-
-    def read(self) -> Sequence[EventStream]:
-        """Return a stream of each file of the trace. Raises UserError."""
-        ...
-
-    def progress(self) -> Progress: ...
-
-
-def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
-    """Simulate what is asked. Raises UserError, and OSError if the folder cannot be written."""
+    plan: plans the run with further keys of the run file. read: a stream of each file of the trace.
+    """
     fixed, of_generator = _fixed_settings(asked)
     _refuse_no_trace(asked)
-    recorded = surroundings.read() if asked.traces else ()
+    recorded = read() if asked.traces else ()
     files = [stream.header.sha256 for stream in recorded]
     histories = _Histories(asked, of_generator, recorded)
     prices = _prices(asked.journal)
     variants = list(_variants(asked, fixed))
-    plans: dict[tuple[str, ...], PlannedRun] = {}
+    plans: dict[tuple[str, ...], PlanRequest] = {}
     outcomes, notes = list[Outcome](), list[str]()
     makers = {name: policy_named(name) for name in asked.policies}
     total = len(asked.policies) * len(variants) * asked.seeds
-    with StudyReplays(asked.out, total, surroundings.progress()).running() as replays:
+    with StudyReplays(asked.out, total, progress).running() as replays:
         for name, variant in product(asked.policies, variants):
             if variant.overrides not in plans:
-                plans[variant.overrides] = surroundings.plan(variant.overrides)
+                plans[variant.overrides] = plan(variant.overrides)
             request = plans[variant.overrides]
             cost = _cost_of(request, variant.settings, prices)
             words = " ".join(part for part in (name, variant.words) if part)
             ours = name == OURS
             maker = _ours(request, variant.settings, prices) if ours else makers[name]
             case = Case(words, maker, cost)
-            tokens = _tokens_of(request) if asked.is_until_done else inf
+            steps = request.loaded.config.train.steps if asked.is_until_done else inf
+            tokens = request.problem.workload.step_tokens * steps
             key = key_of(
                 name,
                 sorted(variant.settings.values.items()),
@@ -137,10 +133,6 @@ def study_of(asked: Asked, surroundings: Surroundings) -> StudyResult:
     notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
     notes += replays.notes
     return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
-
-
-def _tokens_of(request: PlannedRun) -> float:
-    return request.problem.workload.step_tokens * request.loaded.config.train.steps
 
 
 def _refuse_no_trace(asked: Asked) -> None:
@@ -210,8 +202,10 @@ def _prices(journal: Path | None) -> Mapping[int, float]:
     return {**RUNG_S, **rung_prices(read_history(open_run(journal).store))}
 
 
-def _ours(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
-    rules = replace(settings.rules(rules_of(request)), rung_s=prices)
+def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PolicyMaker:
+    saves = request.loaded.config.checkpoint
+    bounds = HoldfastRules(min_interval_s=saves.min_seconds, max_interval_s=saves.max_seconds)
+    rules = replace(settings.rules(bounds), rung_s=prices)
     if rules.min_interval_s > rules.max_interval_s:
         raise ConfigError(
             f"min_interval_s is {rules.min_interval_s:g}, and max_interval_s is "
@@ -222,16 +216,7 @@ def _ours(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) 
     return lambda cost: holdfast(cost, rules)
 
 
-def rules_of(request: PlannedRun) -> HoldfastRules:
-    """What the run file says of saves."""
-    saves = request.loaded.config.checkpoint
-    return HoldfastRules(
-        min_interval_s=saves.min_seconds,
-        max_interval_s=saves.max_seconds,
-    )
-
-
-def _cost_of(request: PlannedRun, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
+def _cost_of(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
     beat = request.loaded.config.cluster.beat_seconds
     costs = RecoveryCosts(prices, detection_s=node_timeout_s(beat))
     model = GoodputModel(request.problem, costs)
@@ -247,7 +232,10 @@ class _Histories:
         self, asked: Asked, of_generator: dict[str, float], streams: Sequence[EventStream]
     ) -> None:
         self._asked, self._of_generator = asked, of_generator
-        self._recorded = _merged(streams) if streams else None
+        self._recorded = None
+        if streams:
+            merged = with_known_places(merge_streams(streams))
+            self._recorded = as_long_as_nodes(merged, streams)
         self._parts: dict[int, list[EventStream]] = {}
         self._made: dict[tuple[int, int], EventStream] = {}
 
@@ -295,7 +283,3 @@ def _refuse_fleet(stream: EventStream, settings: Settings) -> None:
             where="--set",
             remedy=f"leave {unused[0]} out, or make a trace with --make spot",
         )
-
-
-def _merged(streams: Sequence[EventStream]) -> EventStream:
-    return as_long_as_nodes(with_known_places(merge_streams(streams)), streams)

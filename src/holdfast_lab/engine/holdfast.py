@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
+from holdfast.layout import Replica, Topology
 from holdfast.plan.objective.recovery_costs import RUNG_S
 from holdfast.policy.placement import Machine, place_copies
 from holdfast.policy.recovery.ladder import (
@@ -22,6 +25,7 @@ from holdfast.policy.recovery.ladder import (
     loss_of_nodes,
     recover,
 )
+from holdfast.policy.recovery.state_parts import StateSizes
 from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S
 from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
 from holdfast_lab.engine.fleet import seats
@@ -42,14 +46,54 @@ from holdfast_lab.engine.interfaces import (
     View,
     slowest,
 )
-from holdfast_lab.engine.placed_point import (
-    growth_rung,
-    sizes_of,
-    topology_by_place,
-    topology_on,
-)
 
 
+def topology_by_place(point: OperatingPoint) -> Topology:
+    """Return the topology on nodes "0", "1", ..."""
+    return point.topology or _topology(point.nodes, point.replicas)
+
+
+@lru_cache(maxsize=1024)
+def _topology(nodes: int, replicas: int) -> Topology:
+    places = tuple(map(str, range(nodes)))
+    if replicas > nodes:  # several on a node
+        alone = tuple(Replica(index, (index,)) for index in range(replicas))
+        return Topology(0, alone, tuple(places[i * nodes // replicas] for i in range(replicas)))
+    each = nodes // replicas
+    found: list[Replica] = []
+    for index in range(replicas):
+        last = nodes if index == replicas - 1 else (index + 1) * each
+        ranks = tuple(range(index * each, last))
+        found.append(Replica(index, ranks, (1, len(ranks), 1, 1)))
+    return Topology(0, tuple(found), places)
+
+
+def topology_on(point: OperatingPoint, names: Sequence[str]) -> Topology:
+    """Return the topology on nodes with these names, in the order of ranks."""
+    placed = topology_by_place(point)
+    return replace(placed, nodes=tuple([names[int(place)] for place in placed.nodes]))
+
+
+def sizes_of(point: OperatingPoint, state_bytes: float) -> StateSizes:
+    """Return the bytes of the state by layer. They add up to `state_bytes`."""
+    if point.sizes is None:
+        return StateSizes(blocks=(state_bytes,))
+    sizes = point.sizes
+    factor = state_bytes / (sizes.first + sum(sizes.blocks) + sizes.last)
+    if factor == 1:
+        return sizes
+    blocks = tuple(factor * block for block in sizes.blocks)
+    return StateSizes(factor * sizes.first, blocks, factor * sizes.last)
+
+
+@lru_cache(maxsize=1024)
+def growth_rung(before: OperatingPoint, after: OperatingPoint) -> int:
+    """Return the rung on which a run takes another layout if no node is lost."""
+    loss = loss_of_nodes(topology_by_place(before), (), {})
+    return recover(loss, Successor(topology_by_place(after))).rung
+
+
+# --- the policy -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class HoldfastRules:
     """What a run file sets. Intervals in seconds; 0: decided by the policy.
@@ -96,6 +140,25 @@ def restores_s(costs: Costs, rules: HoldfastRules, point: OperatingPoint) -> dic
 def holdfast(cost: CostModel, rules: HoldfastRules | None = None) -> HoldfastPolicy:
     """The policy for one run."""
     return HoldfastPolicy(cost, rules or HoldfastRules())
+
+
+def _without_newcomers(point: OperatingPoint, lost: Sequence[int]) -> Recovery:
+    """Return what the recovery ladder says if no process comes for those that were lost."""
+    if point.topology is None and point.nodes % point.replicas == 0:  # replicas are alike
+        each = point.nodes_per_replica
+        hit = Counter([place // each for place in lost]).values() if len(lost) > 1 else (1,)
+        return _by_replicas(point, tuple(sorted(hit)))
+    return recover(
+        loss_of_nodes(topology_by_place(point), [str(place) for place in lost], _STORE), None
+    )
+
+
+@lru_cache(maxsize=256)
+def _by_replicas(point: OperatingPoint, hit: tuple[int, ...]) -> Recovery:
+    """hit: nodes that each of some replicas has lost."""
+    each = point.nodes_per_replica
+    lost = [str(number * each + k) for number, count in enumerate(hit) for k in range(count)]
+    return recover(loss_of_nodes(topology_by_place(point), lost, _STORE), None)
 
 
 @dataclass
@@ -176,10 +239,9 @@ class HoldfastPolicy:
     ) -> Recovery:
         """Return what the recovery ladder says. point: the layout that follows."""
         assert view.point is not None
-        before, goes_on = topology_by_place(view.point), self.rules.replicas_go_on
-        loss = loss_of_nodes(before, [str(place) for place in lost], _STORE)
-        alone = recover(loss, None)
-        if goes_on and alone.rung == 0:
+        goes_on = self.rules.replicas_go_on
+        alone = _without_newcomers(view.point, lost) if goes_on else None
+        if alone is not None and alone.rung == 0:
             return alone
         before = topology_on(view.point, view.used)
         gone = {view.used[place] for place in lost}
@@ -198,7 +260,6 @@ class HoldfastPolicy:
         return recover(loss, Successor(after), sizes)
 
     def _holders(self, used: Sequence[str], lost: Collection[str]) -> Holders:
-        """Return the nodes whose memory has copies."""
         if self.rules.staged:
             return dict.fromkeys(lost, ("staging node",))
         if len(lost) == 1:  # wherever the copy is, it is on another node

@@ -23,13 +23,7 @@ from holdfast.policy.saving.tiers import (
     tier_choices,
     tier_costs,
 )
-from holdfast_lab.engine.interfaces import (
-    Costs,
-    OperatingPoint,
-    SavePlan,
-    TierSave,
-    View,
-)
+from holdfast_lab.engine.interfaces import Costs, OperatingPoint, SavePlan, TierSave, View
 
 MIN_REVIEW_S = 60.0
 REVIEW_SHARE = 0.25

@@ -23,15 +23,7 @@ from holdfast.policy.membership.state import MembershipRules
 from holdfast.policy.recovery.state_parts import StateSizes
 from holdfast.policy.saving.tiers import DISK
 
-LABELS = (
-    "productive",
-    "checkpoint",
-    "startup",
-    "recovery",
-    "rework",
-    "stopped",
-    "other",
-)
+LABELS = ("productive", "checkpoint", "startup", "recovery", "rework", "stopped", "other")
 """What a second of a simulated run is spent on. The names are those of
 `report/ledger/timeledger.py`, of which a simulation leaves out communication, data_wait and
 evaluation: they are part of a step."""
@@ -97,10 +89,8 @@ class Costs:
         copies: times that all of it is read, once for each replica."""
         if not self.state_bytes:
             return 0.0
-        return copies * self.state_bytes / self._to_store(nodes)
-
-    def _to_store(self, nodes: int) -> float:
-        return min(self.store_bandwidth, max(1, nodes) * self.node_store_bandwidth)
+        bandwidth = min(self.store_bandwidth, max(1, nodes) * self.node_store_bandwidth)
+        return copies * self.state_bytes / bandwidth
 
     def peer_s(self, nodes: int) -> float:
         """Seconds in which each node sends its share of the state to another one."""

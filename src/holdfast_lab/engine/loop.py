@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast_lab.engine.accounts import Accounts
 from holdfast_lab.engine.clock import Process, run_process
@@ -26,39 +26,19 @@ from holdfast_lab.engine.interfaces import (
     Node,
     OperatingPoint,
     Policy,
-    SavePlan,
     Transition,
 )
 from holdfast_lab.engine.ledger import Ledger
 from holdfast_lab.engine.progress import LostWork, Progress
 from holdfast_lab.traces.events import TraceEvent
 
+if TYPE_CHECKING:
+    from holdfast_lab.engine.run_journal import JournalObserver
+
 _NO_WORK = LostWork(0.0, 0.0, 0.0, 0.0, 0.0)
 _TINY = 1e-9
 MIN_REVIEW_S = 0.1
 """A policy is asked again no sooner than after so many seconds."""
-
-
-class Observer(Protocol):
-    """Hears of a run while it is simulated, to write it down."""
-
-    def trained(self, simulation: Simulation, seconds: float) -> None:
-        """The run trained, saves included, for so many seconds that end now."""
-
-    def lost(self, simulation: Simulation, nodes: Sequence[Node], reason: str) -> None:
-        """Nodes in use went."""
-
-    def noticed(self, simulation: Simulation, nodes: Sequence[str], seconds: float) -> None:
-        """Nodes have a notice."""
-
-    def changed(self, simulation: Simulation, transition: Transition, lost: LostWork) -> None:
-        """The run takes another layout."""
-
-    def planned(self, simulation: Simulation, plan: SavePlan) -> None:
-        """How often the run saves from now on."""
-
-    def ended(self, simulation: Simulation) -> None:
-        """The run is over."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +56,7 @@ class Simulation(Process[Sequence[TraceEvent]]):
     cost: CostModel
     policy: Policy
     limits: Limits
-    observer: Observer | None = None
+    observer: JournalObserver | None = None
     now: float = 0.0
     fleet: Fleet = field(default_factory=Fleet)
     used: list[str] = field(default_factory=list)
@@ -272,7 +252,6 @@ class Simulation(Process[Sequence[TraceEvent]]):
             self._resume()
 
     def _lose(self, transition: Transition) -> LostWork:
-        """Take back the work that the transition loses."""
         if transition.loses == NOTHING:
             return _NO_WORK
         if transition.loses == SAVE:

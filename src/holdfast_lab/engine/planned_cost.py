@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
-from holdfast.config.loading.load import LoadedConfig
-from holdfast.plan.auto.machines import Machines
-from holdfast.plan.auto.search_run import RunPlan
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.evaluate import Problem, StepCost
+from holdfast.plan.cost.evaluate import StepCost
 from holdfast.plan.hardware.devices import device_named
 from holdfast.plan.objective.energy import JOULES_PER_KWH, kwh_per_step
 from holdfast.plan.objective.goodput import GoodputModel
@@ -24,25 +20,6 @@ from holdfast.plan.objective.recoveries import state_sizes, topology_of
 from holdfast_lab.engine.interfaces import Costs, OperatingPoint
 
 _CPU_START_S, _START_S = 6.0, 30.0
-
-
-class PlannedRun(Protocol):
-    """A run file with the plan of its run."""
-
-    @property
-    def loaded(self) -> LoadedConfig: ...
-
-    @property
-    def machines(self) -> Machines: ...
-
-    @property
-    def plan(self) -> RunPlan: ...
-
-    @property
-    def problem(self) -> Problem: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...  # for the reader, before the plan
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import RunFolderError
 from holdfast.events import (
@@ -41,8 +41,10 @@ from holdfast.wire.store.run_store import (
 from holdfast_lab.engine.interfaces import SAVE, Node, SavePlan, Transition
 from holdfast_lab.engine.kept_replays import FILE as KEPT_REPLAYS
 from holdfast_lab.engine.loop import Simulation
-from holdfast_lab.engine.planned_cost import PlannedRun
 from holdfast_lab.engine.progress import LostWork
+
+if TYPE_CHECKING:
+    from holdfast.cli.plan_request import PlanRequest
 
 MOST_LINES = 20_000
 """Steps that get a line of their own."""
@@ -111,7 +113,9 @@ class JournalObserver:
     _intervals: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
-    def in_folder(folder: Path, planned: PlannedRun, words: str, seconds: float) -> JournalObserver:
+    def in_folder(
+        folder: Path, planned: PlanRequest, words: str, seconds: float
+    ) -> JournalObserver:
         """Begin the run folder. seconds: that will be simulated. Raises RunFolderError."""
         loaded = planned.loaded
         resolved = {"config": loaded.config.model_dump(mode="json"), SIMULATED_KEY: words}
@@ -162,7 +166,6 @@ class JournalObserver:
             self._write(self._held.popleft())
 
     def _hold(self, at: float, event: Event) -> None:
-        """Write it after the steps before it."""
         self._held.append((at, event))
 
     def lost(self, simulation: Simulation, nodes: Sequence[Node], reason: str) -> None:

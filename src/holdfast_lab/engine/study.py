@@ -11,12 +11,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TYPE_CHECKING
 
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.ledger import Ledger
-from holdfast_lab.engine.loop import Limits, Observer, Simulation
+from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.traces.events import EventStream, TraceEvent, in_order
 from holdfast_lab.traces.scenario import stream_part
+
+if TYPE_CHECKING:
+    from holdfast_lab.engine.run_journal import JournalObserver
 
 RESAMPLES = 1000
 KEPT_SHARE = 0.75
@@ -92,7 +96,7 @@ def run_case(
     case: Case,
     histories: Sequence[EventStream],
     tokens: float = inf,
-    observer: Observer | None = None,
+    observer: JournalObserver | None = None,
 ) -> Outcome:
     """Simulate a case over each history. tokens: at which a run is done. A history is repeated
     until then, for `MAX_SECONDS` at most, unless a pass of it keeps no token. observer: of the

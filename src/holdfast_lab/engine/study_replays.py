@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast_lab.engine.kept_replays import KeptReplays
 from holdfast_lab.engine.ledger import Ledger, Sketch
-from holdfast_lab.engine.loop import Observer
-from holdfast_lab.engine.planned_cost import PlannedRun
 from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.study import Case, Outcome, run_case
 from holdfast_lab.traces.events import EventStream
+
+if TYPE_CHECKING:
+    from holdfast.cli.plan_request import PlanRequest
 
 _SKETCHES = ("lost_s", "lost_steps", "rto_s")
 _BY_TIER = ("saves", "saved_bytes", "read_bytes")
@@ -54,7 +55,7 @@ class StudyReplays:
         case: Case,
         histories: Sequence[Callable[[], EventStream]],
         tokens: float,
-        planned: PlannedRun,
+        planned: PlanRequest,
         key: str,
     ) -> Outcome:
         """Simulate a case over each history, or take what an earlier call has kept.
@@ -70,7 +71,10 @@ class StudyReplays:
             found = None if is_lost else self._kept.get(name)
             if found is None:
                 history = make()
-                heard = self._journal(planned, case, history) if is_first else None
+                heard = None
+                if is_first and self._out:
+                    length = history.seconds
+                    heard = JournalObserver.in_folder(self._out, planned, case.words, length)
                 ledger = run_case(case, [history], tokens, heard).ledgers[0]
                 self._kept.put(name, asdict(ledger))
             else:
@@ -78,11 +82,6 @@ class StudyReplays:
             ledgers.append(ledger)
             self._done += 1
         return Outcome(case, tuple(ledgers))
-
-    def _journal(self, planned: PlannedRun, case: Case, history: EventStream) -> Observer | None:
-        if self._out is None:
-            return None
-        return JournalObserver.in_folder(self._out, planned, case.words, history.seconds)
 
 
 def ledger_from(state: Mapping[str, Any]) -> Ledger:

@@ -42,26 +42,8 @@ SHRINKAGE_LOSSES = 5.0
 """Losses that the table of all zones is worth in the table of one."""
 MAX_FIT_SAMPLES = 40_000
 _AGES_IN_HORIZONS = (
-    0.0,
-    0.25,
-    0.5,
-    1,
-    2,
-    4,
-    6,
-    8,
-    12,
-    16,
-    20,
-    22,
-    23,
-    24,
-    28,
-    36,
-    48,
-    72,
-    120,
-    240,
+    *(0.0, 0.25, 0.5, 1, 2, 4, 6, 8, 12, 16, 20),
+    *(22, 23, 24, 28, 36, 48, 72, 120, 240),
 )
 
 TrainLstm = Callable[[Sequence[Sample], Sequence[float], float], BiLstm]
@@ -106,8 +88,7 @@ def fit_models(
         )
     stage(f"fitting the hazard and the smoothing to {len(learn.samples):,} samples")
     samples, weights = subsample(learn.samples)
-    usual = _usual_rate(parts)
-    hazard = fit_hazard(parts, horizon_s)
+    hazard, usual = fit_hazard(parts, horizon_s)
     models: tuple[Model, ...] = (
         NeverModel(),
         BaseRateModel(usual),
@@ -182,13 +163,9 @@ def _stays(part: TrainingPart) -> list[tuple[str, float, float, bool]]:
     return out
 
 
-def _usual_rate(parts: Sequence[TrainingPart]) -> float:
-    stays = [stay for part in parts for stay in _stays(part)]
-    return max(MIN_RATE, sum(s[3] for s in stays) / max(1.0, sum(s[1] for s in stays)))
-
-
-def fit_hazard(parts: Sequence[TrainingPart], horizon_s: float) -> HazardModel:
-    """Losses by exposure in each age and zone. A zone's table is shrunk to that of all zones."""
+def fit_hazard(parts: Sequence[TrainingPart], horizon_s: float) -> tuple[HazardModel, float]:
+    """Losses by exposure in each age and zone, and their base rate. A zone's table is shrunk to
+    that of all zones."""
     edges = tuple(share * horizon_s for share in _AGES_IN_HORIZONS)
     stays = [stay for part in parts for stay in _stays(part)]
     usual = max(MIN_RATE, sum(s[3] for s in stays) / max(1.0, sum(s[1] for s in stays)))
@@ -197,7 +174,7 @@ def fit_hazard(parts: Sequence[TrainingPart], horizon_s: float) -> HazardModel:
     for zone in sorted({stay[0] for stay in stays}):
         mine = [stay for stay in stays if stay[0] == zone]
         rates[zone] = tuple(_table(mine, edges, pooled, SHRINKAGE_LOSSES))
-    return HazardModel(edges, rates)
+    return HazardModel(edges, rates), usual
 
 
 def _table(

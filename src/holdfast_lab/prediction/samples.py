@@ -103,8 +103,7 @@ def take_samples(
         )
     ends = _departures(changes)
     history = ClusterHistory(
-        tuple(share * horizon_s for share in HALF_LIVES_IN_HORIZONS),
-        MEMORY_IN_HORIZONS * horizon_s,
+        tuple(share * horizon_s for share in HALF_LIVES_IN_HORIZONS), MEMORY_IN_HORIZONS * horizon_s
     )
     samples, at = list[Sample](), 0
     times = [change.t_s for change in changes]

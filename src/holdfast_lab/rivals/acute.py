@@ -9,22 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
-from holdfast_lab.engine.interfaces import (
-    NOTHING,
-    SAVE,
-    STAY,
-    STEP,
-    Change,
-    CostModel,
-    Decision,
-    SavePlan,
-    TierSave,
-    Transition,
-    View,
-    slowest,
-)
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves
+from holdfast.policy.saving.tiers import DISK, PEERS
+from holdfast_lab.engine.interfaces import OperatingPoint, SavePlan, TierSave, View
+from holdfast_lab.rivals.restart import RestartPolicy
 
 
 @dataclass(frozen=True)
@@ -70,9 +57,6 @@ class Hierarchy:
         safe = [durable[level.tier] for level in self.levels if level.survives]
         return self.pause_s(nbytes) + min(safe, default=inf)
 
-    def surviving(self) -> tuple[int, ...]:
-        return tuple(level.tier for level in self.levels if level.survives)
-
     def load_s(self, nbytes: float) -> float:
         """Seconds to read the newest save that survived."""
         return nbytes / max(level.bandwidth for level in self.levels if level.survives)
@@ -86,70 +70,36 @@ COPY_PAUSE = 0.1 / 1e9
 66.8 ms at 667 MB and 108.4 ms at 1.31 GB (`benchmarks.lab.acute`)."""
 ACUTE_PAUSE_SHARE = 1 - 0.531
 """Of the baseline's pause that ACUTE keeps (not in its abstract)."""
-OVERLAPPED_PAUSE_S = 0.4e-3
-"""Of a capture behind the step, at any size (`benchmarks.lab.acute`, ours)."""
-
-_STORE = Level("storage", DISK, STORAGE)
-STORAGE_ONLY = Hierarchy("storage only", (_STORE,), COPY_PAUSE)
-MULTI_LEVEL = Hierarchy(
-    "own memory, then storage",
-    (Level("own memory", MEMORY, MEMCPY, survives=False), _STORE),
-    COPY_PAUSE,
-)
+STORE = Level("storage", DISK, STORAGE)
 ACUTE = Hierarchy(
     "stable node, then storage (ACUTE)",
-    (Level("stable node", PEERS, LINK), _STORE),
+    (Level("stable node", PEERS, LINK), STORE),
     ACUTE_PAUSE_SHARE * COPY_PAUSE,
 )
-OVERLAPPED = Hierarchy(
-    "stable node and storage at once, capture behind the step (Holdfast)",
-    (Level("stable node", PEERS, LINK), _STORE),
-    0.0,
-    OVERLAPPED_PAUSE_S,
-    at_once=True,
-)
-HIERARCHIES = (STORAGE_ONLY, MULTI_LEVEL, ACUTE, OVERLAPPED)
 
 
 @dataclass
-class HierarchyPolicy:
+class HierarchyPolicy(RestartPolicy):
     """Restart from the newest save that survived, of one hierarchy.
 
     interval_s: seconds of training between saves; 0: Young's, for the pause of a save.
     """
 
-    cost: CostModel
     hierarchy: Hierarchy = ACUTE
     interval_s: float = 0.0
-    name: str = "acute"
-    _saves: YoungSaves = field(default_factory=YoungSaves)
+    name: str = field(default="acute", kw_only=True)
 
-    def decide(self, view: View, change: Change) -> Decision:
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        return tuple(level.tier for level in self.hierarchy.levels if level.survives)
+
+    def start_s(self, point: OperatingPoint) -> float:
         costs = self.cost.costs
-        best = self.cost.point(len(view.nodes))
         load = self.hierarchy.load_s(costs.state_bytes)
-        start = costs.start_s + costs.regroup_s + costs.communicator_s + load
-        tiers = self.hierarchy.surviving()
-        if change.lost:
-            self._saves.saw_failure()
-            if best is None:
-                return Decision(Transition(None, (), SAVE, tiers, reason="too few nodes"))
-            pause = costs.detection_s + start
-            read = {tiers[0]: best.replicas * costs.state_bytes}
-            restart = Transition(
-                best, ((RECOVERY, pause),), SAVE, tiers, read=read, reason="restart"
-            )
-            return Decision(restart)
-        if best is None or best == view.point:
-            return STAY
-        if view.point is None:
-            return Decision(Transition(best, ((STARTUP, start),), reason="start"))
-        if view.pause_left > 0:
-            return Decision(Transition(best, ((RECOVERY, start),), NOTHING, reason="restart"))
-        if best.tokens_per_s <= view.point.tokens_per_s:
-            return STAY
-        pause = self.hierarchy.checkpoint_s(costs.state_bytes) + start
-        return Decision(Transition(best, ((RECOVERY, pause),), STEP, reason="grow"))
+        return costs.start_s + costs.regroup_s + costs.communicator_s + load
+
+    def save_s(self, point: OperatingPoint) -> float:
+        return self.hierarchy.checkpoint_s(self.cost.costs.state_bytes)
 
     def saves(self, view: View) -> SavePlan:
         nbytes = self.cost.costs.state_bytes
@@ -162,6 +112,3 @@ class HierarchyPolicy:
             blocked = pause if place == 0 else 0.0
             tiers.append(TierSave(level.tier, interval, blocked, durable[level.tier], nbytes))
         return SavePlan(tuple(tiers), review_s=1800.0)
-
-    def slowdown(self, view: View) -> float:
-        return slowest(view)

@@ -15,13 +15,18 @@ from holdfast_lab.engine.interfaces import (
     Change,
     Decision,
     OperatingPoint,
-    SavePlan,
     Transition,
     View,
-    slowest,
 )
-from holdfast_lab.rivals.grid_cost import FORWARD_SHARE, GridModel
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves, regroup_s, restart_s
+from holdfast_lab.rivals.grid_cost import (
+    FORWARD_SHARE,
+    RECOVERY,
+    STARTUP,
+    GridModel,
+    YoungPolicy,
+    regroup_s,
+    restart_s,
+)
 
 STAGES = 8
 """`num_stages_target` for BERT and GPT-2 (uclasystem/bamboo, simulation/simulator.py)."""
@@ -36,7 +41,7 @@ RISK = 0.05
 
 
 @dataclass
-class BambooPolicy:
+class BambooPolicy(YoungPolicy):
     """Pipelines of fixed depth with redundant computation (Thorpe et al., NSDI 2023).
 
     A node whose predecessor lives is replaced by it in the running step: nothing is lost. Two
@@ -54,7 +59,6 @@ class BambooPolicy:
     stages: int = STAGES
     overhead: float | None = None
     name: str = "bamboo"
-    _saves: YoungSaves = field(default_factory=YoungSaves)
     _doubled: set[int] = field(default_factory=set)  # places that stand in for their successor
     _names: dict[int, str] = field(default_factory=dict)  # place -> node that does its work
 
@@ -196,9 +200,3 @@ class BambooPolicy:
         return Transition(
             more, ((RECOVERY, pause),), NOTHING, used=tuple(names), reason="reconfigures"
         )
-
-    def saves(self, view: View) -> SavePlan:
-        return self._saves.plan(view, self.cost.costs)
-
-    def slowdown(self, view: View) -> float:
-        return slowest(view)

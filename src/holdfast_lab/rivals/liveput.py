@@ -9,7 +9,7 @@ chance that each stage keeps enough copies is computed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import comb
@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_lab.engine.interfaces import Costs
-from holdfast_lab.rivals.grid_cost import GridModel, Shape
-from holdfast_lab.rivals.moves import regroup_s
+from holdfast_lab.rivals.grid_cost import GridModel, Shape, regroup_s
 
 INTERVAL_S = 60.0
 LOOK_AHEAD = 12
@@ -61,58 +60,6 @@ class SharedMigration:
 
     def repartition_s(self, dp: int, pp: int, grows: bool) -> float:
         return regroup_s(self.costs, 1 / pp)
-
-
-@dataclass(frozen=True)
-class PublishedMigration:
-    """The constants of Parcae's own cost model (liveput/cost.py), seconds.
-
-    build_s: of a model by pipeline depth. groups: a rate for each communicator, or the steps by dp
-    that the code has for BERT. state_bytes: of all layers.
-    """
-
-    state_bytes: float
-    build_s: Mapping[int, float]
-    process_s: float
-    extra_s: float = 0.0
-    group_s: tuple[float, float] | None = None  # of each group, on growth and otherwise
-    rendezvous_s: float = 6.6
-    bandwidth: float = 0.9e9  # its measurement of 1 GiB between two nodes: 1.198 s
-
-    def _groups(self, dp: int, pp: int, grows: bool) -> float:
-        if self.group_s is not None:
-            return 0.035 + (dp + pp + 1 + dp * pp) * self.group_s[0 if grows else 1]
-        steps = 2.0 if dp >= 12 else 1.5 if dp >= 6 else 1.0
-        return 0.035 + steps * (1.5 if grows else 1.0)
-
-    def _restart(self, dp: int, pp: int, grows: bool) -> float:
-        joining = self.rendezvous_s + self.extra_s if grows else 0.0
-        build = self.build_s.get(pp, max(self.build_s.values()))
-        return joining + self._groups(dp, pp, grows) + self.process_s + build
-
-    def intra_s(self, dp: int, pp: int) -> float:
-        return self._groups(dp, pp, False) + self.process_s
-
-    def inter_s(self, dp: int, pp: int, grows: bool) -> float:
-        return self.state_bytes / pp / self.bandwidth + self._restart(dp, pp, grows)
-
-    def repartition_s(self, dp: int, pp: int, grows: bool) -> float:
-        moved = (2 if dp > 1 else 1) * self.state_bytes / pp / self.bandwidth
-        return moved + self._restart(dp, pp, grows)
-
-
-_BERT_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-_BERT_BUILD_S = (1.752, 1.123, 1.095, 0.854, 0.86, 0.767, 0.754, 0.633, 0.626, 0.505, 0.531)
-BERT_MIGRATION = PublishedMigration(
-    366e6 * 12, dict(zip(_BERT_STAGES, _BERT_BUILD_S, strict=True)), process_s=0.03
-)
-GPT_MIGRATION = PublishedMigration(
-    7.68e9 * 12,
-    {12: 7.961, 13: 6.911, 14: 6.926, 15: 7.002, 16: 7.195},
-    process_s=0.24,
-    extra_s=2.0,
-    group_s=(0.5, 0.1156),
-)
 
 
 @cache

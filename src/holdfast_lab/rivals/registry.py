@@ -16,10 +16,6 @@ from holdfast_lab.rivals.torchft import TorchftPolicy
 from holdfast_lab.rivals.varuna import VarunaPolicy
 
 
-def _torchft(cost: CostModel) -> Policy:
-    return TorchftPolicy(as_grid(cost))
-
-
 def _bamboo(cost: CostModel) -> Policy:
     """The published depth if the cost model has it, and that of the fastest layout if not."""
     grid = as_grid(cost)
@@ -37,7 +33,7 @@ def _parcae(cost: CostModel) -> Policy:
 POLICIES: Mapping[str, Callable[[CostModel], Policy]] = {
     "holdfast": holdfast,
     "restart": RestartPolicy,
-    "torchft": _torchft,
+    "torchft": lambda cost: TorchftPolicy(as_grid(cost)),
     "bamboo": _bamboo,
     "varuna": VarunaPolicy,
     "parcae": _parcae,

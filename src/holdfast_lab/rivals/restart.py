@@ -11,18 +11,16 @@ from holdfast_lab.engine.interfaces import (
     STAY,
     STEP,
     Change,
-    CostModel,
     Decision,
-    SavePlan,
+    OperatingPoint,
     Transition,
     View,
-    slowest,
 )
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves, restart_s
+from holdfast_lab.rivals.grid_cost import RECOVERY, STARTUP, YoungPolicy, restart_s
 
 
 @dataclass
-class RestartPolicy:
+class RestartPolicy(YoungPolicy):
     """Any loss ends all processes; they start again on what is left and load the last checkpoint.
 
     torchelastic does so for every change of the membership (PyTorch, `torch.distributed.elastic`:
@@ -30,42 +28,39 @@ class RestartPolicy:
     a larger layout is faster, and saves before that.
     """
 
-    cost: CostModel
-    name: str = "restart"
-    _saves: YoungSaves = field(default_factory=YoungSaves)
+    name: str = field(default="restart", kw_only=True)
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Tiers whose saves survive a loss; the first one is read."""
+        return (DISK,)
+
+    def start_s(self, point: OperatingPoint) -> float:
+        """Seconds until processes train, the load of a save included."""
+        return restart_s(self.cost.costs, point.nodes, point.replicas)
+
+    def save_s(self, point: OperatingPoint) -> float:
+        """Seconds until a save survives the end of all processes."""
+        return self.cost.costs.store_s(point.nodes)
 
     def decide(self, view: View, change: Change) -> Decision:
-        costs = self.cost.costs
+        costs, tiers = self.cost.costs, self.tiers
         best = self.cost.point(len(view.nodes))
         if change.lost:
             self._saves.saw_failure()
             if best is None:
-                return Decision(Transition(None, loses=SAVE, reason="too few nodes"))
-            pause = costs.detection_s + restart_s(costs, best.nodes, best.replicas)
-            return Decision(
-                Transition(
-                    best,
-                    ((RECOVERY, pause),),
-                    SAVE,
-                    read={DISK: best.replicas * costs.state_bytes},
-                    reason="restart",
-                )
-            )
+                return Decision(Transition(None, (), SAVE, tiers, reason="too few nodes"))
+            pauses = ((RECOVERY, costs.detection_s + self.start_s(best)),)
+            read = {tiers[0]: best.replicas * costs.state_bytes}
+            return Decision(Transition(best, pauses, SAVE, tiers, read=read, reason="restart"))
         if best is None or best == view.point:
             return STAY
+        start = self.start_s(best)
         if view.point is None:
-            pause = restart_s(costs, best.nodes, best.replicas)
-            return Decision(Transition(best, ((STARTUP, pause),), reason="start"))
+            return Decision(Transition(best, ((STARTUP, start),), reason="start"))
         if view.pause_left > 0:
-            pause = restart_s(costs, best.nodes, best.replicas)
-            return Decision(Transition(best, ((RECOVERY, pause),), NOTHING, reason="restart"))
+            return Decision(Transition(best, ((RECOVERY, start),), NOTHING, reason="restart"))
         if best.tokens_per_s <= view.point.tokens_per_s:
             return STAY
-        pause = costs.store_s(view.point.nodes) + restart_s(costs, best.nodes, best.replicas)
+        pause = self.save_s(view.point) + start
         return Decision(Transition(best, ((RECOVERY, pause),), STEP, reason="grow"))
-
-    def saves(self, view: View) -> SavePlan:
-        return self._saves.plan(view, self.cost.costs)
-
-    def slowdown(self, view: View) -> float:
-        return slowest(view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from holdfast.policy.saving.tiers import DISK
@@ -12,25 +12,22 @@ from holdfast_lab.engine.interfaces import (
     Change,
     Decision,
     OperatingPoint,
-    SavePlan,
     Transition,
     View,
-    slowest,
 )
-from holdfast_lab.rivals.grid_cost import GridModel
-from holdfast_lab.rivals.moves import (
+from holdfast_lab.rivals.grid_cost import (
     RECOVERY,
     STARTUP,
-    YoungSaves,
+    GridModel,
+    YoungPolicy,
     idle_nodes,
     regroup_s,
-    replicas_hit,
     restart_s,
 )
 
 
 @dataclass
-class TorchftPolicy:
+class TorchftPolicy(YoungPolicy):
     """A replica group of fixed depth is the unit of failure (meta-pytorch/torchft, README and
     `manager.py`).
 
@@ -46,12 +43,12 @@ class TorchftPolicy:
     cost: GridModel
     stages: int | None = None
     name: str = "torchft"
-    _saves: YoungSaves = field(default_factory=YoungSaves)
     _ready_at: float = inf
     _healing: tuple[str, ...] = ()
 
     def decide(self, view: View, change: Change) -> Decision:
-        self._forget_lost_healers(view)
+        if any(name not in view.nodes for name in self._healing):
+            self._healing, self._ready_at = (), inf
         if change.lost:
             transition: Transition | None = self._lose(view, change)
         elif view.point is None or self.stages is None:
@@ -69,13 +66,9 @@ class TorchftPolicy:
         points = [point for point in found if point is not None]
         return max(points, key=lambda point: point.tokens_per_s, default=None)
 
-    def _forget_lost_healers(self, view: View) -> None:
-        if any(name not in view.nodes for name in self._healing):
-            self._healing, self._ready_at = (), inf
-
     def _lose(self, view: View, change: Change) -> Transition | None:
         depth, costs = self._depth(), self.cost.costs
-        hit = replicas_hit(change.lost, depth)
+        hit = {place // depth for place in change.lost}
         groups = len(view.used) // depth
         complete = [
             view.used[group * depth : (group + 1) * depth]
@@ -147,9 +140,3 @@ class TorchftPolicy:
         if self._healing:
             return max(1.0, self._ready_at - view.now, view.pause_left)
         return inf
-
-    def saves(self, view: View) -> SavePlan:
-        return self._saves.plan(view, self.cost.costs)
-
-    def slowdown(self, view: View) -> float:
-        return slowest(view)

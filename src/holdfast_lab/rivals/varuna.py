@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from holdfast.policy.saving.tiers import DISK
@@ -11,15 +11,12 @@ from holdfast_lab.engine.interfaces import (
     SAVE,
     STEP,
     Change,
-    CostModel,
     Decision,
     OperatingPoint,
-    SavePlan,
     Transition,
     View,
-    slowest,
 )
-from holdfast_lab.rivals.moves import RECOVERY, STARTUP, YoungSaves, restart_s
+from holdfast_lab.rivals.grid_cost import RECOVERY, STARTUP, YoungPolicy, restart_s
 
 WAIT_S = 120.0
 """`time.sleep(120)` before the job is killed and relaunched: "wait for transient errors to pass"
@@ -29,7 +26,7 @@ BEFORE_PREEMPTION_S = 30.0
 
 
 @dataclass
-class VarunaPolicy:
+class VarunaPolicy(YoungPolicy):
     """The manager picks the fastest pipeline depth and width for the machines, the batch held.
 
     A morph saves, kills all processes and relaunches them (Athlur et al., EuroSys 2022, section 4).
@@ -37,10 +34,8 @@ class VarunaPolicy:
     code. Varuna searches depths with its own simulator; here it is given the cost model's answer.
     """
 
-    cost: CostModel
     wait_s: float = WAIT_S
     name: str = "varuna"
-    _saves: YoungSaves = field(default_factory=YoungSaves)
     _save_at: float = inf
 
     def decide(self, view: View, change: Change) -> Decision:
@@ -92,9 +87,3 @@ class VarunaPolicy:
         return Transition(
             best, ((RECOVERY, pause),), STEP, used=tuple(nodes[: best.nodes]), reason="morph"
         )
-
-    def saves(self, view: View) -> SavePlan:
-        return self._saves.plan(view, self.cost.costs)
-
-    def slowdown(self, view: View) -> float:
-        return slowest(view)

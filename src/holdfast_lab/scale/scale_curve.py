@@ -13,7 +13,7 @@ from holdfast.errors import LayoutError
 from holdfast.layout import AXES
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
-from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.objective.energy import COMPUTING, WAITING, usd_per_hour
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.objectives import TOKENS
@@ -59,8 +59,10 @@ class Curve:
         """The last size up to which each doubling pays; None: no size has a layout."""
         found: Point | None = None
         for point in self.points:
-            if found is not None and point.tokens_per_s < _needed(found, point):
-                return found
+            if found is not None:
+                added = point.devices / found.devices - 1
+                if point.tokens_per_s < found.tokens_per_s * (1 + (KNEE_GAIN - 1) * added):
+                    return found
             found = point
         return found
 
@@ -69,12 +71,6 @@ def shown_knee(curve: Curve) -> Point | None:
     """The knee, unless it is the largest size that was searched."""
     knee = curve.knee
     return None if knee is None or knee == curve.points[-1] else knee
-
-
-def _needed(before: Point, after: Point) -> float:
-    """Throughput at which the devices that were added pay."""
-    added = after.devices / before.devices - 1
-    return before.tokens_per_s * (1 + (KNEE_GAIN - 1) * added)
 
 
 def scale_curve(
@@ -118,12 +114,9 @@ def _with_devices(problem: Problem, devices: int) -> Problem | None:
         return None
     else:
         smaller = replace(pool, nodes=devices // pool.devices)
-    return replace(problem, cluster=Cluster((_whole_racks(smaller),)))
-
-
-def _whole_racks(pool: NodePool) -> NodePool:
-    """Fewer nodes than a rack have are in one rack."""
-    return replace(pool, burst=min(pool.burst, pool.nodes))
+    # Fewer nodes than a rack have are in one rack.
+    in_racks = replace(smaller, burst=min(smaller.burst, smaller.nodes))
+    return replace(problem, cluster=Cluster((in_racks,)))
 
 
 def _point(problem: Problem, best: Found, devices: int, costs: RecoveryCosts) -> Point:

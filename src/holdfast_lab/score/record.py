@@ -8,10 +8,15 @@ computed from them, alike for all trainers and for both levels.
 from __future__ import annotations
 
 import itertools
+import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
+from typing import Any
+
+from holdfast.core.json_parsing import parse_json
+from holdfast.errors import DataError
 
 FULL_SPEED_SHARE = 0.9
 """Share of the ideal throughput from which a run counts as recovered (RTO)."""
@@ -197,3 +202,45 @@ def samples_once(record: RunRecord) -> str:
         if next_start > stop:
             return f"samples {stop} to {next_start - 1} were left out"
     return ""
+
+
+# --- files ----------------------------------------------------------------------------------------
+def format_record(record: RunRecord) -> str:
+    return json.dumps(asdict(record))
+
+
+def parse_record(text: str, source: str) -> RunRecord:
+    """Raises DataError."""
+    try:
+        row: Any = parse_json(text)
+        commits = tuple(
+            Commit(**{**c, "samples": tuple((a, b) for a, b in c["samples"])})
+            for c in row["commits"]
+        )
+        pairs = tuple((float(at), int(count)) for at, count in row["capacity"])
+        lists = {"commits": commits, "capacity": pairs, "faults": tuple(row["faults"])}
+        return RunRecord(**{**row, **lists})
+    except (ValueError, KeyError, TypeError):
+        raise DataError(
+            "this is no record of a run", where=source, remedy="remove it, and run the score again"
+        ) from None
+
+
+def format_reference(table: ReferenceTable) -> str:
+    return json.dumps({"tokens_per_s": {str(n): rate for n, rate in table.rates.items()}}, indent=1)
+
+
+def parse_reference(text: str, source: str) -> ReferenceTable:
+    """A table {"tokens_per_s": {"1": 12.0, ...}}. Raises DataError."""
+    try:
+        row: Any = parse_json(text)
+        rates = {int(n): float(rate) for n, rate in row["tokens_per_s"].items()}
+        if not rates or min(rates.values()) <= 0:
+            raise ValueError(rates)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(
+            "this is no table of throughputs",
+            where=source,
+            remedy='write {"tokens_per_s": {"1": 12.0, "2": 24.0}}, by nodes',
+        ) from None
+    return ReferenceTable(rates)

@@ -139,7 +139,8 @@ def draw_scenario(name: str, seed: int, size: Size) -> ScenarioRun:
     else:
         _DRAWINGS[name](drawing)
         events = drawing.events
-    first = [] if any(e.t_s == 0 for e in events) else _first_nodes(size.nodes)
+    first = [TraceEvent(0.0, "join", f"n{n}", value=1.0) for n in range(1, size.nodes + 1)]
+    first = [] if any(e.t_s == 0 for e in events) else first
     stream = EventStream(
         TraceHeader(name, seed=seed, seconds=size.seconds), in_order([*first, *events])
     )
@@ -156,10 +157,6 @@ def draw_scenario(name: str, seed: int, size: Size) -> ScenarioRun:
 def interruptions(events: Sequence[TraceEvent]) -> tuple[float, ...]:
     """When nodes went; what goes at one instant is one interruption."""
     return tuple(sorted({e.t_s for e in events if e.kind in ("preempt", "fail")}))
-
-
-def _first_nodes(count: int) -> list[TraceEvent]:
-    return [TraceEvent(0.0, "join", f"n{n}", value=1.0) for n in range(1, count + 1)]
 
 
 class _Drawing:
@@ -205,14 +202,6 @@ class _Drawing:
             self._back[other] = at + later
 
 
-def _none(draw: _Drawing) -> None:
-    return
-
-
-def _one_kill(draw: _Drawing) -> None:
-    draw.fail(draw.between(0.25, 0.5), 1, draw.steps(12))
-
-
 def _poisson(draw: _Drawing) -> None:
     """Independent failures, so compressed that one comes every 25 steps on average."""
     draw.between_s = draw.steps(25)
@@ -242,7 +231,6 @@ def _one_drop(draw: _Drawing) -> None:
 
 
 def _gang(draw: _Drawing) -> None:
-    """All nodes go at once, and come back together."""
     at = draw.between(0.3, 0.5)
     draw.take(at, draw.size.nodes, [draw.steps(10)] * draw.size.nodes)
 
@@ -306,8 +294,8 @@ def _lives(draw: _Drawing) -> None:
 
 
 _DRAWINGS: dict[str, Callable[[_Drawing], None]] = {
-    "F0": _none,
-    "F1": _one_kill,
+    "F0": lambda draw: None,
+    "F1": lambda draw: draw.fail(draw.between(0.25, 0.5), 1, draw.steps(12)),
     "F2": _poisson,
     "F3": _bursts,
     "F4": _one_drop,

@@ -326,11 +326,7 @@ def _fit_carbon(stream: EventStream) -> Fit:
     swing = (max(hours.values()) - min(hours.values())) / mean if mean else 0.0
     return Fit(
         "carbon",
-        {
-            "mean": mean,
-            "swing": swing,
-            "noise": _mean(rest) ** 0.5 / mean if mean else 0.0,
-        },
+        {"mean": mean, "swing": swing, "noise": _mean(rest) ** 0.5 / mean if mean else 0.0},
     )
 
 

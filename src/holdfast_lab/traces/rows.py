@@ -239,9 +239,7 @@ def digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def without_header(
-    rows: Iterator[tuple[int, list[str]]],
-) -> Iterator[tuple[int, list[str]]]:
+def without_header(rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
     """Rows of a file that needs no header, without one if there is one: a row of words only."""
     for index, (line, cells) in enumerate(rows):
         if index or any(as_number(c) is not None or as_date(c) is not None for c in cells):

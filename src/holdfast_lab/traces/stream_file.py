@@ -11,13 +11,7 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
-from holdfast_lab.traces.events import (
-    ORDER,
-    EventStream,
-    TraceEvent,
-    TraceHeader,
-    check_events,
-)
+from holdfast_lab.traces.events import ORDER, EventStream, TraceEvent, TraceHeader, check_events
 
 _HEADER = {each.name: each for each in fields(TraceHeader) if each.name != "extra"}
 _EVENT = [each.name for each in fields(TraceEvent) if each.name != "extra"]
@@ -66,7 +60,6 @@ def parse_stream(text: str, source: str) -> EventStream:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of each line that is not empty."""
     start = number = 0
     while start < len(text):
         end = text.find("\n", start)
@@ -93,9 +86,7 @@ def _without_duplicates(found: Sequence[tuple[TraceEvent, int]]) -> list[tuple[T
 
 def _counted(header: TraceHeader, disorder: int, dropped: int) -> TraceHeader:
     return replace(
-        header,
-        disorder=header.disorder + disorder,
-        duplicates=header.duplicates + dropped,
+        header, disorder=header.disorder + disorder, duplicates=header.duplicates + dropped
     )
 
 

@@ -44,8 +44,6 @@ def churn_of(stream: EventStream) -> Churn:
 
 
 class _Walk:
-    """Goes through the events once."""
-
     def __init__(self) -> None:
         self._since: dict[str, float] = {}  # of nodes that work
         self._down: dict[str, float] = {}

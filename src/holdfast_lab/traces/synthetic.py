@@ -20,13 +20,7 @@ _DAY = 86400.0
 BURST_SIZE_WEIGHTS = (39, 13, 15, 7, 1, 4)
 """How many of the bursts of a spot pool took 1, 2, ... 6 machines (Bamboo, NSDI 2023)."""
 
-BATHTUB = (
-    (1.0, 0.175),
-    (3.0, 0.052),
-    (6.0, 0.020),
-    (23.0, 0.008),
-    (24.0, 0.006),
-)
+BATHTUB = ((1.0, 0.175), (3.0, 0.052), (6.0, 0.020), (23.0, 0.008), (24.0, 0.006))
 """(age limit in hours, failures per machine and hour) of preemptible machines that all end at
 24 h (Kadupitiya, Jadhao and Sharma, arXiv 1911.05160, from 1,442 machines)."""
 
@@ -135,20 +129,3 @@ def cluster_failures(
             when = max(when, back[name]) + draw.expovariate(1 / 7200)
     source = f"synthetic cluster failures, seed {seed}"
     return Trace(source, "cluster failures", sort_changes(changes), end, 60.0)
-
-
-def poisson(seed: int, *, mtbf: float, failures: int, nodes: int = 4) -> Trace:
-    """A fleet of `nodes` that loses one of them every `mtbf` seconds at random, and has it back at
-    once: what the formulas assume."""
-    draw = random.Random(f"{seed}/poisson")
-    changes = [NodeChange(0.0, "join", f"n{number}.0") for number in range(nodes)]
-    at, stays = 0.0, [0] * nodes
-    for _ in range(failures):
-        at += draw.expovariate(1 / mtbf)
-        number = draw.randrange(nodes)
-        changes.append(NodeChange(at, "go", f"n{number}.{stays[number]}"))
-        stays[number] += 1
-        changes.append(NodeChange(at, "join", f"n{number}.{stays[number]}"))
-    return Trace(
-        f"synthetic Poisson failures, seed {seed}", "poisson", sort_changes(changes), at, 0.0
-    )

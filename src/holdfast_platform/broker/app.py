@@ -20,8 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import UserError
-from holdfast_platform.broker.instance import State
-from holdfast_platform.broker.instances import Instances
+from holdfast_platform.broker.instances import Instances, State
 from holdfast_platform.broker.messages import (
     BrokerError,
     catalog,
@@ -61,8 +60,6 @@ def make_app(instances: Instances, password: str) -> ASGIApp:
 
 
 class _Paths:
-    """A method for each path and method of HTTP."""
-
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
 
@@ -194,7 +191,6 @@ class _Guard:
         await self._app(scope, receive, send_with_identity)
 
     def _check(self, headers: Headers) -> None:
-        """Raises BrokerError."""
         if not hmac.compare_digest(_digest(headers.get("Authorization", "")), self._expected):
             raise BrokerError(401, "user or password is wrong")
         version = re.fullmatch(r"2\.(\d{1,4})", headers.get("X-Broker-API-Version", ""))

@@ -14,12 +14,18 @@ import psutil
 
 from holdfast.errors import UserError
 from holdfast_platform.clusters import processes
-from holdfast_platform.clusters.cluster import ClusterState, Daemon, DisposableCluster, free_ports
-from holdfast_platform.clusters.states import ClusterStates
+from holdfast_platform.clusters.cluster import (
+    ClusterState,
+    ClusterStates,
+    Daemon,
+    DisposableCluster,
+    free_ports,
+)
 
 READY_S = 120.0
 """Seconds until all nodes have to be usable."""
 _LOOK_S = 0.2
+KINDS = ("ray", "slurm")
 Progress = Callable[[int, int], None]
 """Called with the usable nodes, and with all of them."""
 
@@ -30,6 +36,21 @@ class Ended:
 
     processes: int
     left: frozenset[psutil.Process]
+
+
+def open_kind(kind: str) -> DisposableCluster:
+    """Raises UserError for an unknown kind."""
+    if kind == "ray":
+        from holdfast_platform.clusters.ray import RayKind
+
+        return RayKind()
+    if kind == "slurm":
+        from holdfast_platform.clusters.slurm import SlurmKind
+
+        return SlurmKind()
+    raise UserError(
+        f"there is no kind of cluster {kind!r}", where="--kind", remedy=f"use {' or '.join(KINDS)}"
+    )
 
 
 class ClusterLifecycle:

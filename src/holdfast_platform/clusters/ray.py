@@ -89,7 +89,6 @@ class RayKind:
         return len(self._alive(state) & set(state.node_names))
 
     def _alive(self, state: ClusterState) -> set[str]:
-        """Return the names of the nodes that Ray counts."""
         client = import_module("ray._raylet").GcsClient(address=self._address(state))
         alive = import_module("ray.core.generated.gcs_pb2").GcsNodeInfo.ALIVE
         found = client.get_all_node_info(timeout=_ANSWER_S).values()

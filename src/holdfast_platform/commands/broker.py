@@ -66,7 +66,6 @@ def broker(
 
 
 def _serve(web_app: Any, bound: Any) -> None:
-    """Serve until SIGINT or SIGTERM."""
     import asyncio
     import signal
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import json as json_module
 import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.launch import for_all_nodes, launch_request
+from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.load import load_config
 from holdfast.errors import UserError, use_one_of
 from holdfast.launch.run.runs import run_folder_of
-from holdfast.plan.catalogue import (
-    CATALOGUE_FILE,
-    MachineType,
-    cheapest_first,
-    load_catalogue,
-)
+from holdfast.plan.catalogue import CATALOGUE_FILE, MachineType, cheapest_first, load_catalogue
 from holdfast.report.formatting import format_duration
 from holdfast.show.output import print_json, print_table, say
+from holdfast_platform.clouds.job_specs import JOBS, ServiceSettings
 from holdfast_platform.clouds.mix import Mix, Need, choose_mix
-from holdfast_platform.clouds.settings import ServiceSettings
 
-SERVICES = ("skypilot", "sagemaker", "vertex", "azure-ml", "runpod")
 NEED_SECRET = ("sagemaker", "vertex", "azure-ml", "runpod")
 NEED_MACHINE = ("sagemaker", "vertex", "azure-ml")
 _HOUR_S = 3600
@@ -73,17 +69,8 @@ def offers(
         )
         for each in found
     ]
-    head = (
-        "region",
-        "type",
-        "devices",
-        "spot $/h",
-        "on demand",
-        "spot $/PFLOP/s h",
-        "lost",
-        "as of",
-    )
-    print_table(rows, head)
+    prices = ("spot $/h", "on demand", "spot $/PFLOP/s h")
+    print_table(rows, ("region", "type", "devices", *prices, "lost", "as of"))
 
 
 @app.command()
@@ -130,14 +117,15 @@ def mix(
             chosen.append((each, found))
     chosen.sort(key=lambda pair: (not pair[1].in_time, pair[1].cost))
     if json:
-        print_json([_as_json(each, found) for each, found in chosen])
+        print_json(
+            [
+                {"cloud": each.cloud, "region": each.region, "type": each.type} | asdict(found)
+                for each, found in chosen
+            ]
+        )
     else:
         _print_mixes(chosen)
     return 0 if chosen and chosen[0][1].in_time else 1
-
-
-def _as_json(each: MachineType, found: Mix) -> dict[str, Any]:
-    return {"cloud": each.cloud, "region": each.region, "type": each.type} | asdict(found)
 
 
 def _print_mixes(chosen: list[tuple[MachineType, Mix]]) -> None:
@@ -158,7 +146,7 @@ def _print_mixes(chosen: list[tuple[MachineType, Mix]]) -> None:
 def spec(
     run_file: Annotated[Path, typer.Argument(help="the run file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    service: Annotated[str, typer.Option("--for", help=f"one of {', '.join(SERVICES)}")] = "",
+    service: Annotated[str, typer.Option("--for", help=f"one of {', '.join(JOBS)}")] = "",
     image: Annotated[str, typer.Option(help="container image with Holdfast")] = "",
     machine: Annotated[
         str, typer.Option(help="type of node, as the service calls it (Azure ML: its cluster)")
@@ -183,11 +171,9 @@ def spec(
     Example:
       holdfast cloud spec run.yaml --for skypilot --image me/holdfast --accelerator H100 --count 8
     """
-    if service not in SERVICES:
+    if service not in JOBS:
         raise UserError(
-            f"{service!r} is no service that is known",
-            where="--for",
-            remedy=use_one_of(SERVICES),
+            f"{service!r} is no service that is known", where="--for", remedy=use_one_of(list(JOBS))
         )
     for option, value, is_needed in (
         ("--image", image, True),
@@ -208,41 +194,21 @@ def spec(
     settings = ServiceSettings(
         image, machine, accelerator, count, region, role, spot, hours, secret
     )
-    sys.stdout.write(_written(service, request, settings))
+    body = JOBS[service](request, settings)
+    is_yaml = service in ("skypilot", "azure-ml")  # as the service's tool reads it
+    sys.stdout.write(yaml_tree.dump(body) if is_yaml else json_module.dumps(body, indent=2) + "\n")
     if service == "sagemaker" and spot:
         say("SageMaker takes back all spot nodes of a job at once; the run resumes after it")
 
 
-def _written(service: str, request: Any, settings: ServiceSettings) -> str:
-    """The job as the service's tool reads it: YAML for SkyPilot and Azure ML, JSON otherwise."""
-    import json as json_module
-
-    from holdfast.config.loading import yaml_tree
-    from holdfast_platform.clouds import azure_ml, runpod, sagemaker, skypilot, vertex
-
-    if service in ("skypilot", "azure-ml"):
-        body = (skypilot.task if service == "skypilot" else azure_ml.command_job)(request, settings)
-        return yaml_tree.dump(body)
-    makers = {"sagemaker": sagemaker.training_job, "vertex": vertex.custom_job}
-    found = (
-        makers[service](request, settings) if service in makers else runpod.pods(request, settings)
-    )
-    return json_module.dumps(found, indent=2) + "\n"
-
-
 def _types(catalogue: Path, accelerator: str, cloud: str) -> list[MachineType]:
     found = load_catalogue(catalogue)
-    kept = [
-        each
-        for each in found
-        if accelerator in ("", each.accelerator) and cloud in ("", each.cloud)
-    ]
+    kept = [e for e in found if accelerator in ("", e.accelerator) and cloud in ("", e.cloud)]
     if not kept:
-        kinds = sorted({each.accelerator for each in found})
+        kinds, clouds = sorted({e.accelerator for e in found}), sorted({e.cloud for e in found})
         raise UserError(
             "no such machine is in the catalogue",
             where="--accelerator" if accelerator else "--cloud",
-            remedy=f"use one of {', '.join(kinds)}; clouds: "
-            f"{', '.join(sorted({each.cloud for each in found}))}",
+            remedy=f"use one of {', '.join(kinds)}; clouds: {', '.join(clouds)}",
         )
     return cheapest_first(kept)

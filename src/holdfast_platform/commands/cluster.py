@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,11 +14,14 @@ from holdfast.api.progress import StageProgress
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import UserError
 from holdfast.show.output import print_json, print_table, say
-from holdfast_platform.clusters.cluster import ClusterState
-from holdfast_platform.clusters.states import ClusterStates, check_name
-
-if TYPE_CHECKING:
-    from holdfast_platform.clusters.cluster import DisposableCluster
+from holdfast_platform.clusters.cluster import (
+    ClusterState,
+    ClusterStates,
+    DisposableCluster,
+    check_name,
+)
+from holdfast_platform.clusters.lifecycle import ClusterLifecycle, open_kind, take_down
+from holdfast_platform.clusters.processes import living
 
 MOST_NODES = 200
 
@@ -42,9 +45,6 @@ def up(
     Example:
       holdfast cluster up try --kind slurm --nodes 5
     """
-    from holdfast_platform.clusters.choose import open_kind
-    from holdfast_platform.clusters.lifecycle import ClusterLifecycle, take_down
-    from holdfast_platform.clusters.processes import living
 
     check_name(name)
     cluster = open_kind(kind)
@@ -81,7 +81,6 @@ def down(name: Name) -> int:
     Example:
       holdfast cluster down try
     """
-    from holdfast_platform.clusters.lifecycle import take_down
 
     check_name(name)
     states = ClusterStates()
@@ -100,16 +99,13 @@ def down(name: Name) -> int:
 
 
 @app.command("list")
-def list_clusters(
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
+def list_clusters(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Show the clusters of this user on this machine.
 
     \b
     Example:
       holdfast cluster list
     """
-    from holdfast_platform.clusters.processes import living
 
     states = ClusterStates()
     found = [state for name in states.names() if (state := states.read(name))]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.config.sections.peers import is_loopback
+from holdfast.errors import UserError
+from holdfast.launch.node.node_name import default_node_name
 from holdfast.show.output import say
+from holdfast.wire.http.tls import with_tls
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, given_secret_file, read_secret
+from holdfast_platform.pods.host import PodHost
 
 app = make_app("Run programs of a controller on this machine.")
 
@@ -28,14 +35,6 @@ def host(
     Example:
       holdfast host 10.0.0.5:7700 --group big --secret controller.secret
     """
-    import os
-
-    from holdfast.config.sections.peers import is_loopback
-    from holdfast.errors import UserError
-    from holdfast.launch.node.node_name import default_node_name
-    from holdfast.wire.http.tls import with_tls
-    from holdfast.wire.secret import SECRET_FILE_VARIABLE, given_secret_file, read_secret
-    from holdfast_platform.pods.host import PodHost
 
     path = secret or given_secret_file(os.environ)
     if path is None:

@@ -233,8 +233,10 @@ class Controller:
         self._advance()
         if report.seen == known.number and not self._is_closing:
             known.changed.clear()
+            # A host that runs a part asks often, so that the end of the part is known soon.
+            wait_s = ANSWER_AFTER_S if report.running is None else BUSY_ANSWER_AFTER_S
             with suppress(TimeoutError):
-                await asyncio.wait_for(known.changed.wait(), self._wait_s(report))
+                await asyncio.wait_for(known.changed.wait(), wait_s)
             known.heard_at = self._loop.time()
         if self._is_closing:
             self._hosts.pop(report.name, None)
@@ -249,10 +251,6 @@ class Controller:
         elif host in self._board.gangs[part.gang].hosts:
             return  # it is to run the newer attempt, too
         self._board.end(host, part.gang, part.exit_code)
-
-    def _wait_s(self, report: HostReport) -> float:
-        """A host that runs a part asks often, so that the end of the part is known soon."""
-        return BUSY_ANSWER_AFTER_S if report.running is not None else ANSWER_AFTER_S
 
     def _known(self, report: HostReport) -> _Known:
         known = self._hosts.get(report.name)

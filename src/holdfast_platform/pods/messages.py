@@ -1,12 +1,15 @@
-"""What a host and its controller tell each other."""
+"""What a host and its controller tell each other.
+
+`from_json` raises KeyError, TypeError and ValueError for what is no such message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from holdfast.core.json_parsing import JsonObject
+from holdfast.core.json_parsing import JsonMessage, Parsers, tuple_of
 
 HOST_PATH = "/host"
 MAX_OUTPUT_BYTES = 64 << 10
@@ -14,63 +17,39 @@ MAX_OUTPUT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(JsonMessage):
     """One host's part of a gang. attempt: of the gang. words: the program. rank: the host's place
     among `hosts`."""
 
+    parsers: ClassVar[Parsers] = {
+        **dict.fromkeys(("gang", "attempt", "rank"), int),
+        **dict.fromkeys(("words", "hosts"), tuple_of(str)),
+    }
     gang: int
     attempt: int
     words: tuple[str, ...]
     rank: int
     hosts: tuple[str, ...]
 
-    def to_json(self) -> JsonObject:
-        return {
-            "gang": self.gang,
-            "attempt": self.attempt,
-            "words": list(self.words),
-            "rank": self.rank,
-            "hosts": list(self.hosts),
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Part:
-        """Raises KeyError, TypeError and ValueError for what is no part."""
-        words = tuple(str(word) for word in value["words"])
-        hosts = tuple(str(host) for host in value["hosts"])
-        return Part(int(value["gang"]), int(value["attempt"]), words, int(value["rank"]), hosts)
-
 
 @dataclass(frozen=True)
-class PartEnd:
+class PartEnd(JsonMessage):
     """How a host's part of a gang ended. output: the last of what it printed."""
 
+    parsers: ClassVar[Parsers] = {"gang": int, "attempt": int, "exit_code": int, "output": str}
     gang: int
     attempt: int
     exit_code: int
     output: str
 
-    def to_json(self) -> JsonObject:
-        return {
-            "gang": self.gang,
-            "attempt": self.attempt,
-            "exit_code": self.exit_code,
-            "output": self.output,
-        }
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> PartEnd:
-        """Raises KeyError, TypeError and ValueError for what is none."""
-        return PartEnd(
-            int(value["gang"]),
-            int(value["attempt"]),
-            int(value["exit_code"]),
-            str(value["output"]),
-        )
+def _running(value: Sequence[Any]) -> tuple[int, int]:
+    gang, attempt = value
+    return int(gang), int(attempt)
 
 
 @dataclass(frozen=True)
-class HostReport:
+class HostReport(JsonMessage):
     """A host's report and question: it is answered once there is something else to do.
 
     mark     random: tells apart the processes that have had this name
@@ -79,6 +58,12 @@ class HostReport:
     ended    parts that it has ended since the last report that was answered
     """
 
+    parsers: ClassVar[Parsers] = {
+        **dict.fromkeys(("name", "group", "mark"), str),
+        "seen": int,
+        "running": _running,
+        "ended": tuple_of(PartEnd.from_json),
+    }
     name: str
     group: str
     mark: str
@@ -86,51 +71,16 @@ class HostReport:
     running: tuple[int, int] | None
     ended: tuple[PartEnd, ...]
 
-    def to_json(self) -> JsonObject:
-        return {
-            "name": self.name,
-            "group": self.group,
-            "mark": self.mark,
-            "seen": self.seen,
-            "running": None if self.running is None else list(self.running),
-            "ended": [part.to_json() for part in self.ended],
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HostReport:
-        """Raises KeyError, TypeError and ValueError for what is no report."""
-        running = value["running"]
-        return HostReport(
-            str(value["name"]),
-            str(value["group"]),
-            str(value["mark"]),
-            int(value["seen"]),
-            None if running is None else (int(running[0]), int(running[1])),
-            tuple(PartEnd.from_json(part) for part in value["ended"]),
-        )
-
 
 @dataclass(frozen=True)
-class HostOrders:
+class HostOrders(JsonMessage):
     """The controller's answer.
 
     queue: the parts that the host runs, one after the other. If the host runs another part, it ends
         that one. leave: the host is to end.
     """
 
+    parsers: ClassVar[Parsers] = {"number": int, "queue": tuple_of(Part.from_json), "leave": bool}
     number: int
     queue: tuple[Part, ...] = ()
     leave: bool = False
-
-    def to_json(self) -> JsonObject:
-        return {
-            "number": self.number,
-            "queue": [part.to_json() for part in self.queue],
-            "leave": self.leave,
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HostOrders:
-        """Raises KeyError, TypeError and ValueError for what is no answer."""
-        queue = tuple(Part.from_json(part) for part in value["queue"])
-        return HostOrders(int(value["number"]), queue, bool(value["leave"]))

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast_lab.chaos import campaign
 from holdfast_lab.chaos.campaign import Campaign, CampaignSettings, DisturbedRun, plan_runs
 from holdfast_lab.chaos.layouts import CHAOS_LAYOUTS
-from holdfast_lab.chaos.run_report import DisturbedRunReport
+from holdfast_lab.chaos.results import DisturbedRunReport
 from holdfast_lab.chaos.sample_run import SAMPLE_OVERRIDES, write_run_file
 from holdfast_lab.chaos.schedule import read_trace
 from tests.support.ranks import wait_until

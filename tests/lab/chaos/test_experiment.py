@@ -13,16 +13,13 @@ import pytest
 
 from holdfast.elastic.protocol.fault_orders import FaultHit, FaultOrders
 from holdfast.events import CheckpointFailed, FaultInjected, NonFinite, Record, WorkerLost
-from holdfast_lab.chaos import experiment, injection
+from holdfast_lab.chaos import experiment
 from holdfast_lab.chaos.actions import FaultAction
 from holdfast_lab.chaos.catalog import FAULTS
-from holdfast_lab.chaos.experiment import (
-    MAX_REJECTED_IN_A_ROW,
-    Experiment,
-)
+from holdfast_lab.chaos.experiment import MAX_REJECTED_IN_A_ROW, Experiment
 from holdfast_lab.chaos.layouts import CHAOS_LAYOUTS
+from holdfast_lab.chaos.results import NOT_RECOVERED, FaultResult
 from holdfast_lab.chaos.run_driver import RunStuckError
-from holdfast_lab.chaos.run_report import NOT_RECOVERED, FaultResult
 from holdfast_lab.chaos.schedule import Draw
 
 KILL = Draw(FAULTS["kill"], ("forward",), 1, gap=1)
@@ -222,7 +219,7 @@ def test_only_the_first_of_two_is_aimed(said: _Said, monkeypatch: pytest.MonkeyP
         hit.append(node)
         return FaultAction(f"the agent of {node}", nodes_to_restart=(node,))
 
-    monkeypatch.setattr(injection, "FAULT_ACTIONS", {"agent": deed})
+    monkeypatch.setattr(experiment, "FAULT_ACTIONS", {"agent": deed})
     draw = Draw(FAULTS["two-agents"], ("begin", "begin"), 1, target="b")
     done = FaultResult(1, "two-agents", "begin", 3, "", 1)
     for index, part in enumerate(draw.fault.parts):

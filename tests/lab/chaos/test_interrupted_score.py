@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from holdfast.cli.main import main
-from holdfast_lab.score.record import ReferenceTable
-from holdfast_lab.score.record_file import format_reference
+from holdfast_lab.score.record import ReferenceTable, format_reference
 from tests.support.ranks import wait_until
 
 ADAPTER = '''\

@@ -119,9 +119,7 @@ def test_a_node_has_nothing_but_its_network_and_keeps_its_process_id(network: Ne
     assert network.settings("a")[0] == "cluster.interface=10.77.0.1"
 
 
-def test_two_networks_do_not_meet_and_nothing_is_left_of_one_that_is_down(
-    network: Network,
-) -> None:
+def test_two_networks_do_not_meet_and_nothing_is_left_of_one_that_is_down(network: Network) -> None:
     with Network() as other:
         other.up(["x", "b"])
         assert asked(other, "x", "b", 10, seconds=1) == []  # the same address, elsewhere

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_lab.chaos.results import (
+    NOT_RECOVERED,
     count_tracebacks,
     describe_result,
     format_table,
     is_recovered,
     summarize,
 )
-from holdfast_lab.chaos.run_report import NOT_RECOVERED
 
 EQUAL = {"curve": "", "ledger": "", "tensors": "", "worst": 0.0}
 

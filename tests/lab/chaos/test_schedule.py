@@ -15,12 +15,12 @@ from holdfast_lab.chaos.catalog import FAULTS
 from holdfast_lab.chaos.layouts import CHAOS_LAYOUTS, parse_layout
 from holdfast_lab.chaos.schedule import (
     draw_faults,
+    draws_of_trace,
     is_trace_of_faults,
     parse_faults_option,
     read_trace,
     why_unfit,
 )
-from holdfast_lab.chaos.trace import draws_of_trace
 
 
 def test_a_seed_gives_the_same_draws_every_time() -> None:

@@ -22,10 +22,10 @@ from holdfast_lab.score.record import (
     Commit,
     ReferenceTable,
     RunRecord,
+    format_record,
     history_of,
     samples_once,
 )
-from holdfast_lab.score.record_file import format_record
 from holdfast_lab.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
 from holdfast_lab.traces.events import TraceEvent
 

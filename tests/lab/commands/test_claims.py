@@ -7,8 +7,7 @@ import json
 import pytest
 
 from holdfast.cli.main import main
-from holdfast_lab.claims.claim_models import MODELS
-from holdfast_lab.claims.claims import VERDICTS, Claim, load_claims
+from holdfast_lab.claims.claims import MODELS, VERDICTS, Claim, load_claims
 from tests.support.ranks import ROOT
 
 CLAIMS = load_claims()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
-from holdfast_lab.admission import study as admission_study
+from holdfast_lab.admission import outcome as admission_study
 from holdfast_lab.engine import study_replays
 from tests.lab.commands.test_simulate import files, simulate
 

@@ -8,8 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.cli.main import main
-from holdfast_lab.score.record import Commit, ReferenceTable, RunRecord
-from holdfast_lab.score.record_file import format_record, format_reference
+from holdfast_lab.score.record import (
+    Commit,
+    ReferenceTable,
+    RunRecord,
+    format_record,
+    format_reference,
+)
 from holdfast_lab.score.scenarios import scoring_seeds
 
 

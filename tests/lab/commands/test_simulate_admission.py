@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.cli.main import main
-from holdfast_lab.admission.jobs_file import read_jobs
+from holdfast_lab.admission.jobs import read_jobs
 
 JOBS = """\
 team,submit_s,pods,devices,seconds,min_pods

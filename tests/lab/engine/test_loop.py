@@ -74,11 +74,7 @@ def one_node(step: float = 1.0) -> TableCost:
 
 def test_a_loss_costs_the_work_since_the_save_and_the_restart() -> None:
     cost = one_node()
-    events = [
-        *joins(1),
-        TraceEvent(105.5, "fail", "n0"),
-        TraceEvent(105.5 + 40, "recover", "n0"),
-    ]
+    events = [*joins(1), TraceEvent(105.5, "fail", "n0"), TraceEvent(105.5 + 40, "recover", "n0")]
     policy = RestartAlways(cost, interval=30, blocked=2, restart=10)
     ledger = Simulation(cost, policy, Limits(1000)).run(events)
     # Saves end at 32, 64 and 96 s; 9 full steps and half a step of work come after the third.
@@ -104,10 +100,7 @@ def test_the_closed_form_equals_walking_in_small_pieces(interval: float, step: f
     def run(pieces: int) -> Progress:
         progress = Progress(step * 10.0)
         progress.set_rate(10.0)
-        saves = (
-            TierSave(1, interval, 0.25, 1.0, 5.0),
-            TierSave(2, 3 * interval, 1.5, 20.0, 7.0),
-        )
+        saves = (TierSave(1, interval, 0.25, 1.0, 5.0), TierSave(2, 3 * interval, 1.5, 20.0, 7.0))
         progress.set_plan(SavePlan(saves))
         for index in range(pieces):
             progress.advance(index * 4000 / pieces, 4000 / pieces)

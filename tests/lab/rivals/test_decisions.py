@@ -5,22 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from benchmarks.lab.rival_workloads import HIERARCHIES, MULTI_LEVEL, OVERLAPPED, GridCost
 from benchmarks.lab.saved_parcae import saved_chooser
 
 from holdfast.errors import ConfigError
 from holdfast_lab.engine.interfaces import Costs, Policy
 from holdfast_lab.engine.ledger import Ledger
 from holdfast_lab.engine.loop import Limits, Simulation
-from holdfast_lab.rivals.acute import (
-    ACUTE,
-    HIERARCHIES,
-    MULTI_LEVEL,
-    OVERLAPPED,
-    HierarchyPolicy,
-)
+from holdfast_lab.rivals.acute import ACUTE, HierarchyPolicy
 from holdfast_lab.rivals.bamboo import RENDEZVOUS_S, BambooPolicy
-from holdfast_lab.rivals.grid_cost import GridCost
-from holdfast_lab.rivals.moves import YoungSaves
+from holdfast_lab.rivals.grid_cost import YoungSaves
 from holdfast_lab.rivals.parcae import MinutelyPolicy
 from holdfast_lab.rivals.registry import POLICIES, policy_named
 from holdfast_lab.rivals.restart import RestartPolicy

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.lab import rival_workloads as workloads
+from benchmarks.lab.rival_workloads import GridCost
 from benchmarks.lab.saved_parcae import layout_changes, offline_decisions, parse_saved
 
 from holdfast.errors import DataError
@@ -16,20 +17,16 @@ from holdfast.plan.hardware.tables import read_rows
 from holdfast_lab.engine.interfaces import Costs
 from holdfast_lab.engine.loop import Limits, Simulation
 from holdfast_lab.engine.table_cost import linear_cost
-from holdfast_lab.rivals.availability_forecast import (
+from holdfast_lab.rivals.grid_cost import ListedGrid, as_grid
+from holdfast_lab.rivals.liveput import INTERVAL_S, LiveputOptimizer, SharedMigration, keep_chance
+from holdfast_lab.rivals.parcae import (
     ForecastBounds,
+    MinutelyPolicy,
     fit_differences,
     forecast,
+    forecast_chooser,
     without_excursions,
 )
-from holdfast_lab.rivals.grid_cost import GridCost, ListedGrid, as_grid
-from holdfast_lab.rivals.liveput import (
-    INTERVAL_S,
-    LiveputOptimizer,
-    SharedMigration,
-    keep_chance,
-)
-from holdfast_lab.rivals.parcae import MinutelyPolicy, forecast_chooser
 from holdfast_lab.traces.events import TraceEvent
 
 ROWS = read_rows(Path(workloads.__file__).with_name("parcae_throughput.csv"))

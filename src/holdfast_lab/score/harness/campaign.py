@@ -13,8 +13,9 @@ from pathlib import Path
 
 from holdfast_lab.score.harness.harness import RunFailedError, RunOptions, run_scenario
 from holdfast_lab.score.harness.trainer import Trainer, trainer_named
-from holdfast_lab.score.record import ReferenceTable, RunRecord
-from holdfast_lab.score.record_file import (
+from holdfast_lab.score.record import (
+    ReferenceTable,
+    RunRecord,
     format_record,
     format_reference,
     parse_record,

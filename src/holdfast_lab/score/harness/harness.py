@@ -14,8 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast_lab.score.harness.node_network import NodeNetwork, needs_network
-from holdfast_lab.score.harness.trainer import ParkingRun, Trainer, TrainerRun, Workplace
+from holdfast_lab.score.harness.trainer import (
+    NodeNetwork,
+    ParkingRun,
+    Trainer,
+    TrainerRun,
+    Workplace,
+    needs_network,
+)
 from holdfast_lab.score.record import Commit, RunRecord
 from holdfast_lab.score.scenarios import ScenarioRun, interruptions
 from holdfast_lab.traces.events import TraceEvent
@@ -49,6 +55,9 @@ class _Deeds:
     capacity: list[tuple[float, int]]
     faults: list[float] = field(default_factory=list)
     corrupted: int = -1
+
+    def note_damage(self, is_damaged: bool) -> None:
+        self.corrupted = int(is_damaged)
 
     def note(self, at: float) -> None:
         if self.capacity[-1][1] != len(self.alive):
@@ -97,7 +106,8 @@ def _run(job: TrainerRun, run: ScenarioRun, network: NodeNetwork | None) -> RunR
     job.start(first)
     began = _wait_until_steady(job, len(first))
     deeds = _play(job, run, began, first, network)
-    commits = _settled_commits(job, began + run.seconds)
+    time.sleep(0.3)  # until the journal has been written
+    commits = [c for c in job.commits() if c.t_s <= began + run.seconds]
     return replace(_record(run, began, commits, deeds), is_parked=is_parked)
 
 
@@ -158,7 +168,7 @@ def _play(
         elif event.t_s > 0 or event.kind != "join":
             due.append((event.t_s, _deed(job, event, deeds, slow)))
     if run.corrupt_s >= 0:
-        due.append((run.corrupt_s, lambda now: _corrupt(job, deeds)))
+        due.append((run.corrupt_s, lambda now: deeds.note_damage(job.corrupt_checkpoint())))
     for at in losses:  # counted once for each instant
         due.append((at, lambda now: deeds.faults.append(now)))
     try:
@@ -201,10 +211,6 @@ def _degrading(network: NodeNetwork, event: TraceEvent) -> Callable[[float], Non
     return lambda now: network.degrade(event)
 
 
-def _corrupt(job: TrainerRun, deeds: _Deeds) -> None:
-    deeds.corrupted = int(job.corrupt_checkpoint())
-
-
 def _sleep_until(when: float) -> None:
     if (left := when - time.time()) > 0:
         time.sleep(left)
@@ -239,12 +245,6 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _settled_commits(job: TrainerRun, stop: float) -> list[Commit]:
-    """Commits up to the end, once the journal has been written."""
-    time.sleep(0.3)
-    return [commit for commit in job.commits() if commit.t_s <= stop]
 
 
 def _record(run: ScenarioRun, began: float, commits: Sequence[Commit], deeds: _Deeds) -> RunRecord:

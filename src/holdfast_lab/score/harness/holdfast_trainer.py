@@ -15,7 +15,7 @@ from holdfast.launch.node.fleet import forked_workers
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import JournalTail
 from holdfast.wire.store.run_store import FolderStore
-from holdfast_lab.score.harness.node_processes import NodeProcesses
+from holdfast_lab.score.harness.node_processes import ParkedNodes
 from holdfast_lab.score.harness.torchrun_trainer import flip_bytes
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace
 from holdfast_lab.score.record import Commit
@@ -59,17 +59,14 @@ class RestartingTrainer(HoldfastTrainer):
     survives = False
 
 
-class _HoldfastRun:
+class _HoldfastRun(ParkedNodes):
     def __init__(self, workplace: Workplace, survives: bool) -> None:
-        self._at, folder = workplace, workplace.folder.absolute()
-        self._survives = survives
+        super().__init__(workplace, "agents")
+        folder, self._survives = workplace.folder.absolute(), survives
         self._notices = folder / "notices"
         self._notices.mkdir(parents=True)
         self._run_file = folder / "run.yaml"
         self._run_file.write_text(_RUN_FILE.format(folder=folder))
-        self._processes = NodeProcesses(
-            folder / "agents", workplace.environment(), workplace.network
-        )
         self._run_folder = folder / "run"
         self._tail: JournalTail | None = None
         self._records: list[Record] = []
@@ -107,20 +104,10 @@ class _HoldfastRun:
             f"cluster.recovery={'live' if self._survives else 'restart'}",
         ]
 
-    def park(self, nodes: Sequence[str]) -> None:
-        for node in nodes:
-            self._processes.park(node, self._command(node))
-
-    def ready_nodes(self) -> int:
-        return self._processes.ready
-
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
             (self._notices / node).unlink(missing_ok=True)
-            self._processes.start(node, self._command(node))
-
-    def kill(self, node: str) -> None:
-        self._processes.kill(node)
+        super().start(nodes)
 
     def warn(self, node: str, seconds: float) -> None:
         (self._notices / node).write_text(f"{seconds:.3f}")
@@ -140,9 +127,6 @@ class _HoldfastRun:
         if not list_commits(FolderStore(self._run_folder)):
             return False
         return flip_bytes(_newest_blobs(self._run_folder))
-
-    def stop(self) -> None:
-        self._processes.stop()
 
 
 def _newest_blobs(folder: Path) -> list[Path]:

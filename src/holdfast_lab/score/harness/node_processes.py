@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from holdfast.launch.node.fleet import die_with_parent
-from holdfast_lab.score.harness.node_network import NodeNetwork
+from holdfast_lab.score.harness.trainer import NodeNetwork, Workplace
 from holdfast_lab.score.record import Commit
 
 READY_VARIABLE = "HOLDFAST_SCORE_READY"
@@ -104,7 +104,7 @@ class NodeProcesses:
     def tree(self, node: str) -> list[int]:
         """The node's process and all that it started."""
         process = self._nodes.get(node)
-        return [] if process is None else _tree(process.pid)
+        return [] if process is None else process_tree(process.pid)
 
     def kill(self, node: str) -> None:
         process = self._nodes.pop(node, None)
@@ -118,23 +118,76 @@ class NodeProcesses:
         self._nodes, self._helpers, self._parked = {}, [], {}
 
 
-def _tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
+    """A process, first, and all that it started; none if it has ended."""
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         return [pid, *(child.pid for child in root.children(recursive=True))]
     return []
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill_tree(pid: int) -> None:
     """SIGKILL to a tree, its root first, so that nothing starts a child again."""
-    for pid in _tree(process.pid):
+    for each in process_tree(pid):
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(each, signal.SIGKILL)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    kill_tree(process.pid)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_TIMEOUT_S)
     if process.stdin is not None:
         with suppress(BrokenPipeError):
             process.stdin.close()
+
+
+class ParkedNodes:
+    """Base of runs whose nodes are process trees that can be parked (`ParkingRun`).
+
+    variables: of the environment of each node.
+    """
+
+    variables: Mapping[str, str] = {}
+
+    def __init__(self, workplace: Workplace, folder: str = "nodes") -> None:
+        self._at = workplace
+        self._processes = NodeProcesses(
+            workplace.folder / folder, workplace.environment(), workplace.network
+        )
+        self._reader = LineReader(workplace.folder / "lines")
+
+    def _command(self, node: str) -> list[str]:
+        raise NotImplementedError
+
+    def park(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self._processes.park(node, self._command(node), **self.variables)
+
+    def ready_nodes(self) -> int:
+        return self._processes.ready
+
+    def start(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            self._processes.start(node, self._command(node), **self.variables)
+
+    def kill(self, node: str) -> None:
+        self._processes.kill(node)
+
+    def warn(self, node: str, seconds: float) -> None:
+        """Most trainers know no notices."""
+
+    def worker_pids(self, node: str) -> list[int]:
+        return self._processes.tree(node)
+
+    def commits(self) -> list[Commit]:
+        return self._reader.commits()
+
+    def corrupt_checkpoint(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self._processes.stop()
 
 
 def free_port() -> int:

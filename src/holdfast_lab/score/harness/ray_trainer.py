@@ -7,16 +7,13 @@ group on the nodes that are there, and resizes it when nodes come.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-import psutil
-
 from holdfast.launch.node.fleet import die_with_parent
 from holdfast.wire.child_command import module_command
-from holdfast_lab.score.harness.node_processes import LineReader
+from holdfast_lab.score.harness.node_processes import LineReader, kill_tree, process_tree
 from holdfast_lab.score.harness.torchrun_trainer import flip_bytes, why_no_module
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace
 from holdfast_lab.score.record import Commit
@@ -69,25 +66,20 @@ class _RayRun:
             self._command("start", node)
 
     def kill(self, node: str) -> None:
-        for pid in self._raylet_tree(node):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for root in self._raylets(node):
+            kill_tree(root)
         self._command("kill", node)
 
     def warn(self, node: str, seconds: float) -> None:
         """Ray Train on a cluster without a provider knows no notices."""
 
     def worker_pids(self, node: str) -> list[int]:
-        return self._raylet_tree(node)[1:]
+        return [pid for root in self._raylets(node) for pid in process_tree(root)[1:]]
 
-    def _raylet_tree(self, node: str) -> list[int]:
+    def _raylets(self, node: str) -> list[int]:
         file = self._at.folder / "raylets"
         rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-        found = [int(pid) for name, pid in rows if name == node]
-        with suppress(psutil.Error, IndexError):
-            root = psutil.Process(found[-1])
-            return [root.pid, *(child.pid for child in root.children(recursive=True))]
-        return []
+        return [int(pid) for name, pid in rows if name == node][-1:]
 
     def commits(self) -> list[Commit]:
         return self._reader.commits()
@@ -97,10 +89,5 @@ class _RayRun:
         return flip_bytes(sorted(files, key=lambda path: path.stat().st_mtime)[-1:])
 
     def stop(self) -> None:
-        pids = []
-        with suppress(psutil.Error):
-            pids = [c.pid for c in psutil.Process(self._driver.pid).children(recursive=True)]
-        for pid in [self._driver.pid, *pids]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_tree(self._driver.pid)
         self._driver.wait()

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.wire.child_command import module_command
-from holdfast_lab.score.harness.node_processes import LineReader, NodeProcesses, free_port
+from holdfast_lab.score.harness.node_processes import ParkedNodes, free_port
 from holdfast_lab.score.harness.torchrun_trainer import why_no_module
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace
-from holdfast_lab.score.record import Commit
 
 _LIGHTHOUSE = (
     "import time\nfrom torchft.coordination import LighthouseServer as L\n"
@@ -34,17 +33,13 @@ class TorchftTrainer:
         return _TorchftRun(workplace)
 
 
-class _TorchftRun:
+class _TorchftRun(ParkedNodes):
     def __init__(self, workplace: Workplace) -> None:
-        self._at = workplace
-        self._processes = NodeProcesses(
-            workplace.folder / "nodes", workplace.environment(), workplace.network
-        )
+        super().__init__(workplace)
         port = free_port()
         self._lighthouse = f"http://{workplace.helper_address}:{port}"
         self._free_places = list(range(workplace.places))
         self._place_of: dict[str, int] = {}
-        self._reader = LineReader(workplace.folder / "lines")
         if workplace.is_resilient:
             join_ms = max(500, round(_JOIN_TIMEOUT_MS / workplace.k))
             code = _LIGHTHOUSE.format(address=workplace.helper_address, port=port, join_ms=join_ms)
@@ -62,34 +57,12 @@ class _TorchftRun:
             python=self._at.python,
         )
 
-    def park(self, nodes: Sequence[str]) -> None:
-        for node in nodes:
-            self._processes.park(node, self._command(node))
-
-    def ready_nodes(self) -> int:
-        return self._processes.ready
-
     def start(self, nodes: Sequence[str]) -> None:
         for node in nodes:
             place = self._place_of[node] = self._free_places.pop(0)
             self._processes.start(node, self._command(node), str(place))
 
     def kill(self, node: str) -> None:
-        self._processes.kill(node)
+        super().kill(node)
         if node in self._place_of:
             self._free_places.append(self._place_of.pop(node))
-
-    def warn(self, node: str, seconds: float) -> None:
-        """torchft knows no notices."""
-
-    def worker_pids(self, node: str) -> list[int]:
-        return self._processes.tree(node)
-
-    def commits(self) -> list[Commit]:
-        return self._reader.commits()
-
-    def corrupt_checkpoint(self) -> bool:
-        return False
-
-    def stop(self) -> None:
-        self._processes.stop()

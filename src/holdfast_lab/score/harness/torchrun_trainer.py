@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.wire.child_command import module_command
-from holdfast_lab.score.harness.node_processes import LineReader, NodeProcesses, free_port
+from holdfast_lab.score.harness.node_processes import ParkedNodes, free_port
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace
-from holdfast_lab.score.record import Commit
 
 _STORE = (
     "import time\nfrom torch.distributed import TCPStore\n"
@@ -52,17 +51,16 @@ def why_no_module(python: str, module: str, package: str) -> str:
     return "" if done.returncode == 0 else f"{python} has no {module}: install {package} there"
 
 
-class _TorchrunRun:
+class _TorchrunRun(ParkedNodes):
+    variables = _ENVIRONMENT
+
     def __init__(self, workplace: Workplace) -> None:
-        self._at, self._port = workplace, free_port()
-        self._processes = NodeProcesses(
-            workplace.folder / "nodes", workplace.environment(), workplace.network
-        )
+        super().__init__(workplace)
+        self._port = free_port()
         self._checkpoints = workplace.folder / "checkpoints"
         self._checkpoints.mkdir()
         store = _STORE.format(address=workplace.helper_address, port=self._port)
         self._processes.start_helper("store", [workplace.python, "-c", store])
-        self._reader = LineReader(workplace.folder / "lines")
 
     def _command(self, node: str) -> list[str]:
         last_call = max(1, round(_LAST_CALL_S / self._at.k))
@@ -85,35 +83,12 @@ class _TorchrunRun:
             python=self._at.python,
         )
 
-    def park(self, nodes: Sequence[str]) -> None:
-        for node in nodes:
-            self._processes.park(node, self._command(node), **_ENVIRONMENT)
-
-    def ready_nodes(self) -> int:
-        return self._processes.ready
-
-    def start(self, nodes: Sequence[str]) -> None:
-        for node in nodes:
-            self._processes.start(node, self._command(node), **_ENVIRONMENT)
-
-    def kill(self, node: str) -> None:
-        self._processes.kill(node)
-
-    def warn(self, node: str, seconds: float) -> None:
-        """torchrun knows no notices."""
-
     def worker_pids(self, node: str) -> list[int]:
         return self._processes.tree(node)[1:]
-
-    def commits(self) -> list[Commit]:
-        return self._reader.commits()
 
     def corrupt_checkpoint(self) -> bool:
         found = sorted(p for p in self._checkpoints.glob("at-*") if (p / ".metadata").exists())
         return bool(found) and flip_tensor_bytes(sorted(found[-1].glob("*.distcp")))
-
-    def stop(self) -> None:
-        self._processes.stop()
 
 
 _ZIP_NAME, _ZIP_END = b"archive/data/0", b"PK\x07\x08"

@@ -9,12 +9,12 @@ from holdfast_lab.chaos.layouts import parse_layout
 from holdfast_lab.chaos.sample_run import write_run_file
 from holdfast_lab.commands import predict
 from holdfast_lab.commands.score import scenarios_of
-from holdfast_lab.commands.trace_make import parameters_of
+from holdfast_lab.commands.trace_show import parameters_of
 from holdfast_lab.engine.run_journal import JournalObserver
 from holdfast_lab.engine.settings import parse_setting
 from holdfast_lab.score.harness.trainer import trainer_named
 from holdfast_lab.traces.generators import make_trace
-from holdfast_lab.traces.loading import load_trace
+from holdfast_lab.traces.reading import load_trace
 from holdfast_lab.traces.stream_file import format_stream
 from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting
 from tests.runtime.cli.remedies.steps import values
@@ -104,7 +104,7 @@ CASES: list[Case] = [
         fixed(out="made"),
     ),
     Case(
-        "holdfast_lab/commands/trace_make.py",
+        "holdfast_lab/commands/trace_show.py",
         values(words=["nodes"]),
         lambda lab: parameters_of(lab.settings["words"]),
         "write key=number, such as --set (nodes=32)",
@@ -125,7 +125,7 @@ CASES: list[Case] = [
         setting("text"),
     ),
     Case(
-        "holdfast_lab/traces/loading.py",
+        "holdfast_lab/traces/reading.py",
         values(text="nothing"),
         lambda lab: load_trace(lab.settings["text"], "t"),
         r"give rows '(time_ms,add\|remove,node)', .*",
