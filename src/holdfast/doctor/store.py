@@ -47,9 +47,9 @@ def check_folder(folder: Path, next_checkpoint_bytes: int) -> StoreFindings:
         links = _can_link(folder)
     finally:
         root = folder / PROBE_PREFIX
-        for folder, _, _ in os.walk(root, topdown=False):
+        for empty, _, _ in os.walk(root, topdown=False):
             with suppress(OSError):
-                os.rmdir(folder)
+                os.rmdir(empty)
     checks = [*findings.checks, _link_check(links, folder), room]
     return StoreFindings(checks, findings.figures | {"hard_links": links})
 

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from holdfast.core.json_parsing import JsonMessage, Parsers, tuple_of
+from holdfast.core.json_parsing import JsonMessage
 
 HOST_PATH = "/host"
 MAX_OUTPUT_BYTES = 64 << 10
@@ -21,10 +19,6 @@ class Part(JsonMessage):
     """One host's part of a gang. attempt: of the gang. words: the program. rank: the host's place
     among `hosts`."""
 
-    parsers: ClassVar[Parsers] = {
-        **dict.fromkeys(("gang", "attempt", "rank"), int),
-        **dict.fromkeys(("words", "hosts"), tuple_of(str)),
-    }
     gang: int
     attempt: int
     words: tuple[str, ...]
@@ -36,16 +30,10 @@ class Part(JsonMessage):
 class PartEnd(JsonMessage):
     """How a host's part of a gang ended. output: the last of what it printed."""
 
-    parsers: ClassVar[Parsers] = {"gang": int, "attempt": int, "exit_code": int, "output": str}
     gang: int
     attempt: int
     exit_code: int
     output: str
-
-
-def _running(value: Sequence[Any]) -> tuple[int, int]:
-    gang, attempt = value
-    return int(gang), int(attempt)
 
 
 @dataclass(frozen=True)
@@ -58,12 +46,6 @@ class HostReport(JsonMessage):
     ended    parts that it has ended since the last report that was answered
     """
 
-    parsers: ClassVar[Parsers] = {
-        **dict.fromkeys(("name", "group", "mark"), str),
-        "seen": int,
-        "running": _running,
-        "ended": tuple_of(PartEnd.from_json),
-    }
     name: str
     group: str
     mark: str
@@ -80,7 +62,6 @@ class HostOrders(JsonMessage):
         that one. leave: the host is to end.
     """
 
-    parsers: ClassVar[Parsers] = {"number": int, "queue": tuple_of(Part.from_json), "leave": bool}
     number: int
     queue: tuple[Part, ...] = ()
     leave: bool = False
