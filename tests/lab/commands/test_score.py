@@ -73,7 +73,7 @@ def test_a_degraded_network_is_refused_if_the_nodes_can_have_none_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "holdfast_lab.chaos.network.why_unavailable", lambda: "ip (iproute2) is missing"
+        "holdfast_lab.commands.score.why_unavailable", lambda: "ip (iproute2) is missing"
     )
     assert main(["score", "--scenario", "F1,F9", "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err

@@ -248,7 +248,7 @@ class ShardedGradients(GradientFeeder):
         """Put our own parts into a unit's communication. sizes: of its parameters' parts."""
         unit = self._units[number]
         weight_code, gradient_code = (make and make(sizes) for make in self._codes)
-        module.set_all_reduce_hook(self._hook(number))
+        module.set_all_reduce_hook(self._unit_hook(number))
         module.set_custom_reduce_scatter(
             OrderedReduceScatter(
                 unit.size,
@@ -280,7 +280,7 @@ class ShardedGradients(GradientFeeder):
         cell, start = unit.cell_run
         return self.reducers[cell].slot(self._slot).narrow(0, start, unit.size)
 
-    def _hook(self, number: int) -> Callable[[Tensor], None]:
+    def _unit_hook(self, number: int) -> Callable[[Tensor], None]:
         unit = self._units[number]
 
         def take(output: Tensor) -> None:
