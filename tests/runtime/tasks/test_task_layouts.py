@@ -12,6 +12,7 @@ from holdfast.training.engine.evaluate import Evaluator
 from tests.support.layouts import (
     assert_all_state,
     case,
+    load_complete,
     load_pieces,
 )
 from tests.support.marks import in_campaign
@@ -93,7 +94,7 @@ def test_zero_agrees_with_one_process(name: str, more: tuple[str, ...], tmp_path
         arguments = {"name": name, "args": WITHOUT_RANDOM[name], "layout": layout}
         arguments |= {"to": str(paths[layout]), "precision": "float64"}
         rank_values(train_task, case(layout).world_size, arguments)
-    whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
+    whole = load_complete(f"{paths.pop('one')}-0.npz")
     for path in paths.values():
         assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)
 

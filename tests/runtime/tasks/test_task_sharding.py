@@ -15,7 +15,7 @@ from holdfast.parallel.axes.tensor_layers import TensorRegions
 from holdfast.tasks.huggingface import tensor_plan
 from holdfast.tasks.task.module import meta_module
 from holdfast.tasks.task.sharding import sharding_rows
-from tests.support.layouts import assert_all_state, case, load_pieces
+from tests.support.layouts import assert_all_state, case, load_complete
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import first_loss, train_task
 from tests.support.ranks import RankContext, rank_values
@@ -36,7 +36,7 @@ LAYOUTS = ("dp2-tp2", "tp4", "tp2+one", "shard2-tp2", "zero1.2-tp2", "zero2.2-tp
 def test_a_layout_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
     losses = _run("one", tmp_path)
     assert _run(layout, tmp_path) == pytest.approx(losses, rel=1e-10)
-    whole = {name: values for name, _, values in load_pieces(tmp_path / "one-0.npz")}
+    whole = load_complete(tmp_path / "one-0.npz")
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
 
 

@@ -26,7 +26,7 @@ from tests.support.layouts import (
     case,
     config_of,
     engine_for,
-    load_pieces,
+    load_complete,
     pieces,
     save_pieces,
 )
@@ -108,7 +108,7 @@ def alone(root: Path, **chat: Any) -> tuple[dict[str, Any], dict[str, np.ndarray
     (folder := root / "alone").mkdir()
     arguments = {"name": "shallow.one", "root": str(root), **chat}
     (value,) = rank_values(body, 1, arguments, folder=folder)
-    return value, {name: values for name, _, values in load_pieces(folder / "0.npz")}
+    return value, load_complete(folder / "0.npz")
 
 
 def check_curve(name: str, corpus: Path, folder: Path, **chat: Any) -> None:
@@ -153,12 +153,13 @@ def test_the_loss_of_packed_rows_is_that_of_each_row_alone(corpus: Path) -> None
     assert abs(value["loss"] - expected["losses"][0]) < 1e-10
 
 
-def reference(rank: RankContext, root: str) -> dict[str, Any]:
-    """Mean loss of the first step's rows, with initial weights."""
-    made, batches = begun(rank, "shallow.one", root)
+def reference(rank: RankContext, root: str, **chat: Any) -> dict[str, Any]:
+    """Mean loss of the first step's rows, with initial weights. Weights of tokens are worked out
+    from the bytes of the mask."""
+    made, batches = begun(rank, "shallow.one", root, **chat)
     decoder = made.objective.decoder
-    total, tokens = 0.0, 0
-    for leaf in set(range(batches.microbatches(1))) - {EMPTY_LEAF}:
+    total, tokens = 0.0, 0.0
+    for leaf in set(range(batches.microbatches(1))) - (set() if chat else {EMPTY_LEAF}):
         packed = batches.packed[0]
         assert packed is not None
         _, _, samples = batches.order.places(*batches.positions(1, leaf))
@@ -167,11 +168,12 @@ def reference(rank: RankContext, root: str) -> dict[str, Any]:
             stops = np.flatnonzero(one.ends) + 1
             for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True):
                 ids = torch.from_numpy(one.tokens[start:stop].astype(np.int64))
-                carried = torch.from_numpy(one.mask[start + 1 : stop] > 0)
+                carried = one.mask[start + 1 : stop].tolist()
+                weights = [1.0 if byte == 1 else max(byte - 1, 0) / 100 for byte in carried]
                 with torch.no_grad():
                     scores = decoder(ids[None])[0, :-1].log_softmax(-1)
                 nats = -scores.gather(1, ids[1:, None])[:, 0]
-                total += float(nats[carried].sum())
-                tokens += int(carried.sum())
+                total += float((nats * torch.tensor(weights, dtype=torch.float64)).sum())
+                tokens += sum(weights)
     made.close()
     return {"loss": total / tokens, "tokens": tokens}

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from holdfast.training.memory.recompute import OPERATIONS, drops_out
-from tests.support.layouts import RECOMPUTE, case, config_of, engine_of, one_step, topology_of
+from tests.support.layouts import RECOMPUTE, case, config_of, curve_of, engine_for
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
-from tests.support.tiny_training import digest
 
 STEPS = 3
 
@@ -29,17 +28,13 @@ def test_a_kernel_that_drops_out_is_seen(name: str) -> None:
     assert not drops_out(op, [], {})
 
 
-def _curves(rank: RankContext, name: str, policies: Sequence[str]) -> dict[str, list[str]]:
+def _curves(rank: RankContext, name: str, policies: Sequence[str]) -> dict[str, Any]:
     """Losses, norms and the final state under each policy, in full precision."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for policy in policies:
-        of = case(name)
-        changes = {**of.changes, **RECOMPUTE[policy], "train__batch_size": 16}
-        config = config_of(changes)
-        made = engine_of(config, topology_of(of, config), rank.rank, rank.store(policy))
-        verdicts = [one_step(made, step) for step in range(1, STEPS + 1)]
-        found[policy] = [f"{v.mean_loss.hex()} {v.mean_norm.hex()}" for v in verdicts]
-        found[policy].append(digest(made))
+        changes = {**case(name).changes, **RECOMPUTE[policy], "train__batch_size": 16}
+        made = engine_for(rank, name, config_of(changes), policy)
+        found[policy] = curve_of(made, STEPS)
         made.close()
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,17 +14,17 @@ from holdfast.tasks.task.batches import TokenBatches
 from holdfast.training.engine.task import DecoderTask
 from tests.runtime.training.test_chat_batches import (
     alone,
-    begun,
     body,
     check_curve,
     data_of,
     prepared,
+    reference,
 )
 from tests.support.chat import message_rows
 from tests.support.corpus import make
 from tests.support.layouts import case, config_of
 from tests.support.marks import in_campaign
-from tests.support.ranks import RankContext, rank_values
+from tests.support.ranks import rank_values
 
 WEIGHTS = (1, 0.5, 0.07, 2.54, 0, None, 1.3)
 
@@ -59,33 +58,10 @@ def test_each_layout_gives_the_curve_of_one_process(
     check_curve(name, corpus, tmp_path, weights=True)
 
 
-def _reference(rank: RankContext, root: str) -> dict[str, float]:
-    """The first step row by row in plain torch, with weights from the bytes of the mask."""
-    made, batches = begun(rank, "shallow.one", root, weights=True)
-    decoder, packed = made.objective.decoder, batches.packed[0]
-    assert packed is not None
-    total, divisor = torch.zeros((), dtype=torch.float64), 0.0
-    for leaf in range(batches.microbatches(1)):
-        _, _, samples = batches.order.places(*batches.positions(1, leaf))
-        for sample in samples.tolist():
-            one = packed.sample(sample)
-            stops = (np.flatnonzero(one.ends) + 1).tolist()
-            for start, stop in zip([0, *stops[:-1]], stops, strict=True):
-                ids = torch.from_numpy(one.tokens[start:stop].astype(np.int64))
-                bytes_of = one.mask[start + 1 : stop].tolist()
-                counts = torch.tensor([1.0 if b == 1 else max(b - 1, 0) / 100 for b in bytes_of])
-                scores = decoder(ids[None])[0, :-1].log_softmax(-1)
-                nats = -scores.gather(1, ids[1:, None])[:, 0]
-                total = total + (nats * counts.double()).sum()
-                divisor += float(counts.double().sum())
-    made.close()
-    return {"loss": float(total.detach()) / divisor, "divisor": divisor}
-
-
 def test_the_loss_is_that_of_each_row_alone_with_weights_by_hand(corpus: Path) -> None:
     expected, _ = alone(corpus, weights=True)
-    (value,) = rank_values(_reference, 1, {"root": str(corpus)}, deadline=240)
-    assert value["divisor"] == pytest.approx(expected["tokens"][0], rel=1e-7)
+    (value,) = rank_values(reference, 1, {"root": str(corpus), "weights": True})
+    assert value["tokens"] == pytest.approx(expected["tokens"][0], rel=1e-7)
     assert value["loss"] == pytest.approx(expected["losses"][0], rel=1e-7)
 
 

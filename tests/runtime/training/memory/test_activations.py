@@ -21,7 +21,15 @@ from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.memory.activation_rooms import FileRoom, HostRoom
 from holdfast.training.memory.places import StateMemory
-from tests.support.layouts import case, config_of, engine_for, engine_of, one_step, topology_of
+from tests.support.layouts import (
+    case,
+    config_of,
+    curve_of,
+    engine_for,
+    engine_of,
+    one_step,
+    topology_of,
+)
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest
@@ -112,13 +120,11 @@ def test_bits_and_peak_on_each_layout(layout: str, tmp_path: Path) -> None:
         before = before or after
 
 
-def _bits(rank: RankContext, layout: str, place: str) -> list[str]:
-    config = _config(layout, {"activations": place})
-    made = engine_for(rank, layout, config)
-    losses = [one_step(made, step).mean_loss.hex() for step in range(1, STEPS + 1)]
-    state = digest(made)
+def _bits(rank: RankContext, layout: str, place: str) -> dict[str, Any]:
+    made = engine_for(rank, layout, _config(layout, {"activations": place}))
+    found = curve_of(made, STEPS)
     made.close()
-    return [state, *losses]
+    return found
 
 
 @pytest.mark.slow
