@@ -32,19 +32,6 @@ from tests.support.commands import Outcome, here
 Capture = pytest.CaptureFixture[str]
 
 
-def stock(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder, as DCP itself reads it."""
-    reader = FileSystemReader(folder)
-    described = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.full(tuple(entry.size), float("nan"))
-        for name, entry in described.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    return state
-
-
 def ours(folder: Path) -> dict[str, torch.Tensor]:
     store = open_run(folder).store
     checkpoint = Checkpoint.open(store, list_commits(store)[0])
@@ -66,20 +53,6 @@ def imported(capsys: Capture, trained: Trained, start: Path, run: Path, *more: s
     return here(
         capsys, "checkpoint", "import", trained.run_file, "--from", start, f"folder={run}", *more
     )
-
-
-def test_stock_dcp_reads_an_export(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
-    done = exported(capsys, trained, tmp_path / "dcp")
-    assert done.code == 0, done.err
-    theirs = stock(tmp_path / "dcp")
-    for name, value in ours(trained.folder).items():
-        prefix, _, rest = name.partition(".")
-        if prefix == "optimizer":
-            moment, _, rest = rest.partition(".")
-            rest = f"optimizer.state.{rest}.{moment}"
-        assert torch.equal(theirs.pop(rest), value), name
-    assert {name.rsplit(".", 1)[1] for name in theirs} == {"step"}
-    assert all(torch.equal(step, torch.tensor(6.0)) for step in theirs.values())
 
 
 def test_the_optimizers_settings_are_there(

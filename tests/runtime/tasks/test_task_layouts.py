@@ -27,6 +27,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "Tied": {"dropout": 0.2, "sometimes": True},
     "EncoderDecoder": {"dropout": 0.1},
     "Gpt2": {"dropout": 0.1},
+    "Weighted": {},
 }
 WITHOUT_RANDOM: dict[str, dict[str, Any]] = {
     "Gru": {},
