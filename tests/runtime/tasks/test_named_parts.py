@@ -83,10 +83,7 @@ def test_a_class_that_updates_complete_parameters_is_cut_by_no_axis() -> None:
     with pytest.raises(ValueError, match=r"layout\.dp_shard 2 does not fit train\.optimizer\.name"):
         planned(
             RunConfig.model_validate(
-                {
-                    "train": {"optimizer": {"name": f"{MODULE}:RowNormed"}},
-                    "layout": {"dp_shard": 2},
-                }
+                {"train": {"optimizer": {"name": f"{MODULE}:RowNormed"}}, "layout": {"dp_shard": 2}}
             )
         )
 

@@ -9,12 +9,7 @@ import pytest
 
 from holdfast.errors import TaskError
 from holdfast.training.engine.evaluate import Evaluator
-from tests.support.layouts import (
-    assert_all_state,
-    case,
-    load_complete,
-    load_pieces,
-)
+from tests.support.layouts import assert_all_state, case, load_complete, load_pieces
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import TaskTraining, task_config, train_task
 from tests.support.ranks import RankContext, rank_values, ranks

@@ -175,11 +175,7 @@ def test_degrees_that_do_not_fit_the_table() -> None:
 
 def test_the_rows_of_a_table() -> None:
     rows = sharding_rows(Heads(), meta_module(Heads()))
-    assert rows[:3] == (
-        "embed.weight 0 12",
-        "blocks.0.q.weight 0 4",
-        "blocks.0.q.bias 0 4",
-    )
+    assert rows[:3] == ("embed.weight 0 12", "blocks.0.q.weight 0 4", "blocks.0.q.bias 0 4")
     assert "blocks.1.norm.weight partial" in rows
     assert "blocks.1.o.weight 1 4" in rows
     assert not [row for row in rows if row.startswith(("blocks.1.o.bias", "blocks.1.before"))]

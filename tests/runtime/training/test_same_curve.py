@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast.core.sharding.reduction_tree import Shares
@@ -44,19 +45,16 @@ def _replicated(rank: RankContext, dealings: list[Any], **changes: Any) -> list[
     return out
 
 
-def test_bit_equal_for_1_2_3_4_6_replicas_and_any_dealing() -> None:
+@pytest.mark.parametrize(
+    ("precision", "sizes", "odd"), [("fp32", (1, 2, 3, 4, 6), True), ("bf16", (1, 3), False)]
+)
+def test_bit_equal_for_any_number_of_replicas_and_any_dealing(
+    precision: str, sizes: tuple[int, ...], odd: bool
+) -> None:
     curves: set[tuple[str, ...]] = set()
-    for replicas in (1, 2, 3, 4, 6):
-        dealings = [None] if replicas == 1 else [None, ODD[replicas]]
-        for values in rank_values(_replicated, replicas, {"dealings": dealings}):
-            curves.update(tuple(curve) for curve in values)
-    assert len(curves) == 1
-
-
-def test_bit_equal_in_bf16_mixed_precision_too() -> None:
-    curves: set[tuple[str, ...]] = set()
-    for replicas in (1, 3):
-        arguments = {"dealings": [None], "train__precision": "bf16"}
+    for replicas in sizes:
+        dealings = [None, ODD[replicas]] if odd and replicas > 1 else [None]
+        arguments = {"dealings": dealings, "train__precision": precision}
         for values in rank_values(_replicated, replicas, arguments):
             curves.update(tuple(curve) for curve in values)
     assert len(curves) == 1
