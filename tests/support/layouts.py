@@ -36,16 +36,19 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
+from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.axes.process_groups import connect
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.torch_compat import Store
 from holdfast.plan.placing.balance import planned_stages
 from holdfast.training.engine.build import build_engine, connect_settings
 from holdfast.training.engine.engine import StepEngine
+from holdfast.training.engine.task import EngineTask
 from holdfast.training.engine.vote import StepVerdict
 from tests.support.ranks import RankContext
-from tests.support.tiny_training import CPU, LENGTH, changed, feed
+from tests.support.tiny_training import CPU, LENGTH, changed, digest, feed
 
 VOCABULARY, STEPS = 61, 8
 
@@ -299,19 +302,32 @@ def topology_of(
 
 
 def engine_of(
-    config: RunConfig, topology: Topology, rank: int, store: Store, seconds: float = 60.0
+    config: RunConfig,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    traffic: TrafficCounter | None = None,
+    task: EngineTask | None = None,
 ) -> StepEngine:
-    """Connected and initialised."""
-    groups = connect(connect_settings(config, store, CPU, seconds), topology, rank)
-    made = build_engine(config, groups, CPU)
+    """Connected and initialised. task: what is trained; None: the decoder."""
+    settings = replace(connect_settings(config, store, CPU, 60.0), traffic=traffic)
+    made = build_engine(config, connect(settings, topology, rank), CPU, task=task)
     made.initialise(config.seed)
     return made
 
 
-def engine_for(rank: RankContext, name: str, config: RunConfig | None = None) -> StepEngine:
-    """That of a rank of the layout `name`, connected and initialised."""
+def engine_for(
+    rank: RankContext,
+    name: str,
+    config: RunConfig | None = None,
+    store: str = "run",
+    traffic: TrafficCounter | None = None,
+    task: EngineTask | None = None,
+) -> StepEngine:
+    """That of a rank of the layout `name`, connected and initialised. store: of its world."""
     config = config or config_of(case(name).changes)
-    return engine_of(config, topology_of(case(name), config), rank.rank, rank.store())
+    topology = topology_of(case(name), config)
+    return engine_of(config, topology, rank.rank, rank.store(store), traffic, task)
 
 
 def one_step(made: StepEngine, step: int, data: DataConfig | None = None) -> StepVerdict:
@@ -326,6 +342,30 @@ def one_step(made: StepEngine, step: int, data: DataConfig | None = None) -> Ste
     return verdict
 
 
+def curve_of(made: StepEngine, steps: int, data: DataConfig | None = None) -> dict[str, Any]:
+    """Train to step `steps`. Return what each step gave, and the digest of the state then."""
+    first = (made.status.applied_step or 0) + 1
+    verdicts = [one_step(made, step, data) for step in range(first, steps + 1)]
+    return {
+        "losses": [verdict.mean_loss for verdict in verdicts],
+        "norms": [verdict.mean_norm for verdict in verdicts],
+        "tokens": [verdict.tokens for verdict in verdicts],
+        "digest": digest(made),
+    }
+
+
+def train_layout(rank: RankContext, name: str, steps: int, **changes: Any) -> dict[str, Any]:
+    """Train under a layout. Return the curve; the state goes into the folder of the ranks."""
+    config = config_of({**case(name).changes, **changes})
+    made = engine_for(rank, name, config)
+    found = curve_of(made, steps, config.data)
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    made.close()
+    return found
+
+
+DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""By the words of a state table."""
 Piece = tuple[str, tuple[int, ...], np.ndarray]
 
 
@@ -360,6 +400,22 @@ def load_pieces(path: Any) -> list[Piece]:
             name, _, offsets = key.partition("|")
             out.append((name, tuple(int(n) for n in offsets.split(",")), file[key]))
         return out
+
+
+def load_complete(path: Any) -> dict[str, np.ndarray]:
+    """The state of a single process, by name."""
+    return {name: values for name, _, values in load_pieces(path)}
+
+
+def restore(made: StepEngine, whole: dict[str, np.ndarray], step: int) -> None:
+    """Continue after step `step` from a complete state."""
+
+    def read(box: Box, tensor: torch.Tensor) -> None:
+        part = tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
+        as_numpy(tensor)[...] = whole[box.name][part]
+
+    made.load(read)
+    made.set_applied_step(step)
 
 
 def assert_state_equal(

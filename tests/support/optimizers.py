@@ -1,19 +1,12 @@
-"""Engines that train the decoder with any optimizer, in the ranks of a test."""
+"""Runs that train the decoder with any optimizer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.parallel.axes.process_groups import connect
-from holdfast.parallel.axes.replica_groups import ConnectSettings
-from holdfast.parallel.torch_compat import Store
 from holdfast.tasks.child import describe_named
-from holdfast.tasks.choose import open_task
-from holdfast.training.engine.build import build_engine
-from holdfast.training.engine.engine import StepEngine
-from tests.support.layouts import case, config_of, topology_of
-from tests.support.tiny_training import CPU
+from tests.support.layouts import case, config_of
 
 MODULE = "tests.support.sample_optimizers"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -46,13 +39,3 @@ def planned(config: RunConfig) -> RunConfig:
         section, name = key.split(".")[1:]
         found["train"][section][name] = value
     return RunConfig.model_validate(found)
-
-
-def engine_with(config: RunConfig, layout: str, rank: int, store: Store) -> StepEngine:
-    """Connected and initialised."""
-    groups = connect(
-        ConnectSettings(store, CPU, seconds=120), topology_of(case(layout), config), rank
-    )
-    made = build_engine(config, groups, CPU, task=open_task(config))
-    made.initialise(config.seed)
-    return made

@@ -23,7 +23,7 @@ from holdfast.tasks.task.task import Task
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.replica_check import refuse_unequal_start
-from tests.support.layouts import case, pieces, save_pieces
+from tests.support.layouts import case, engine_of, pieces, save_pieces
 from tests.support.ranks import RankContext
 from tests.support.tiny_training import CPU, digest
 
@@ -69,10 +69,9 @@ class TaskTraining:
         assert isinstance(batches, TaskBatches)
         batches.skips = Skips([Skip(2, 1, "a skipped one")])
         self.batches = batches
-        groups = connect(ConnectSettings(store, CPU, seconds=120), topology_of_layout(layout), rank)
-        self.engine: StepEngine = build_engine(self.config, groups, CPU, task=task)
-        self.engine.initialise(self.config.seed)
-        task.check_first_loss(self.engine.objective, batches, groups)
+        topology = topology_of_layout(layout)
+        self.engine: StepEngine = engine_of(self.config, topology, rank, store, task=task)
+        task.check_first_loss(self.engine.objective, batches, self.engine.groups)
 
     def step(self, step: int) -> float:
         engine = self.engine

@@ -200,11 +200,7 @@ class Survivor:
         return found
 
     def _entry(
-        self,
-        topology: Topology,
-        before: Topology,
-        came_from: Sequence[int | None],
-        dealer: Dealer,
+        self, topology: Topology, before: Topology, came_from: Sequence[int | None], dealer: Dealer
     ) -> GenerationEntry:
         where = topology, self.me, self.rank.store(), CPU, before
         return GenerationEntry(self.config, *where, came_from, dealer=dealer, seconds=60)

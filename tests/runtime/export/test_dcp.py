@@ -27,22 +27,9 @@ from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.launch.run.runs import open_run
 from holdfast.model.decoder import Decoder
 from tests.runtime.cli.conftest import Trained
-from tests.support.commands import here
+from tests.support.commands import Outcome, here
 
 Capture = pytest.CaptureFixture[str]
-
-
-def stock(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder, as DCP itself reads it."""
-    reader = FileSystemReader(folder)
-    described = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.full(tuple(entry.size), float("nan"))
-        for name, entry in described.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    return state
 
 
 def ours(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,25 +45,21 @@ def ours(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_stock_dcp_reads_an_export(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
-    done = here(capsys, "export", trained.folder, "--to", tmp_path / "dcp", "--format", "dcp")
-    assert done.code == 0, done.err
-    theirs = stock(tmp_path / "dcp")
-    for name, value in ours(trained.folder).items():
-        prefix, _, rest = name.partition(".")
-        if prefix == "optimizer":
-            moment, _, rest = rest.partition(".")
-            rest = f"optimizer.state.{rest}.{moment}"
-        assert torch.equal(theirs.pop(rest), value), name
-    assert {name.rsplit(".", 1)[1] for name in theirs} == {"step"}
-    assert all(torch.equal(step, torch.tensor(6.0)) for step in theirs.values())
+def exported(capsys: Capture, trained: Trained, to: Path, *more: str) -> Outcome:
+    return here(capsys, "export", trained.folder, "--to", to, "--format", "dcp", *more)
+
+
+def imported(capsys: Capture, trained: Trained, start: Path, run: Path, *more: str) -> Outcome:
+    return here(
+        capsys, "checkpoint", "import", trained.run_file, "--from", start, f"folder={run}", *more
+    )
 
 
 def test_the_optimizers_settings_are_there(
     trained: Trained, tmp_path: Path, capsys: Capture
 ) -> None:
     """Under the names that a flattened optimizer of torch has; read by stock DCP."""
-    here(capsys, "export", trained.folder, "--to", tmp_path / "dcp", "--format", "dcp")
+    exported(capsys, trained, tmp_path / "dcp")
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     names = {
         f"optimizer.param_groups.{name}.{key}"
@@ -120,7 +103,7 @@ def test_a_torch_optimizer_goes_on_from_an_export(
     trained: Trained, tmp_path: Path, capsys: Capture
 ) -> None:
     """The state dictionaries are torch's own, flattened as torchtitan saves them."""
-    here(capsys, "export", trained.folder, "--to", tmp_path / "dcp", "--format", "dcp")
+    exported(capsys, trained, tmp_path / "dcp")
     decoder, optimizer = trainer(open_run(trained.folder).config.model)
     flat = get_optimizer_state_dict(decoder, optimizer, options=FLAT)
     state = {**decoder.state_dict(), "optimizer": flat}
@@ -145,15 +128,7 @@ def test_a_torch_trainers_checkpoint_is_imported(
     state = {**decoder.state_dict(), "optimizer": flat, "train_state": {"step": 2}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     run = tmp_path / "run"
-    done = here(
-        capsys,
-        "checkpoint",
-        "import",
-        trained.run_file,
-        "--from",
-        tmp_path / "dcp",
-        f"folder={run}",
-    )
+    done = imported(capsys, trained, tmp_path / "dcp", run)
     assert done.code == 0, done.err
     assert "weights and AdamW's moments after step 2" in done.err
     found = ours(run)
@@ -170,39 +145,17 @@ def test_a_state_comes_back_bit_for_bit(
     trained: Trained, tmp_path: Path, capsys: Capture, names: str
 ) -> None:
     folder, run = tmp_path / "dcp", tmp_path / "run"
-    done = here(
-        capsys,
-        "export",
-        trained.folder,
-        "--to",
-        folder,
-        "--format",
-        "dcp",
-        "--names",
-        names,
-        "--json",
-    )
+    done = exported(capsys, trained, folder, "--names", names, "--json")
     assert json.loads(done.out)["step"] == 6
     model = open_run(trained.folder).config.model
     assert {row.theirs for row in SCHEMES[names](model)} <= set(DcpFolder.open(folder).tensors)
-    found = here(
-        capsys,
-        "checkpoint",
-        "import",
-        trained.run_file,
-        "--from",
-        folder,
-        f"folder={run}",
-        "--json",
-    )
+    found = imported(capsys, trained, folder, run, "--json")
     assert found.code == 0, found.err
     assert json.loads(found.out)["step"] == 6
     assert f"named as {names} names them" in found.err
     same = here(capsys, "checkpoint", "diff", trained.folder, run)
     assert same.code == 0, same.out
-    here(capsys, "export", trained.folder, "--to", folder, "--format", "dcp").refuses(
-        "empty folder"
-    )
+    exported(capsys, trained, folder).refuses("empty folder")
 
 
 def test_a_run_goes_on_from_an_imported_step(
@@ -210,23 +163,21 @@ def test_a_run_goes_on_from_an_imported_step(
 ) -> None:
     """Step 3 out and in again, then trained to step 6: the bits of the run that never left."""
     folder, run = tmp_path / "dcp", tmp_path / "run"
-    here(capsys, "export", trained.folder, "--to", folder, "--format", "dcp", "--step", "3")
-    options = [trained.run_file, f"folder={run}"]
-    assert here(capsys, "checkpoint", "import", *options, "--from", folder).code == 0
-    done = here(capsys, "train", *options)
+    exported(capsys, trained, folder, "--step", "3")
+    assert imported(capsys, trained, folder, run).code == 0
+    done = here(capsys, "train", trained.run_file, f"folder={run}")
     assert done.code == 0, done.err
     assert here(capsys, "checkpoint", "diff", trained.folder, run).code == 0
 
 
 def test_weights_alone_begin_at_step_0(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
     folder, run = tmp_path / "dcp", tmp_path / "run"
-    here(capsys, "export", trained.folder, "--to", folder, "--format", "dcp")
-    command = ["checkpoint", "import", trained.run_file, "--from", folder, f"folder={run}"]
-    assert here(capsys, *command, "--weights-only").code == 0
+    exported(capsys, trained, folder)
+    assert imported(capsys, trained, folder, run, "--weights-only").code == 0
     before, after = ours(trained.folder), ours(run)
     assert all(torch.equal(after[n], v) for n, v in before.items() if n.startswith("model."))
     assert not any(v.any() for n, v in after.items() if n.startswith("optimizer."))
-    here(capsys, *command).refuses("has checkpoints already")
+    imported(capsys, trained, folder, run).refuses("has checkpoints already")
 
 
 def test_what_cannot_be_meant_is_refused(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
@@ -237,40 +188,14 @@ def test_what_cannot_be_meant_is_refused(trained: Trained, tmp_path: Path, capsy
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"x")
     run = tmp_path / "run"
-    command = [
-        "checkpoint",
-        "import",
-        trained.run_file,
-        "--from",
-        tmp_path / "dcp",
-        f"folder={run}",
-    ]
-    here(capsys, *command).refuses("not a pickle that DCP wrote", str(tmp_path / "dcp"))
+    found = imported(capsys, trained, tmp_path / "dcp", run)
+    found.refuses("not a pickle that DCP wrote", str(tmp_path / "dcp"))
     assert not (run / "resolved.json").exists()
 
 
-def test_an_export_in_several_files_is_one_model(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
-    import transformers
-    from safetensors.torch import load_file
-
-    for name, size in (("one", "5"), ("many", "0.00001")):
-        done = here(capsys, "export", trained.folder, "--to", tmp_path / name, "--shard-size", size)
-        assert done.code == 0, done.err
-    files = sorted((tmp_path / "many").glob("model-*.safetensors"))
-    assert len(files) > 2
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    merged: dict[str, torch.Tensor] = {}
-    for file in files:
-        inside = load_file(file)
-        assert len(inside) == 1 or sum(v.nbytes for v in inside.values()) <= 10_000
-        assert all(index["weight_map"][name] == file.name for name in inside)
-        merged |= inside
-    one = load_file(tmp_path / "one" / "model.safetensors")
-    assert merged.keys() == one.keys() == index["weight_map"].keys()
-    assert all(torch.equal(merged[name], one[name]) for name in one)
-    assert index["metadata"]["total_size"] == sum(v.nbytes for v in one.values())
-    built = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many")
-    assert torch.equal(built.state_dict()["model.norm.weight"], one["model.norm.weight"])
-    here(capsys, "export", trained.folder, "--to", tmp_path / "x", "--shard-size", "0").refuses("0")
+def test_an_export_has_several_files(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+    to = ["export", trained.folder, "--to", tmp_path / "many", "--shard-size"]
+    here(capsys, *to, "0").refuses("0")
+    done = here(capsys, *to, "0.00001")
+    assert done.code == 0, done.err
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2

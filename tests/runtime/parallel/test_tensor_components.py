@@ -7,13 +7,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.parallel.comm.collectives import Collectives
-from tests.runtime.parallel.test_tensor_parallel import (
-    Degrees,
-    check_step,
-    config,
-    samples,
-    spread,
-)
+from tests.runtime.parallel.test_tensor_parallel import Degrees, check_step, config, samples, spread
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values, ranks
 

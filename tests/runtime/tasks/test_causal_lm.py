@@ -61,10 +61,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_documents(kind: str, tmp_path: 
 
 
 def test_places_begin_anew_in_each_document() -> None:
-    assert positions_in_documents(DOCUMENTS).tolist() == [
-        [0, 1, 2, 0, 1, 0, 0, 1],
-        list(range(8)),
-    ]
+    assert positions_in_documents(DOCUMENTS).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], list(range(8))]
 
 
 def test_a_model_that_mixes_documents_is_refused(

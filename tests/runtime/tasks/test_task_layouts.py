@@ -9,11 +9,7 @@ import pytest
 
 from holdfast.errors import TaskError
 from holdfast.training.engine.evaluate import Evaluator
-from tests.support.layouts import (
-    assert_all_state,
-    case,
-    load_pieces,
-)
+from tests.support.layouts import assert_all_state, case, load_complete, load_pieces
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import TaskTraining, task_config, train_task
 from tests.support.ranks import RankContext, rank_values, ranks
@@ -26,6 +22,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "Tied": {"dropout": 0.2, "sometimes": True},
     "EncoderDecoder": {"dropout": 0.1},
     "Gpt2": {"dropout": 0.1},
+    "Weighted": {},
 }
 WITHOUT_RANDOM: dict[str, dict[str, Any]] = {
     "Gru": {},
@@ -93,7 +90,7 @@ def test_zero_agrees_with_one_process(name: str, more: tuple[str, ...], tmp_path
         arguments = {"name": name, "args": WITHOUT_RANDOM[name], "layout": layout}
         arguments |= {"to": str(paths[layout]), "precision": "float64"}
         rank_values(train_task, case(layout).world_size, arguments)
-    whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
+    whole = load_complete(f"{paths.pop('one')}-0.npz")
     for path in paths.values():
         assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)
 

@@ -163,10 +163,7 @@ def _changed(name: str, value: Any) -> nn.Module:
             "on the meta device, where no tensor has values: .*test_task_mistakes.py:",
         ),
         (lambda: _changed("shift", torch.zeros(5)), "shift is a plain tensor of the module"),
-        (
-            lambda: nn.Linear(WIDTH, 5).to(torch.complex64),
-            "parameter weight is torch.complex64",
-        ),
+        (lambda: nn.Linear(WIDTH, 5).to(torch.complex64), "parameter weight is torch.complex64"),
         (
             lambda: _changed("temperature", nn.Parameter(torch.ones(()))),
             r"parameter temperature is a scalar; give it the shape \[1\]",

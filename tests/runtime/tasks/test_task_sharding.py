@@ -15,7 +15,7 @@ from holdfast.parallel.axes.tensor_layers import TensorRegions
 from holdfast.tasks.huggingface import tensor_plan
 from holdfast.tasks.task.module import meta_module
 from holdfast.tasks.task.sharding import sharding_rows
-from tests.support.layouts import assert_all_state, case, load_pieces
+from tests.support.layouts import assert_all_state, case, load_complete
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import first_loss, train_task
 from tests.support.ranks import RankContext, rank_values
@@ -36,7 +36,7 @@ LAYOUTS = ("dp2-tp2", "tp4", "tp2+one", "shard2-tp2", "zero1.2-tp2", "zero2.2-tp
 def test_a_layout_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
     losses = _run("one", tmp_path)
     assert _run(layout, tmp_path) == pytest.approx(losses, rel=1e-10)
-    whole = {name: values for name, _, values in load_pieces(tmp_path / "one-0.npz")}
+    whole = load_complete(tmp_path / "one-0.npz")
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
 
 
@@ -175,11 +175,7 @@ def test_degrees_that_do_not_fit_the_table() -> None:
 
 def test_the_rows_of_a_table() -> None:
     rows = sharding_rows(Heads(), meta_module(Heads()))
-    assert rows[:3] == (
-        "embed.weight 0 12",
-        "blocks.0.q.weight 0 4",
-        "blocks.0.q.bias 0 4",
-    )
+    assert rows[:3] == ("embed.weight 0 12", "blocks.0.q.weight 0 4", "blocks.0.q.bias 0 4")
     assert "blocks.1.norm.weight partial" in rows
     assert "blocks.1.o.weight 1 4" in rows
     assert not [row for row in rows if row.startswith(("blocks.1.o.bias", "blocks.1.before"))]

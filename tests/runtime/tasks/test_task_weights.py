@@ -11,33 +11,9 @@ import torch
 from holdfast.core.weights import UNIT, from_units, read_weight, shortest, to_units
 from holdfast.errors import TaskError
 from holdfast.tasks.task.batches import batch_weight
-from tests.support.layouts import case
 from tests.support.own_tasks import TaskTraining, task_config
 from tests.support.ranks import RankContext, rank_values
 from tests.support.sample_tasks import EncoderDecoderNet, Weighted
-
-
-def _trained(rank: RankContext, layout: str) -> list[tuple[float, float]]:
-    made = TaskTraining(task_config("Weighted"), layout, rank.rank, rank.store())
-    found = []
-    for step in range(1, 4):
-        loss = made.step(step)
-        found.append((loss, made.engine.history.applied_verdicts[-1][1].tokens))
-    found.extend((float(t.tensor.double().sum()), 0.0) for t in made.engine.state())
-    made.engine.close()
-    return found
-
-
-@pytest.mark.slow
-def test_a_curve_with_fractions_has_the_same_bits_on_one_two_and_three_replicas() -> None:
-    curves = [
-        curve
-        for layout in ("one", "dp2", "dp3")
-        for curve in rank_values(_trained, case(layout).world_size, {"layout": layout})
-    ]
-    assert all(curve == curves[0] for curve in curves)
-    weights = [weight for _, weight in curves[0][:3]]
-    assert all(weight > 0 and weight % 1 for weight in weights)
 
 
 def _first_step(rank: RankContext) -> dict[str, float]:

@@ -28,7 +28,7 @@ from tests.support.layouts import (
     config_of,
     engine_for,
     engine_of,
-    load_pieces,
+    load_complete,
     model_flags,
     of_one_model,
     pieces,
@@ -138,7 +138,7 @@ def test_curve_of_a_second_opinion(name: str, steps: int, samples: int, tmp_path
     alone.mkdir()
     values = rank_values(body, of.world_size, given, folder=tmp_path, deadline=240)
     (expected,) = rank_values(late_body, 1, given, folder=alone, deadline=240)
-    whole = {n: v for n, _, v in load_pieces(alone / "alone.npz")}
+    whole = load_complete(alone / "alone.npz")
     for value in values:
         for mine, other in zip(value["found"], expected, strict=True):
             np.testing.assert_allclose(mine[:2], other[:2], rtol=1e-10, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,20 @@ import pytest
 from holdfast.options.expert_copies.apply import plan_dispatch
 from holdfast.options.expert_copies.cost import copy_bytes
 from holdfast.parallel.axes.expert_parallel import routed_layers
-from holdfast.parallel.axes.process_groups import connect
-from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from tests.runtime.training.test_parity import LEAST_MARGIN, choice_margins
 from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
-    load_pieces,
-    one_step,
+    curve_of,
+    engine_for,
+    load_complete,
     pieces,
     save_pieces,
-    topology_of,
 )
 from tests.support.ranks import RankContext, rank_values
-from tests.support.tiny_training import CPU
 
 BYTES = 8  # of a float64
 
@@ -46,31 +41,23 @@ def skew(made: StepEngine) -> None:
 
 def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     """Train with a skewed router under a layout; what remains goes into the folder."""
-    of = case(name)
-    config = config_of({**of.changes, "train__steps": steps})
-    traffic, topology = TrafficCounter(), topology_of(of, config)
-    groups = connect(
-        ConnectSettings(rank.store(), CPU, seconds=60.0, traffic=traffic, ep=config.layout.ep),
-        topology,
-        rank.rank,
-    )
-    made = build_engine(config, groups, CPU)
-    made.initialise(config.seed)
+    config = config_of({**case(name).changes, "train__steps": steps})
+    traffic = TrafficCounter()
+    made = engine_for(rank, name, config, traffic=traffic)
     skew(made)
     margins, chosen = choice_margins(made.objective), list[list[int]]()
     layers = routed_layers(made.objective.decoder)  # type: ignore[arg-type, union-attr]
     for layer in layers:
         layer.router.register_forward_hook(lambda _, x, found: chosen.append(found.counts.tolist()))
-    verdicts = [one_step(made, step) for step in range(1, steps + 1)]
+    found = curve_of(made, steps)
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     out = {
-        "losses": [verdict.mean_loss for verdict in verdicts],
-        "norms": [verdict.mean_norm for verdict in verdicts],
+        **found,
         "margin": min(margins),
         "loads": [layer.take_load() for layer in layers],
         "chosen": chosen,
         "sent": traffic.bytes_by_kind.get("ep", 0),
-        "pp": groups.coordinate.pp,
+        "pp": made.groups.coordinate.pp,
     }
     made.close()
     return out
@@ -94,7 +81,7 @@ def test_copies_keep_the_curve_and_even_out_the_load(name: str, steps: int, tmp_
     alone = tmp_path / "one"
     alone.mkdir()
     (one,) = rank_values(body, 1, {"name": "shallow.sigmoid.one", "steps": steps}, folder=alone)
-    whole = {name: values for name, _, values in load_pieces(alone / "0.npz")}
+    whole = load_complete(alone / "0.npz")
     name, size = f"shallow.sigmoid.copies.{name}", case(f"sigmoid.{name}").world_size
     found = rank_values(body, size, {"name": name, "steps": steps}, folder=tmp_path, deadline=240)
     for value in found:
@@ -167,6 +154,4 @@ def test_replicas_with_copies_are_bit_equal(replicas: int) -> None:
 def curve(rank: RankContext, name: str, steps: int) -> list[Any]:
     """What must be the same to the bit."""
     found = body(rank, name, steps)
-    files = [rank.folder / f"{rank.rank}.npz"]
-    values = [sha256(v.tobytes()).hexdigest() for file in files for _, _, v in load_pieces(file)]
-    return [*found["losses"], *found["norms"], values]
+    return [*found["losses"], *found["norms"], found["digest"]]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.options.quantized.keys import OptionKeys
 from tests.runtime.training.test_recover import survivors
-from tests.support.layouts import case, engine_for, one_step
-from tests.support.ranks import RankContext, rank_values
+from tests.support.layouts import case, train_layout
+from tests.support.ranks import rank_values
 from tests.support.step_recovery import undisturbed
-from tests.support.tiny_training import digest
 
 STEPS = 4
 
 
-def _trained(rank: RankContext, layout: str) -> list[float | str]:
-    """Return the losses, and the digest of the last state."""
-    made = engine_for(rank, layout)
-    found: list[float | str] = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
-    found.append(digest(made))
-    made.close()
-    return found
-
-
-def _run(layout: str) -> list[list[float | str]]:
-    return rank_values(_trained, case(layout).world_size, {"layout": f"shallow.wider.{layout}"})
+def _run(layout: str) -> list[dict[str, Any]]:
+    arguments = {"name": f"shallow.wider.{layout}", "steps": STEPS}
+    return rank_values(train_layout, case(layout).world_size, arguments)
 
 
 @pytest.mark.slow
@@ -33,8 +26,8 @@ def _run(layout: str) -> list[list[float | str]]:
 @pytest.mark.parametrize("zero", ["shard2", "zero2.2"])
 def test_another_curve_near_the_exact_one(which: str, zero: str) -> None:
     exact, found = _run(f"fp32.{zero}")[0], _run(f"{which}.fp32.{zero}")[0]
-    assert found[1:-1] != exact[1:-1]
-    assert found[:-1] == pytest.approx(exact[:-1], rel=0.01)
+    assert found["losses"][1:] != exact["losses"][1:]
+    assert found["losses"] == pytest.approx(exact["losses"], rel=0.01)
 
 
 @pytest.mark.slow
@@ -42,8 +35,8 @@ def test_another_curve_near_the_exact_one(which: str, zero: str) -> None:
 def test_replicas_change_no_bit(precision: str) -> None:
     """One replica and two have one curve, and all ranks of a place one state."""
     one, two = (_run(f"qboth.{precision}.{name}") for name in ("shard2", "dp2-shard2"))
-    assert [found[:-1] for found in two] == [one[0][:-1]] * 4
-    assert {str(found[-1]) for found in two} == {str(found[-1]) for found in one}
+    assert [found["losses"] for found in two] == [one[0]["losses"]] * 4
+    assert {found["digest"] for found in two} == {found["digest"] for found in one}
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from holdfast.training.engine.objective import NextTokenObjective
 from tests.support.layouts import (
     assert_all_state,
     case,
-    load_pieces,
+    load_complete,
     model_flags,
     of_one_model,
     pieces,
@@ -215,7 +215,7 @@ def state_alone(flags: str, folder: Path) -> dict[str, np.ndarray]:
     here = folder / f"{flags}one"
     here.mkdir()
     rank_values(_state_alone, 1, {"flags": flags}, folder=here)
-    return {name: values for name, _, values in load_pieces(here / "alone.npz")}
+    return load_complete(here / "alone.npz")
 
 
 @pytest.fixture(scope="session")

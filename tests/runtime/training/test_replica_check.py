@@ -20,7 +20,7 @@ from holdfast.training.engine.replica_check import (
     outlier_ranks,
     outliers,
 )
-from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
+from tests.support.layouts import case, config_of, engine_for, one_step
 from tests.support.ranks import RankContext, rank_values
 from tests.support.topologies import tiny
 
@@ -41,11 +41,9 @@ def _changed(made: StepEngine, name: str, how: str) -> Iterator[None]:
 
 def _checked(rank: RankContext, name: str, at: int, tensor: str) -> list[Any]:
     """Findings of: two steps of training; a bit; 1e-9; and of nothing again."""
-    of = case(name)
-    config = config_of(of.changes)
-    topology = topology_of(of, config)
-    made = engine_of(config, topology, rank.rank, rank.store())
-    checks = ReplicaChecker(topology, state_table(config.model, config.train.precision))
+    config = config_of(case(name).changes)
+    made = engine_for(rank, name, config)
+    checks = ReplicaChecker(made.groups.topology, state_table(config.model, config.train.precision))
     out = [checks.check(made.groups, made.state())]
     for step in (1, 2):
         one_step(made, step)

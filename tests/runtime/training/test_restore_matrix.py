@@ -32,6 +32,7 @@ from tests.support.layouts import (
     config_of,
     engine_for,
     engine_of,
+    load_complete,
     load_pieces,
     model_flags,
     one_step,
@@ -39,6 +40,7 @@ from tests.support.layouts import (
     pieces_of_curve,
     save_pieces,
     topology_of,
+    train_layout,
 )
 from tests.support.mover_process import Mover
 from tests.support.ranks import RankContext, rank_values
@@ -174,16 +176,9 @@ def saved(name: str, folder: Path) -> tuple[Path, str, dict[str, np.ndarray]]:
 def undisturbed(flags: str, folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
     here = folder / f"undisturbed-{flags}"
     here.mkdir()
-    (losses,) = rank_values(alone_body, 1, {"name": f"{flags}one"}, folder=here)
-    return losses, {name: values for name, _, values in load_pieces(here / "0.npz")}
-
-
-def alone_body(rank: RankContext, name: str) -> list[float]:
-    config = config_for(name)
-    made = engine_of(config, topology_of(case("one"), config), rank.rank, rank.store())
-    losses = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
-    save_pieces(rank.folder / "0.npz", pieces(made))
-    return losses
+    arguments = {"name": f"{flags}one", "steps": STEPS, "train__batch_size": BATCH}
+    (curve,) = rank_values(train_layout, 1, arguments | {"train__steps": STEPS}, folder=here)
+    return curve["losses"], load_complete(here / "0.npz")
 
 
 @pytest.fixture(scope="session")

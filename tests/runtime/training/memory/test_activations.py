@@ -21,7 +21,15 @@ from holdfast.plan.memory.placed_memory import placed_by_rank
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.memory.activation_rooms import FileRoom, HostRoom
 from holdfast.training.memory.places import StateMemory
-from tests.support.layouts import case, config_of, engine_for, engine_of, one_step, topology_of
+from tests.support.layouts import (
+    case,
+    config_of,
+    curve_of,
+    engine_for,
+    engine_of,
+    one_step,
+    topology_of,
+)
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest
@@ -79,46 +87,42 @@ def test_what_blocks_keep_leaves_the_device(layout: str, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
-def _train(rank: RankContext, layout: str, memory: dict[str, Any]) -> list[str]:
+def _train(rank: RankContext, layout: str, memory: dict[str, Any]) -> list[Any]:
     config = _config(layout, memory)
-    topology = topology_of(case(layout), config)
-    made = engine_of(config, topology, rank.rank, rank.store())
-    losses = [one_step(made, step).mean_loss.hex() for step in range(1, STEPS + 1)]
-    said = rank_estimate(config, topology, made.groups.coordinate).peak
-    state = digest(made)
+    made = engine_for(rank, layout, config)
+    curve = curve_of(made, STEPS)
+    said = rank_estimate(config, made.groups.topology, made.groups.coordinate).peak
     peak = _peak(made, "device")
     made.close()
-    return [state, *losses, str(peak), str(said)]
+    return [curve, peak, said]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_and_peak_on_each_layout(layout: str, tmp_path: Path) -> None:
     of, is_metered = case(layout), "compiled" not in layout
-    before: list[list[str]] = []
+    before: list[list[Any]] = []
     for place in ("device", "host", "file"):
         memory = MOVED | {"activations": place, "folder": str(tmp_path), "device_gb": 1}
         after = rank_values(_train, of.world_size, {"layout": layout, "memory": memory})
         for rank, values in enumerate(after):
-            peak, said = map(int, values[-2:])
+            curve, peak, said = values
             print(f"{layout} {place} {rank}: {peak} {said} {said / peak - 1:+.1%}")
             if is_metered:
                 assert said == pytest.approx(peak, rel=0.05)
             if before:
-                assert values[:-2] == before[rank][:-2]
-                promised = int(before[rank][-1]) - said  # what the formulas say that it falls by
+                assert curve == before[rank][0]
+                promised = before[rank][2] - said  # what the formulas say that it falls by
                 falls = promised > 0.01 * said
-                assert not (is_metered and falls) or peak < int(before[rank][-2])
+                assert not (is_metered and falls) or peak < before[rank][1]
         before = before or after
 
 
-def _bits(rank: RankContext, layout: str, place: str) -> list[str]:
-    config = _config(layout, {"activations": place})
-    made = engine_for(rank, layout, config)
-    losses = [one_step(made, step).mean_loss.hex() for step in range(1, STEPS + 1)]
-    state = digest(made)
+def _bits(rank: RankContext, layout: str, place: str) -> dict[str, Any]:
+    made = engine_for(rank, layout, _config(layout, {"activations": place}))
+    found = curve_of(made, STEPS)
     made.close()
-    return [state, *losses]
+    return found
 
 
 @pytest.mark.slow
