@@ -13,14 +13,12 @@ from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
 from holdfast.doctor import checks as doctor_checks
 from holdfast.machine.accelerators import Accelerator
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
-from tests.support.commands import here
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import within
 
 
-def test_init_writes_a_short_commented_file_that_loads(tmp_path: Path, capsys: Capture) -> None:
+def test_init_writes_a_short_commented_file_that_loads(tmp_path: Path) -> None:
     path = tmp_path / "my run.yaml"
-    assert here(capsys, "init", path).code == 0
+    assert within("init", path).code == 0
     text = path.read_text()
     assert len(text.splitlines()) <= 25
     assert "#" in text
@@ -40,25 +38,25 @@ def test_init_writes_a_short_commented_file_that_loads(tmp_path: Path, capsys: C
     ],
 )
 def test_init_writes_what_loads_whatever_the_file_is_called(
-    file: str, name: str, tmp_path: Path, capsys: Capture
+    file: str, name: str, tmp_path: Path
 ) -> None:
-    assert here(capsys, "init", "--", tmp_path / file).code == 0
+    assert within("init", "--", tmp_path / file).code == 0
     assert load_config(tmp_path / file).config.name == name
 
 
-def test_init_never_overwrites(tmp_path: Path, capsys: Capture) -> None:
+def test_init_never_overwrites(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mine\n")
-    here(capsys, "init", path).refuses(str(path), "never overwrites")
+    within("init", path).refuses(str(path), "never overwrites")
     assert path.read_text() == "mine\n"
-    here(capsys, "init", tmp_path / "none" / "run.yaml").refuses("there is no such folder")
-    here(capsys, "init", tmp_path).refuses("never overwrites")
+    within("init", tmp_path / "none" / "run.yaml").refuses("there is no such folder")
+    within("init", tmp_path).refuses("never overwrites")
 
 
-def test_config_show_says_where_values_come_from(tmp_path: Path, capsys: Capture) -> None:
+def test_config_show_says_where_values_come_from(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  steps: 5\n")
-    found = here(capsys, "config", "show", path, "seed=9", "--origin")
+    found = within("config", "show", path, "seed=9", "--origin")
     lines = {line.split()[0]: line for line in found.out.splitlines()}
     assert lines["train.steps"].endswith(f"file ({path}:2)")
     assert lines["seed"].endswith("command line (seed=9)")
@@ -66,54 +64,50 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, capsys: Capture
     assert lines["train.compile"].endswith("default")
 
 
-def test_config_show_as_json(capsys: Capture) -> None:
-    found = json.loads(here(capsys, "config", "show", "train.steps=5", "--json").out)
+def test_config_show_as_json() -> None:
+    found = json.loads(within("config", "show", "train.steps=5", "--json").out)
     assert found["config"]["train"]["steps"] == 5
     assert found["origins"]["train.steps"] == {"kind": "command line", "place": "train.steps=5"}
     assert len(found["hash"]) == 32
 
 
-def test_an_address_in_an_override_stays_as_it_is(capsys: Capture) -> None:
-    found = here(capsys, "config", "show", "task.args.at=http://x//y", "--json")
+def test_an_address_in_an_override_stays_as_it_is() -> None:
+    found = within("config", "show", "task.args.at=http://x//y", "--json")
     assert json.loads(found.out)["config"]["task"]["args"] == {"at": "http://x//y"}
 
 
-def test_config_mistakes_exit_with_2(tmp_path: Path, capsys: Capture) -> None:
+def test_config_mistakes_exit_with_2(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  stpes: 5\n")
-    here(capsys, "config", "show", path).refuses(
+    within("config", "show", path).refuses(
         f"{path}:2: unknown key train.stpes; did you mean train.steps?"
     )
     path.write_text("seed: x\nname: []\n")
-    found = here(capsys, "config", "show", path)
+    found = within("config", "show", path)
     assert found.code == 2
     assert found.err.count("\n") == 2, "two mistakes, two sentences"
-    here(capsys, "config", "show", tmp_path / "none.yaml").refuses("there is no such run file")
-    here(capsys, "config", "show", tmp_path).refuses("a folder")
+    within("config", "show", tmp_path / "none.yaml").refuses("there is no such run file")
+    within("config", "show", tmp_path).refuses("a folder")
 
 
-def test_schema_is_json(capsys: Capture) -> None:
-    assert "properties" in json.loads(here(capsys, "config", "schema").out)
+def test_schema_is_json() -> None:
+    assert "properties" in json.loads(within("config", "schema").out)
 
 
-def test_doctor_finds_this_machine_fit(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_finds_this_machine_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = here(capsys, "doctor", "--json")
+    found = within("doctor", "--json")
     rows = {row["name"]: row for row in json.loads(found.out)}
     assert found.code == 0
     assert {"cores", "memory", "torch", "disk", "loopback", "clock"} <= set(rows)
     assert rows["torch"]["state"] == "good"
-    assert here(capsys, "doctor").out.count("\n") == len(rows)
+    assert within("doctor").out.count("\n") == len(rows)
 
 
-def test_doctor_fails_with_a_remedy(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_fails_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor_checks, "version", lambda package: "2.15.0.dev20260101")
-    found = here(capsys, "doctor")
+    found = within("doctor")
     assert found.code == 1
     (line,) = [line for line in found.out.splitlines() if line.startswith("FAIL")]
     assert "2.11 to 2.13 are supported; pip install" in line

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from holdfast.wire.secret import Secret
-
-SECRET = Secret(bytes(range(32)))
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "holdfast.cli.main", "stage", *arguments]
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_text(SECRET.hex())
-    path.chmod(0o600)
-    return path
+from tests.support.commands import apart, secret_file, start
 
 
 @pytest.mark.parametrize(
@@ -39,39 +23,24 @@ def secret(tmp_path: Path) -> Path:
         ("192.0.2.1:7600", "0.01", "holdfast: --listen: cannot listen on 192.0.2.1:7600"),
     ],
 )
-def test_what_is_refused(secret: Path, listen: str, memory: str, sentence: str) -> None:
-    done = subprocess.run(
-        command("--listen", listen, "--secret", str(secret), "--memory", memory),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(sentence)
-    assert done.stderr.count("\n") == 1
+def test_what_is_refused(tmp_path: Path, listen: str, memory: str, sentence: str) -> None:
+    secret = secret_file(tmp_path)
+    apart("stage", "--listen", listen, "--secret", secret, "--memory", memory).refuses(sentence)
 
 
-def test_a_secret_that_others_can_read_is_refused(secret: Path) -> None:
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    secret = secret_file(tmp_path)
     secret.chmod(0o644)
-    done = subprocess.run(
-        command("--listen", "127.0.0.1:0", "--secret", str(secret), "--memory", "0.01"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert "other users of this machine can read the run's secret" in done.stderr
-    assert SECRET.hex() not in done.stderr
+    done = apart("stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.01")
+    done.refuses("other users of this machine can read the run's secret")
+    assert secret.read_text() not in done.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_in_order(secret: Path, number: signal.Signals) -> None:
-    with subprocess.Popen(
-        command("--listen", "127.0.0.1:0", "--secret", str(secret), "--memory", "0.01"),
-        stderr=subprocess.PIPE,
-        text=True,
+def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    secret = secret_file(tmp_path)
+    with start(
+        "stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.01"
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("keeping snapshots at 127.0.0.1:")

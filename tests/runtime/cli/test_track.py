@@ -11,9 +11,7 @@ from holdfast.report.trackers import registry
 from tests.runtime.cli.conftest import Trained
 from tests.runtime.report.test_metrics import as_tensorboard_shows
 from tests.runtime.report.trackers.test_process import rows
-from tests.support.commands import apart, here
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import apart, within
 
 
 def test_a_finished_run_comes_to_two_trackers(trained: Trained, tmp_path: Path) -> None:
@@ -28,28 +26,26 @@ def test_a_finished_run_comes_to_two_trackers(trained: Trained, tmp_path: Path) 
     assert [float(row["train/loss"]) for row in train] == pytest.approx([v for _, v in shown])
 
 
-def test_mistakes_of_the_command(trained: Trained, capsys: Capture) -> None:
-    here(capsys, "track", trained.folder).refuses("the run has no trackers", "--to csv")
-    here(capsys, "track", trained.folder, "--to", "cvs").refuses(
-        "there is no tracker 'cvs'; use csv"
-    )
-    here(capsys, "track", trained.folder, "--to", "csv", "--option", "folder").refuses(
+def test_mistakes_of_the_command(trained: Trained) -> None:
+    within("track", trained.folder).refuses("the run has no trackers", "--to csv")
+    within("track", trained.folder, "--to", "cvs").refuses("there is no tracker 'cvs'; use csv")
+    within("track", trained.folder, "--to", "csv", "--option", "folder").refuses(
         "--option folder: an option is written NAME=VALUE"
     )
     assert not (trained.folder / "trackers").exists()
 
 
 def test_a_package_that_is_missing_is_named_before_the_run_starts(
-    trained: Trained, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "is_installed", lambda package: False)
     new = ("train", trained.run_file, f"folder={tmp_path}/new", f"data.folder={tmp_path}/data")
-    here(capsys, *new, "logging.trackers=csv,wandb").refuses(
+    within(*new, "logging.trackers=csv,wandb").refuses(
         "logging.trackers=csv,wandb",
         "the tracker wandb needs wandb, which is not installed",
         "pip install 'holdfast[wandb]'",
     )
-    here(capsys, *new, "logging.trackers=[mine.calls:Callback]").refuses("no module mine.calls")
+    within(*new, "logging.trackers=[mine.calls:Callback]").refuses("no module mine.calls")
     assert not (tmp_path / "new").exists()
     assert not (tmp_path / "data").exists()
 
@@ -64,17 +60,14 @@ def test_a_package_that_is_missing_is_named_before_the_run_starts(
         ("logging.wandb.mode=on", "online"),
     ],
 )
-def test_mistakes_of_the_run_file(
-    override: str, words: str, trained: Trained, capsys: Capture
-) -> None:
-    here(capsys, "config", "show", trained.run_file, override).refuses(words)
+def test_mistakes_of_the_run_file(override: str, words: str, trained: Trained) -> None:
+    within("config", "show", trained.run_file, override).refuses(words)
 
 
 def test_an_unknown_option_is_refused_before_the_run_starts(
-    trained: Trained, tmp_path: Path, capsys: Capture
+    trained: Trained, tmp_path: Path
 ) -> None:
-    here(
-        capsys,
+    within(
         "train",
         trained.run_file,
         f"folder={tmp_path}/new",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.load import LoadedConfig, Origin, load_config, resolve_config
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.run_place import local_run_folder
 from holdfast.errors import ConfigError
 
 
@@ -295,3 +296,84 @@ def test_a_comment_in_an_override_is_refused() -> None:
     assert "would be a comment" in sentence
     assert resolve_config(None, "run.yaml", ['folder="runs/z #1"']).config.folder.endswith("/z #1")
     assert resolve_config(None, "run.yaml", ["folder=runs/z#1"]).config.folder.endswith("/z#1")
+
+
+# --- the local folder and the dataset of a run in a bucket ----------------------------------------
+def test_a_run_in_a_bucket_has_its_dataset_below_it() -> None:
+    place = "folder=s3://b/runs/{name}/?endpoint=https://h&region=x"
+    assert load_config(None, [place]).config.data.folder == (
+        "s3://b/runs/run/dataset?endpoint=https://h&region=x"
+    )
+    for other in ("mine", "s3://c/mine"):
+        assert load_config(None, [place, f"data.folder={other}"]).config.data.folder == other
+    assert load_config(None, ["folder=runs/mine"]).config.data.folder == "datasets/python-stdlib"
+    # No dataset lies open in a bucket whose checkpoints are sealed.
+    sealed = load_config(None, ["folder=s3://b/run?seal=env"])
+    assert sealed.config.data.folder == "datasets/python-stdlib"
+
+
+def test_one_bucket_is_one_local_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = local_run_folder("s3://b/runs/mine?endpoint=https://h&region=x")
+    assert first.startswith(f"{tmp_path}/holdfast/runs/mine-")
+    assert local_run_folder("s3://b/runs/mine/?timeout=9&endpoint=https://h") == first
+    others = ("s3://b/runs/mine", "s3://c/runs/mine?endpoint=https://h", "gs://b/runs/mine")
+    assert len({first, *map(local_run_folder, others)}) == 4
+
+
+# --- peers in the run file ------------------------------------------------------------------------
+TWO = """\
+checkpoint:
+  machine: {name: here, rack: a}
+  peers:
+    - {name: one, address: "10.0.0.7:7600", rack: b}
+    - {name: two, address: "[fd00::7]:7600", stable: true, memory_gb: 64}
+  peer_every_steps: 5
+  peer_interface: 10.0.0.5
+"""
+
+
+def test_a_run_file_with_peers() -> None:
+    found = resolve_config(TWO, "run.yaml", ()).config.checkpoint
+    assert [(p.name, p.address, p.stable) for p in found.peers] == [
+        ("one", "10.0.0.7:7600", False),
+        ("two", "[fd00::7]:7600", True),
+    ]
+    assert found.machine.rack == "a"
+    assert found.peer_every_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TWO.replace("10.0.0.7:7600", "10.0.0.7"), "checkpoint.peers.0.address"),
+        (TWO.replace("[fd00::7]:7600", "fd00::7:7600"), "checkpoint.peers.1.address"),
+        (TWO.replace("name: two", "name: one"), "two peers are called one"),
+        (TWO.replace("rack: b", "stable: true"), "one and two are both stable"),
+        (TWO.replace("peer_every_steps: 5", "peer_every_steps: 0"), "must be at least 1"),
+        (TWO.replace("name: two, ", ""), "checkpoint.peers.1.name"),
+        (TWO.replace("10.0.0.5", "127.0.0.1"), "one at 10.0.0.7:7600 cannot read from 127.0.0.1"),
+        (TWO.replace("10.0.0.5", "0.0.0.0"), "cannot be told to read from 0.0.0.0"),
+        (TWO.replace("10.0.0.5", "'::'"), "cannot be told to read from ::"),
+        (TWO + "  peer_advertise: localhost:7600\n", "cannot read from localhost:7600"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolve_config(text, "run.yaml", ())
+    assert "run.yaml:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TWO.replace("10.0.0.5", "0.0.0.0") + "  peer_advertise: trainer.local\n",
+        TWO.replace("10.0.0.5", "127.0.0.1") + "  peer_advertise: 10.0.0.5:7600\n",
+        TWO.replace("10.0.0.7", "localhost")
+        .replace("[fd00::7]", "[::1]")
+        .replace("10.0.0.5", "::1"),
+    ],
+)
+def test_what_can_be_reached(text: str) -> None:
+    assert len(resolve_config(text, "run.yaml", ()).config.checkpoint.peers) == 2

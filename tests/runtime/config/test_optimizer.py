@@ -33,10 +33,7 @@ def test_each_has_its_own_defaults_and_reads_its_dump(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "name: lionn",
-            "is none of adamw, sgd, lion, adafactor, muon, nor the path of a class",
-        ),
+        ("name: lionn", "is none of adamw, sgd, lion, adafactor, muon, nor the path of a class"),
         ("name: lionn", "use lion"),
         ("name: muon, state_dtype: 8bit", "train.optimizer.state_dtype is no option of muon"),
         ("name: torch.optim.Adam, state_dtype: bf16", "clip_norm, groups, args; remove it"),

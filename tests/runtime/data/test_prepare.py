@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.stages import task_pool
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import HoldfastError
@@ -343,3 +344,23 @@ def test_prepare_does_without_an_affinity_mask(
     monkeypatch.delattr(os, "sched_getaffinity")
     config = mixed(tmp_path, "out", processes=0)
     assert make(config).counts("train")["documents"] > 0
+
+
+# --- preparing processes that are gone ------------------------------------------------------------
+def test_a_task_that_cannot_be_handed_over_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started_and_killed() -> object:
+        process = start()
+        process.kill()
+        process.wait()
+        return process
+
+    start = task_pool._start
+    monkeypatch.setattr(task_pool, "_start", started_and_killed)
+    task = {"kind": "inspect", "path": str(tmp_path / "none")}
+    with (
+        pytest.raises(HoldfastError, match="a preparing process ended with -9"),
+        task_pool.TaskPool(1) as processes,
+    ):
+        processes.run([task], lambda task: None)

@@ -26,7 +26,7 @@ from holdfast.launch.owners.ray.node import (
     leave_after_s,
 )
 from holdfast.launch.owners.ray.plan import JobStatus, NodeStatus, RaySpec
-from tests.support.commands import apart, here, write_run_file
+from tests.support.commands import apart, within, write_run_file
 from tests.support.ranks import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "launch" / "ray.json"
@@ -42,12 +42,10 @@ SETTINGS = (
 )
 
 
-def test_a_dry_run_prints_what_would_be_submitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_what_would_be_submitted(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     settings = ("model.layers=2", "layout.workers=4", "data.folder=/shared/tiny", *SETTINGS)
-    done = here(capsys, "launch", run_file, "--on", "ray", "--nodes", "4", "--dry-run", *settings)
+    done = within("launch", run_file, "--on", "ray", "--nodes", "4", "--dry-run", *settings)
     assert done.code == 0, done.err
     assert done.out == GOLDEN.read_text()
     assert "ray" not in sys.modules

@@ -16,7 +16,7 @@ from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation, create_term, newest_term
 from tests.runtime.launch.holders import QUIET, agent, growing
-from tests.support.commands import here, secret_file
+from tests.support.commands import secret_file, within
 from tests.support.nodes import QUICK, nodes_of
 
 IN_USE = "another trainer uses this run folder"
@@ -29,7 +29,6 @@ def test_a_trainer_is_found_whatever_secret_the_shell_names(
     run_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     known: str,
 ) -> None:
     folder = tmp_path / "run"
@@ -49,12 +48,12 @@ def test_a_trainer_is_found_whatever_secret_the_shell_names(
         before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
         for more in ((), ("--fresh",)):
-            here(capsys, *command, *more).refuses_last(IN_USE, "stop it", "on a")
+            within(*command, *more).refuses_last(IN_USE, "stop it", "on a")
         # Such a node would hear nothing that it takes for an answer, and open the next term.
         said = (OTHER, f"unset {SECRET_FILE_VARIABLE}" if own else SECRET_FILE_VARIABLE)
         node = (*command, "cluster.node=b", *QUICK)
         for joins in (node, (*node, "--fresh"), ("join", folder, "--node", "b")):
-            here(capsys, *joins).refuses_last(*said, "on a")
+            within(*joins).refuses_last(*said, "on a")
         assert HolderWatch(folder).look() is (True if own else None)
 
         assert not list(tmp_path.glob("run.old*"))
@@ -63,7 +62,7 @@ def test_a_trainer_is_found_whatever_secret_the_shell_names(
         assert newest_term(FolderStore(folder))[0] == 1
         nodes.signal("a", signal.SIGTERM)
         assert nodes.end() == {"a": 0}, nodes.story()
-    here(capsys, *command, "train.steps=1", "--fresh").refuses_last(code=0)
+    within(*command, "train.steps=1", "--fresh").refuses_last(code=0)
 
 
 def test_a_node_whose_leader_is_gone_is_found_without_its_secret(tmp_path: Path) -> None:
