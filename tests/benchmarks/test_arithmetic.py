@@ -16,6 +16,7 @@ from benchmarks.peers.work import Work
 from benchmarks.peers.worker import NAMES
 from benchmarks.runtime import layouts, train_step
 from benchmarks.runtime.accelerator.journal import speed
+from benchmarks.runtime.manifest import measure
 from benchmarks.runtime.paired import Estimate, estimate
 from benchmarks.runtime.rebuild import LAYOUTS
 from benchmarks.runtime.recovering.lines import Line, Lines
@@ -25,6 +26,7 @@ from benchmarks.runtime.steadying.worker import KINDS, kind_of
 from benchmarks.runtime.turns import Pair, losses
 
 from holdfast.config.loading.load import load_config
+from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
@@ -206,3 +208,59 @@ def test_a_recovery_from_an_exception_begins_when_it_is_raised(tmp_path: Path) -
     assert found.seconds == pytest.approx(2.5)
     assert found.beyond == pytest.approx(1.5)
     assert found.lost == 0
+
+
+# --- the benchmarks of this room run, at a size that takes no time --------------------------------
+def test_the_manifest_is_measured() -> None:
+    model = ModelConfig(
+        preset=None, layers=4, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=64
+    )
+    found = measure(Layout(2, pp=2, dp_shard=3, tp=2, stages=(2, 2)), model, 4)
+    assert found["ranks"] == 24
+    assert found["stored_boxes_it_reads"] >= found["boxes_of_one_rank"] > 0  # type: ignore[operator]
+    assert found["commit_object_bytes"] > 1000  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_exports_are_measured(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.runtime.export",
+        "--megabytes",
+        "4",
+        "--shard-megabytes",
+        "2",
+        "--folder",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["hf", "dcp"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the benchmark of restores runs ---------------------------------------------------------------
+@pytest.mark.slow
+def test_every_source_and_layout_has_a_row_beside_its_floor() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.runtime.restore", "--quick"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    bars = [line for line in lines if " of at most " in line]
+    rows = [line for line in lines if " onto " in line and line not in bars]
+    assert len(rows) == 6
+    assert len(bars) == 2 * len(rows) + 3
+    assert all(line.endswith((": yes", ": NO")) for line in bars)
+    assert bars[-1].startswith("killed process: ")
+    for line in rows:
+        read = float(line.partition("onto")[2].split()[5])
+        assert 1.0 <= read <= 1.05, line
+    assert any(line.startswith("killed worker") for line in lines)

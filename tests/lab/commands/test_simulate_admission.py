@@ -39,9 +39,7 @@ def gangs(jobs: str, *more: str) -> dict[str, Any]:
 def test_one_command_writes_table_charts_and_the_jobs_again(jobs: str, tmp_path: Path) -> None:
     out = tmp_path / "study"
     words = ["simulate", "admission", "--jobs", jobs, "--cluster", "4x8xA100-80"]
-
     printed = within(*words, "--seeds", "2", "--out", out).succeeds().out
-
     for part in ("wait, mean, h", "waiting for collectives", "waiting for stragglers", "Jain"):
         assert part in printed
     for name in ("hours", "waits", "teams"):
@@ -55,7 +53,6 @@ def test_one_command_writes_table_charts_and_the_jobs_again(jobs: str, tmp_path:
 
 def test_json_has_every_figure_of_the_policies_asked_for(jobs: str) -> None:
     found = gangs(jobs, "--policy", "elastic")
-
     assert list(found["policies"]) == ["gang", "elastic"]
     assert found["teams"] == {"blue": 16, "red": 16}
     for policy in found["policies"].values():
@@ -69,14 +66,12 @@ def test_json_has_every_figure_of_the_policies_asked_for(jobs: str) -> None:
 
 def test_hard_quotas_lend_nothing(jobs: str) -> None:
     found = gangs(jobs, "--quotas", "hard")["policies"]["gang"]
-
     assert found["figures"]["evictions"]["mean"] == 0
     assert found["team_wait_h"]["red"]["mean"] == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_line_that_cannot_be_is_refused_with_its_place(jobs: str) -> None:
     Path(jobs).write_text(JOBS + "blue,800,two,8,60,\n")
-
     within("simulate", "admission", "--jobs", jobs).refuses(
         "jobs.csv:6: pods is 'two'; write a whole number, 1 or more"
     )

@@ -328,9 +328,9 @@ def test_linked_folders_are_read_once_and_the_rest_is_counted(tmp_path: Path) ->
     dataset = prepare_dataset(data_config(tmp_path / "out", text_source(folder)), said.append)
     source = dataset.manifest["sources"][0]
     assert (source["files"], source["documents"], source["duplicates"]) == (7, 7, 0)
-    (line,) = [line for line in said if "not read_documents" in line]
+    (line,) = [line for line in said if "not read" in line]
     assert line == (
-        "text: not read_documents: 1 dangling links (dangling.txt), 1 hidden files (.hidden), "
+        "text: not read: 1 dangling links (dangling.txt), 1 hidden files (.hidden), "
         "1 hidden folders (.git), 1 things that are no files (pipe)"
     )
 
@@ -372,7 +372,7 @@ def test_all_bad_files_of_all_sources_are_named_at_once(tmp_path: Path) -> None:
             {"kind": "parquet", "path": str(tables)},
             processes=processes,
         )
-        assert head == "7 files cannot be read_documents:"
+        assert head == "7 files cannot be read:"
         found = "\n".join(sorted(named))
         for name in ("001", "004", "007"):
             assert f"source 'text': {texts}/{name}.txt:1: byte 0xe9 at offset 3 is not" in found
@@ -392,7 +392,7 @@ def test_very_many_bad_files_are_named_in_a_file(tmp_path: Path) -> None:
     for number in range(60):
         (texts / f"{number:02d}.txt").write_bytes(b"\xff")
     head, *named = refusal(tmp_path, text_source(texts))
-    assert head == "60 files cannot be read_documents:"
+    assert head == "60 files cannot be read:"
     assert len(named) == 51
     rest = tmp_path / "out" / ".prepare" / "refused.txt"
     assert named[-1] == f"and 10 more, all of them in {rest}"
@@ -421,7 +421,7 @@ def test_an_empty_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
 def test_a_file_that_cannot_be_read_is_refused_by_name(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may read_documents everything, so the system's answer is made up."""
+    """Root may read everything, so the system's answer is made up."""
     path = tmp_path / "closed"
     path.write_text("text\na\n")
 
@@ -434,7 +434,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(
     monkeypatch.setattr("builtins.open", refuse)
     (line,) = refusal(tmp_path, {"kind": kind, "path": str(path)})
     assert str(path) in line
-    assert "cannot be read_documents (Permission denied); give yourself the permission" in line
+    assert "cannot be read (Permission denied); give yourself the permission" in line
 
 
 @pytest.mark.parametrize(

@@ -218,19 +218,22 @@ def test_a_preparing_process_that_dies_is_named_and_costs_its_unit_only(tmp_path
     assert any("were done before" in line for line in said)
 
 
+def stop_at(config: DataConfig, stage: str) -> None:
+    """Prepare up to a stage, of which nothing is done."""
+
+    def stop(what: str, *_: int) -> None:
+        if what == stage:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        prepare_dataset(config, say=stop, progress=stop)
+
+
 def test_changed_sources_start_over(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=3, words=40)
     config = data_config(tmp_path / "out", text_source(folder), validation_fraction=0.0)
 
-    class StopError(Exception):
-        pass
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what == "tokenising":
-            raise StopError
-
-    with pytest.raises(StopError):
-        prepare_dataset(config, say=lambda _: None, progress=stop)
+    stop_at(config, "tokenising")
     (folder / "000.txt").write_text("something else\n")
     said: list[str] = []
     dataset = prepare_dataset(config, say=said.append)
@@ -243,15 +246,7 @@ def test_a_torn_result_of_a_unit_is_made_again(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=3, words=40)
     config = data_config(tmp_path / "out", text_source(folder))
 
-    class StopError(Exception):
-        pass
-
-    def stop(text: str) -> None:
-        if text == "writing shards":
-            raise StopError
-
-    with pytest.raises(StopError):
-        prepare_dataset(config, say=stop)
+    stop_at(config, "writing shards")
     for result in (tmp_path / "out" / ".prepare").glob("*/00000000"):
         if result.parent.name != "lots":
             result.write_bytes(result.read_bytes()[:-3])

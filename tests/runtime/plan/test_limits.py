@@ -202,20 +202,15 @@ def test_this_machine() -> None:
 
 
 # --- what every rank holds ------------------------------------------------------------------------
+SHAPE = {"preset": None, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 64}
+SIX_BLOCKS = SHAPE | {"layers": 6}
+
+
 def held(precision: str = "fp32", **layout: Any) -> tuple[RunConfig, tuple[RankContents, ...]]:
     config = RunConfig.model_validate(
         {
             "data": {"sequence_length": 16},
-            "model": {
-                "preset": None,
-                "layers": 6,
-                "dim": 32,
-                "heads": 4,
-                "kv_heads": 2,
-                "ffn_dim": 48,
-                "vocab_size": 64,
-                **layout.pop("model", {}),
-            },
+            "model": SIX_BLOCKS | layout.pop("model", {}),
             "train": {"batch_size": 32, "microbatch_size": 2, "precision": precision},
             "layout": layout,
         }
