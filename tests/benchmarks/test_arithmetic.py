@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -31,6 +28,7 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
 from holdfast.layout import Layout
+from tests.support.commands import apart
 from tests.support.ranks import ROOT
 
 
@@ -136,28 +134,10 @@ def test_ways_of_saving_are_measured_beside_their_floors(
 ) -> None:
     """A little state, in real processes with a real mover: every way ends with a row. The table
     of following steps is with the long tests (marker slow)."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.runtime.checkpoint",
-            *cases,
-            "--quick",
-            "--ranks",
-            "2",
-            "--folder",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout, done.stdout
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("DCP async", "ours,"))]
+    asked = (*cases, "--quick", "--ranks", "2", "--folder", tmp_path)
+    out = apart(*asked, module="benchmarks.runtime.checkpoint", deadline=300).succeeds().out
+    assert "failed" not in out, out
+    rows = [line for line in out.splitlines() if line.startswith(("DCP async", "ours,"))]
     assert len(rows) == count
     assert list(tmp_path.iterdir()) == []
     assert all(wall > 0 for wall, _ in floors.direct_write(tmp_path, 10_000, 2))
@@ -223,37 +203,17 @@ def test_the_manifest_is_measured() -> None:
 
 @pytest.mark.slow
 def test_exports_are_measured(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.runtime.export",
-        "--megabytes",
-        "4",
-        "--shard-megabytes",
-        "2",
-        "--folder",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["hf", "dcp"]
+    asked = ("--megabytes", "4", "--shard-megabytes", "2", "--folder", tmp_path)
+    done = apart(*asked, module="benchmarks.runtime.export", deadline=120).succeeds()
+    assert [line.split()[0] for line in done.out.splitlines()[1:]] == ["hf", "dcp"]
     assert list(tmp_path.iterdir()) == []
 
 
 # --- the benchmark of restores runs ---------------------------------------------------------------
 @pytest.mark.slow
 def test_every_source_and_layout_has_a_row_beside_its_floor() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.runtime.restore", "--quick"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    done = apart("--quick", module="benchmarks.runtime.restore", deadline=120).succeeds()
+    lines = done.out.splitlines()
     bars = [line for line in lines if " of at most " in line]
     rows = [line for line in lines if " onto " in line and line not in bars]
     assert len(rows) == 6

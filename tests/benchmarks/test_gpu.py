@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,38 +14,29 @@ from benchmarks.runtime.gpu import ROWS, SUITE
 from benchmarks.runtime.gpus import SUITE as SEVERAL
 from benchmarks.runtime.precision import PRECISIONS, QUANTIZED, STATES, curve_of, differences
 
-from tests.support.ranks import ROOT
+from tests.support.commands import Outcome, apart
 
 
-def quick(
-    out: Path, *arguments: str, module: str = "benchmarks.runtime.gpu"
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, "--device", "cpu", "--quick"]
-    return subprocess.run(
-        [*command, "--out", str(out), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def quick(out: Path, *arguments: str, module: str = "benchmarks.runtime.gpu") -> Outcome:
+    asked = ("--device", "cpu", "--quick", "--out", out, *arguments)
+    return apart(*asked, module=module, deadline=900)
 
 
 @pytest.mark.slow
 def test_a_row_writes_its_figures_into_the_file(tmp_path: Path) -> None:
     done = quick(tmp_path / "gpu.json", "--only", "parity")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.out + done.err
     stored = json.loads((tmp_path / "gpu.json").read_text())
     (row,) = stored["rows"]
     assert (row["row"], row["passed"]) == ("parity", True)
     assert row["figures"]["adamw"]["worst_loss"] == 0.0
-    assert "parity" in done.stdout
+    assert "parity" in done.out
 
 
 @pytest.mark.slow
 def test_every_row_that_a_cpu_has_passes(tmp_path: Path) -> None:
     done = quick(tmp_path / "gpu.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.out + done.err
     stored = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["row"] for row in stored["rows"]] == [row.name for row in ROWS if row.on_cpu]
 
@@ -57,7 +45,7 @@ def test_every_row_that_a_cpu_has_passes(tmp_path: Path) -> None:
 def test_the_rows_for_several_devices_pass_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpus.json"
     done = quick(out, "--workers", "4", module="benchmarks.runtime.gpus")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.out + done.err
     told = {row["row"]: row["line"] for row in json.loads(out.read_text())["rows"]}
     assert list(told) == [row.name for row in SEVERAL.rows if row.on_cpu]
     assert not [name for name, line in told.items() if "not run" in line]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from benchmarks.runtime.recovering.lines import Found, Line, Lines
 
 from holdfast.events import Event, GenerationStarted, Record, StepDone, WorkerStarted
 from holdfast.layout import Layout, place_replicas
-from tests.support.ranks import ROOT
+from tests.support.commands import apart
 
 Told = tuple[float, int, int, int]
 """When, in seconds from now; step, generation, process."""
@@ -109,16 +107,8 @@ def test_a_survivor_keeps_its_process_under_another_rank() -> None:
 # --- a standby that takes over compiles nothing again, and keeps the bits -------------------------
 @pytest.mark.slow
 def test_a_standby_has_compiled_before_it_is_needed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.runtime.warm_standby"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = [line for line in done.stdout.splitlines() if line.startswith("killed, standby")]
+    done = apart(module="benchmarks.runtime.warm_standby", deadline=1200).succeeds()
+    (row,) = [line for line in done.out.splitlines() if line.startswith("killed, standby")]
     first, standby, after = row.removeprefix("killed, standby").split()[:3]
     assert int(standby) >= int(first) > 0
     assert after == "0"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from statistics import mean, pstdev
 
 import pytest
@@ -18,25 +17,6 @@ from holdfast_lab.traces.summary import churn_of, levels_of
 
 def _drops(trace: Trace) -> list[int]:
     return [len(gone) for _, gone, _ in trace.instants() if gone]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        synthetic.spot_pool,
-        synthetic.gang_offers,
-        synthetic.bathtub_lives,
-        synthetic.cluster_failures,
-    ],
-)
-def test_the_same_seed_gives_the_same_trace_in_order(make: Callable[[int], Trace]) -> None:
-    one, again, other = make(1), make(1), make(2)
-    assert one == again
-    assert one.changes != other.changes
-    assert list(one.changes) == sorted(one.changes)
-    names = [change.node for change in one.changes if change.kind == "join"]
-    assert names
-    assert one.changes[-1].seconds <= one.seconds
 
 
 def test_a_spot_pool_loses_two_nodes_a_burst_and_its_rate_swings() -> None:

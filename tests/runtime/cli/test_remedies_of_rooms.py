@@ -1,6 +1,6 @@
 """Remedies of files, stores, models and runs, carried out: one a class of error and room.
 
-`tests/runtime/config/test_remedies.py` follows those of the run file, `test_remedies.py` those of
+`tests/runtime/config/test_mutations.py` follows those of the run file, `test_remedies.py` those of
 the command line. `test_refusals.py` has rules for all of them.
 """
 
