@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.cli.conftest import Trained
+from tests.runtime.cli.remedies import of_lab, of_models, of_platform, of_runs
+from tests.runtime.cli.remedies.lab import Case, Lab, carry_out
 from tests.support.commands import within, write_run_file
 
 MOST_ROUNDS = 4
@@ -88,7 +90,7 @@ RULES: list[tuple[str, Change]] = [
 ]
 
 
-def carry_out(arguments: list[str]) -> list[str]:
+def follow_messages(arguments: list[str]) -> list[str]:
     """Do what the message says, until the command succeeds. Return the messages."""
     told: list[str] = []
     for _ in range(MOST_ROUNDS):
@@ -151,7 +153,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_remedies_before_a_run(line: str, lab: Path) -> None:
-    assert carry_out(shlex.split(line)), "this was no mistake"
+    assert follow_messages(shlex.split(line)), "this was no mistake"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,20 @@ def test_remedies_before_a_run(line: str, lab: Path) -> None:
     ],
 )
 def test_remedies_of_a_run(line: str, trained: Trained) -> None:
-    assert carry_out(shlex.split(line.format(run=trained.folder))), "this was no mistake"
+    assert follow_messages(shlex.split(line.format(run=trained.folder))), "this was no mistake"
 
 
 def test_a_run_file_that_was_not_trained_names_its_training(lab: Path) -> None:
     within("report", "run.yaml").refuses("train it first: holdfast train run.yaml")
+
+
+# --- files, stores, models and runs: one case a class of error and room ---------------------------
+CASES = [*of_models.CASES, *of_runs.CASES, *of_lab.CASES, *of_platform.CASES]
+
+
+@pytest.mark.parametrize("one", CASES, ids=str)
+def test_the_remedy_leads_out(
+    one: Case, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    carry_out(one, Lab(tmp_path, trained.folder))

@@ -1,6 +1,6 @@
 """What of a conversation carries loss, and templates and masks that are refused.
 
-Those of public reports are in `test_chat_reports.py`. The rest is from axolotl's FAQ.
+Each is from a public report or from the FAQ of axolotl.
 """
 
 from __future__ import annotations
