@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from benchmarks.peers.work import Work
 from benchmarks.peers.worker import NAMES
 from benchmarks.runtime import layouts, train_step
 from benchmarks.runtime.accelerator.journal import speed
+from benchmarks.runtime.manifest import measure
 from benchmarks.runtime.paired import Estimate, estimate
 from benchmarks.runtime.rebuild import LAYOUTS
 from benchmarks.runtime.recovering.lines import Line, Lines
@@ -25,10 +23,12 @@ from benchmarks.runtime.steadying.worker import KINDS, kind_of
 from benchmarks.runtime.turns import Pair, losses
 
 from holdfast.config.loading.load import load_config
+from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
 from holdfast.layout import Layout
+from tests.support.commands import apart
 from tests.support.ranks import ROOT
 
 
@@ -134,28 +134,10 @@ def test_ways_of_saving_are_measured_beside_their_floors(
 ) -> None:
     """A little state, in real processes with a real mover: every way ends with a row. The table
     of following steps is with the long tests (marker slow)."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.runtime.checkpoint",
-            *cases,
-            "--quick",
-            "--ranks",
-            "2",
-            "--folder",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout, done.stdout
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("DCP async", "ours,"))]
+    asked = (*cases, "--quick", "--ranks", "2", "--folder", tmp_path)
+    out = apart(*asked, module="benchmarks.runtime.checkpoint", deadline=300).succeeds().out
+    assert "failed" not in out, out
+    rows = [line for line in out.splitlines() if line.startswith(("DCP async", "ours,"))]
     assert len(rows) == count
     assert list(tmp_path.iterdir()) == []
     assert all(wall > 0 for wall, _ in floors.direct_write(tmp_path, 10_000, 2))
@@ -206,3 +188,39 @@ def test_a_recovery_from_an_exception_begins_when_it_is_raised(tmp_path: Path) -
     assert found.seconds == pytest.approx(2.5)
     assert found.beyond == pytest.approx(1.5)
     assert found.lost == 0
+
+
+# --- the benchmarks of this room run, at a size that takes no time --------------------------------
+def test_the_manifest_is_measured() -> None:
+    model = ModelConfig(
+        preset=None, layers=4, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=64
+    )
+    found = measure(Layout(2, pp=2, dp_shard=3, tp=2, stages=(2, 2)), model, 4)
+    assert found["ranks"] == 24
+    assert found["stored_boxes_it_reads"] >= found["boxes_of_one_rank"] > 0  # type: ignore[operator]
+    assert found["commit_object_bytes"] > 1000  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_exports_are_measured(tmp_path: Path) -> None:
+    asked = ("--megabytes", "4", "--shard-megabytes", "2", "--folder", tmp_path)
+    done = apart(*asked, module="benchmarks.runtime.export", deadline=120).succeeds()
+    assert [line.split()[0] for line in done.out.splitlines()[1:]] == ["hf", "dcp"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the benchmark of restores runs ---------------------------------------------------------------
+@pytest.mark.slow
+def test_every_source_and_layout_has_a_row_beside_its_floor() -> None:
+    done = apart("--quick", module="benchmarks.runtime.restore", deadline=120).succeeds()
+    lines = done.out.splitlines()
+    bars = [line for line in lines if " of at most " in line]
+    rows = [line for line in lines if " onto " in line and line not in bars]
+    assert len(rows) == 6
+    assert len(bars) == 2 * len(rows) + 3
+    assert all(line.endswith((": yes", ": NO")) for line in bars)
+    assert bars[-1].startswith("killed process: ")
+    for line in rows:
+        read = float(line.partition("onto")[2].split()[5])
+        assert 1.0 <= read <= 1.05, line
+    assert any(line.startswith("killed worker") for line in lines)

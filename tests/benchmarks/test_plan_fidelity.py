@@ -66,7 +66,6 @@ def test_a_batch_that_no_layout_divides_is_refused(
 ) -> None:
     path = tmp_path / "hybrid.csv"
     path.write_text(HYBRID.replace("FP8,1536", "FP8,1537"), "utf-8")
-
     assert main(["--rows", str(path), "--data", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{path}:2: GBS 1537 is no multiple of MBS x DP = 8; state GBS 1536")
@@ -75,9 +74,7 @@ def test_a_batch_that_no_layout_divides_is_refused(
 def test_constants_of_other_models_rows_predict_a_model(rows: Path) -> None:
     devices = load_devices()
     cases = cases_of(read_rows(rows), devices)
-
     found = predict(cases, cases, devices, are_alike=False)
-
     assert sum(abs(each.error) for each in found) / len(found) < 15
     assert {each.source.rows for each in found} == {4, 5}
 
@@ -85,7 +82,6 @@ def test_constants_of_other_models_rows_predict_a_model(rows: Path) -> None:
 def test_one_time_of_megatron_is_near() -> None:
     devices = load_devices()
     case = next(each for each in megatron_cases(EIGHT, devices) if "175b" in each.label)
-
     assert predicted(case, devices) == pytest.approx(case.measured, rel=0.15)
 
 
@@ -109,7 +105,6 @@ def test_shapes_have_the_published_numbers_of_parameters() -> None:
 
 def test_a_shape_from_a_number_of_parameters_is_said() -> None:
     shape = of_parameters(6_658_859_008, 50368, 2048)
-
     assert shape.depth == MPT["7b"].depth
     assert shape.dim == MPT["7b"].dim
     assert "32 blocks of width 4096" in shape.note
@@ -119,7 +114,6 @@ def test_missing_columns_are_derived(rows: Path, capsys: pytest.CaptureFixture[s
     text = FSDP.replace("GradAccum,", "").replace(",1,3623", ",3623").replace(",4,2249", ",2249")
     lines = text.splitlines()[:3]
     rows.write_text("\n".join(lines) + "\n", "utf-8")
-
     assert main(["--rows", str(rows), "--data", str(rows.parent)]) == 0
     assert "fsdp: 2 rows" in capsys.readouterr().out
 
@@ -138,7 +132,6 @@ def test_wrong_files_are_refused_with_line_and_remedy(
     rows: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
     rows.write_text(FSDP.replace(old, new, 1), "utf-8")
-
     assert main(["--rows", str(rows), "--data", str(rows.parent)]) == 2
     message = capsys.readouterr().err
     assert said in message

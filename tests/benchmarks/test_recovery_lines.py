@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks.runtime.own_loop_kill import lines_of
 from benchmarks.runtime.recovering.lines import Found, Line, Lines
+
+from holdfast.events import Event, GenerationStarted, Record, StepDone, WorkerStarted
+from holdfast.layout import Layout, place_replicas
+from tests.support.commands import apart
 
 Told = tuple[float, int, int, int]
 """When, in seconds from now; step, generation, process."""
@@ -69,3 +74,41 @@ def test_who_comes_back_costs_the_time_between_the_last_step_and_the_next(
     assert found.after == pytest.approx(0.5)
     assert found.lost == 0
     assert found.beyond_before == pytest.approx(found.seconds - found.before)
+
+
+# --- what `benchmarks.runtime.own_loop_kill` makes of a journal -----------------------------------
+def _started(workers: int, came_from: list[int | None] | None) -> GenerationStarted:
+    topology = place_replicas([Layout()] * workers, 1, ("a",) * workers).to_json()
+    return GenerationStarted(topology, "start", step=0, came_from=came_from)
+
+
+def test_a_survivor_keeps_its_process_under_another_rank() -> None:
+    events: list[tuple[int, Event]] = [
+        (1, _started(2, None)),
+        (1, WorkerStarted(0, 70, "a", step=0)),
+        (1, WorkerStarted(1, 71, "a", step=0)),
+        (1, StepDone(0.5, 8, 1.0, 0.1, 0.2, step=1)),
+        (2, _started(1, [1])),
+        (2, StepDone(0.5, 8, 1.0, 0.1, 0.2, step=2)),
+        (3, _started(2, [0, None])),
+        (3, WorkerStarted(1, 72, "a", step=2)),
+        (3, StepDone(0.5, 8, 1.0, 0.1, 0.2, step=3)),
+    ]
+    records = [Record(g, "agent", i, float(i), event) for i, (g, event) in enumerate(events)]
+    assert lines_of(records) == [
+        Line(3.0, 1, 1, 0, 70, 2),
+        Line(3.0, 1, 1, 1, 71, 2),
+        Line(5.0, 2, 2, 0, 71, 1),
+        Line(8.0, 3, 3, 0, 71, 2),
+        Line(8.0, 3, 3, 1, 72, 2),
+    ]
+
+
+# --- a standby that takes over compiles nothing again, and keeps the bits -------------------------
+@pytest.mark.slow
+def test_a_standby_has_compiled_before_it_is_needed() -> None:
+    done = apart(module="benchmarks.runtime.warm_standby", deadline=1200).succeeds()
+    (row,) = [line for line in done.out.splitlines() if line.startswith("killed, standby")]
+    first, standby, after = row.removeprefix("killed, standby").split()[:3]
+    assert int(standby) >= int(first) > 0
+    assert after == "0"

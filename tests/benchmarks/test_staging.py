@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ from holdfast.events import (
     StepDone,
 )
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError
-from tests.support.ranks import ROOT
+from tests.support.commands import apart
 
 
 @pytest.fixture
@@ -113,28 +111,10 @@ def test_the_blocked_share_is_of_the_saves_while_training() -> None:
 @pytest.mark.slow
 def test_staging_is_measured(tmp_path: Path) -> None:
     """Real processes, a little state: the baseline and ours end with a row each, and a bar."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.lab.acute",
-            "--quick",
-            "--ways",
-            KEPT,
-            OURS,
-            "--folder",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout, done.stdout
-    rows = [line for line in done.stdout.splitlines() if line.startswith((KEPT, OURS))]
+    asked = ("--quick", "--ways", KEPT, OURS, "--folder", tmp_path)
+    out = apart(*asked, module="benchmarks.lab.acute", deadline=300).succeeds().out
+    assert "failed" not in out, out
+    rows = [line for line in out.splitlines() if line.startswith((KEPT, OURS))]
     assert len(rows) == 2
     assert "trainer" in rows[1]
     assert "mover" in rows[1]

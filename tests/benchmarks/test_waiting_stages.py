@@ -25,10 +25,7 @@ ATTEMPTS = 10
 def distance(found: PipelineMeasurement, planned: Timeline) -> float:
     """The largest difference, as a share: of the makespan, and of each rank's bubble."""
     bubbles = zip(found.bubble, planned.bubble, strict=True)
-    return max(
-        abs(found.makespan_s / planned.makespan - 1),
-        *(abs(f - p) / p for f, p in bubbles),
-    )
+    return max(abs(found.makespan_s / planned.makespan - 1), *(abs(f - p) / p for f, p in bubbles))
 
 
 def best(schedule: Schedule, durations: Durations) -> PipelineMeasurement:

@@ -99,14 +99,12 @@ def mean_wait_s(number: int, seed: int) -> float:
 
 def test_waits_of_single_devices_are_those_of_an_mmc_queue() -> None:
     waits = [mean_wait_s(4000, seed) for seed in range(2)]
-
     assert sum(waits) / len(waits) == pytest.approx(erlang_wait_s(8, 6.0, 100.0), rel=0.08)
 
 
 @pytest.mark.slow
 def test_waits_of_many_single_devices_are_those_of_an_mmc_queue_within_3_per_cent() -> None:
     waits = [mean_wait_s(40_000, seed) for seed in range(5)]
-
     assert sum(waits) / len(waits) == pytest.approx(erlang_wait_s(8, 6.0, 100.0), rel=0.03)
 
 
@@ -114,9 +112,7 @@ def test_waits_of_many_single_devices_are_those_of_an_mmc_queue_within_3_per_cen
 def test_the_slowest_of_exponential_draws_is_the_harmonic_number(pods: int) -> None:
     points = 20_000
     ratios = tuple(-log(1 - (k + 0.5) / points) for k in range(points))
-
     found = JitterProfile(ratios, "exponential").expected_max((1.0,) * pods)
-
     assert found == pytest.approx(sum(1 / k for k in range(1, pods + 1)), rel=2e-3)
 
 
@@ -124,16 +120,13 @@ def test_the_slowest_of_a_group_with_slow_nodes_is_the_mean_of_draws() -> None:
     profile, draw = lognormal_profile(0.2), Random(3)
     factors = (1.0, 1.0, 1.3, 1.6)
     drawn = [max(f * draw.choice(profile.ratios) for f in factors) for _ in range(40_000)]
-
     assert profile.expected_max(factors) == pytest.approx(sum(drawn) / len(drawn), rel=5e-3)
 
 
 def test_a_runs_amplification_is_the_order_statistic_of_its_jitter() -> None:
     fabric, jitter = cluster(8), lognormal_profile(0.3)
     jobs = (job("one", 0.0, 8, 1000.0),)
-
     found = admit_jobs(Setup(fabric, (Team("a", 64),), jobs, jitter), POLICIES["gang"], Random(0))
-
     draw = Random(5)
     maxima = [max(draw.lognormvariate(0, 0.3) for _ in range(8)) for _ in range(20_000)]
     expected = sum(maxima) / len(maxima) / exp(0.3**2 / 2)
@@ -144,9 +137,7 @@ def test_a_slow_node_multiplies_the_entire_groups_computing() -> None:
     fabric = cluster(4)
     model = StepModel(fabric, STEADY, {2: 1.5})
     one = job("one", 0.0, 4, 100.0, compute_s=2.0)
-
     parts = dict(zip(PARTS, model.step(one, [0, 1, 2, 3]).parts, strict=True))
-
     assert parts["slow_node"] == pytest.approx(1.0)
     assert parts["useful"] == 2.0
     assert parts["jitter"] == 0.0
@@ -156,9 +147,7 @@ def test_a_step_across_racks_costs_what_the_planners_links_say() -> None:
     fabric = cluster(8, rack=4)
     model = StepModel(fabric, STEADY, {})
     one = job("one", 0.0, 4, 100.0, compute_s=0.6, gradient_bytes=4e9, microbatches=4)
-
     parts = dict(zip(PARTS, model.step(one, [0, 1, 4, 5]).parts, strict=True))
-
     last = BUCKET_BYTES / 8
     hidden = 0.6 / 4 * 2 / 3
 
@@ -174,7 +163,6 @@ def test_a_step_across_racks_costs_what_the_planners_links_say() -> None:
 def test_the_shipped_jitter_is_like_that_of_the_public_trace() -> None:
     path = Path(os.environ["HOLDFAST_DATA"]) / "jitter/bytedance-straggler/data/trace-SE.parquet"
     profile = profile_of_trace(read_stream(path.read_bytes(), path.name, DEFAULTS))
-
     assert pstdev(log(ratio) for ratio in profile.ratios) == pytest.approx(SHIPPED_SIGMA, rel=0.05)
     for pods in (2, 8):
         alone = (1.0,) * pods
@@ -194,9 +182,7 @@ def busy_setup(seed: int) -> Setup:
 @ALL_POLICIES
 def test_all_devices_and_all_steps_are_accounted_for(name: str) -> None:
     setup = busy_setup(4)
-
     found = admit_jobs(setup, POLICIES[name], Random(0))
-
     model = StepModel(setup.fabric, setup.jitter, setup.slow)
     board = found.observer.board
     assert board.free == [node.devices for node in setup.fabric.nodes]
@@ -214,9 +200,7 @@ def test_all_devices_and_all_steps_are_accounted_for(name: str) -> None:
 def test_labels_sum_to_the_devices_that_were_held(name: str) -> None:
     jobs = [job(f"j{k}", 0.0, 1 + k % 3, 500.0 + 70 * k, priority=k % 2) for k in range(12)]
     rules = Rules(start_s=30.0, save_s=200.0)
-
     found = run(name, cluster(4, rack=2), jobs, rules, a=20, b=12)
-
     held = sum(state.ledger.held for state in found.states)
     assert held == pytest.approx(found.observer.used_s)
     assert set(found.states[0].ledger.seconds) == set(LABELS)
@@ -225,7 +209,6 @@ def test_labels_sum_to_the_devices_that_were_held(name: str) -> None:
 @ALL_POLICIES
 def test_the_same_seed_gives_the_same_run(name: str) -> None:
     one, two = (admit_jobs(busy_setup(2), POLICIES[name], Random(9)) for _ in range(2))
-
     assert outcome_of(one) == outcome_of(two)
 
 
@@ -233,10 +216,8 @@ def test_the_same_seed_gives_the_same_run(name: str) -> None:
 def test_partial_groups_deadlock_pod_by_pod_and_gangs_do_not() -> None:
     jobs = (job("one", 0.0, 3, 100.0), job("two", 0.0, 3, 100.0))
     setup = Setup(cluster(4), (Team("a", 32),), jobs, STEADY, rules=AT_ONCE)
-
     pods = [admit_jobs(setup, POLICIES["pods"], Random(seed)) for seed in range(12)]
     gang = admit_jobs(setup, POLICIES["gang"], Random(0))
-
     # Two pods each: 9 of 15 equally likely ways to place four of six pods.
     blocked = [each for each in pods if each.observer.deadlocks]
     assert 3 <= len(blocked) <= 11
@@ -252,7 +233,6 @@ def test_gangs_start_in_the_order_of_the_runtimes_own_controller() -> None:
     draw = Random(7)
     jobs = [job(f"{k:02}", 0.0, draw.randint(1, 4), 100.0 + 7.1 * k) for k in range(25)]
     found = started(run("gang", cluster(4), jobs))
-
     board, clock = GangBoard(queue_ahead=1), 0.0
     for number in range(4):
         board.add_host(f"h{number}", "g")
@@ -267,15 +247,12 @@ def test_gangs_start_in_the_order_of_the_runtimes_own_controller() -> None:
         clock = ends.pop(first)
         for host in board.gangs[first].hosts:
             board.end(host, first, 0)
-
     assert found == pytest.approx(begun)
 
 
 def test_a_team_takes_its_quota_back_from_a_borrower() -> None:
     jobs = [job("lent", 0.0, 4, 5000.0), job("own", 1000.0, 2, 100.0, team="b")]
-
     found = run("gang", cluster(4), jobs, Rules(start_s=0.0, save_s=300.0), a=16, b=16)
-
     lent = found.states[0]
     assert started(found)["own"] == 1000.0
     assert lent.evictions == 1
@@ -291,7 +268,6 @@ def test_without_reclaim_the_owner_waits_and_hard_quotas_lend_nothing() -> None:
     hard = admit_jobs(
         Setup(cluster(4), teams, half, STEADY, rules=AT_ONCE), POLICIES["gang"], Random(0)
     )
-
     assert started(waits)["own"] == pytest.approx(5000.0)
     assert started(hard)["more"] == pytest.approx(100.0)
 
@@ -302,18 +278,14 @@ def test_a_team_of_higher_priority_preempts_its_own_jobs_only() -> None:
         job("other", 0.0, 2, 1000.0, team="b"),
         job("high", 500.0, 2, 100.0, priority=1),
     ]
-
     found = run("gang", cluster(4), jobs, AT_ONCE, a=16, b=16)
-
     assert started(found)["high"] == 500.0
     assert [state.evictions for state in found.states] == [1, 0, 0]
 
 
 def test_an_elastic_job_shrinks_for_an_owner_and_grows_again() -> None:
     jobs = [job("lent", 0.0, 4, 4000.0, min_pods=1), job("own", 1000.0, 2, 1000.0, team="b")]
-
     found = run("elastic", cluster(4), jobs, AT_ONCE, a=16, b=16)
-
     lent = found.states[0]
     assert started(found)["own"] == 1000.0
     assert (lent.evictions, lent.resizes) == (0, 2)
@@ -329,10 +301,8 @@ def test_backfill_keeps_the_first_waiting_jobs_place_and_lets_short_ones_pass() 
         job("long", 2.0, 1, 2000.0),
         job("short", 3.0, 1, 500.0),
     ]
-
     backfill = started(run("backfill", cluster(4), jobs))
     gang = started(run("gang", cluster(4), jobs))
-
     assert backfill["large"] == pytest.approx(1000.0)
     assert backfill["short"] == 3.0
     assert backfill["long"] == pytest.approx(1100.0)
@@ -342,10 +312,8 @@ def test_backfill_keeps_the_first_waiting_jobs_place_and_lets_short_ones_pass() 
 def test_near_pods_stand_in_one_rack_and_small_ones_share_a_node() -> None:
     jobs = [job("small1", 0.0, 1, 900.0, devices=2), job("small2", 0.0, 1, 900.0, devices=2)]
     jobs += [job("wide", 1.0, 4, 100.0, gradient_bytes=4e9)]
-
     near = run("topology", cluster(8, rack=4), jobs)
     far = run("gang", cluster(8, rack=4), jobs)
-
     assert near.states[2].ledger.seconds["slow_link"] == 0.0
     assert far.states[2].ledger.seconds["slow_link"] > 0.0
     assert ended(far)["wide"] > ended(near)["wide"]
@@ -356,7 +324,6 @@ def test_zones_are_crossed_last() -> None:
     pools = tuple(NodePool(f"p{k}", 2, 8, "A100-80", INSIDE, OUTSIDE, f"z{k}") for k in range(2))
     fabric = Fabric(Cluster(pools))
     slow = fabric.ring_link([1, 2])
-
     assert slow.bandwidth < OUTSIDE.bandwidth
     assert fabric.ring_link([0, 1]) == fabric.best_link(2, 8) == OUTSIDE
     assert fabric.best_link(3, 8) == slow
@@ -366,7 +333,6 @@ def test_zones_are_crossed_last() -> None:
 def test_jobs_are_drawn_for_clusters_of_any_size(nodes: int, devices: int) -> None:
     fabric = Fabric(read_cluster(f"{nodes}x{devices}xA100-80"))
     jobs = make_jobs(Workload(days=60), fabric, seed=0)
-
     assert jobs
     assert max(job.pods for job in jobs) <= nodes
     assert max(job.devices for job in jobs) == devices
@@ -375,9 +341,7 @@ def test_jobs_are_drawn_for_clusters_of_any_size(nodes: int, devices: int) -> No
 def test_drawn_jobs_offer_the_load_that_was_asked_for() -> None:
     fabric = Fabric(example_cluster())
     found = [make_jobs(Workload(load=0.8, days=20), fabric, seed) for seed in range(4)]
-
     offered = [sum(j.size * j.seconds for j in jobs) / (20 * 86400 * 512) for jobs in found]
-
     assert sum(offered) / 4 == pytest.approx(0.8, rel=0.15)
     assert all(a.submit_s <= b.submit_s for a, b in pairwise(found[0]))
     assert all(j.seconds <= j.estimate_s <= 3 * j.seconds for j in found[0])

@@ -1,5 +1,5 @@
 """Disposable clusters come up, are mended and leave nothing. Daemons are scripts
-(`tests/support/fake_daemons.py`); a real Slurm and Ray are in `test_real_clusters.py`."""
+(`tests/platform/test_clusters.py`); a real Slurm and Ray are in `test_real_clusters.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 from holdfast_platform.clusters.cluster import MARK, ClusterStates
 from holdfast_platform.clusters.lifecycle import take_down
 from tests.support.commands import Outcome, within
-from tests.support.fake_daemons import write_fake_daemons
 from tests.support.ranks import DEADLINE_S, wait_until
 
 UP = ("cluster", "up", "try", "--kind", "slurm", "--nodes", "2", "--cpus", "1")
@@ -150,3 +149,38 @@ def test_a_daemon_that_cannot_start_is_named_with_its_words(programs: Path) -> N
     (programs / "refuses").touch()
     within(*UP).refuses("slurmctld of cluster try has ended: error: no such plugin")
     assert ClusterStates().names() == []
+
+
+# --- Slurm's programs as scripts that only wait ---------------------------------------------------
+WAIT = """\
+#!{python}
+import os, signal, sys, socket
+if os.path.exists("{folder}/refuses"):
+    sys.exit("error: no such plugin")
+config = dict(l.strip().split("=", 1) for l in open(os.environ["SLURM_CONF"]) if "=" in l)
+if sys.argv[0].endswith("slurmctld"):
+    server = socket.create_server(("127.0.0.1", int(config["SlurmctldPort"])))
+else:
+    if os.fork() == 0:  # a step, in a session of its own and without a parent
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        signal.pause()
+    open(os.path.join(os.path.dirname(os.environ["SLURM_CONF"]), sys.argv[3] + ".up"), "w")
+signal.pause()
+"""
+SINFO = """\
+#!/bin/sh
+[ -e {folder}/hangs ] && exit 0
+for each in "$(dirname "$SLURM_CONF")"/*.up; do echo idle; done
+"""
+
+
+def write_fake_daemons(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("slurmctld", "slurmd"):
+        (folder / name).write_text(WAIT.format(python=f"{sys.executable} -S", folder=folder))
+    for name in ("sinfo", "sbatch", "srun", "scontrol"):
+        (folder / name).write_text(SINFO.format(folder=folder))
+    for each in folder.iterdir():
+        each.chmod(0o755)

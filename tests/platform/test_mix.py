@@ -57,32 +57,33 @@ def test_the_choice_costs_as_little_as_the_best_of_all_mixes() -> None:
     assert compared > 100
 
 
-def test_without_a_deadline_the_run_gets_all_nodes_at_the_least_price() -> None:
-    found = choose_mix(ALL, Need(100, max_nodes=8))
+def chosen(offers: tuple[Offer, ...], need: Need, now: dict[str, int] | None = None) -> Mix:
+    found = choose_mix(offers, need, now or {})
     assert found is not None
+    return found
+
+
+def test_without_a_deadline_the_run_gets_all_nodes_at_the_least_price() -> None:
+    found = chosen(ALL, Need(100, max_nodes=8))
     assert found.nodes == {"a/spot": 6, "b/spot": 2}
 
 
 def test_on_demand_nodes_are_added_only_as_far_as_the_deadline_asks() -> None:
     need = Need(work=100, hours_left=9.0, max_nodes=16, change_h=0.0, loss_h=0.0)
-    found = choose_mix(ALL, need)
-    assert found is not None
+    found = chosen(ALL, need)
     assert found.in_time
     assert found.nodes == {"a/spot": 8, "b/spot": 2, "a/on-demand": 2}
 
 
 def test_spot_is_left_before_on_demand_alone_would_be_too_late() -> None:
-    early = choose_mix(ALL, Need(work=40, hours_left=6.0, max_nodes=8, change_h=0.2))
-    late = choose_mix(ALL, Need(work=40, hours_left=5.3, max_nodes=8, change_h=0.2))
-    assert early is not None
-    assert late is not None
+    early = chosen(ALL, Need(work=40, hours_left=6.0, max_nodes=8, change_h=0.2))
+    late = chosen(ALL, Need(work=40, hours_left=5.3, max_nodes=8, change_h=0.2))
     assert "a/spot" in early.nodes
     assert (late.nodes, late.reason) == ({"a/on-demand": 8}, LAST_MOMENT)
 
 
 def test_a_deadline_that_no_mix_meets_gets_the_fastest() -> None:
-    found = choose_mix(ALL, Need(work=1000, hours_left=1.0, max_nodes=8))
-    assert found is not None
+    found = chosen(ALL, Need(work=1000, hours_left=1.0, max_nodes=8))
     assert (found.in_time, found.reason) == (False, FASTEST)
     assert found.size == 8
 
@@ -92,10 +93,8 @@ def test_a_small_saving_is_no_reason_to_change_and_a_large_one_is() -> None:
     need = Need(work=40, hours_left=30.0, min_nodes=4, max_nodes=4, change_h=0.1)
     a_bit = Offer("c/spot", True, 1.9, 4, losses_per_hour=0.01)
     much = Offer("c/spot", True, 1.2, 4, losses_per_hour=0.01)
-    kept = choose_mix((SPOT, DEMAND, a_bit), need, now)
-    changed = choose_mix((SPOT, DEMAND, much), need, now)
-    assert kept is not None
-    assert changed is not None
+    kept = chosen((SPOT, DEMAND, a_bit), need, now)
+    changed = chosen((SPOT, DEMAND, much), need, now)
     assert (kept.nodes, kept.reason) == (now, KEPT)
     assert changed.nodes == {"c/spot": 4}
 
@@ -103,12 +102,9 @@ def test_a_small_saving_is_no_reason_to_change_and_a_large_one_is() -> None:
 def test_a_run_that_decides_again_waits_for_spot_until_slack_is_used_up() -> None:
     none = replace(SPOT, available=0)
     patient = Need(work=40, hours_left=12.0, max_nodes=8, change_h=0.2, decide_h=0.25)
-    waits = choose_mix((none, DEMAND), patient)
-    some = choose_mix((replace(SPOT, available=3), DEMAND), patient)
-    late = choose_mix((none, DEMAND), replace(patient, hours_left=5.9))
-    assert waits is not None
-    assert some is not None
-    assert late is not None
+    waits = chosen((none, DEMAND), patient)
+    some = chosen((replace(SPOT, available=3), DEMAND), patient)
+    late = chosen((none, DEMAND), replace(patient, hours_left=5.9))
     assert (waits.nodes, waits.reason) == ({}, PATIENT)
     assert some.nodes == {"a/spot": 3}
     assert late.nodes == {"a/on-demand": 8}
@@ -117,8 +113,7 @@ def test_a_run_that_decides_again_waits_for_spot_until_slack_is_used_up() -> Non
 def test_nodes_that_are_gone_are_replaced() -> None:
     gone = Offer("a/spot", True, 2.0, 1, losses_per_hour=0.01)
     need = Need(work=40, hours_left=30.0, min_nodes=4, max_nodes=4)
-    found = choose_mix((gone, CHEAP, DEMAND), need, {"a/spot": 4})
-    assert found is not None
+    found = chosen((gone, CHEAP, DEMAND), need, {"a/spot": 4})
     assert found.nodes == {"a/spot": 1, "b/spot": 2, "a/on-demand": 1}
 
 
@@ -137,10 +132,7 @@ def test_a_run_on_offers_that_come_and_go_ends_before_its_deadline(seed: int) ->
     while left > 0:
         spot = min(8, max(0, spot + draw.choice((-4, -1, 0, 0, 1, 2))))
         offers = (Offer("s", True, 2.0, spot, losses_per_hour=0.1), DEMAND)
-        found: Mix | None = choose_mix(
-            offers, replace(need, work=left, hours_left=need.hours_left - hour), now
-        )
-        assert found is not None
+        found = chosen(offers, replace(need, work=left, hours_left=need.hours_left - hour), now)
         change = need.change_h if now and dict(found.nodes) != now else 0.0
         now = dict(found.nodes)
         left -= found.size * (1 - change)

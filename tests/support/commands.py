@@ -129,9 +129,14 @@ def end_with_starter() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def apart(*arguments: str | Path, folder: Path | None = None, deadline: float = 90) -> Outcome:
-    """Run a command in a process of its own."""
-    process = start(*arguments, folder=folder)
+def apart(
+    *arguments: str | Path,
+    folder: Path | None = None,
+    deadline: float = 90,
+    module: str = "holdfast.cli.main",
+) -> Outcome:
+    """Run a command, or another module, in a process of its own."""
+    process = start(*arguments, folder=folder, module=module)
     try:
         out, err = process.communicate(timeout=deadline)
     finally:

@@ -12,6 +12,7 @@ import pytest
 from holdfast.events import FaultInjected, GenerationStarted, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from tests.support import sample_tasks
 from tests.support.commands import apart, within
 
 DEADLINE = 900
@@ -177,3 +178,16 @@ def test_the_faults_are_listed_with_what_they_do() -> None:
     assert found.code == 0
     assert "kill               a worker is killed (SIGKILL)" in found.out
     assert "zombie" in found.out
+
+
+# --- models of other people under faults ----------------------------------------------------------
+RUN_FILE = Path(str(sample_tasks.__file__)).with_suffix(".yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Normed", "Gpt2", "EncoderDecoder", "Tied"])
+def test_a_task_recovers_from_faults_with_equal_bits(name: str, tmp_path: Path) -> None:
+    chosen = ["--faults", "8", "--layout", "two", "--no-network", "--out", str(tmp_path / "out")]
+    found = apart("chaos", RUN_FILE, f"task.name=sample_tasks:{name}", *chosen, deadline=1200)
+    assert found.code == 0, found.out + found.err
+    assert "1 of 1 runs recovered" in found.err

@@ -13,6 +13,7 @@ from holdfast.errors import UserError
 from holdfast_lab.chaos.actions import FAULT_ACTIONS
 from holdfast_lab.chaos.catalog import FAULTS
 from holdfast_lab.chaos.layouts import CHAOS_LAYOUTS, parse_layout
+from holdfast_lab.chaos.relay import LineDirection, LinkShape
 from holdfast_lab.chaos.schedule import (
     draw_faults,
     draws_of_trace,
@@ -145,3 +146,33 @@ def test_an_order_for_a_recovery_waits_for_a_later_generation(tmp_path: Path) ->
     assert armoury.find_due("agreeing", 0, 1, 4, 3) is not None
     armoury.disarm(11)
     assert armoury.find_due("agreeing", 0, 1, 4, 3) is None
+
+
+# --- what waits on a line -------------------------------------------------------------------------
+def test_a_packet_comes_after_its_delay_and_the_time_of_its_bits() -> None:
+    line, shape = LineDirection(), LinkShape(delay_s=0.5, gbit_per_s=8e-6)  # 1,000 bytes a second
+    line.push(b"x" * 100, 10.0, shape)
+    line.push(b"y" * 100, 10.0, shape)
+    assert line.next_due == pytest.approx(10.6)
+    assert line.pop_due(10.59) == []
+    assert line.pop_due(10.61) == [b"x" * 100]
+    assert line.next_due == pytest.approx(10.7)
+    line.push(b"z", 20.0, shape)
+    assert line.pop_due(20.0) == [b"y" * 100], "the line was free again"
+    assert line.next_due == pytest.approx(20.501)
+
+
+def test_a_quicker_shape_lets_no_packet_overtake_another() -> None:
+    line = LineDirection()
+    line.push(b"first", 0.0, LinkShape(delay_s=1.0))
+    line.push(b"second", 0.1, LinkShape())
+    assert line.pop_due(0.9) == []
+    assert line.pop_due(1.0) == [b"first", b"second"]
+    assert line.next_due is None
+
+
+def test_the_words_of_a_shape_are_those_that_the_relay_reads() -> None:
+    shape = LinkShape(delay_s=0.125, loss=0.25, gbit_per_s=5.7)
+    assert LinkShape.of(shape.words()) == shape
+    assert LinkShape.of(["20", "1"]) == LinkShape(0.02, 0.01)
+    assert LinkShape.of([]) == LinkShape()

@@ -8,19 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.cli.main import main
+from holdfast_lab.claims.claims import MODELS, VERDICTS, Claim, load_claims
+from tests.support.commands import within
 from tests.support.ranks import ROOT
 
 RUN = str(ROOT / "examples" / "spot-losses" / "run.yaml")
 PRICED = ["--cluster", "1xaws/us-east-1/p5.48xlarge", "--most", "256"]
 
 
-def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(tmp_path: Path) -> None:
     svg = tmp_path / "scale.svg"
-    assert main(["scale", RUN, *PRICED, "--json", "--svg", str(svg)]) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(within("scale", RUN, *PRICED, "--json", "--svg", svg).succeeds().out)
     points = value["points"]
     assert [point["devices"] for point in points] == [8, 16, 32, 64, 128, 256]
     assert points[0]["efficiency"] == 1
@@ -38,32 +36,60 @@ def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(
     assert "exposed communication" in texts
 
 
-def test_dollars_without_a_price_are_left_out_and_the_pool_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["scale", RUN, "--cluster", "1x8xH100-80", "--most", "16"]) == 0
-    out = capsys.readouterr().out
+def test_dollars_without_a_price_are_left_out_and_the_pool_is_named() -> None:
+    out = within("scale", RUN, "--cluster", "1x8xH100-80", "--most", "16").succeeds().out
     assert "no price is known of H100-80: dollars are left out" in out
     assert "no knee up to 16 devices" in out
 
 
-def test_degrees_that_are_given_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_degrees_that_are_given_are_kept() -> None:
     asked = [RUN, "layout.tp=8", "--cluster", "1x8xH100-80", "--most", "16", "--json"]
-    assert main(["scale", *asked]) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(within("scale", *asked).succeeds().out)
     degrees = [point["choice"]["replicas"][0]["tp"] for point in value["points"] + value["kept"]]
     assert set(degrees) == {8}
 
 
-def test_a_drawing_that_cannot_be_written_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drawing_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     drawn = ["--most", "8", "--svg", str(tmp_path / "none" / "scale.svg")]
-    assert main(["scale", RUN, *drawn]) == 2
-    assert "it cannot be written" in capsys.readouterr().err
+    within("scale", RUN, *drawn).refuses_last("it cannot be written")
 
 
-def test_a_model_that_fits_on_no_size_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_fits_on_no_size_is_one_sentence() -> None:
     asked = [RUN, "model.preset=llama3.1-405b", "--cluster", "1x8xV100-16", "--most", "8"]
-    assert main(["scale", *asked]) == 2
-    assert "no size has a layout: " in capsys.readouterr().err
+    within("scale", *asked).refuses_last("no size has a layout: ")
+
+
+# --- `holdfast claims` ----------------------------------------------------------------------------
+CLAIMS = load_claims()
+
+
+@pytest.mark.parametrize("claim", [each for each in CLAIMS if each.basis == "measured"], ids=str)
+def test_a_measured_value_stands_on_its_page_with_its_command(claim: Claim) -> None:
+    """The row that has the evidence names the command, or a row above does and this says the
+    same."""
+    lines = (ROOT / claim.page).read_text("utf-8").splitlines()
+    at = [index for index, line in enumerate(lines) if claim.evidence in line]
+    assert len(at) == 1
+    index = at[0]
+    while "the same" in lines[index] and claim.command not in lines[index]:
+        index -= 1
+    assert claim.command.split(" --")[0] in lines[index]
+
+
+def test_every_model_is_a_row_and_every_row_has_a_verdict() -> None:
+    rows = [claim for claim in CLAIMS if claim.basis == "modelled"]
+    assert {claim.evidence for claim in rows} == set(MODELS)
+    assert all(claim.verdict in VERDICTS and claim.ours for claim in CLAIMS)
+    verdicts = {claim.evidence: claim.verdict for claim in rows}
+    assert verdicts["bubble_1f1b"] == verdicts["bubble_zb_h1"] == "holds"
+    assert verdicts["bubble_zbv"] == "does not hold"
+
+
+def test_the_command_prints_all_and_says_what_does_not_hold() -> None:
+    text = within("claims").succeeds().out
+    failed = text.split("Claims that do not hold here:")[1]
+    for claim in CLAIMS:
+        assert claim.claim in text
+        if claim.verdict == "does not hold":
+            assert claim.claim in failed
+    assert len(json.loads(within("claims", "--json").succeeds().out)) == len(CLAIMS)

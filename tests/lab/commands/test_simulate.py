@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.cli.main import main
+from holdfast_lab.admission import outcome as admission_study
+from holdfast_lab.engine import study_replays
+from tests.support.commands import Outcome, within
 
 RUN = """\
 name: small
@@ -41,37 +44,33 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def simulate(*more: str) -> int:
-    given = ["run.yaml", "--cluster", "machines.yaml", "--trace", "nodes.csv"]
-    return main(["simulate", *given, *more])
+def simulate(*more: str) -> Outcome:
+    return within(
+        "simulate", "run.yaml", "--cluster", "machines.yaml", "--trace", "nodes.csv", *more
+    )
 
 
-def answer(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    assert simulate("--json", *more) == 0
-    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+def answer(*more: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(simulate("--json", *more).succeeds().out)
     return value
 
 
-def test_the_table_and_the_numbers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--svg", "chart.svg") == 0
-    shown = capsys.readouterr().out
+def test_the_table_and_the_numbers(files: Path) -> None:
+    shown = simulate("--svg", "chart.svg").succeeds().out
     assert "holdfast" in shown
     assert "productive" in shown
     assert Path("chart.svg").read_text().startswith("<svg")
-    ledger = answer(capsys)["outcomes"][0]["histories"][0]
+    ledger = answer()["outcomes"][0]["histories"][0]
     assert ledger["interruptions"] == 2
     assert sum(ledger["seconds_by_class"].values()) == pytest.approx(ledger["wall_seconds"])
     assert ledger["usd"] == pytest.approx(2 * ledger["node_hours"])
 
 
-def test_the_report_of_a_simulated_run_says_what_the_simulation_says(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_a_simulated_run_says_what_the_simulation_says(files: Path) -> None:
     slow = ("--set", "communicator_s=20", "--set", "peers=0", "--set", "replicas_go_on=0")
     more = ("--set", "store_interval_s=97", "--out", "made")
-    ledger = answer(capsys, *slow, *more)["outcomes"][0]["histories"][0]
-    assert main(["report", "made", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    ledger = answer(*slow, *more)["outcomes"][0]["histories"][0]
+    report = json.loads(within("report", "made", "--json").succeeds().out)
     assert report["wall_seconds"] == pytest.approx(ledger["wall_seconds"])
     assert report["seconds_by_class"]["rework"] > 0
     for label, seconds in ledger["seconds_by_class"].items():  # the last step never ended
@@ -80,58 +79,57 @@ def test_the_report_of_a_simulated_run_says_what_the_simulation_says(
     assert len(lost) == ledger["interruptions"]
     changes = [incident["title"] for incident in report["incidents"] if incident["planned"]]
     assert changes == ["n4 joined", "n5 joined"]
-    assert main(["report", "made"]) == 0
-    assert "data prepare" not in capsys.readouterr().err
+    assert "data prepare" not in within("report", "made").succeeds().err
 
 
-def test_a_sweep_has_a_row_for_each_value(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--sweep", "store_interval_s=30,1500", "--set", "peers=0")
+def test_a_sweep_has_a_row_for_each_value(files: Path) -> None:
+    found = answer("--sweep", "store_interval_s=30,1500", "--set", "peers=0")
     names = [outcome["policy"] for outcome in found["outcomes"]]
     assert names == ["holdfast store_interval_s=30", "holdfast store_interval_s=1500"]
     often, seldom = (outcome["histories"][0]["saves"]["2"] for outcome in found["outcomes"])
     assert often > 10 * seldom > 0
-    keys = answer(capsys, "--sweep", "train.batch_size=32,64")
+    keys = answer("--sweep", "train.batch_size=32,64")
     assert len({o["estimates"]["tokens_per_s"]["mean"] for o in keys["outcomes"]}) == 2
 
 
-def test_more_histories_give_an_interval(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--seeds", "4")["outcomes"][0]
+def test_more_histories_give_an_interval(files: Path) -> None:
+    found = answer("--seeds", "4")["outcomes"][0]
     assert len(found["histories"]) == 4
     interval = found["estimates"]["tokens"]
     assert interval["low"] < interval["mean"] < interval["high"]
 
 
-def test_a_run_is_simulated_to_its_end(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--until-done")["outcomes"][0]["histories"][0]
+def test_a_run_is_simulated_to_its_end(files: Path) -> None:
+    found = answer("--until-done")["outcomes"][0]["histories"][0]
     assert found["finished"]
     assert found["tokens"] == pytest.approx(4000 * 32 * 512)
 
 
-def test_a_made_trace_needs_no_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_made_trace_needs_no_file(files: Path) -> None:
     words = ["simulate", "run.yaml", "--cluster", "machines.yaml", "--make", "spot", "--json"]
-    assert main([*words, "--days", "0.2", "--set", "between_s=900", "--seeds", "2"]) == 0
-    one, two = json.loads(capsys.readouterr().out)["outcomes"][0]["histories"]
+    made = within(*words, "--days", "0.2", "--set", "between_s=900", "--seeds", "2").succeeds()
+    one, two = json.loads(made.out)["outcomes"][0]["histories"]
     assert one["interruptions"] != two["interruptions"] or one["tokens"] != two["tokens"]
 
 
-def test_notices_spare_work(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--sweep", "notice_s=0,60", "--set", "replicas_go_on=0")
+def test_notices_spare_work(files: Path) -> None:
+    found = answer("--sweep", "notice_s=0,60", "--set", "replicas_go_on=0")
     without, noticed = (outcome["histories"][0] for outcome in found["outcomes"])
     assert without["interruptions"] == 2
     assert noticed["interruptions"] == 0
 
 
-def compared(capsys: pytest.CaptureFixture[str], one: str, other: str) -> dict[str, Any]:
-    assert main(["report", one, "--compare", other, "--json"]) == 0
-    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+def compared(one: str, other: str) -> dict[str, Any]:
+    shown = within("report", one, "--compare", other, "--json").succeeds()
+    value: dict[str, Any] = json.loads(shown.out)
     return value
 
 
-def test_two_simulated_runs_side_by_side(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    continues = answer(capsys, "--out", "continues")["outcomes"][0]["histories"][0]
+def test_two_simulated_runs_side_by_side(files: Path) -> None:
+    continues = answer("--out", "continues")["outcomes"][0]["histories"][0]
     restores = ("--set", "replicas_go_on=0", "--set", "peers=0", "--set", "store_interval_s=97")
-    loses = answer(capsys, *restores, "--out", "loses")["outcomes"][0]["histories"][0]
-    found = compared(capsys, "continues", "loses")
+    loses = answer(*restores, "--out", "loses")["outcomes"][0]["histories"][0]
+    found = compared("continues", "loses")
     one, other = found["runs"]
     assert [run["is_simulated"] for run in found["runs"]] == [True, True]
     for run, ledger in ((one, continues), (other, loses)):
@@ -149,17 +147,15 @@ def test_two_simulated_runs_side_by_side(files: Path, capsys: pytest.CaptureFixt
     first = found["first_differing_decision"]
     assert first["index"] == 2  # both start; the first loss is answered by another rung
     assert (first["one"]["rung"], first["other"]["rung"]) == (0, 6)
-    assert compared(capsys, "loses", "loses")["first_differing_decision"] is None
+    assert compared("loses", "loses")["first_differing_decision"] is None
 
 
-def test_a_real_run_beside_a_simulated_one(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run_beside_a_simulated_one(files: Path) -> None:
     golden = Path(__file__).parents[2] / "golden" / "runs" / "nodes"
     shutil.copytree(golden, "real")
-    assert simulate("--out", "simulated") == 0
-    capsys.readouterr()
-    assert main(["report", "real", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    found = compared(capsys, "real", "simulated")
+    simulate("--out", "simulated").succeeds()
+    report = json.loads(within("report", "real", "--json").succeeds().out)
+    found = compared("real", "simulated")
     real, simulated = found["runs"]
     assert (real["is_simulated"], simulated["is_simulated"]) == (False, True)
     assert real["seconds"] == report["seconds_by_class"]
@@ -171,8 +167,7 @@ def test_a_real_run_beside_a_simulated_one(files: Path, capsys: pytest.CaptureFi
     assert "usd" not in found["differences"]
     first = found["first_differing_decision"]
     assert (first["index"], first["one"]["nodes"], first["other"]["nodes"]) == (1, 2, 4)
-    assert main(["report", "real", "--compare", "simulated"]) == 0
-    shown = capsys.readouterr().out
+    shown = within("report", "real", "--compare", "simulated").succeeds().out
     assert "A: real: golden, real, finished" in shown
     assert "generation 1 (start): no rung, 2 nodes" in shown
 
@@ -180,29 +175,111 @@ def test_a_real_run_beside_a_simulated_one(files: Path, capsys: pytest.CaptureFi
 PRICES = "date,machine_type,region,usd_per_hour_spot\n"
 
 
-def test_prices_of_another_file_hold_for_the_nodes(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prices_of_another_file_hold_for_the_nodes(files: Path) -> None:
     rows = "2024-01-01,g,east,5\n2024-01-01,g,west,7\n2025-01-01,g,west,7\n"
     Path("prices.csv").write_text(PRICES + rows)
     table = ("--trace", "prices.csv", "--gpu", "g", "--zone")
-    east, west = (
-        answer(capsys, *table, zone)["outcomes"][0]["histories"][0] for zone in ("east", "west")
-    )
+    east, west = (answer(*table, zone)["outcomes"][0]["histories"][0] for zone in ("east", "west"))
     for each in (east, west):
         assert each["wall_seconds"] == pytest.approx(3600)  # a year of prices adds no time
     assert east["usd"] == pytest.approx(5 * east["node_hours"])
     assert west["usd"] == pytest.approx(7 * west["node_hours"])
     Path("prices.csv").write_text(PRICES + rows.splitlines()[0] + "\n")
-    (only,) = answer(capsys, "--trace", "prices.csv")["outcomes"]  # one place holds everywhere
+    (only,) = answer("--trace", "prices.csv")["outcomes"]  # one place holds everywhere
     assert only["histories"][0]["usd"] == pytest.approx(5 * east["node_hours"])
 
 
-def test_a_journal_prices_the_rungs_that_its_run_took(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_journal_prices_the_rungs_that_its_run_took(files: Path) -> None:
     """The golden run took 0.3 s on rung 0; the kept price is 0.055 s."""
     golden = Path(__file__).parents[2] / "golden/runs/nodes"
-    kept, priced = answer(capsys), answer(capsys, "--journal", str(golden))
+    kept, priced = answer(), answer("--journal", str(golden))
     one, other = (found["outcomes"][0]["histories"][0] for found in (kept, priced))
     assert other["seconds_by_class"]["recovery"] > one["seconds_by_class"]["recovery"]
+
+
+# --- Ctrl-C in a study ----------------------------------------------------------------------------
+STUDY = ("--policy", "holdfast", "--policy", "restart", "--seeds", "2")
+
+
+class Calls:
+    """Counts the calls of a function, and presses Ctrl-C in the one of a number."""
+
+    def __init__(self, function: Callable[..., Any], interrupted: int) -> None:
+        self.number, self._function, self._interrupted = 0, function, interrupted
+
+    def __call__(self, *given: Any) -> Any:
+        self.number += 1
+        if self.number == self._interrupted:
+            raise KeyboardInterrupt
+        return self._function(*given)
+
+
+def press_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int = 0) -> Calls:
+    calls = Calls(getattr(module, name), number)
+    monkeypatch.setattr(module, name, calls)
+    return calls
+
+
+@pytest.mark.usefixtures("files")
+def test_an_interrupted_simulation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = simulate("--json", *STUDY).succeeds().out
+    with monkeypatch.context() as patch:
+        press_in(patch, study_replays, "run_case", 3)
+        stopped = simulate("--json", *STUDY, "--out", "made")
+    told = "holdfast simulate: interrupted; 2 of 4 replays are kept in made; "
+    assert stopped.code == 130
+    assert stopped.err.endswith(f"{told}the same command continues\n")
+    with Path("made/replays.jsonl").open("a") as lines:
+        lines.write('{"key": "cut')  # as a kill in the middle of a line leaves it
+    calls = press_in(monkeypatch, study_replays, "run_case")
+    again = simulate("--json", *STUDY, "--out", "made").succeeds()
+    assert (calls.number, again.out) == (2, fresh)
+    assert "2 of 4 replays were kept in made" in again.err
+    assert json.loads(Path("made/simulated.json").read_text())["policy"] == "holdfast"
+
+
+@pytest.mark.usefixtures("files")
+def test_what_an_interrupted_first_replay_left_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        press_in(patch, study_replays, "run_case", 1)
+        stopped = simulate("--out", "made")
+    assert stopped.code == 130
+    assert stopped.err.endswith("interrupted; no replay was complete\n")
+    assert Path("made/resolved.json").exists()
+    assert not Path("made/simulated.json").exists()
+    simulate("--out", "made").succeeds()
+    assert json.loads(Path("made/simulated.json").read_text())["interruptions"] == 2
+
+
+@pytest.mark.usefixtures("files")
+def test_other_inputs_use_nothing_that_was_kept() -> None:
+    simulate("--out", "made").succeeds()
+    kept = Path("made/replays.jsonl").read_text()
+    for name, old, new in (
+        ("run.yaml", "batch_size: 32", "batch_size: 64"),
+        ("nodes.csv", "3600000,add", "3700000,add"),
+        ("machines.yaml", "usd_per_hour: 2", "usd_per_hour: 3"),
+    ):
+        content = Path(name).read_text()
+        Path(name).write_text(content.replace(old, new))
+        simulate("--out", "made").refuses("a study continues only with the same run file")
+        Path(name).write_text(content)
+    assert Path("made/replays.jsonl").read_text() == kept
+
+
+def test_an_interrupted_admission_study_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "made")
+    words = ["simulate", "admission", "--cluster", "4x8xA100-80", "--days", "1", "--json"]
+    words += ["--policy", "gang", "--policy", "pods", "--seeds", "2"]
+    fresh = within(*words).succeeds().out
+    with monkeypatch.context() as patch:
+        press_in(patch, admission_study, "admit_jobs", 4)
+        stopped = within(*words, "--out", out)
+    assert (stopped.code, f"3 of 4 replays are kept in {out}" in stopped.err) == (130, True)
+    calls = press_in(monkeypatch, admission_study, "admit_jobs")
+    again = within(*words, "--out", out).succeeds()
+    assert (calls.number, again.out) == (1, fresh)
+    assert within(*words, "--load", "0.5", "--out", out).succeeds().out != fresh
+    assert calls.number == 5

@@ -9,16 +9,18 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.cli import join as join_module
+from holdfast.errors import LayoutError
+from holdfast.launch.node.node_name import default_node_name
+from holdfast.layout import Replica, Topology
 from tests.runtime.cli.conftest import Trained
-from tests.support.commands import Outcome, apart, here, write_run_file
+from tests.support.commands import Outcome, apart, within, write_run_file
 from tests.support.marks import in_campaign
-
-Capture = pytest.CaptureFixture[str]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -33,124 +35,50 @@ def tree(folder: Path) -> dict[str, bytes]:
     ("old", "new", "words"),
     [
         ("steps: 6", "stpes: 6", ["run.yaml:14: unknown key train.stpes", "mean train.steps?"]),
-        ("steps: 6", "steps: soon", ["run.yaml:14: train.steps is 'soon', not a whole number"]),
-        ("steps: 6", "steps: -1", ["run.yaml:14: train.steps is -1, but must be at least 1"]),
-        (
-            "microbatch_size: 1",
-            "microbatch_size: 3",
-            ["batch_size 4 is not a multiple of microbatch_size 3", "use 3"],
-        ),
-        ("dim: 16,", "dim: 18,", ["head dim 9 is odd", "use head_dim 10"]),
-        ("heads: 2, kv_heads: 1", "heads: 3, kv_heads: 1", ["heads 3 does not divide dim 16"]),
-        ("heads: 2, kv_heads: 1", "heads: 4, kv_heads: 3", ["kv_heads 3", "use one of [1, 2, 4]"]),
-        (
-            "workers: 2}",
-            "workers: 2, dp_shard: 2}",
-            [
-                "layout.dp_shard 2 does not divide train.microbatch_size 1",
-                "use train.microbatch_size 2",
-            ],
-        ),
-        (
-            "workers: 2}",
-            "workers: 2}\ncluster: {loss_jumps: roll_back, recovery: restart}",
-            ["cluster.loss_jumps: roll_back", "use cluster.recovery: live"],
-        ),
         ("name: tiny", "name: ../up", ["run.yaml:1: name is '../up'"]),
         ("name: tiny", "name: ..", ["run.yaml:1: name is '..'"]),
-        ("  steps: 6", "  optimizer: {betas: [0.9, 1.0]}", ["betas", "must be below 1"]),
-        ("device: cpu", "cluster: {metrics_port: 70000}", ["must be at most 65535"]),
         ("name: tiny", "name: caf\\xe9", ["run.yaml:1: the byte 0xe9 is not UTF-8"]),
     ],
 )
-def test_run_file(old: str, new: str, words: list[str], tmp_path: Path, capsys: Capture) -> None:
+def test_run_file(old: str, new: str, words: list[str], tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     text = run_file.read_text()
     assert old in text
     run_file.write_bytes(text.replace(old, new).encode().replace(b"\\xe9", b"\xe9"))
     before = tree(tmp_path)
-    here(capsys, "train", run_file).refuses(*words)
+    within("train", run_file).refuses(*words)
     assert tree(tmp_path) == before
 
 
-def test_compiling_without_a_compiler(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_file = write_run_file(tmp_path)
     before = tree(tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    here(capsys, "train", run_file, "train.compile=true").refuses(
+    within("train", run_file, "train.compile=true").refuses(
         "command line: train.compile=true: train.compile needs a C++ compiler", "install g++"
     )
     assert tree(tmp_path) == before
 
 
 # --- sources ----------------------------------------------------------------------------------
-def binary(texts: Path) -> None:
-    (texts / "3.txt").write_bytes(b"text\0and more")
-
-
-def latin(texts: Path) -> None:
-    (texts / "3.txt").write_bytes("café".encode("latin-1"))
-
-
-def nothing(texts: Path) -> None:
-    for path in texts.iterdir():
-        path.write_text("  \n")
-
-
-def long(texts: Path) -> None:
-    (texts / "3.txt").write_text("0123456\n" * 1000)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (binary, ["3.txt", "zero byte at offset 4", "binary file"]),
-        (latin, ["3.txt", "byte 0xe9 at offset 3 is not UTF-8"]),
-        (nothing, ["nothing is left of 12 documents: 12 empty"]),
-        (long, ["3.txt:626", "data.max_document_bytes (5,000)"]),
-        (shutil.rmtree, ["data.sources[0].path", "does not exist"]),
-    ],
-)
 @pytest.mark.parametrize("command", [["train"], ["data", "prepare"]])
-def test_sources(
-    command: list[str],
-    spoil: Callable[[Path], None],
-    words: list[str],
-    tmp_path: Path,
-    capsys: Capture,
-) -> None:
+def test_a_source_that_is_no_text(command: list[str], tmp_path: Path) -> None:
+    """Each other mistake with a source: `tests/runtime/data/test_bad_input.py`."""
     run_file = write_run_file(tmp_path)
-    spoil(tmp_path / "texts")
-    here(capsys, *command, run_file, "data.max_document_bytes=5000").refuses_last(*words)
+    (tmp_path / "texts" / "3.txt").write_bytes("café".encode("latin-1"))
+    within(*command, run_file).refuses_last("3.txt", "byte 0xe9 at offset 3 is not UTF-8")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "dataset" / "manifest.json").exists()
 
 
-def test_a_line_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
-    run_file = write_run_file(tmp_path)
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"text": "short"}\n' + json.dumps({"text": "x" * 3000}) + "\n")
-    here(
-        capsys,
-        "data",
-        "prepare",
-        run_file,
-        "data.sources.0.kind=jsonl",
-        f"data.sources.0.path={lines}",
-        "data.max_document_bytes=2000",
-    ).refuses_last(f"{lines}:2", "data.max_document_bytes (2,000)")
-
-
 def test_a_huggingface_source_without_its_extra(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     run_file = write_run_file(tmp_path)
-    here(
-        capsys, "train", run_file, "data.sources.0.kind=huggingface", "data.sources.0.path=a/b"
-    ).refuses("needs the datasets package", "pip install 'holdfast[hf]'")
+    within("train", run_file, "data.sources.0.kind=huggingface", "data.sources.0.path=a/b").refuses(
+        "needs the datasets package", "pip install 'holdfast[hf]'"
+    )
 
 
 # --- what is there already --------------------------------------------------------------------
@@ -164,58 +92,40 @@ def other_tokenizer(trained: Trained, folder: Path) -> Path:
     return path
 
 
-def test_a_tokenizer_that_does_not_match_the_dataset(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
-    path = other_tokenizer(trained, tmp_path)
-    before = tree(trained.root)
-    here(
-        capsys, "train", trained.run_file, f"data.tokenizer.path={path}", f"folder={tmp_path}/run"
-    ).refuses("does not match the dataset", "2 tokens have another id")
-    assert tree(trained.root) == before
-    assert not (tmp_path / "run").exists()
-
-
-def test_weights_of_another_tokenizer_are_not_imported(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_weights_of_another_tokenizer_are_not_imported(trained: Trained, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    assert here(capsys, "export", trained.folder, "--to", model).code == 0
+    assert within("export", trained.folder, "--to", model).code == 0
     other_tokenizer(trained, model)
-    here(
-        capsys, "checkpoint", "import", trained.run_file, "--from", model, f"folder={tmp_path}/run"
+    within(
+        "checkpoint", "import", trained.run_file, "--from", model, f"folder={tmp_path}/run"
     ).refuses("tokenised with another tokenizer: 2 tokens have another id", "data.tokenizer.path=")
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_of_another_shape_leave_no_run_behind(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_weights_of_another_shape_leave_no_run_behind(trained: Trained, tmp_path: Path) -> None:
     """The remedy changes the configuration, so no run folder of the first may stand in its way."""
     model, run = tmp_path / "model", tmp_path / "run"
-    assert here(capsys, "export", trained.folder, "--to", model).code == 0
+    assert within("export", trained.folder, "--to", model).code == 0
     command = ["checkpoint", "import", trained.run_file, f"folder={run}"]
-    here(capsys, *command, "--from", tmp_path).refuses("there is no config.json here")
+    within(*command, "--from", tmp_path).refuses("there is no config.json here")
     assert not run.exists()
-    here(capsys, *command, "--from", model, "model.layers=2").refuses("use model.layers=1")
+    within(*command, "--from", model, "model.layers=2").refuses("use model.layers=1")
     assert not run.exists()
-    assert here(capsys, *command, "--from", model, "model.layers=1").code == 0
+    assert within(*command, "--from", model, "model.layers=1").code == 0
 
 
-def test_a_prompt_and_a_page_that_cannot_be(trained: Trained, capsys: Capture) -> None:
-    here(capsys, "generate", trained.folder, "caf\udce9").refuses("the prompt is not UTF-8 text")
-    here(capsys, "report", trained.folder, "--output", ".").refuses(".: the report", "is a folder")
+def test_a_prompt_and_a_page_that_cannot_be(trained: Trained) -> None:
+    within("generate", trained.folder, "caf\udce9").refuses("the prompt is not UTF-8 text")
+    within("report", trained.folder, "--output", ".").refuses(".: the report", "is a folder")
 
 
 @pytest.mark.parametrize("seconds", ["nan", "0", "-3", "1e9"])
-def test_a_notice_of_no_time(seconds: str, trained: Trained, capsys: Capture) -> None:
+def test_a_notice_of_no_time(seconds: str, trained: Trained) -> None:
     words = [f"a notice of {float(seconds):g} seconds makes no sense", "--seconds"]
-    here(capsys, "notice", trained.folder, "--seconds", seconds).refuses(*words)
+    within("notice", trained.folder, "--seconds", seconds).refuses(*words)
 
 
-def test_a_run_folder_that_was_trained_on_another_dataset(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_run_folder_that_was_trained_on_another_dataset(trained: Trained, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     shutil.copytree(trained.root / "texts", texts)
     (texts / "more.txt").write_text("another text\n")
@@ -225,8 +135,7 @@ def test_a_run_folder_that_was_trained_on_another_dataset(
     changed["config"]["data"]["sources"][0]["path"] = str(texts)
     (copy / "resolved.json").write_text(json.dumps(changed))
     inside = tree(copy)
-    here(
-        capsys,
+    within(
         "train",
         trained.run_file,
         f"data.sources.0.path={texts}",
@@ -238,21 +147,19 @@ def test_a_run_folder_that_was_trained_on_another_dataset(
 
 
 def test_starting_over_leaves_other_peoples_folders_where_they_are(
-    trained: Trained, tmp_path: Path, capsys: Capture
+    trained: Trained, tmp_path: Path
 ) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("\\end")
     before = tree(tmp_path)
     for fresh in ((), ("--fresh",)):
-        found = here(capsys, "train", trained.run_file, f"folder={tmp_path}/home", *fresh)
+        found = within("train", trained.run_file, f"folder={tmp_path}/home", *fresh)
         found.refuses(f"{tmp_path}/home", "not a run folder", "thesis.tex")
-    here(capsys, "train", trained.run_file, "folder=.", "--fresh").refuses("not a run folder")
+    within("train", trained.run_file, "folder=.", "--fresh").refuses("not a run folder")
     assert tree(tmp_path) == before
 
 
-def test_a_start_that_was_cut_short_does_not_bar_the_next(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_start_that_was_cut_short_does_not_bar_the_next(trained: Trained, tmp_path: Path) -> None:
     """A full disk, or a kill, between the first file of a run folder and `resolved.json`."""
     from holdfast.launch.run.run_folder import refuse_foreign
 
@@ -301,17 +208,13 @@ def test_a_node_that_begins_beside_another_finds_a_run_folder(
         "[" * 100_000,
     ],
 )
-def test_a_run_folder_whose_description_was_edited(
-    text: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_run_folder_whose_description_was_edited(text: str, tmp_path: Path) -> None:
     (tmp_path / "resolved.json").write_bytes(text.encode().replace(b"\\xff", b"\xff"))
     for command in (["report"], ["watch"], ["data", "audit"], ["checkpoint", "verify"]):
-        here(capsys, *command, tmp_path).refuses("resolved.json", "not what 'holdfast train' wrote")
+        within(*command, tmp_path).refuses("resolved.json", "not what 'holdfast train' wrote")
 
 
-def test_a_run_folder_whose_description_is_a_link_to_itself(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_run_folder_whose_description_is_a_link_to_itself(tmp_path: Path) -> None:
     (tmp_path / "resolved.json").symlink_to("resolved.json")
     for command in (
         ["checkpoint", "list"],
@@ -319,7 +222,7 @@ def test_a_run_folder_whose_description_is_a_link_to_itself(
         ["checkpoint", "show"],
         ["export", "--to", tmp_path / "out"],
     ):
-        here(capsys, *command, tmp_path).refuses("resolved.json: this cannot be read (Too many")
+        within(*command, tmp_path).refuses("resolved.json: this cannot be read (Too many")
 
 
 # --- the machine ------------------------------------------------------------------------------
@@ -339,25 +242,6 @@ def namespaces_work() -> bool:
 
 
 needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="no namespaces here")
-
-
-@needs_namespaces
-def test_a_full_disk_during_prepare_then_room(tmp_path: Path) -> None:
-    run_file = write_run_file(tmp_path)
-    (tmp_path / "disk").mkdir()
-    done = confined(
-        'mount -t tmpfs -o size=20k x "$3"; '
-        '"$1" -m holdfast.cli.main data prepare "$2" data.folder="$3/set"; echo "code $?"; '
-        'mount -o remount,size=4m "$3"; '
-        '"$1" -m holdfast.cli.main data prepare "$2" data.folder="$3/set"; echo "code $?"; '
-        '"$1" -m holdfast.cli.main data verify "$2" data.folder="$3/set"; echo "code $?"',
-        run_file,
-        tmp_path / "disk",
-    )
-    assert done.stdout.split() == ["code", "2", "code", "0", "code", "0"], done.stderr
-    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("holdfast: ")]
-    assert "the disk is full" in sentence
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -417,3 +301,166 @@ def test_a_secret_in_a_buckets_address_is_written_nowhere(trained: Trained, tmp_
     done.refuses("the endpoint holds more than an address")
     assert "hunter2" not in done.out + done.err
     assert not folder.exists()
+
+
+# --- paths on the command line of every command ---------------------------------------------------
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", "$SCRATCH/run"),
+        ("export", "run", "--to", "$SCRATCH/hf"),
+        ("checkpoint", "list", "$SCRATCH/run"),
+        ("checkpoint", "diff", "$SCRATCH/a", "b"),
+        ("checkpoint", "import", "run.yaml", "--from", "$SCRATCH/hf"),
+        ("init", "$SCRATCH/run.yaml"),
+        ("data", "verify", "$SCRATCH/run.yaml"),
+        ("config", "show", "folder=$SCRATCH/run"),
+    ],
+)
+def test_a_variable_is_refused(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SCRATCH", raising=False)
+    outcome = within(*arguments)
+    outcome.refuses("has a $", "command line")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option as --to=~/x reaches a program with its ~."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    assert within("init", "~/run.yaml").code == 0
+    assert (tmp_path / "home" / "run.yaml").exists()
+    within("report", "~/nothing").refuses(f"{tmp_path}/home/nothing")
+    within("export", "~/nothing", "--to=~/x").refuses(f"{tmp_path}/home/nothing")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+# --- what `join` checks on its own machine --------------------------------------------------------
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("", "device", "cuda", ("cluster.places is 1, but this machine has 0 accelerators",)),
+        ("train", "compile", True, ("train.compile needs a C++ compiler",)),
+        ("logging", "trackers", ["wandb"], ("wandb",)),
+    ],
+)
+def test_a_node_refuses_what_its_machine_cannot_do(
+    section: str,
+    key: str,
+    value: Any,
+    words: tuple[str, ...],
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(trained.folder, tmp_path / "run")
+    path = tmp_path / "run/resolved.json"
+    stored = json.loads(path.read_text())
+    (stored["config"][section] if section else stored["config"])[key] = value
+    path.write_text(json.dumps(stored))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(join_module, "finished_step", lambda *_: None)
+    within("join", tmp_path / "run", "--node", "b").refuses(*words)
+
+
+def test_the_name_of_a_node_comes_from_its_owner() -> None:
+    pod = {"POD_NAME": "tiny-0"}
+    assert default_node_name(pod | {"SLURMD_NODENAME": "n3"}) == "n3"
+    assert default_node_name(pod) == "tiny-0"
+    assert default_node_name({}) != ""
+    assert default_node_name({"POD_NAME": "x" * 80 + "-7"}).endswith("x-7")
+    assert len(default_node_name({"POD_NAME": "x" * 80 + "-7"})) <= 63
+
+
+# --- every layout that cannot work is refused before anything starts ------------------------------
+# 4 blocks, 12 heads, 4 key/value heads; 6 microbatches of 4 samples a step.
+SHAPE = (
+    "model.layers=4",
+    "model.dim=24",
+    "model.heads=12",
+    "model.kv_heads=4",
+    "model.ffn_dim=24",
+    "train.batch_size=24",
+    "train.microbatch_size=4",
+    "layout.workers=0",
+)
+
+
+@pytest.mark.parametrize("command", [("train",), ("layout", "show")])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["layout.tp=5"], ["layout.tp 5 does not divide model.heads 12", "use 4"]),
+        (
+            ["layout.workers=7"],
+            ["layout.workers 7 make 7 replicas, but step 1 has 6 microbatches", "use 6 workers"],
+        ),
+        (
+            ["layout.workers=4", "train.batch_warmup=[{from_step: 2, batch_size: 4}]"],
+            ["step 2 has 1 microbatch of", "use 1 worker or fewer"],
+        ),
+        (
+            ["layout.pp=4", "layout.workers=8"],
+            [
+                "layout.pp 4 under 1f1b needs 4 microbatches a replica",
+                "replica 0 gets 3",
+                "layout.schedule=gpipe",
+                "layout.workers 4",
+            ],
+        ),
+        (
+            ["layout.replicas=[{pp: 4}, {pp: 2}]", "train.batch_size=20"],
+            ["layout.replicas.0.pp 4 under 1f1b needs 4", "layout.replicas.0.pp 2"],
+        ),
+    ],
+)
+def test_refused_before_anything_starts(
+    overrides: list[str],
+    words: list[str],
+    command: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    run_file = write_run_file(tmp_path)
+    before = tree(tmp_path)
+    within(*command, run_file, *SHAPE, *overrides).refuses(*words)
+    assert tree(tmp_path) == before
+
+
+def test_the_line_of_the_run_file_is_named(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    text = run_file.read_text().replace("{workers: 2}", "{workers: 9}")
+    run_file.write_text(text)
+    line = text.split("\n").index("layout: {workers: 9}") + 1
+    within("train", run_file).refuses(
+        f"run.yaml:{line}: layout.workers 9 make 9 replicas, but step 1 has 4 microbatches",
+        "use 4 workers or fewer",
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sentence"),
+    [
+        ([(0, 1), (1, 2)], "topology: rank 1 stands twice, in replica 0 and in replica 1; "),
+        ([(0, 0)], "topology: rank 0 stands twice, in replica 0; "),
+        ([(0, 2)], "topology: ranks [1] are missing; "),
+    ],
+)
+def test_a_topology_with_a_rank_twice_or_missing(
+    replicas: list[tuple[int, ...]], sentence: str
+) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Topology(
+            1,
+            tuple(Replica(i, ranks, (1, 2, 1, 1)) for i, ranks in enumerate(replicas)),
+            ("here",) * sum(map(len, replicas)),
+        )
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)

@@ -28,9 +28,8 @@ from holdfast.launch.run.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.cli.conftest import Trained
-from tests.support.commands import apart, here, within
+from tests.support.commands import apart, within
 
-Capture = pytest.CaptureFixture[str]
 RATE = "train.optimizer.learning_rate=1e-4"
 
 
@@ -63,46 +62,44 @@ def damage(folder: Path, step: int) -> None:
 
 # --- the branch -----------------------------------------------------------------------------
 @pytest.mark.slow
-def test_an_unchanged_branch_ends_like_its_parent_to_the_bit(
-    parent: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_unchanged_branch_ends_like_its_parent_to_the_bit(parent: Path, tmp_path: Path) -> None:
     before = content(parent)
-    made = here(capsys, "branch", parent, "--at", "3", "--to", "twin", "--json")
+    made = within("branch", parent, "--at", "3", "--to", "twin", "--json")
     assert made.code == 0, made.err
     command = shlex.split(json.loads(made.out)["train"])
     trained = apart(*command[1:])
     assert trained.code == 0, trained.err
-    assert here(capsys, "checkpoint", "diff", parent, "twin").code == 0
+    assert within("checkpoint", "diff", parent, "twin").code == 0
     assert content(parent) == before, "the parent is only read"
 
-    audit = here(capsys, "data", "audit", "twin")
+    audit = within("data", "audit", "twin")
     assert audit.code == 0
     own, of_parent = audit.out.splitlines()
     assert own.startswith("12 samples in 3 steps (4 to 6): none missing, none twice")
     assert of_parent.startswith(f"parent {parent}: 12 samples in 3 steps: none missing")
-    numbers = json.loads(here(capsys, "data", "audit", "twin", "--json").out)
+    numbers = json.loads(within("data", "audit", "twin", "--json").out)
     assert (numbers["first_step"], numbers["last_step"]) == (4, 6)
     assert numbers["parents"][str(parent)]["last_step"] == 3
 
-    report = json.loads(here(capsys, "report", "twin", "--json").out)
+    report = json.loads(within("report", "twin", "--json").out)
     assert (report["branch"]["parent"], report["branch"]["step"]) == ("tiny", 3)
     assert (report["state"], report["last_step"]) == ("finished", 6)
-    assert here(capsys, "report", "twin").code == 0
+    assert within("report", "twin").code == 0
     assert "continues <code>tiny</code> after step 3" in (tmp_path / "twin/report.html").read_text()
-    again = here(capsys, "train", "twin/run.yaml")
+    again = within("train", "twin/run.yaml")
     assert "this run is finished" in again.err
 
     shutil.move(parent, tmp_path / "elsewhere")
-    audit = here(capsys, "data", "audit", "twin")
+    audit = within("data", "audit", "twin")
     assert audit.code == 0
     assert f"the steps up to 3, and is no longer in {parent}" in audit.out
 
 
 def test_its_run_file_has_the_parents_values_and_the_changed_ones(
-    parent: Path, tmp_path: Path, capsys: Capture
+    parent: Path, tmp_path: Path
 ) -> None:
     settings = (RATE, "train.steps=20", "checkpoint.keep_last=7", "checkpoint.bucket=copies")
-    assert here(capsys, "branch", parent, "--at", "newest", "--to", "new", *settings).code == 0
+    assert within("branch", parent, "--at", "newest", "--to", "new", *settings).code == 0
     loaded = load_config(tmp_path / "new" / "run.yaml").config
     old = open_run(parent).config.model_dump(mode="json")
     new = loaded.model_dump(mode="json")
@@ -117,12 +114,10 @@ def test_its_run_file_has_the_parents_values_and_the_changed_ones(
     assert isinstance(event, RunBranched)
     assert (event.step, event.folder, event.changed) == (6, str(parent), list(settings))
     assert not (tmp_path / "new" / "secret").exists()
-    assert here(capsys, "checkpoint", "verify", "new").code == 0
+    assert within("checkpoint", "verify", "new").code == 0
 
 
-def test_relative_paths_of_the_data_start_where_they_did(
-    trained: Trained, parent: Path, capsys: Capture
-) -> None:
+def test_relative_paths_of_the_data_start_where_they_did(trained: Trained, parent: Path) -> None:
     def start_in(folder: Path, place: str) -> None:
         resolved = json.loads((parent / "resolved.json").read_text())
         resolved["config"]["data"]["sources"][0]["path"] = "texts"
@@ -136,29 +131,27 @@ def test_relative_paths_of_the_data_start_where_they_did(
         return load_config(Path(run) / "run.yaml").config.data.sources[0].path
 
     start_in(trained.root.parent, f"{trained.root.name}/run.yaml:8")
-    assert here(capsys, "branch", parent, "--at", "3", "--to", "found").code == 0
+    assert within("branch", parent, "--at", "3", "--to", "found").code == 0
     assert source("found") == str(trained.root / "texts")
     start_in(trained.root.parent, "run.yaml:8")
-    assert here(capsys, "branch", parent, "--at", "3", "--to", "unknown").code == 0
+    assert within("branch", parent, "--at", "3", "--to", "unknown").code == 0
     assert source("unknown") == "texts", "as it is written: the dataset is prepared"
 
 
-def test_the_name_of_a_node_is_not_inherited(parent: Path, capsys: Capture) -> None:
+def test_the_name_of_a_node_is_not_inherited(parent: Path) -> None:
     resolved = json.loads((parent / "resolved.json").read_text())
     resolved["config"]["cluster"] |= {"node": "a", "beat_seconds": 0.5}
     resolved["origins"]["cluster.node"] = {"kind": "command line", "place": "cluster.node=a"}
     (parent / "resolved.json").write_text(json.dumps(resolved))
-    assert here(capsys, "branch", parent, "--at", "3", "--to", "new").code == 0
+    assert within("branch", parent, "--at", "3", "--to", "new").code == 0
     cluster = load_config(Path("new/run.yaml")).config.cluster
     assert (cluster.node, cluster.beat_seconds) == ("", 0.5)
 
 
-def test_a_branch_of_a_branch_is_audited_through_all_parents(
-    parent: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    assert here(capsys, "branch", parent, "--at", "3", "--to", "one", RATE).code == 0
-    assert here(capsys, "branch", "one", "--at", "3", "--to", "two").code == 0
-    audit = here(capsys, "data", "audit", "two")
+def test_a_branch_of_a_branch_is_audited_through_all_parents(parent: Path, tmp_path: Path) -> None:
+    assert within("branch", parent, "--at", "3", "--to", "one", RATE).code == 0
+    assert within("branch", "one", "--at", "3", "--to", "two").code == 0
+    audit = within("data", "audit", "two")
     assert audit.code == 0
     one = tmp_path / "one"
     assert f"parent {one}: no step of its own is committed up to step 3" in audit.out
@@ -184,33 +177,31 @@ REFUSALS = {
 
 @pytest.mark.parametrize("override", REFUSALS)
 def test_what_a_branch_cannot_change_is_refused(
-    override: str, trained: Trained, tmp_path: Path, capsys: Capture
+    override: str, trained: Trained, tmp_path: Path
 ) -> None:
-    found = here(capsys, "branch", trained.folder, "--at", "3", "--to", "new", override)
+    found = within("branch", trained.folder, "--at", "3", "--to", "new", override)
     found.refuses(*REFUSALS[override])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_batch_after_the_step_is_what_the_remedy_says(
-    trained: Trained, capsys: Capture
-) -> None:
-    found = here(capsys, "branch", trained.folder, "--at", "3", "--to", "new", "train.batch_size=8")
+def test_another_batch_after_the_step_is_what_the_remedy_says(trained: Trained) -> None:
+    found = within("branch", trained.folder, "--at", "3", "--to", "new", "train.batch_size=8")
     remedy = shlex.split(found.err.strip().rpartition("; use ")[2])
-    made = here(capsys, "branch", trained.folder, "--at", "3", "--to", "new", *remedy)
+    made = within("branch", trained.folder, "--at", "3", "--to", "new", *remedy)
     assert made.code == 0, made.err
 
 
-def test_places_and_steps_that_cannot_be(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+def test_places_and_steps_that_cannot_be(trained: Trained, tmp_path: Path) -> None:
     run = trained.folder
     (tmp_path / "full").mkdir()
-    here(capsys, "branch", run, "--at", "3", "--to", "full").refuses("full", "exists", "--to")
-    here(capsys, "branch", run, "--at", "4", "--to", "new").refuses("step 4", "3, 6", "--at")
-    here(capsys, "branch", run, "--at", "x", "--to", "new").refuses("step x", "3, 6")
-    here(capsys, "branch", "no", "--at", "3", "--to", "new").refuses("there is no run here")
-    here(capsys, "branch", run, "--at", "3", "--to", run / "in").refuses("outside of it", "--to")
-    here(capsys, "branch", run, "--at", "3", "--to", "lr{name}").refuses("{name}", "--to")
+    within("branch", run, "--at", "3", "--to", "full").refuses("full", "exists", "--to")
+    within("branch", run, "--at", "4", "--to", "new").refuses("step 4", "3, 6", "--at")
+    within("branch", run, "--at", "x", "--to", "new").refuses("step x", "3, 6")
+    within("branch", "no", "--at", "3", "--to", "new").refuses("there is no run here")
+    within("branch", run, "--at", "3", "--to", run / "in").refuses("outside of it", "--to")
+    within("branch", run, "--at", "3", "--to", "lr{name}").refuses("{name}", "--to")
     (tmp_path / "full" / "file").touch()
-    here(capsys, "branch", run, "--at", "3", "--to", "full/file/new").refuses(
+    within("branch", run, "--at", "3", "--to", "full/file/new").refuses(
         f"{tmp_path}/full/file/new: {tmp_path}/full/file is a file, not a folder; name another "
         "folder with --to"
     )
@@ -218,36 +209,34 @@ def test_places_and_steps_that_cannot_be(trained: Trained, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("name", ["1e-4", "0000000009", "x #y", "a: b"])
-def test_a_branch_may_have_any_name(parent: Path, capsys: Capture, name: str) -> None:
-    assert here(capsys, "branch", parent, "--at", "3", "--to", name).code == 0
+def test_a_branch_may_have_any_name(parent: Path, name: str) -> None:
+    assert within("branch", parent, "--at", "3", "--to", name).code == 0
     assert Path(load_config(Path(name, "run.yaml")).config.run_folder) == Path(name).absolute()
 
 
-def test_the_command_that_a_finished_run_names_makes_a_branch(
-    parent: Path, capsys: Capture
-) -> None:
-    found = here(capsys, "train", parent / "run.yaml", "train.optimizer.learning_rate=0.0005")
+def test_the_command_that_a_finished_run_names_makes_a_branch(parent: Path) -> None:
+    found = within("train", parent / "run.yaml", "train.optimizer.learning_rate=0.0005")
     command = shlex.split(re.findall(r"holdfast (branch .+)", found.err)[0])
-    assert here(capsys, *command).code == 0
+    assert within(*command).code == 0
 
 
-def test_a_branch_does_not_begin_at_step_0(parent: Path, capsys: Capture) -> None:
-    assert here(capsys, "branch", parent, "--at", "3", "--to", "new").code == 0
-    here(capsys, "train", "new/run.yaml", "--fresh").refuses("--fresh would begin it at step 0")
+def test_a_branch_does_not_begin_at_step_0(parent: Path) -> None:
+    assert within("branch", parent, "--at", "3", "--to", "new").code == 0
+    within("train", "new/run.yaml", "--fresh").refuses("--fresh would begin it at step 0")
     run_file = shutil.copy("new/run.yaml", "kept.yaml")
     shutil.move("new", "moved")
-    found = here(capsys, "train", "moved/run.yaml")
+    found = within("train", "moved/run.yaml")
     found.refuses("this branch lies in", "moved now", "add folder=")
     setting = found.err.strip().rpartition("; add ")[2]
     moved = load_config(Path("moved/run.yaml"), shlex.split(setting))
     refuse_branch_without_state(Path(moved.config.run_folder), moved, fresh=False)
     shutil.rmtree("moved")
-    here(capsys, "train", run_file).refuses("its first checkpoint is not here", "holdfast branch")
+    within("train", run_file).refuses("its first checkpoint is not here", "holdfast branch")
 
 
 # --- cut short, damaged, in a bucket --------------------------------------------------------
 def test_a_branch_that_is_cut_short_is_resumed_by_the_same_command(
-    parent: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("branch", parent, "--at", "3", "--to", "new", "--json")
 
@@ -256,76 +245,72 @@ def test_a_branch_that_is_cut_short_is_resumed_by_the_same_command(
 
     with monkeypatch.context() as patch:
         patch.setattr(branch_module, "_publish", interrupt)
-        assert here(capsys, *command).code == 130
+        assert within(*command).code == 130
     assert sorted(p.name for p in tmp_path.iterdir()) == [".new.branch", "parent"]
     inodes = {p.stat().st_ino for p in (tmp_path / ".new.branch" / "data").rglob("*.safetensors")}
-    assert here(capsys, *command).code == 0
+    assert within(*command).code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "parent"]
     assert inodes == {p.stat().st_ino for p in (tmp_path / "new" / "data").rglob("*.safetensors")}
     assert len(read_journal(FolderStore("new"))) == 1
 
 
 def test_what_another_command_left_is_not_used(
-    parent: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(branch_module, "_publish", interrupt)
-        assert here(capsys, "branch", parent, "--at", "3", "--to", "new").code == 130
-    assert here(capsys, "branch", parent, "--at", "6", "--to", "new", "train.steps=9").code == 0
+        assert within("branch", parent, "--at", "3", "--to", "new").code == 130
+    assert within("branch", parent, "--at", "6", "--to", "new", "train.steps=9").code == 0
     assert [step_of(key) for key in list_commits(FolderStore("new"))] == [6]
 
 
-def test_a_damaged_checkpoint_makes_no_branch(
-    parent: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_damaged_checkpoint_makes_no_branch(parent: Path, tmp_path: Path) -> None:
     damage(parent, 3)
-    found = here(capsys, "branch", parent, "--at", "3", "--to", "new")
+    found = within("branch", parent, "--at", "3", "--to", "new")
     found.refuses("step 3 cannot be copied", "checksum", "holdfast checkpoint verify")
     assert found.err.count(";") == 1, "one remedy"
     assert [path.name for path in tmp_path.iterdir()] == ["parent"]
 
 
-def test_the_bucket_has_what_the_folder_has_not(
-    parent: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_the_bucket_has_what_the_folder_has_not(parent: Path, tmp_path: Path) -> None:
     give_bucket(parent, tmp_path / "bucket", 3)
     os.unlink(next(parent.glob("commits/fffffffffffffffc-*")))
-    found = here(capsys, "branch", parent, "--at", "3", "--to", "new")
+    found = within("branch", parent, "--at", "3", "--to", "new")
     found.refuses("holds the checkpoints of", f"file://{tmp_path}/bucket-branch")
-    found = here(capsys, "branch", parent, "--at", "3", "--to", "new", "checkpoint.bucket=''")
+    found = within("branch", parent, "--at", "3", "--to", "new", "checkpoint.bucket=''")
     assert found.code == 0, found.err
-    assert here(capsys, "checkpoint", "verify", "new").code == 0
+    assert within("checkpoint", "verify", "new").code == 0
 
 
 def test_a_damaged_end_names_the_newest_intact_checkpoint_and_the_way_out(
-    trained: Trained, parent: Path, tmp_path: Path, capsys: Capture
+    trained: Trained, parent: Path, tmp_path: Path
 ) -> None:
     damage(parent, 6)
-    found = here(capsys, "train", trained.run_file, f"folder={parent}")
+    found = within("train", trained.run_file, f"folder={parent}")
     found.refuses("its last checkpoint is damaged", "checksum", "intact one is of step 3")
     command = shlex.split(found.err.strip().rpartition(": ")[2])
     assert command == ["holdfast", "branch", str(parent), "--at", "3", "--to", f"{parent}-again"]
-    assert here(capsys, *command[1:]).code == 0
+    assert within(*command[1:]).code == 0
 
     damage(parent, 3)
-    found = here(capsys, "train", trained.run_file, f"folder={parent}")
+    found = within("train", trained.run_file, f"folder={parent}")
     found.refuses("no older one is intact", "--fresh")
 
 
 def test_a_damaged_end_comes_back_from_the_bucket(
-    trained: Trained, parent: Path, tmp_path: Path, capsys: Capture
+    trained: Trained, parent: Path, tmp_path: Path
 ) -> None:
     give_bucket(parent, tmp_path / "bucket", 6)
     damage(parent, 6)
     settings = (f"folder={parent}", f"checkpoint.bucket=file://{tmp_path}/bucket")
-    found = here(capsys, "train", trained.run_file, *settings)
+    found = within("train", trained.run_file, *settings)
     assert found.code == 0, found.err
     assert "brought back from the bucket" in found.err
     assert "this run is finished" in found.err
-    assert here(capsys, "checkpoint", "verify", parent).code == 0
+    assert within("checkpoint", "verify", parent).code == 0
 
 
 # --- a resume never cuts or pads ------------------------------------------------------------
@@ -352,36 +337,28 @@ def test_a_longer_decay_names_the_checkpoint_before_it(parent: Path) -> None:
     assert "--at 6 " in command
 
 
-def test_a_refused_change_names_the_branch_to_type(trained: Trained, capsys: Capture) -> None:
-    found = here(capsys, "train", trained.run_file, RATE)
-    found.refuses("learning_rate was 0.003 and is now 0.0001")
-    command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
-    assert command[:5] == ["holdfast", "branch", str(trained.folder), "--at", "3"]
-    assert command[-1] == "train.optimizer.learning_rate=0.0001"
-
-
 def test_another_batch_names_the_branch_that_has_it_from_its_first_step_on(
-    parent: Path, trained: Trained, capsys: Capture
+    parent: Path, trained: Trained
 ) -> None:
-    found = here(capsys, "train", trained.run_file, f"folder={parent}", "train.batch_size=8")
+    found = within("train", trained.run_file, f"folder={parent}", "train.batch_size=8")
     found.refuses("train.batch_size was 4 and is now 8")
     command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
-    assert here(capsys, *command[1:]).code == 0
+    assert within(*command[1:]).code == 0
     train = load_config(Path(f"{parent}-branch/run.yaml")).config.train
     sizes = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
     assert (train.batch_size, sizes) == (4, [(4, 8)])
 
 
-def test_fewer_steps_than_are_done_name_the_least(trained: Trained, capsys: Capture) -> None:
-    found = here(capsys, "train", trained.run_file, "train.steps=3")
+def test_fewer_steps_than_are_done_name_the_least(trained: Trained) -> None:
+    found = within("train", trained.run_file, "train.steps=3")
     found.refuses("done step 6, and train.steps 3 would cut it; use train.steps=6 or more")
-    assert "is finished" in here(capsys, "train", trained.run_file, "train.steps=6").err
+    assert "is finished" in within("train", trained.run_file, "train.steps=6").err
 
 
 def test_the_least_steps_make_the_branch_that_a_refusal_names(
-    parent: Path, trained: Trained, capsys: Capture
+    parent: Path, trained: Trained
 ) -> None:
     os.unlink(next(parent.glob("commits/fffffffffffffff9-*")))
-    found = here(capsys, "train", trained.run_file, f"folder={parent}", "train.steps=3")
+    found = within("train", trained.run_file, f"folder={parent}", "train.steps=3")
     command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
-    assert here(capsys, *command[1:]).code == 0, found.err
+    assert within(*command[1:]).code == 0, found.err

@@ -15,10 +15,8 @@ from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore, RunStore
 from tests.runtime.cli.conftest import Trained
 from tests.support import s3
-from tests.support.commands import apart, here
+from tests.support.commands import apart, within
 from tests.support.s3 import Fault, Proxy
-
-Capture = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.usefixtures("s3_credentials")
 
@@ -37,12 +35,12 @@ def _checksums(store: RunStore) -> list[tuple[str, ...]]:
 
 
 def test_a_run_in_a_bucket_trains_and_is_read(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits are those of the same run in a folder."""
     where = s3.location(s3.server())
     command = ("train", trained.run_file, f"folder={where}")
-    done = here(capsys, *command)
+    done = within(*command)
     assert done.code == 0, done.err
     assert f"a new run in {where.partition('?')[0]}" in done.err
     store = open_store(where)
@@ -56,17 +54,17 @@ def test_a_run_in_a_bucket_trains_and_is_read(
 
     # Another node, which has nothing but the address
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert json.loads(here(capsys, "report", where, "--json").out)["last_step"] == 6
-    assert "finished after step 6" in here(capsys, "watch", where).out
-    assert here(capsys, "checkpoint", "list", where).out.count("commits/") == 2
-    finished = here(capsys, *command)
+    assert json.loads(within("report", where, "--json").out)["last_step"] == 6
+    assert "finished after step 6" in within("watch", where).out
+    assert within("checkpoint", "list", where).out.count("commits/") == 2
+    finished = within(*command)
     assert "this run is finished: all 6 steps are done" in finished.err
-    here(capsys, "join", where, "--node", "b").refuses("does not have the run's secret", "copy")
-    here(capsys, "notice", where, "--seconds", "9").refuses("does not have the run's secret")
-    here(capsys, *command, "--fresh").refuses_last("cannot be renamed", "another prefix")
-    other = here(capsys, *command, "seed=2")
+    within("join", where, "--node", "b").refuses("does not have the run's secret", "copy")
+    within("notice", where, "--seconds", "9").refuses("does not have the run's secret")
+    within(*command, "--fresh").refuses_last("cannot be renamed", "another prefix")
+    other = within(*command, "seed=2")
     other.refuses_last(where.partition("?")[0], "seed was 1 and is now 2")
-    here(capsys, "join", f"{where}&timeout=9", "--node", "a").refuses_last("the run's secret")
+    within("join", f"{where}&timeout=9", "--node", "a").refuses_last("the run's secret")
 
 
 @pytest.mark.slow
@@ -108,14 +106,14 @@ def test_all_other_commands_take_the_address(
     assert "6 steps" in audited.out
 
 
-def test_what_a_bucket_may_be_like(trained: Trained, proxy: Proxy, capsys: Capture) -> None:
+def test_what_a_bucket_may_be_like(trained: Trained, proxy: Proxy) -> None:
     def train(where: str) -> tuple[str, ...]:
         return "train", str(trained.run_file), f"folder={where}"
 
     quick = {"timeout": 1, "retries": 0}
     where = s3.location(proxy.address, **quick)
     proxy.drop_headers = frozenset({"if-none-match"})
-    here(capsys, *train(where)).refuses_last("overwrites what is there", "If-None-Match")
+    within(*train(where)).refuses_last("overwrites what is there", "If-None-Match")
     proxy.drop_headers = frozenset()
     for status, code, said, remedy in (
         (404, "NoSuchBucket", "there is no such bucket", "create it"),
@@ -124,13 +122,11 @@ def test_what_a_bucket_may_be_like(trained: Trained, proxy: Proxy, capsys: Captu
         (400, "AuthorizationHeaderMalformed", "the bucket is in another region", "?region="),
     ):
         proxy.rule = lambda request, status=status, code=code: Fault(status, code)
-        here(capsys, *train(where)).refuses_last(said, remedy)
+        within(*train(where)).refuses_last(said, remedy)
     proxy.rule = lambda request: None
-    here(capsys, "join", where, "--node", "a").refuses("no run has been started here")
-    here(capsys, "report", where).refuses("there is no run here")
-    here(capsys, "report", "s3://b/p?password=x").refuses("must hold no secret")
-    here(capsys, *train("file:///x")).refuses("file:// is no kind of run store")
-    imported = here(
-        capsys, "checkpoint", "import", trained.run_file, "--from", "x", f"folder={where}"
-    )
+    within("join", where, "--node", "a").refuses("no run has been started here")
+    within("report", where).refuses("there is no run here")
+    within("report", "s3://b/p?password=x").refuses("must hold no secret")
+    within(*train("file:///x")).refuses("file:// is no kind of run store")
+    imported = within("checkpoint", "import", trained.run_file, "--from", "x", f"folder={where}")
     imported.refuses("an import needs a run folder", "folder=")

@@ -15,9 +15,7 @@ from holdfast.checkpoint.restore.verify import verify as problems_of
 from holdfast.wire.store.location import open_store
 from tests.runtime.cli.conftest import Trained
 from tests.support import s3
-from tests.support.commands import here, start, write_run_file
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import start, within, write_run_file
 
 
 @pytest.fixture
@@ -34,12 +32,12 @@ def rot(folder: Path, step: int) -> None:
     path.write_bytes(data)
 
 
-def test_show_says_who_wrote_what(trained: Trained, capsys: Capture) -> None:
-    found = here(capsys, "checkpoint", "show", trained.folder)
+def test_show_says_who_wrote_what(trained: Trained) -> None:
+    found = within("checkpoint", "show", trained.folder)
     assert found.code == 0, found.err
     assert "2 replicas of one rank" in found.out
     assert "model.embed.weight" in found.out
-    shown = json.loads(here(capsys, "checkpoint", "show", trained.run_file, "3", "--json").out)
+    shown = json.loads(within("checkpoint", "show", trained.run_file, "3", "--json").out)
     assert shown["step"] == 3
     assert shown["meta"]["position"] == 12
     for tensor in shown["tensors"].values():
@@ -50,116 +48,106 @@ def test_show_says_who_wrote_what(trained: Trained, capsys: Capture) -> None:
                 size *= length
             elements += size
         assert elements * 4 == tensor["bytes"]
-    here(capsys, "checkpoint", "show", trained.folder, "5").refuses(
-        "no checkpoint of step 5", "3, 6"
-    )
+    within("checkpoint", "show", trained.folder, "5").refuses("no checkpoint of step 5", "3, 6")
 
 
-def test_one_step_can_be_verified(copy: Path, capsys: Capture) -> None:
+def test_one_step_can_be_verified(copy: Path) -> None:
     rot(copy, 3)
-    assert here(capsys, "checkpoint", "verify", copy, "newest").code == 0
-    found = here(capsys, "checkpoint", "verify", copy, "3")
+    assert within("checkpoint", "verify", copy, "newest").code == 0
+    found = within("checkpoint", "verify", copy, "3")
     assert found.code == 1
     assert "checksum does not match" in found.out
-    assert here(capsys, "checkpoint", "verify", copy).code == 1
-    here(capsys, "checkpoint", "verify", copy, "x").refuses("no checkpoint of step x")
+    assert within("checkpoint", "verify", copy).code == 1
+    within("checkpoint", "verify", copy, "x").refuses("no checkpoint of step x")
 
 
-def test_diff_says_which_tensors_differ(trained: Trained, copy: Path, capsys: Capture) -> None:
-    same = here(capsys, "checkpoint", "diff", trained.folder, f"{copy}@newest")
+def test_diff_says_which_tensors_differ(trained: Trained, copy: Path) -> None:
+    same = within("checkpoint", "diff", trained.folder, f"{copy}@newest")
     assert "MiB" not in same.err, "it has less than one"
     assert same.code == 0, same.err
     assert same.out == ""
     assert "are the same" in same.err
-    other = here(capsys, "checkpoint", "diff", f"{trained.run_file}@3", f"{copy}@6", "--json")
+    other = within("checkpoint", "diff", f"{trained.run_file}@3", f"{copy}@6", "--json")
     assert other.code == 1
     answer = json.loads(other.out)
     assert answer["same"] == 0
     assert all(row["max_abs"] > 0 for row in answer["differences"].values())
-    text = here(capsys, "checkpoint", "diff", f"{copy}@3", copy)
+    text = within("checkpoint", "diff", f"{copy}@3", copy)
     assert "elements, by at most" in text.out
     rot(copy, 6)
-    here(capsys, "checkpoint", "diff", trained.folder, copy).refuses_last("checksum", "verify")
-    here(capsys, "checkpoint", "diff", f"{copy}@4", copy).refuses("no checkpoint of step 4")
+    within("checkpoint", "diff", trained.folder, copy).refuses_last("checksum", "verify")
+    within("checkpoint", "diff", f"{copy}@4", copy).refuses("no checkpoint of step 4")
 
 
-def test_a_copy_is_a_run_that_every_command_knows(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_copy_is_a_run_that_every_command_knows(trained: Trained, tmp_path: Path) -> None:
     target = tmp_path / "backup" / "run"
-    done = here(capsys, "checkpoint", "copy", trained.folder, "3", "--to", target, "--json")
+    done = within("checkpoint", "copy", trained.folder, "3", "--to", target, "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["there_bytes"] == 0
-    assert here(capsys, "checkpoint", "verify", target).code == 0
-    assert here(capsys, "checkpoint", "diff", f"{trained.folder}@3", target).code == 0
+    assert within("checkpoint", "verify", target).code == 0
+    assert within("checkpoint", "diff", f"{trained.folder}@3", target).code == 0
     assert not (target / "secret").exists()
-    again = here(capsys, "checkpoint", "copy", trained.folder, "3", "--to", target, "--json")
+    again = within("checkpoint", "copy", trained.folder, "3", "--to", target, "--json")
     assert json.loads(again.out)["copied_bytes"] == 0
     # The run goes on from the copy, to the same state bit for bit.
-    went_on = here(capsys, "train", trained.run_file, f"folder={target}")
+    went_on = within("train", trained.run_file, f"folder={target}")
     assert went_on.code == 0, went_on.err
-    assert here(capsys, "checkpoint", "diff", trained.folder, target).code == 0
+    assert within("checkpoint", "diff", trained.folder, target).code == 0
 
 
-def test_a_copy_in_a_bucket_is_whole(
-    trained: Trained, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_in_a_bucket_is_whole(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     where = s3.location(s3.server())
     command = ("checkpoint", "copy", trained.folder, "--to", where, "--json")
-    done = here(capsys, *command)
+    done = within(*command)
     assert done.code == 0, done.err
     store = open_store(where)
     (key,) = list_commits(store)
     assert json.loads(done.out)["key"] == key
     assert problems_of(store, key) == []
-    assert json.loads(here(capsys, *command).out)["copied_bytes"] == 0
+    assert json.loads(within(*command).out)["copied_bytes"] == 0
     assert "not-a-secret" not in done.out + done.err
-    here(capsys, "checkpoint", "copy", trained.folder, "--to", "ftp://x/y").refuses("ftp")
+    within("checkpoint", "copy", trained.folder, "--to", "ftp://x/y").refuses("ftp")
 
 
-def test_what_is_no_place_for_a_copy_is_refused(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_what_is_no_place_for_a_copy_is_refused(trained: Trained, tmp_path: Path) -> None:
     command = ("checkpoint", "copy", trained.folder, "--to")
-    here(capsys, *command, trained.folder).refuses("the run itself")
+    within(*command, trained.folder).refuses("the run itself")
     (tmp_path / "file").write_text("")
-    here(capsys, *command, tmp_path / "file").refuses("not a folder")
-    here(capsys, "checkpoint", "copy", trained.folder, "9", "--to", tmp_path / "x").refuses(
-        "step 9"
-    )
+    within(*command, tmp_path / "file").refuses("not a folder")
+    within("checkpoint", "copy", trained.folder, "9", "--to", tmp_path / "x").refuses("step 9")
 
 
-def test_prune_keeps_what_it_is_told_to(copy: Path, capsys: Capture) -> None:
+def test_prune_keeps_what_it_is_told_to(copy: Path) -> None:
     command = ("checkpoint", "prune", copy)
-    nothing = here(capsys, *command, "--json")
+    nothing = within(*command, "--json")
     assert json.loads(nothing.out)["removed"] == []
-    would = here(capsys, *command, "--keep-last", "1", "--dry-run")
+    would = within(*command, "--keep-last", "1", "--dry-run")
     assert "1 checkpoints would be removed, 1 kept" in would.err
     assert "\n3 " in would.out
-    assert here(capsys, "checkpoint", "show", copy, "3").code == 0
-    spared = here(capsys, *command, "--keep-last", "1", "--keep-every", "3", "--json")
+    assert within("checkpoint", "show", copy, "3").code == 0
+    spared = within(*command, "--keep-last", "1", "--keep-every", "3", "--json")
     assert json.loads(spared.out)["removed"] == []
-    gone = json.loads(here(capsys, *command, "--keep-last", "1", "--json").out)
+    gone = json.loads(within(*command, "--keep-last", "1", "--json").out)
     assert (len(gone["removed"]), len(gone["kept"]), gone["dry_run"]) == (1, 1, False)
     assert not list((copy / "data").rglob("0000000003-*"))
-    assert here(capsys, "checkpoint", "verify", copy).code == 0
-    here(capsys, *command, "--keep-last", "0").refuses("--keep-last")
+    assert within("checkpoint", "verify", copy).code == 0
+    within(*command, "--keep-last", "0").refuses("--keep-last")
 
 
-def test_prune_never_removes_the_newest_that_is_whole(copy: Path, capsys: Capture) -> None:
+def test_prune_never_removes_the_newest_that_is_whole(copy: Path) -> None:
     rot(copy, 6)
-    found = here(capsys, "checkpoint", "prune", copy, "--keep-last", "1", "--json")
+    found = within("checkpoint", "prune", copy, "--keep-last", "1", "--json")
     assert found.code == 0, found.err
     assert "passed over" in found.err
     assert json.loads(found.out)["removed"] == []
     rot(copy, 3)
-    here(capsys, "checkpoint", "prune", copy).refuses_last("none of 2 checkpoints can be trusted")
-    assert here(capsys, "checkpoint", "show", copy, "3").code == 0
+    within("checkpoint", "prune", copy).refuses_last("none of 2 checkpoints can be trusted")
+    assert within("checkpoint", "show", copy, "3").code == 0
 
 
-def test_a_run_in_use_is_not_pruned(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_in_use_is_not_pruned(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     process = start("train", run_file, "train.steps=100000", "train.evaluate.every=0", "--json")
     try:
@@ -167,7 +155,7 @@ def test_a_run_in_use_is_not_pruned(tmp_path: Path, capsys: Capture) -> None:
         for line in process.stdout:
             if json.loads(line).get("kind") == "checkpoint_committed":
                 break
-        here(capsys, "checkpoint", "prune", tmp_path / "run").refuses("another trainer uses")
+        within("checkpoint", "prune", tmp_path / "run").refuses("another trainer uses")
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -21,9 +21,7 @@ from holdfast.launch.start.machine import plan_for_machine
 from holdfast.machine.accelerators import Accelerator
 from holdfast.machine.hardware import HardwareInfo
 from tests.runtime.cli.conftest import Trained
-from tests.support.commands import here, write_run_file
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import apart, within, write_run_file
 
 
 @pytest.fixture
@@ -69,9 +67,9 @@ def test_the_run_folder_describes_itself(trained: Trained) -> None:
     assert "git" in environment
 
 
-def test_train_again_says_that_it_is_finished(trained: Trained, capsys: Capture) -> None:
+def test_train_again_says_that_it_is_finished(trained: Trained) -> None:
     before = sorted(p.name for p in trained.folder.rglob("*"))
-    found = here(capsys, "train", trained.run_file)
+    found = within("train", trained.run_file)
     assert found.code == 0
     assert "this run is finished: all 6 steps are done" in found.err
     assert sorted(p.name for p in trained.folder.rglob("*")) == before
@@ -98,35 +96,35 @@ def test_a_report_follows_a_run_to_its_end(trained: Trained, copy: Trained) -> N
     assert "finished" in page.read_text()
 
 
-def test_a_folder_of_another_configuration_is_refused(trained: Trained, capsys: Capture) -> None:
+def test_a_folder_of_another_configuration_is_refused(trained: Trained) -> None:
     resolved = (trained.folder / "resolved.json").read_bytes()
-    found = here(capsys, "train", trained.run_file, "train.steps=7", "seed=3")
+    found = within("train", trained.run_file, "train.steps=7", "seed=3")
     found.refuses(
         "another configuration", "train.schedule.steps was 6 and is now 7", "seed was 1", "--fresh"
     )
     assert (trained.folder / "resolved.json").read_bytes() == resolved
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path, trained: Trained, capsys: Capture) -> None:
+def test_a_file_in_the_way_is_refused(tmp_path: Path, trained: Trained) -> None:
     (tmp_path / "run").write_text("")
-    here(capsys, "train", trained.run_file, f"folder={tmp_path / 'run'}").refuses("is a file")
-    here(capsys, "train", trained.run_file, f"folder={tmp_path / 'run' / 'x'}").refuses("is a file")
+    within("train", trained.run_file, f"folder={tmp_path / 'run'}").refuses("is a file")
+    within("train", trained.run_file, f"folder={tmp_path / 'run' / 'x'}").refuses("is a file")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(trained: Trained, capsys: Capture) -> None:
-    here(capsys, "train", trained.run_file, "folder=/proc/holdfast").refuses("/proc/holdfast")
+def test_a_folder_that_cannot_be_written_is_refused(trained: Trained) -> None:
+    within("train", trained.run_file, "folder=/proc/holdfast").refuses("/proc/holdfast")
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(trained: Trained, capsys: Capture) -> None:
-    found = here(capsys, "train", trained.run_file, "model.vocab_size=100", "folder=/nowhere/x")
+def test_a_vocabulary_that_is_too_small_is_refused(trained: Trained) -> None:
+    found = within("train", trained.run_file, "model.vocab_size=100", "folder=/nowhere/x")
     found.refuses("model.vocab_size 100 is smaller than the dataset's vocabulary of 300")
 
 
 def test_more_workers_than_accelerators_are_refused(
-    trained: Trained, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = here(capsys, "train", trained.run_file, "device=cuda")
+    found = within("train", trained.run_file, "device=cuda")
     found.refuses("layout.workers is 2, but this machine has 0 accelerators; use device=cpu")
 
 
@@ -189,92 +187,86 @@ def test_several_workers_get_a_device_each_and_the_person_a_warning(tmp_path: Pa
         plan_for_machine(load_config(run_file, [*of_a_node[:3], "cluster.places=6"]), Facts(HOST))
 
 
-def test_audit_checkpoints_and_data_are_in_order(trained: Trained, capsys: Capture) -> None:
-    audit = here(capsys, "data", "audit", trained.folder)
+def test_audit_checkpoints_and_data_are_in_order(trained: Trained) -> None:
+    audit = within("data", "audit", trained.folder)
     assert audit.code == 0
     assert "none missing, none twice" in audit.out
-    listed = json.loads(here(capsys, "checkpoint", "list", trained.folder, "--json").out)
+    listed = json.loads(within("checkpoint", "list", trained.folder, "--json").out)
     assert [row["step"] for row in listed] == [6, 3]
-    assert here(capsys, "checkpoint", "verify", trained.folder).code == 0
-    assert here(capsys, "data", "verify", trained.run_file).code == 0
-    shown = here(capsys, "data", "inspect", trained.run_file, "--json")
+    assert within("checkpoint", "verify", trained.folder).code == 0
+    assert within("data", "verify", trained.run_file).code == 0
+    shown = within("data", "inspect", trained.run_file, "--json")
     assert json.loads(shown.out)["vocab_size"] == 300
 
 
-def test_a_run_is_found_by_its_run_file(trained: Trained, capsys: Capture) -> None:
-    by_file = here(capsys, "checkpoint", "list", trained.run_file)
-    assert by_file.out == here(capsys, "checkpoint", "list", trained.folder).out
+def test_a_run_is_found_by_its_run_file(trained: Trained) -> None:
+    by_file = within("checkpoint", "list", trained.run_file)
+    assert by_file.out == within("checkpoint", "list", trained.folder).out
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for command in (["report"], ["watch"], ["data", "audit"], ["checkpoint", "list"]):
-        here(capsys, *command, tmp_path).refuses(str(tmp_path), "there is no run here")
+        within(*command, tmp_path).refuses(str(tmp_path), "there is no run here")
 
 
-def test_report_and_watch_of_a_finished_run(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_report_and_watch_of_a_finished_run(trained: Trained, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert here(capsys, "report", trained.folder, "--output", page).code == 0
+    assert within("report", trained.folder, "--output", page).code == 0
     assert "<html" in page.read_text()
-    numbers = json.loads(here(capsys, "report", trained.folder, "--json").out)
+    numbers = json.loads(within("report", trained.folder, "--json").out)
     assert (numbers["state"], numbers["last_step"]) == ("finished", 6)
-    watched = here(capsys, "watch", trained.folder, "--json")
+    watched = within("watch", trained.folder, "--json")
     kinds = [json.loads(line)["kind"] for line in watched.out.splitlines()]
     assert kinds.count("step_done") == 6
     assert "run_finished" in kinds
-    assert here(capsys, "watch", trained.folder).code == 0
+    assert within("watch", trained.folder).code == 0
 
 
 def test_the_report_holds_what_the_model_makes_of_a_prompt(
-    trained: Trained, tmp_path: Path, capsys: Capture
+    trained: Trained, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
     prompts = ["--sample", "the quick", "--sample", "<over> lazy"]
-    assert here(capsys, "report", trained.folder, "--output", page, *prompts).code == 0
-    told = json.loads(here(capsys, "report", trained.folder, "--json", *prompts).out)["samples"]
+    assert within("report", trained.folder, "--output", page, *prompts).code == 0
+    told = json.loads(within("report", trained.folder, "--json", *prompts).out)["samples"]
     assert [(s["step"], s["prompt"]) for s in told] == [(6, "the quick"), (6, "<over> lazy")]
     content = page.read_text()
     for one in told:
         assert one["text"]
         assert escape(one["prompt"] + one["text"]) in content
-    alone = json.loads(here(capsys, "generate", trained.folder, "the quick", "--json").out)
+    alone = json.loads(within("generate", trained.folder, "the quick", "--json").out)
     assert alone["text"] == told[0]["text"]
 
 
-def test_a_report_needs_no_dataset(copy: Trained, tmp_path: Path, capsys: Capture) -> None:
+def test_a_report_needs_no_dataset(copy: Trained, tmp_path: Path) -> None:
     """Without the counts that only the run's own dataset gives, and it says so."""
     dataset = dataset_of(copy, tmp_path)
-    found = here(capsys, "report", copy.folder, "--json")
+    found = within("report", copy.folder, "--json")
     assert set(json.loads(found.out)["baselines_bits_per_byte"]) == {"unigram", "bigram"}
     shard = max(dataset.rglob("*.bin"))
     shard.unlink()
-    found = here(capsys, "report", copy.folder, "--json")
+    found = within("report", copy.folder, "--json")
     assert (found.code, json.loads(found.out)["baselines_bits_per_byte"]) == (0, {})
     assert "no counts beside the curve" in found.err
     shutil.rmtree(dataset)
     write_run_file(tmp_path / "other", documents=3)
     other = tmp_path / "other" / "run.yaml"
-    assert here(capsys, "data", "prepare", other, f"data.folder={dataset}").code == 0
-    found = here(capsys, "report", copy.folder)
+    assert within("data", "prepare", other, f"data.folder={dataset}").code == 0
+    found = within("report", copy.folder)
     assert (found.code, "holds another dataset now" in found.err) == (0, True)
 
 
-def test_an_audit_against_changed_tokens_proves_nothing(
-    copy: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_audit_against_changed_tokens_proves_nothing(copy: Trained, tmp_path: Path) -> None:
     dataset = dataset_of(copy, tmp_path)
-    assert here(capsys, "data", "audit", copy.folder).code == 0
+    assert within("data", "audit", copy.folder).code == 0
     shard = max(dataset.rglob("validation*.bin"))  # no step is fed from it
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
-    found = here(capsys, "data", "audit", copy.folder)
+    found = within("data", "audit", copy.folder)
     assert found.code == 1
     assert f"{shard}: its bytes are not what was written" in found.out
 
 
-def test_a_journal_with_an_unreadable_line_is_read_and_the_line_is_named(
-    copy: Trained, capsys: Capture
-) -> None:
+def test_a_journal_with_an_unreadable_line_is_read_and_the_line_is_named(copy: Trained) -> None:
     """The line was a step's; the next start of the run, report and audit continue without it."""
     segment = next(copy.folder.glob("journal/*/rank0.jsonl"))
     lines = segment.read_bytes().splitlines(keepends=True)
@@ -282,21 +274,21 @@ def test_a_journal_with_an_unreadable_line_is_read_and_the_line_is_named(
     lines[place] = b"\x00" * (len(lines[place]) - 1) + b"\n"
     segment.write_bytes(b"".join(lines))
     named = f"{segment.relative_to(copy.folder)}, line {place + 1}"
-    report = json.loads(here(capsys, "report", copy.folder, "--json").out)
+    report = json.loads(within("report", copy.folder, "--json").out)
     assert any(named in hole for hole in report["holes"])
-    audit = here(capsys, "data", "audit", copy.folder)
+    audit = within("data", "audit", copy.folder)
     assert (audit.code, named in audit.out, "never fed" in audit.out) == (1, True, True)
-    again = here(capsys, "train", copy.run_file)
+    again = within("train", copy.run_file)
     assert again.code == 0
     assert "all 6 steps are done" in again.err + again.out
 
 
-def test_a_journal_that_is_gone_is_not_an_empty_run(copy: Trained, capsys: Capture) -> None:
+def test_a_journal_that_is_gone_is_not_an_empty_run(copy: Trained) -> None:
     shutil.rmtree(copy.folder / "journal")
-    audit = here(capsys, "data", "audit", copy.folder)
+    audit = within("data", "audit", copy.folder)
     assert audit.code == 1
     assert "though there is a checkpoint of step 6" in audit.out
-    (hole,) = json.loads(here(capsys, "report", copy.folder, "--json").out)["holes"]
+    (hole,) = json.loads(within("report", copy.folder, "--json").out)["holes"]
     assert "though there is a checkpoint of step 6" in hole
 
 
@@ -311,106 +303,139 @@ def test_text_ends_where_the_model_ends_it(trained: Trained) -> None:
     assert min(map(len, texts)) < max(map(len, texts)) / 2
 
 
-def test_text_is_sampled_repeatably(trained: Trained, capsys: Capture) -> None:
+def test_text_is_sampled_repeatably(trained: Trained) -> None:
     arguments = ["generate", trained.folder, "the quick", "--tokens", "8", "--json"]
-    first = json.loads(here(capsys, *arguments).out)
+    first = json.loads(within(*arguments).out)
     assert first["step"] == 6
     assert first["text"]
-    assert json.loads(here(capsys, *arguments).out) == first
-    older = json.loads(here(capsys, *arguments, "--step", "3").out)
+    assert json.loads(within(*arguments).out) == first
+    older = json.loads(within(*arguments, "--step", "3").out)
     assert older["step"] == 3
-    here(capsys, *arguments, "--chat").refuses("not trained on chat data", "leave out --chat")
-    here(capsys, *arguments, "--step", "4").refuses(
-        "no whole checkpoint of step 4", "there are: 3, 6"
-    )
-    here(capsys, *arguments, "--temperature", "nan").refuses("cannot be sampled from")
+    within(*arguments, "--chat").refuses("not trained on chat data", "leave out --chat")
+    within(*arguments, "--step", "4").refuses("no whole checkpoint of step 4", "there are: 3, 6")
+    within(*arguments, "--temperature", "nan").refuses("cannot be sampled from")
 
 
-def test_a_checkpoint_that_is_asked_for_is_found_behind_a_damaged_one(
-    copy: Trained, capsys: Capture
-) -> None:
+def test_a_checkpoint_that_is_asked_for_is_found_behind_a_damaged_one(copy: Trained) -> None:
     newest = min((copy.folder / "commits").iterdir())
     newest.write_text("{")
     arguments = ["generate", copy.folder, "the", "--tokens", "1", "--json"]
     for more in ([], ["--step", "3"]):
-        found = here(capsys, *arguments, *more)
+        found = within(*arguments, *more)
         assert found.code == 0, found.err
         assert json.loads(found.out)["step"] == 3
         assert newest.name in found.err
-    here(capsys, *arguments, "--step", "6").refuses_last("no whole checkpoint of step 6")
+    within(*arguments, "--step", "6").refuses_last("no whole checkpoint of step 6")
 
 
-def test_an_exported_folder_imports_as_the_start_of_a_run(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_exported_folder_imports_as_the_start_of_a_run(trained: Trained, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    assert here(capsys, "export", trained.folder, "--to", model).code == 0
+    assert within("export", trained.folder, "--to", model).code == 0
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         p.name for p in model.iterdir()
     }
-    here(capsys, "export", trained.folder, "--to", model).refuses(str(model), "empty")
+    within("export", trained.folder, "--to", model).refuses(str(model), "empty")
     for name in ("config.json", "generation_config.json"):
         told = json.loads((model / name).read_text())
         assert told["eos_token_id"] == 0, f"{name}: what ends a document must end generation"
     assert json.loads((model / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
     run = tmp_path / "run"
     options = [trained.run_file, "--from", model, f"folder={run}"]
-    imported = here(capsys, "checkpoint", "import", *options, "--json")
+    imported = within("checkpoint", "import", *options, "--json")
     assert imported.code == 0, imported.err
     assert json.loads(imported.out)["step"] == 0
     again = tmp_path / "again"
-    assert here(capsys, "export", run, "--to", again).code == 0
+    assert within("export", run, "--to", again).code == 0
     name = "model.safetensors"
     assert (again / name).read_bytes() == (model / name).read_bytes()
-    here(capsys, "checkpoint", "import", *options).refuses("has checkpoints already")
+    within("checkpoint", "import", *options).refuses("has checkpoints already")
 
 
-def test_a_folder_in_bf16_comes_back_byte_for_byte(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_folder_in_bf16_comes_back_byte_for_byte(trained: Trained, tmp_path: Path) -> None:
     """As public models are: imported into float32, exported in the dtype that it had."""
     model, run, again = tmp_path / "model", tmp_path / "run", tmp_path / "again"
     half = ["--dtype", "bfloat16"]
-    assert here(capsys, "export", trained.folder, "--to", model, *half).code == 0
+    assert within("export", trained.folder, "--to", model, *half).code == 0
     assert json.loads((model / "config.json").read_text())["dtype"] == "bfloat16"
-    imported = here(
-        capsys, "checkpoint", "import", trained.run_file, "--from", model, f"folder={run}"
-    )
+    imported = within("checkpoint", "import", trained.run_file, "--from", model, f"folder={run}")
     assert imported.code == 0, imported.err
-    assert here(capsys, "export", run, "--to", again, *half).code == 0
+    assert within("export", run, "--to", again, *half).code == 0
     for path in model.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
-    here(capsys, "export", run, "--to", tmp_path / "x", "--dtype", "int3").refuses("--dtype")
+    within("export", run, "--to", tmp_path / "x", "--dtype", "int3").refuses("--dtype")
 
 
-def test_a_damaged_checkpoint_is_found_and_passed_over(copy: Trained, capsys: Capture) -> None:
+def test_a_damaged_checkpoint_is_found_and_passed_over(copy: Trained) -> None:
     blob = max((copy.folder / "data").rglob("*.safetensors"))
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
-    found = here(capsys, "checkpoint", "verify", copy.folder)
+    found = within("checkpoint", "verify", copy.folder)
     assert found.code == 1
     assert "checksum does not match" in found.out
-    sampled = here(capsys, "generate", copy.folder, "the", "--tokens", "1", "--json")
+    sampled = within("generate", copy.folder, "the", "--tokens", "1", "--json")
     assert json.loads(sampled.out)["step"] == 3
     assert "skipped commits/" in sampled.err
 
 
-def test_a_changed_byte_of_the_dataset_is_found(tmp_path: Path, capsys: Capture) -> None:
+def test_a_changed_byte_of_the_dataset_is_found(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    assert here(capsys, "data", "prepare", run_file).code == 0
+    assert within("data", "prepare", run_file).code == 0
     shard = max((tmp_path / "dataset").rglob("*.bin"), key=lambda p: p.stat().st_size)
     data = bytearray(shard.read_bytes())
     data[0] ^= 1
     shard.write_bytes(data)
-    found = here(capsys, "data", "verify", run_file)
+    found = within("data", "verify", run_file)
     assert found.code == 1
     assert str(shard) in found.out
-    here(capsys, "train", run_file).refuses(str(shard), "not what was written")
+    within("train", run_file).refuses(str(shard), "not what was written")
     assert not (tmp_path / "run").exists()
 
 
-def test_data_that_is_not_prepared_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_data_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     for command in ("inspect", "verify"):
-        here(capsys, "data", command, run_file).refuses("no prepared dataset", "data prepare")
+        within("data", command, run_file).refuses("no prepared dataset", "data prepare")
+
+
+# --- `layout.trace_step` and `holdfast report --trace` --------------------------------------------
+@pytest.mark.slow
+def test_a_step_of_a_run_is_written_for_a_viewer(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    settings = ("model.layers=2", "layout.pp=2", "train.steps=4", "layout.workers=4")
+    trained = apart("train", run_file, *settings, "layout.trace_step=3", deadline=240)
+    assert trained.code == 0, trained.err
+    path = tmp_path / "trace.json"
+    written = apart("report", tmp_path / "run", "--trace", path)
+    assert written.code == 0, written.err
+    assert "step 3, 4 workers" in written.err
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in range(4):
+        names = {(e["cat"], e["name"]) for e in events if e["pid"] == rank}
+        stage = rank % 2
+        assert {("compute", f"{stage}F0"), ("compute", f"{stage}B1")} <= names
+        assert ("reduce", "bucket 0") in names
+    folder, missing = tmp_path / "run", tmp_path / "none" / "trace.json"
+    within("report", folder, "--trace", tmp_path).refuses(
+        f"{tmp_path}: the trace cannot be written: this is a folder"
+    )
+    within("report", folder, "--trace", missing).refuses(
+        f"{missing}: the trace cannot be written (No such file or directory)"
+    )
+    assert not missing.parent.exists()
+
+
+@pytest.mark.parametrize("options", [["--json"], ["--output", "a.html"], ["--sample", "a"]])
+def test_a_trace_is_written_alone(options: list[str], tmp_path: Path) -> None:
+    found = within("report", tmp_path, "--trace", tmp_path / "trace.json", *options)
+    found.refuses(f"{options[0]} has no effect with --trace; leave one of the two out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_without_a_traced_step_says_how_to_get_one(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    assert apart("train", run_file, "train.steps=2", "layout.workers=1", deadline=240).code == 0
+    asked = apart("report", tmp_path / "run", "--trace", tmp_path / "trace.json")
+    asked.refuses("no step of this run was traced", "layout.trace_step")
+    assert not (tmp_path / "trace.json").exists()

@@ -28,12 +28,11 @@ from holdfast.launch.run.node_checks import AgentAnswer
 from holdfast.layout import Layout, place_layout
 from holdfast.wire.term import HolderReply
 from tests.runtime.cli.conftest import Trained
-from tests.support.commands import here
+from tests.support.commands import within
 from tests.support.memory_store import MemoryStore
 from tests.support.nodes import nodes_of, prepared
 from tests.support.ranks import ROOT
 
-Capture = pytest.CaptureFixture[str]
 GIB = 2**30
 
 
@@ -53,16 +52,16 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def rows(capsys: Capture, folder: Path, code: int) -> dict[str, Any]:
-    found = here(capsys, "doctor", folder, "--json")
+def rows(folder: Path, code: int) -> dict[str, Any]:
+    found = within("doctor", folder, "--json")
     assert found.code == code, found.out + found.err
     value = json.loads(found.out)
     return {check["name"]: check for check in value["checks"]} | {"all": value}
 
 
-def test_an_ended_run_is_described_and_stays_as_it_was(runs: Path, capsys: Capture) -> None:
+def test_an_ended_run_is_described_and_stays_as_it_was(runs: Path) -> None:
     before = contents(runs / "nodes")
-    found = rows(capsys, runs / "nodes", 0)
+    found = rows(runs / "nodes", 0)
     assert contents(runs / "nodes") == before
     assert "finished after step 12" in found["run"]["found"]
     assert found["last checkpoint"]["where"].startswith("commits/")
@@ -71,7 +70,7 @@ def test_an_ended_run_is_described_and_stays_as_it_was(runs: Path, capsys: Captu
     assert min(store["create_s"], store["append_s"], store["write_bytes_per_s"]) > 0
     assert found["all"]["next_checkpoint_bytes"] > 100_000
     assert found["all"]["step"] == found["all"]["checkpoint_step"] == 12
-    text = here(capsys, "doctor", runs / "nodes").out
+    text = within("doctor", runs / "nodes").out
     assert text.startswith(str(runs / "nodes"))
     assert "the next checkpoint takes 139.1 KiB" in text
 
@@ -96,7 +95,7 @@ def test_a_run_that_stopped_is_not_watched_for_life(runs: Path) -> None:
     assert said == []
 
 
-def test_each_broken_part_is_named_with_its_place(runs: Path, capsys: Capture) -> None:
+def test_each_broken_part_is_named_with_its_place(runs: Path) -> None:
     folder = runs / "halfway"
     for commit in (folder / "commits").iterdir():
         commit.write_bytes(commit.read_bytes()[:-40])
@@ -105,7 +104,7 @@ def test_each_broken_part_is_named_with_its_place(runs: Path, capsys: Capture) -
     (folder / "secret").write_text("00" * 32)
     (folder / "secret").chmod(0o644)
     shutil.rmtree(runs / "dataset")
-    found = rows(capsys, folder, 1)
+    found = rows(folder, 1)
     assert found["checkpoint"]["state"] == "fails"
     assert found["checkpoint"]["where"].startswith("commits/")
     assert "holdfast checkpoint verify" in found["checkpoint"]["remedy"]
@@ -115,13 +114,13 @@ def test_each_broken_part_is_named_with_its_place(runs: Path, capsys: Capture) -
     for name in ("checkpoint", "journal", "secret", "dataset"):
         assert found[name]["remedy"], name
     (folder / "resolved.json").write_text("[]")
-    found = rows(capsys, folder, 1)
+    found = rows(folder, 1)
     assert found["run file"]["where"].endswith("resolved.json")
     assert found["run store"]["state"] == "good", "the remaining parts are checked"
 
 
 def test_a_full_disk_fails_before_the_next_checkpoint(
-    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = shutil.disk_usage
 
@@ -129,7 +128,7 @@ def test_a_full_disk_fails_before_the_next_checkpoint(
         return real(folder)._replace(free=100_000)
 
     monkeypatch.setattr(doctor_store.shutil, "disk_usage", nearly_full)
-    found = rows(capsys, runs / "halfway", 1)["free space"]
+    found = rows(runs / "halfway", 1)["free space"]
     assert found["state"] == "fails"
     assert "97.7 KiB free; the next checkpoint takes 139.1 KiB" in found["found"]
     assert "holdfast checkpoint prune" in found["remedy"]
@@ -152,9 +151,9 @@ def test_a_bucket_is_tried_too() -> None:
     assert "overwrites what is there" in bad.found
 
 
-def test_no_run_is_bad_input(tmp_path: Path, capsys: Capture) -> None:
-    here(capsys, "doctor", tmp_path).refuses(str(tmp_path), "no run here", "holdfast train")
-    here(capsys, "doctor", tmp_path / "none").refuses("no run here")
+def test_no_run_is_bad_input(tmp_path: Path) -> None:
+    within("doctor", tmp_path).refuses(str(tmp_path), "no run here", "holdfast train")
+    within("doctor", tmp_path / "none").refuses("no run here")
 
 
 def test_devices_and_what_carries_their_data_are_named() -> None:
@@ -209,10 +208,8 @@ def test_nodes_and_links_that_do_not_work_are_named() -> None:
     assert (good.name, good.found) == ("links of a", "c 400 µs")
 
 
-def test_a_run_of_an_older_folder_can_be_named_by_its_run_file(
-    trained: Trained, capsys: Capture
-) -> None:
-    found = here(capsys, "doctor", trained.run_file)
+def test_a_run_of_an_older_folder_can_be_named_by_its_run_file(trained: Trained) -> None:
+    found = within("doctor", trained.run_file)
     assert found.code == 0, found.out
     assert "finished after step 6" in found.out
 
@@ -260,7 +257,7 @@ def test_a_run_on_a_disk_that_hangs_is_reported(runs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_nodes_that_train_are_asked(tmp_path: Path, capsys: Capture) -> None:
+def test_nodes_that_train_are_asked(tmp_path: Path) -> None:
     """Two nodes answer with their memory and their link; one is killed, and is then missed."""
     run_file = prepared(tmp_path)
     with nodes_of(
@@ -270,7 +267,7 @@ def test_nodes_that_train_are_asked(tmp_path: Path, capsys: Capture) -> None:
         it.wait_generation({"a"})
         it.start("b")
         it.wait_step(25, nodes={"a", "b"})
-        found = rows(capsys, tmp_path / "run", 0)
+        found = rows(tmp_path / "run", 0)
         assert found["node a"]["state"] == found["node b"]["state"] == "good"
         assert "round trip" in found["node b"]["found"]
         assert found["links of a"]["found"].startswith("b ")
@@ -288,4 +285,4 @@ def test_nodes_that_train_are_asked(tmp_path: Path, capsys: Capture) -> None:
         for name in ("a", "b"):
             it.signal(name, signal.SIGINT)
         it.end()
-    assert "stopped after step" in here(capsys, "doctor", tmp_path / "run").out
+    assert "stopped after step" in within("doctor", tmp_path / "run").out

@@ -22,7 +22,7 @@ from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import Host, create_term
 from tests.runtime.cli.conftest import Trained
 from tests.runtime.launch.holders import growing
-from tests.support.commands import Outcome, here
+from tests.support.commands import Outcome, within
 from tests.support.ranks import wait_until
 
 AT_WORK = 'echo "at work as $0"; trap "echo leaves; exit 0" TERM; while :; do sleep 0.02; done'
@@ -32,20 +32,20 @@ Call = Callable[..., Outcome]
 class Launched:
     """A run file, and nodes that are shells in place of agents. script: what they run."""
 
-    def __init__(self, root: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, root: Path, trained: Trained) -> None:
         self.run_file, self.folder = root / "run.yaml", root / "new"
         self.run_file.write_text(
             trained.run_file.read_text()
             .replace("layout: {workers: 2}", "cluster: {places: 1}")
             .replace(f"{trained.root}/run", str(self.folder))
         )
-        self.script, self.capsys = AT_WORK, capsys
+        self.script = AT_WORK
 
     def command(self, module: str, *arguments: str) -> list[str]:
         return ["/bin/sh", "-c", self.script, arguments[arguments.index("--node") + 1], *arguments]
 
     def __call__(self, *arguments: str) -> Outcome:
-        return here(self.capsys, arguments[0], self.run_file, *arguments[1:])
+        return within(arguments[0], self.run_file, *arguments[1:])
 
     @property
     def states(self) -> dict[str, str]:
@@ -62,18 +62,15 @@ class Launched:
 
 @pytest.fixture
 def launched(
-    tmp_path: Path,
-    trained: Trained,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Launched]:
-    found = Launched(tmp_path, trained, capsys)
+    found = Launched(tmp_path, trained)
     monkeypatch.setattr(local, "module_command", found.command)
     monkeypatch.setattr(down_module, "WAIT_INTERVAL_S", 0.02)
     monkeypatch.setattr(logs_module, "FOLLOW_INTERVAL_S", 0.02)
     yield found
     if (found.folder / "launch.json").exists():
-        assert here(capsys, "down", found.folder).code == 0
+        assert within("down", found.folder).code == 0
 
 
 def test_a_job_from_launch_to_down(launched: Launched) -> None:
@@ -103,17 +100,17 @@ def test_a_job_from_launch_to_down(launched: Launched) -> None:
 
 
 def test_the_job_of_a_run_in_a_bucket_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     address = "s3://runs/away?endpoint=http://127.0.0.1:1&allow_http=true"
     folder = make_local_folder(address)
     (folder / "node-0.log").write_text("at work\n")
     OwnedJob("local", "tiny", 1, {"folder": str(folder), "node-0": "1@0"}).write(folder)
-    assert "node-0  lost" in here(capsys, "status", address).out
-    assert here(capsys, "logs", address).out == "node-0: at work\n"
-    assert here(capsys, "down", address).code == 0
-    again = here(capsys, "down", "--no-wait", address)
+    assert "node-0  lost" in within("status", address).out
+    assert within("logs", address).out == "node-0: at work\n"
+    assert within("down", address).code == 0
+    again = within("down", "--no-wait", address)
     assert f"holdfast status '{address}'" in again.err
 
 
@@ -122,7 +119,7 @@ def test_a_launched_run_is_followed_by_its_folder(launched: Launched) -> None:
     folder = launched.folder = launched.folder.with_name("another name")
     done = launched("launch", "--nodes", "1", f"folder={folder}")
     assert f"  holdfast status {shlex.quote(str(folder))}\n" in done.err
-    assert here(launched.capsys, "down", folder).code == 0
+    assert within("down", folder).code == 0
 
 
 @pytest.mark.parametrize(
@@ -194,10 +191,8 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(launched: Launched) ->
     assert not launched.folder.exists()
 
 
-def test_a_finished_run_is_not_launched(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = here(capsys, "launch", trained.run_file)
+def test_a_finished_run_is_not_launched(trained: Trained, tmp_path: Path) -> None:
+    done = within("launch", trained.run_file)
     assert done.code == 0
     assert "this run is finished" in done.err
     assert not (trained.folder / "launch.json").exists()
@@ -216,12 +211,10 @@ def test_a_run_that_another_trainer_has_is_not_launched(launched: Launched) -> N
     assert set(launched.states) == {"node-0"}, "the job of before"
 
 
-def test_a_run_that_was_never_launched(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_never_launched(trained: Trained, tmp_path: Path) -> None:
     for command in ("status", "logs", "down"):
-        here(capsys, command, trained.folder).refuses("no job of this run", "holdfast launch")
-        here(capsys, command, tmp_path).refuses("there is no run here")
+        within(command, trained.folder).refuses("no job of this run", "holdfast launch")
+        within(command, tmp_path).refuses("there is no run here")
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

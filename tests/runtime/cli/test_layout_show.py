@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import here, write_run_file
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import within, write_run_file
 
 EIGHT = (
     "model.layers=4",
@@ -38,8 +36,8 @@ def rows(out: str) -> list[list[str]]:
     return [row for row in table if row[0].isdigit()][:8]
 
 
-def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) -> None:
-    outcome = here(capsys, "layout", "show", run_file, *EIGHT, "--nodes", "left,right")
+def test_which_rank_holds_what_on_which_node(run_file: Path) -> None:
+    outcome = within("layout", "show", run_file, *EIGHT, "--nodes", "left,right")
     assert (outcome.code, outcome.err) == (0, "")
     assert "8 ranks on 2 nodes, 2 replicas; sequence parallel on; schedule 1f1b" in outcome.out
     assert "replica 1: pp 2 x tp 2, blocks [2, 2]" in outcome.out
@@ -65,47 +63,45 @@ def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) ->
     assert "no fragmentation is added on a CPU" in estimate[10]
 
 
-def test_schedules_and_experts_have_activations(run_file: Path, capsys: Capture) -> None:
+def test_schedules_and_experts_have_activations(run_file: Path) -> None:
     """ZBV keeps 2 p stages of microbatches. Experts are said to have an even load."""
     zbv = ("layout.workers=2", "layout.pp=2", "layout.schedule=zbv", "model.layers=4")
     more = ("model.vocab_size=64", "train.batch_size=16", "train.microbatch_size=2")
-    out = here(capsys, "layout", "show", run_file, *zbv, *more).out
+    out = within("layout", "show", run_file, *zbv, *more).out
     assert "(stages of microbatches in flight 4, each " in out
     assert "estimate of each rank's memory" in out
     experts = ("model.family=mixtral", "model.experts={count: 4}", *more)
-    out = here(capsys, "layout", "show", run_file, *experts).out
+    out = within("layout", "show", run_file, *experts).out
     assert "activations kept for the backward, at most: " in out
     assert "experts: each with as many tokens as any other" in out
     spread = ("layout.workers=2", "layout.dp_shard=2", "layout.ep=2")
-    out = here(capsys, "layout", "show", run_file, *experts, *spread).out
+    out = within("layout", "show", run_file, *experts, *spread).out
     assert "no estimate of each rank's memory with layout.ep" in out
 
 
-def test_components_of_a_lower_degree_say_who_computes_what(
-    run_file: Path, capsys: Capture
-) -> None:
+def test_components_of_a_lower_degree_say_who_computes_what(run_file: Path) -> None:
     more = ("model.heads=6", "model.head_dim=4", "model.kv_heads=2", "train.batch_size=8")
     tp = ("layout.tp=4", "layout.tp_by.attention=2", "layout.workers=4")
     words = (*more, *tp, "model.vocab_size=64", "train.microbatch_size=2")
-    out = here(capsys, "layout", "show", run_file, *words).out
+    out = within("layout", "show", run_file, *words).out
     assert [row[5:7] for row in rows(out)[:4]] == [["0-2", "0"], ["3-5", "1"]] * 2
     (line,) = [line for line in out.split("\n") if "  attention  " in line]
     found = re.split(r" {2,}", line)
     assert found[1:5] == ["attention", "2", "0-1, 2-3", "1 of 2 samples"]
     sent, usual = (int(n.replace(",", "")) for n in found[5].split(" of "))
     assert 3 * sent == usual
-    out = here(capsys, "layout", "show", run_file, *words[:-1], "train.microbatch_size=1").out
+    out = within("layout", "show", run_file, *words[:-1], "train.microbatch_size=1").out
     assert "0 of 1 sample" in out
     assert "what has 0 samples computes one for nothing: raise train.microbatch_size" in out
 
 
-def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path, capsys: Capture) -> None:
+def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path) -> None:
     """By 1 / cp, but for the gradient of the head's rows, which the loss computes at once."""
     kept = []
     for cp in (1, 2, 4):
         layout = (f"layout.cp={cp}", f"layout.workers={cp}", "layout.cp_method=ring")
         wide = ("model.vocab_size=64", "train.microbatch_size=8", "train.batch_size=8")
-        out = here(capsys, "layout", "show", run_file, *wide, *layout, "--json").out
+        out = within("layout", "show", run_file, *wide, *layout, "--json").out
         ranks = json.loads(out)["ranks"]
         assert [rank["at"]["cp"] for rank in ranks] == list(range(cp))
         kept.append(ranks[0]["activations"]["per_microbatch"])
@@ -113,8 +109,8 @@ def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path, capsy
     assert kept[0] > 3.5 * kept[2]
 
 
-def test_what_a_lost_rank_leaves(run_file: Path, capsys: Capture) -> None:
-    out = here(capsys, "layout", "show", run_file, *EIGHT, "--what-if", "lost=3").out
+def test_what_a_lost_rank_leaves(run_file: Path) -> None:
+    out = within("layout", "show", run_file, *EIGHT, "--what-if", "lost=3").out
     assert "replica 0: pp 2 x tp 2, blocks [2, 2] (broken)" in out
     assert "replica 1: pp 2 x tp 2, blocks [2, 2] (whole)" in out
     assert "3 on " in out
@@ -126,18 +122,18 @@ def test_what_a_lost_rank_leaves(run_file: Path, capsys: Capture) -> None:
     assert dealt == [("0", "0-1 (2)", "none"), ("1", "2-3 (2)", "0-3 (4)")]
 
 
-def test_a_lost_node_can_take_state_along(run_file: Path, capsys: Capture) -> None:
+def test_a_lost_node_can_take_state_along(run_file: Path) -> None:
     arguments = ("layout", "show", run_file, *EIGHT[:-1], "--workers", "4")
-    out = here(capsys, *arguments, "--nodes", "a,b", "--what-if", "lost=node:b").out
+    out = within(*arguments, "--nodes", "a,b", "--what-if", "lost=node:b").out
     assert "without ranks 2, 3:" in out
     assert "whole       no replica" in out
     assert re.search(r"have no copy left outside the lost ranks: blocks 2-3, norm and head\n", out)
     assert "those are in a checkpoint only" in out
 
 
-def test_as_json(run_file: Path, capsys: Capture) -> None:
+def test_as_json(run_file: Path) -> None:
     arguments = ("layout", "show", run_file, *EIGHT, "--ranks-per-node", "4")
-    outcome = here(capsys, *arguments, "--what-if", "lost=0,5", "--json")
+    outcome = within(*arguments, "--what-if", "lost=0,5", "--json")
     value = json.loads(outcome.out)
     assert value["topology"]["replicas"][1]["stages"] == [2, 2]
     assert value["topology"]["nodes"] == ["node0"] * 4 + ["node1"] * 4
@@ -153,8 +149,8 @@ def test_as_json(run_file: Path, capsys: Capture) -> None:
     assert value["what_if"]["gone"] == 0, "0 and 5 hold different halves"
 
 
-def test_what_is_not_known_is_said(run_file: Path, capsys: Capture) -> None:
-    outcome = here(capsys, "layout", "show", run_file, "layout.workers=0")
+def test_what_is_not_known_is_said(run_file: Path) -> None:
+    outcome = within("layout", "show", run_file, "layout.workers=0")
     assert outcome.code == 0
     assert "shown for 1; see --workers" in outcome.err
     assert "add model.vocab_size=N" in outcome.err
@@ -162,27 +158,25 @@ def test_what_is_not_known_is_said(run_file: Path, capsys: Capture) -> None:
     assert "an estimate of each rank's memory needs model.vocab_size=N" in outcome.out
 
 
-def test_a_run_on_devices_says_how_many_communicators_each_rank_has(
-    run_file: Path, capsys: Capture
-) -> None:
+def test_a_run_on_devices_says_how_many_communicators_each_rank_has(run_file: Path) -> None:
     arguments = ("layout", "show", run_file, *EIGHT)
-    assert "communicators" not in here(capsys, *arguments).out
-    outcome = here(capsys, *arguments, "device=cuda")
+    assert "communicators" not in within(*arguments).out
+    outcome = within(*arguments, "device=cuda")
     said = outcome.out[outcome.out.index("communicators of the device's backend") :].split("\n")
     assert "not in the peak" in said[0]
     assert "not measured here" in said[0]
     # The axes pp and tp, two pipes, and two sets of ranks that sum gradients together.
     assert said[2].split()[:2] == ["0", "6"]
-    value = json.loads(here(capsys, *arguments, "device=cuda", "--json").out)
+    value = json.loads(within(*arguments, "device=cuda", "--json").out)
     found = value["ranks"][0]["communicators"]
     assert found == {"groups": 6, "bytes": 6 * 688_000_000}
-    value = json.loads(here(capsys, *arguments, "--json").out)
+    value = json.loads(within(*arguments, "--json").out)
     assert value["ranks"][0]["communicators"] == {"groups": 0, "bytes": 0}
 
 
-def test_batch_warm_up_has_a_column_of_its_own(run_file: Path, capsys: Capture) -> None:
+def test_batch_warm_up_has_a_column_of_its_own(run_file: Path) -> None:
     warm = "train.batch_warmup=[{from_step: 3, batch_size: 6}]"
-    out = here(capsys, "layout", "show", run_file, warm).out
+    out = within("layout", "show", run_file, warm).out
     assert re.search(r"\n0 +0-1 \(2\) +0-2 \(3\)\n1 +2-3 \(2\) +3-5 \(3\)\n", out), out
     assert "6 microbatches a step from step 3 on" in out
 
@@ -213,8 +207,8 @@ def test_batch_warm_up_has_a_column_of_its_own(run_file: Path, capsys: Capture) 
         (["--workers", "0"], ["--workers"]),
     ],
 )
-def test_refusals(arguments: list[str], words: list[str], run_file: Path, capsys: Capture) -> None:
-    here(capsys, "layout", "show", run_file, *arguments).refuses(*words)
+def test_refusals(arguments: list[str], words: list[str], run_file: Path) -> None:
+    within("layout", "show", run_file, *arguments).refuses(*words)
 
 
 def test_a_thousand_ranks_need_no_torch(run_file: Path) -> None:
@@ -223,21 +217,9 @@ def test_a_thousand_ranks_need_no_torch(run_file: Path) -> None:
         "import sys\nfrom holdfast.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)"
     )
-    big = (
-        "model.preset=llama3.1-8b",
-        "model.layers=32",
-        "model.heads=32",
-        "model.kv_heads=8",
-        "model.dim=4096",
-        "model.ffn_dim=14336",
-        "model.vocab_size=128256",
-        "train.batch_size=1024",
-        "train.microbatch_size=2",
-        "layout.pp=4",
-        "layout.dp_shard=2",
-        "layout.tp=4",
-        "layout.workers=1024",
-    )
+    big = ("model.layers=4", "model.heads=4", "model.kv_heads=4", "train.batch_size=1024")
+    big += ("train.microbatch_size=2", "layout.pp=4", "layout.dp_shard=2", "layout.tp=4")
+    big += ("model.vocab_size=64", "layout.workers=1024")
     done = subprocess.run(
         [sys.executable, "-c", code, "layout", "show", str(run_file), *big, "--what-if", "lost=3"],
         capture_output=True,
@@ -250,12 +232,12 @@ def test_a_thousand_ranks_need_no_torch(run_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_175_billion_parameters(capsys: Capture) -> None:
+def test_the_example_of_175_billion_parameters() -> None:
     """By hand, on the first stage of 6 blocks. A block has 12 D^2 parameters (attention 4,
     feed-forward 8) and two norms. Activations: the formulas of docs/guide/memory.md, selective, of
     16 microbatches."""
     example = Path(__file__).parents[3] / "examples" / "175b" / "run.yaml"
-    outcome = here(capsys, "layout", "show", example, "--ranks-per-node", "8", "--json")
+    outcome = within("layout", "show", example, "--ranks-per-node", "8", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(outcome.out)
     assert len(found["ranks"]) == 1024
@@ -267,3 +249,27 @@ def test_the_example_of_175_billion_parameters(capsys: Capture) -> None:
     kept = 6 * (2 * (tokens // tp) * dim + 2 * tokens * inner) + 2 * (tokens // tp) * dim
     assert first["activations"]["total"] == pytest.approx(16 * kept, rel=0.01)
     assert max(each["estimate"]["peak"] for each in found["ranks"]) < 80e9
+
+
+# --- `holdfast layout distance` -------------------------------------------------------------------
+def test_the_table_says_from_where_on_the_distance_is_a_hundredfold() -> None:
+    done = within("layout", "distance", "--ranks", "16")
+    assert done.code == 0
+    assert "a hundred times dearer between zones: from 1.0 MiB" in done.out
+    assert "a hundred times dearer between racks" not in done.out
+
+
+def test_ratios_are_of_times_of_the_same_size() -> None:
+    done = within("layout", "distance", "--size", "1000000", "--json")
+    rows = json.loads(done.out)
+    near = rows[0]
+    assert near["level"] == "node"
+    for row in rows:
+        assert row["ring_ratio"] == row["ring_s"] / near["ring_s"]
+        assert row["message_ratio"] == row["message_s"] / near["message_s"]
+
+
+def test_a_message_without_bytes_is_refused() -> None:
+    done = within("layout", "distance", "--size", "0")
+    assert done.code == 2
+    assert done.err.count("\n") == 1

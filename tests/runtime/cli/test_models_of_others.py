@@ -14,9 +14,7 @@ from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.data.stream.dataset import Dataset
 from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.cli.conftest import Trained
-from tests.support.commands import here, within, write_run_file
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import within, write_run_file
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +26,15 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_a_folder_without_a_tokenizer_asks_for_a_word(
-    trained: Trained, exported: Path, tmp_path: Path, capsys: Capture
+    trained: Trained, exported: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(exported, tmp_path / "hf")
     (folder / "tokenizer.json").unlink()
     run = tmp_path / "a run"
     command = ["checkpoint", "import", trained.run_file, "--from", folder, f"folder={run}"]
-    here(capsys, *command).refuses("there is no tokenizer.json", "--tokenizer-unchecked")
+    within(*command).refuses("there is no tokenizer.json", "--tokenizer-unchecked")
     assert not run.exists()
-    done = here(capsys, *command, "--tokenizer-unchecked")
+    done = within(*command, "--tokenizer-unchecked")
     assert done.code == 0, done.err
     following = done.err.split("train it: ")[1].strip()
     assert shlex.split(following)[:2] == ["holdfast", "train"]
@@ -49,15 +47,14 @@ def test_a_folder_without_a_tokenizer_asks_for_a_word(
 
 
 def test_a_broken_folder_leaves_nothing_behind(
-    trained: Trained, exported: Path, tmp_path: Path, capsys: Capture
+    trained: Trained, exported: Path, tmp_path: Path
 ) -> None:
     """It is looked into before the dataset is prepared."""
     folder = shutil.copytree(exported, tmp_path / "hf")
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     before = sorted(tmp_path.rglob("*"))
-    here(
-        capsys,
+    within(
         "checkpoint",
         "import",
         trained.run_file,
@@ -70,7 +67,7 @@ def test_a_broken_folder_leaves_nothing_behind(
 
 
 def test_a_tokenizer_with_one_id_more_than_the_model(
-    trained: Trained, exported: Path, tmp_path: Path, capsys: Capture
+    trained: Trained, exported: Path, tmp_path: Path
 ) -> None:
     """No text becomes a special token that was only added: the model needs no row for it."""
     tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
@@ -83,31 +80,31 @@ def test_a_tokenizer_with_one_id_more_than_the_model(
     given = [f"data.tokenizer.path={path}", f"data.folder={tmp_path}/data"]
     command = ["checkpoint", "import", trained.run_file, "--from", folder, *given]
     for name, vocabulary in (("a", 0), ("b", size)):
-        done = here(capsys, *command, f"folder={tmp_path}/{name}", f"model.vocab_size={vocabulary}")
+        done = within(*command, f"folder={tmp_path}/{name}", f"model.vocab_size={vocabulary}")
         assert done.code == 0, done.err
         assert f"{size + 1} ids and the model {size}" in done.err
-    refused = here(capsys, *command, f"folder={tmp_path}/c", f"model.vocab_size={size + 1}")
+    refused = within(*command, f"folder={tmp_path}/c", f"model.vocab_size={size + 1}")
     refused.refuses_last(f"model.vocab_size is {size + 1} here and {size} there", "model.from=")
 
 
 def test_shape_of_the_folder_and_all_differences(
-    trained: Trained, exported: Path, tmp_path: Path, capsys: Capture
+    trained: Trained, exported: Path, tmp_path: Path
 ) -> None:
     command = ["checkpoint", "import", trained.run_file, "--from", exported]
     other = ["model.layers=2", "model.ffn_dim=32", f"folder={tmp_path}/run"]
-    here(capsys, *command, *other).refuses(
+    within(*command, *other).refuses(
         "model.layers is 2 here and 1 there",
         "model.ffn_dim is 32 here and 16 there",
         "model.layers=1 model.ffn_dim=16",
         f"model.from={exported}",
     )
     assert not (tmp_path / "run").exists()
-    here(capsys, *command, *other, f"model.from={exported}").refuses("remove them")
+    within(*command, *other, f"model.from={exported}").refuses("remove them")
 
 
-def test_documents_begin_as_prompts_do(tmp_path: Path, capsys: Capture) -> None:
+def test_documents_begin_as_prompts_do(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    assert here(capsys, "data", "prepare", run_file).code == 0
+    assert within("data", "prepare", run_file).code == 0
     tokenizer = Tokenizer.from_file(str(tmp_path / "dataset" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>", "<stop>"])
     begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("<stop>")
@@ -119,7 +116,7 @@ def test_documents_begin_as_prompts_do(tmp_path: Path, capsys: Capture) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<stop>"}))
     given = [f"data.tokenizer.path={folder}/tokenizer.json", f"data.folder={tmp_path}/begun"]
-    made = here(capsys, "data", "prepare", run_file, *given)
+    made = within("data", "prepare", run_file, *given)
     assert made.code == 0, made.err
     assert f"each document begins with token {begin}" in made.out + made.err
     dataset = Dataset.open(tmp_path / "begun")
@@ -130,4 +127,4 @@ def test_documents_begin_as_prompts_do(tmp_path: Path, capsys: Capture) -> None:
         assert int((text == begin).sum()) == int((text == end).sum()) == stream.documents
         assert text[0] == begin
         assert (text[1:][text[:-1] == end] == begin).all()
-    assert here(capsys, "data", "verify", run_file, *given).code == 0
+    assert within("data", "verify", run_file, *given).code == 0

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from holdfast.api import progress
+from holdfast.api.progress import LongWork
+from holdfast.cli.main import main
+from holdfast_lab.commands import trace
+from tests.support.ranks import wait_until
 
 WORK = """
 import os, sys
@@ -99,3 +107,104 @@ def test_help_without_a_place_to_go(tmp_path: Path) -> None:
     command = f"{sys.executable} -m holdfast.cli.main --help >/dev/full"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+# --- long work shows what it does on stderr; short work prints nothing ----------------------------
+COUNTS = "0,4\n60000,3\n120000,4\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_read_says_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "MOMENT_S", 0.01)
+    path = tmp_path / "counts.csv"
+    path.write_text(COUNTS)
+    read, told = trace.read_bytes, list[str]()
+
+    def slowly(path: Path) -> bytes:
+        """It takes as long as it takes until a line is shown."""
+
+        def is_shown() -> bool:
+            told.append(capsys.readouterr().err)
+            return f"reading {path}, " in "".join(told)
+
+        wait_until(is_shown)
+        return read(path)
+
+    monkeypatch.setattr(trace, "read_bytes", slowly)
+    assert main(["trace", "show", str(path)]) == 0
+
+
+def test_short_work_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "MOMENT_S", 600.0)
+    path = tmp_path / "counts.csv"
+    path.write_text(COUNTS)
+    assert main(["trace", "show", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_the_stage_and_loses_it_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "MOMENT_S", 0.01)
+    work = LongWork("first")
+    work.count("replays", 2, 5)
+    with work:
+        wait_until(lambda: "\r\x1b[Kreplays: 2 of 5 done, " in screen.getvalue())
+        work.say("a line of its own")
+    shown = screen.getvalue()
+    assert "a line of its own\n" in shown
+    assert shown.endswith(("\r\x1b[K", "\n"))
+
+
+# --- signals to a command whose agent does not run yet --------------------------------------------
+SETUP = """
+import os, signal, sys
+from holdfast.cli import dispatch, main
+from holdfast.cli.table import Command, all_commands
+from holdfast.api.early_end import early_signals_answered
+module = type(sys)("holdfast.cli.sleepy")
+module.app = dispatch.app("Sleeps.")
+@module.app.command()
+def sleepy() -> int:
+    with early_signals_answered():
+        os.kill(os.getpid(), {number})
+        return 0
+sys.modules["holdfast.cli.sleepy"] = module
+all_commands()["sleepy"] = Command("sleepy", "holdfast.cli.sleepy", "Look", "sleeps")
+{before}
+sys.exit(main.main(["sleepy"]))
+"""
+
+
+def _signalled(number: signal.Signals, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = SETUP.format(number=int(number), before=before)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2])
+def test_a_command_says_which_signal_ended_it(number: signal.Signals) -> None:
+    done = _signalled(number)
+    assert done.returncode == 128 + number
+    assert done.stderr == (
+        f"holdfast sleepy: ended by {number.name}; nothing was under way; the same command starts "
+        "it again\n"
+    )
+
+
+def test_a_mere_warning_ends_nothing() -> None:
+    assert _signalled(signal.SIGUSR1).returncode == 0
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert _signalled(signal.SIGHUP, before).returncode == 0

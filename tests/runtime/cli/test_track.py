@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,7 @@ from holdfast.report.trackers import registry
 from tests.runtime.cli.conftest import Trained
 from tests.runtime.report.test_metrics import as_tensorboard_shows
 from tests.runtime.report.trackers.test_process import rows
-from tests.support.commands import apart, here
-
-Capture = pytest.CaptureFixture[str]
+from tests.support.commands import apart, secret_file, start, within
 
 
 def test_a_finished_run_comes_to_two_trackers(trained: Trained, tmp_path: Path) -> None:
@@ -28,28 +27,26 @@ def test_a_finished_run_comes_to_two_trackers(trained: Trained, tmp_path: Path) 
     assert [float(row["train/loss"]) for row in train] == pytest.approx([v for _, v in shown])
 
 
-def test_mistakes_of_the_command(trained: Trained, capsys: Capture) -> None:
-    here(capsys, "track", trained.folder).refuses("the run has no trackers", "--to csv")
-    here(capsys, "track", trained.folder, "--to", "cvs").refuses(
-        "there is no tracker 'cvs'; use csv"
-    )
-    here(capsys, "track", trained.folder, "--to", "csv", "--option", "folder").refuses(
+def test_mistakes_of_the_command(trained: Trained) -> None:
+    within("track", trained.folder).refuses("the run has no trackers", "--to csv")
+    within("track", trained.folder, "--to", "cvs").refuses("there is no tracker 'cvs'; use csv")
+    within("track", trained.folder, "--to", "csv", "--option", "folder").refuses(
         "--option folder: an option is written NAME=VALUE"
     )
     assert not (trained.folder / "trackers").exists()
 
 
 def test_a_package_that_is_missing_is_named_before_the_run_starts(
-    trained: Trained, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "is_installed", lambda package: False)
     new = ("train", trained.run_file, f"folder={tmp_path}/new", f"data.folder={tmp_path}/data")
-    here(capsys, *new, "logging.trackers=csv,wandb").refuses(
+    within(*new, "logging.trackers=csv,wandb").refuses(
         "logging.trackers=csv,wandb",
         "the tracker wandb needs wandb, which is not installed",
         "pip install 'holdfast[wandb]'",
     )
-    here(capsys, *new, "logging.trackers=[mine.calls:Callback]").refuses("no module mine.calls")
+    within(*new, "logging.trackers=[mine.calls:Callback]").refuses("no module mine.calls")
     assert not (tmp_path / "new").exists()
     assert not (tmp_path / "data").exists()
 
@@ -64,20 +61,57 @@ def test_a_package_that_is_missing_is_named_before_the_run_starts(
         ("logging.wandb.mode=on", "online"),
     ],
 )
-def test_mistakes_of_the_run_file(
-    override: str, words: str, trained: Trained, capsys: Capture
-) -> None:
-    here(capsys, "config", "show", trained.run_file, override).refuses(words)
+def test_mistakes_of_the_run_file(override: str, words: str, trained: Trained) -> None:
+    within("config", "show", trained.run_file, override).refuses(words)
 
 
 def test_an_unknown_option_is_refused_before_the_run_starts(
-    trained: Trained, tmp_path: Path, capsys: Capture
+    trained: Trained, tmp_path: Path
 ) -> None:
-    here(
-        capsys,
+    within(
         "train",
         trained.run_file,
         f"folder={tmp_path}/new",
         "logging.trackers=csv",
         "logging.options=csv.foldr=x",
     ).refuses("the tracker csv has no option 'foldr'; its options: folder")
+
+
+# --- `holdfast stage` -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("listen", "memory", "sentence"),
+    [
+        ("here", "1", "holdfast: --listen: 'here' is not an address; use host:port"),
+        ("127.0.0.1:0", "0", "holdfast: --memory: 0 GB keep nothing; use"),
+        (
+            "127.0.0.1:0",
+            "1e9",
+            "holdfast: --memory: 1e+09 GB are more than this machine has free; use",
+        ),
+        ("192.0.2.1:7600", "0.01", "holdfast: --listen: cannot listen on 192.0.2.1:7600"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, listen: str, memory: str, sentence: str) -> None:
+    secret = secret_file(tmp_path)
+    apart("stage", "--listen", listen, "--secret", secret, "--memory", memory).refuses(sentence)
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    secret = secret_file(tmp_path)
+    secret.chmod(0o644)
+    done = apart("stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.01")
+    done.refuses("other users of this machine can read the run's secret")
+    assert secret.read_text() not in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    secret = secret_file(tmp_path)
+    with start(
+        "stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.01"
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("keeping snapshots at 127.0.0.1:")
+        process.send_signal(number)
+        assert process.wait(120) == 0
+        assert process.stderr.read() == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 
 from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.load import LoadedConfig, Origin, load_config, resolve_config
+from holdfast.config.loading.model_from import yaml_word
+from holdfast.config.loading.yaml_tree import dump, parse_scalar, parse_value, parse_yaml
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.run_place import local_run_folder
 from holdfast.errors import ConfigError
 
 
@@ -295,3 +299,193 @@ def test_a_comment_in_an_override_is_refused() -> None:
     assert "would be a comment" in sentence
     assert resolve_config(None, "run.yaml", ['folder="runs/z #1"']).config.folder.endswith("/z #1")
     assert resolve_config(None, "run.yaml", ["folder=runs/z#1"]).config.folder.endswith("/z#1")
+
+
+# --- the local folder and the dataset of a run in a bucket ----------------------------------------
+def test_a_run_in_a_bucket_has_its_dataset_below_it() -> None:
+    place = "folder=s3://b/runs/{name}/?endpoint=https://h&region=x"
+    assert load_config(None, [place]).config.data.folder == (
+        "s3://b/runs/run/dataset?endpoint=https://h&region=x"
+    )
+    for other in ("mine", "s3://c/mine"):
+        assert load_config(None, [place, f"data.folder={other}"]).config.data.folder == other
+    assert load_config(None, ["folder=runs/mine"]).config.data.folder == "datasets/python-stdlib"
+    # No dataset lies open in a bucket whose checkpoints are sealed.
+    sealed = load_config(None, ["folder=s3://b/run?seal=env"])
+    assert sealed.config.data.folder == "datasets/python-stdlib"
+
+
+def test_one_bucket_is_one_local_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = local_run_folder("s3://b/runs/mine?endpoint=https://h&region=x")
+    assert first.startswith(f"{tmp_path}/holdfast/runs/mine-")
+    assert local_run_folder("s3://b/runs/mine/?timeout=9&endpoint=https://h") == first
+    others = ("s3://b/runs/mine", "s3://c/runs/mine?endpoint=https://h", "gs://b/runs/mine")
+    assert len({first, *map(local_run_folder, others)}) == 4
+
+
+# --- peers in the run file ------------------------------------------------------------------------
+TWO = """\
+checkpoint:
+  machine: {name: here, rack: a}
+  peers:
+    - {name: one, address: "10.0.0.7:7600", rack: b}
+    - {name: two, address: "[fd00::7]:7600", stable: true, memory_gb: 64}
+  peer_every_steps: 5
+  peer_interface: 10.0.0.5
+"""
+
+
+def test_a_run_file_with_peers() -> None:
+    found = resolve_config(TWO, "run.yaml", ()).config.checkpoint
+    assert [(p.name, p.address, p.stable) for p in found.peers] == [
+        ("one", "10.0.0.7:7600", False),
+        ("two", "[fd00::7]:7600", True),
+    ]
+    assert found.machine.rack == "a"
+    assert found.peer_every_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TWO.replace("10.0.0.7:7600", "10.0.0.7"), "checkpoint.peers.0.address"),
+        (TWO.replace("[fd00::7]:7600", "fd00::7:7600"), "checkpoint.peers.1.address"),
+        (TWO.replace("name: two", "name: one"), "two peers are called one"),
+        (TWO.replace("rack: b", "stable: true"), "one and two are both stable"),
+        (TWO.replace("peer_every_steps: 5", "peer_every_steps: 0"), "must be at least 1"),
+        (TWO.replace("name: two, ", ""), "checkpoint.peers.1.name"),
+        (TWO.replace("10.0.0.5", "127.0.0.1"), "one at 10.0.0.7:7600 cannot read from 127.0.0.1"),
+        (TWO.replace("10.0.0.5", "0.0.0.0"), "cannot be told to read from 0.0.0.0"),
+        (TWO.replace("10.0.0.5", "'::'"), "cannot be told to read from ::"),
+        (TWO + "  peer_advertise: localhost:7600\n", "cannot read from localhost:7600"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolve_config(text, "run.yaml", ())
+    assert "run.yaml:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TWO.replace("10.0.0.5", "0.0.0.0") + "  peer_advertise: trainer.local\n",
+        TWO.replace("10.0.0.5", "127.0.0.1") + "  peer_advertise: 10.0.0.5:7600\n",
+        TWO.replace("10.0.0.7", "localhost")
+        .replace("[fd00::7]", "[::1]")
+        .replace("10.0.0.5", "::1"),
+    ],
+)
+def test_what_can_be_reached(text: str) -> None:
+    assert len(resolve_config(text, "run.yaml", ()).config.checkpoint.peers) == 2
+
+
+# --- YAML as a run file uses it -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", 12),
+        ("-3", -3),
+        ("010", 10),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("3e-3", 3e-3),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("6.", 6.0),
+        ("1E3", 1000.0),
+        (".inf", math.inf),
+        ("-.inf", -math.inf),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("no", "no"),
+        ("on", "on"),
+        ("1:30", "1:30"),
+        ("2026-11-21", "2026-11-21"),
+        ("e3", "e3"),
+    ],
+)
+def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
+    found = parse_scalar(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_nan_is_a_number() -> None:
+    assert math.isnan(parse_scalar(".nan"))  # type: ignore[arg-type]
+
+
+def test_quoted_numbers_are_text() -> None:
+    assert parse_yaml("a: '1'\nb: \"true\"\n", "f").value == {"a": "1", "b": "true"}
+
+
+def test_every_key_has_its_line() -> None:
+    tree = parse_yaml("a: 1\nb:\n  c: [1, 2]\n  d:\n    - e: 5\n\n    - e: 6\n", "f")
+    assert tree.lines["b", "c"] == 3
+    assert tree.lines["b", "d", 1, "e"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", None, "the run file is empty"),
+        ("# only a comment\n", None, "the run file is empty"),
+        ("- 1\n", 1, "a run file is made of sections and keys"),
+        ("train\n", 1, "a run file is made of sections and keys"),
+        ("a: 1\nb: 2\na: 3\n", 3, "a was already given on line 1"),
+        ("b:\n  a: 1\n  a: 2\n", 3, "b.a was already given on line 2"),
+        ("a:\n\tb: 1\n", 2, "a tab cannot indent YAML"),
+        ("a: b: c\n", 1, "not valid YAML"),
+        ("a: [1,\n", 2, "not valid YAML"),
+        ("a: 'x\n", 2, "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", 2, "one YAML document"),
+        ("a: &x 1\n", 1, "anchors"),
+        ("b: 1\na: *x\n", 2, "aliases"),
+        ("b: 1\na: *x*\n", 2, "put it in quotes if it is text"),
+        ("a: !!python/object:os.system x\n", 1, "the tag !!python/object:os.system"),
+        ("a: !mine x\n", 1, "the tag !mine"),
+        ("? [a]\n: 1\n", 1, "a key must be a word"),
+        ("a: \x00\n", 1, "does not belong in a text file"),
+        ("a: 1\nb: \x1b[0m\n", 2, "does not belong in a text file"),
+        ("a: " + "[" * 40 + "]" * 40, 1, "nested too deeply"),
+        ("a: " + "[" * 5000, None, "nested too deeply"),
+    ],
+)
+def test_refusals_name_the_line(text: str, line: int | None, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "run.yaml")
+    said = str(caught.value)
+    assert said.startswith("run.yaml: " if line is None else f"run.yaml:{line}: ")
+    assert words in said
+    assert "\n" not in said
+
+
+def test_values_of_the_command_line() -> None:
+    assert parse_value("[0.9, 0.99]", "x") == [0.9, 0.99]
+    assert parse_value("{kind: text, path: a b}", "x") == {"kind": "text", "path": "a b"}
+    assert parse_value("", "x") is None
+    assert parse_value("'200'", "x") == "200"
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_tree_or_a_refusal(text: str) -> None:
+    try:
+        outcome: object = parse_yaml(text, "run.yaml").value
+    except ConfigError as error:
+        outcome = str(error)
+    assert isinstance(outcome, dict) or str(outcome).startswith("run.yaml")
+
+
+TEXTS = ["1e-4", "0000000009", "x #y", "a: b", "no", "true", "~", "", "[a]", "sp ace/x", "*a", "é"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_written_text_is_read_as_itself(text: str) -> None:
+    written = dump({"name": text, "items": [text]})
+    assert parse_yaml(written, "run.yaml").value == {"name": text, "items": [text]}
+    assert parse_value(yaml_word(text), "") == text

@@ -1,19 +1,158 @@
-"""`model.from`: a folder in Hugging Face form gives shape and tokenizer."""
+"""`lora.from` and `model.from`: what is taken from folders, and what is refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.config.loading.identity import config_hash
-from holdfast.config.loading.load import resolve_config
+from holdfast.config.loading.load import LoadedConfig, resolve_config
+from holdfast.config.loading.lora_from import PLAIN, read_adapter_config
 from holdfast.config.loading.model_from import as_overrides, describe_differences
+from holdfast.config.loading.no_effect import find_without_effect
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.errors import ConfigError, UserError
+from holdfast.errors import ConfigError, ModelFolderError, UserError
 
+ADAPTER: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["v_proj", "q_proj"],
+    "lora_dropout": 0.1,
+    "bias": "none",
+    "modules_to_save": None,
+    "rank_pattern": {},
+}
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(BASE))
+    _write_adapter(tmp_path, ADAPTER)
+    return tmp_path
+
+
+def _write_adapter(root: Path, config: dict[str, Any]) -> Path:
+    folder = root / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _loaded(root: Path, text: str, *overrides: str) -> LoadedConfig:
+    return resolve_config(text, str(root / "run.yaml"), overrides, str(root))
+
+
+def test_from_gives_rank_alpha_targets_and_the_base_is_the_model_s(root: Path) -> None:
+    loaded = _loaded(root, "model: {from: base}\nlora: {from: adapter, dropout: 0.2}\n")
+    lora = loaded.config.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ("q_proj", "v_proj"))
+    assert (lora.dropout, lora.scale) == (0.2, 2.0)
+    assert (lora.base, lora.adapter) == (str(root / "base"), str(root / "adapter"))
+    assert loaded.origins["lora.rank"].kind == "model folder"
+    assert loaded.origins["lora.dropout"].kind == "file"
+    by_command = _loaded(root, "model: {from: base}\n", f"lora.from={root / 'adapter'}")
+    assert by_command.config.lora == lora.model_copy(update={"dropout": 0.0})
+
+
+def test_values_that_differ_from_the_folder_s_are_one_message(root: Path) -> None:
+    text = "model: {from: base}\nlora:\n  from: adapter\n  rank: 8\n  targets: all-linear\n"
+    with pytest.raises(ConfigError) as refused:
+        _loaded(root, text)
+    sentence = str(refused.value)
+    assert sentence.count("\n") == 0
+    assert f"{root / 'run.yaml'}:4: the adapter of {root / 'adapter'} is another one" in sentence
+    assert "lora.rank is 8 here and 4 there" in sentence
+    assert "lora.targets is [all-linear] here and [q_proj, v_proj] there" in sentence
+    assert "remove them from the run file" in sentence
+    same = "model: {from: base}\nlora: {from: adapter, rank: 4, targets: [v_proj, q_proj]}\n"
+    assert _loaded(root, same).config.lora.targets == ("v_proj", "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_dora": True, "bias": "all"}, ("bias all", "use_dora true")),
+        ({"use_rslora": True}, ("use_rslora true",)),
+        ({"modules_to_save": ["lm_head"]}, ("modules_to_save [lm_head]",)),
+        ({"rank_pattern": {"q_proj": 2}}, ("rank_pattern {q_proj: 2}",)),
+        ({"peft_type": "ADALORA"}, ("peft_type ADALORA",)),
+        ({"target_modules": ".*q_proj"}, ("target_modules",)),
+    ],
+)
+def test_an_adapter_that_is_no_plain_one_is_refused_with_all_keys(
+    root: Path, changes: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    folder = _write_adapter(root, ADAPTER | changes)
+    with pytest.raises(ModelFolderError, match="which Holdfast does not compute") as refused:
+        read_adapter_config(folder)
+    assert all(words in str(refused.value) for words in named), str(refused.value)
+
+
+def test_each_plain_value_is_taken(root: Path) -> None:
+    for key, plain in PLAIN.items():
+        for value in (*plain, None):
+            read_adapter_config(_write_adapter(root, ADAPTER | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), [({}, "has no r, lora_alpha and target_modules"), ({"r": "4"}, "has no r")]
+)
+def test_a_folder_without_the_numbers_is_refused(
+    root: Path, config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelFolderError, match=words):
+        read_adapter_config(_write_adapter(root, config))
+
+
+def test_a_folder_without_an_adapter_is_refused(root: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"there is no adapter_config\.json here"):
+        _loaded(root, "model: {from: base}\nlora: {from: base}\n")
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_axes_that_need_a_sharding_table_are_refused(root: Path, axis: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _loaded(root, "model: {from: base}\nlora: {rank: 4}\n", f"layout.{axis}=2")
+    assert f"layout.{axis} 2 needs a sharding table" in str(refused.value)
+    assert f"and lora has none; use {axis} 1, with dp_shard or replicas" in str(refused.value)
+
+
+def test_runs_without_adapters_keep_their_identity() -> None:
+    """Keys at their defaults do not enter it, nor do names and places."""
+    plain = config_hash(RunConfig())
+    named = RunConfig.model_validate({"lora": {"name": "other", "base": "/elsewhere"}})
+    assert config_hash(named) == plain
+    assert config_hash(RunConfig.model_validate({"lora": {"rank": 2}})) != plain
+
+
+def test_keys_of_adapters_without_a_rank_have_no_effect() -> None:
+    loaded = resolve_config("lora:\n  alpha: 4\n  dropout: 0.1\n", "run.yaml")
+    found = [line for line in find_without_effect(loaded) if "lora" in line]
+    assert len(found) == 2
+    assert "run.yaml:2: lora.alpha has no effect with lora.rank 0" in found[0]
+
+
+def test_a_model_of_transformers_gives_its_own_base(root: Path) -> None:
+    loaded = _loaded(root, "model: {from: base, code: transformers}\nlora: {rank: 4}\n")
+    assert (loaded.config.lora.rank, loaded.config.lora.base) == (4, "")
+
+
+# --- `model.from` ---------------------------------------------------------------------------------
 CONFIG = {
     "model_type": "qwen2",
     "vocab_size": 96,

@@ -12,7 +12,7 @@ from holdfast.config.loading.identity import config_hash
 from holdfast.config.loading.load import LoadedConfig, load_config, resolve_config
 from holdfast.config.loading.paths import FREE_PATHS, PLACES
 from holdfast.errors import ConfigError
-from tests.runtime.config.test_reference import meanings_of_keys
+from tests.runtime.config.test_identity import meanings_of_keys
 
 SOURCE = "data.sources.0.path"
 WITH_SOURCE = "data:\n  sources:\n    - {kind: text, path: texts}\n"

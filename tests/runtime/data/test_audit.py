@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,6 +17,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.core.data.data_ledger import STAND_IN_KEY
 from holdfast.data.order.audit import AuditResult, audit_records
 from holdfast.data.stream.batch import Batches, Microbatch
+from holdfast.data.stream.coverage import describe_use
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import Loader
 from holdfast.events import (
@@ -22,7 +28,8 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
 )
-from tests.support.corpus import batches
+from tests.support.commands import within, write_run_file
+from tests.support.corpus import batches, data_config, make, text_folder, text_source, train_config
 
 Plan = Callable[[int], Sequence[int]]
 
@@ -259,3 +266,77 @@ def test_another_dataset_or_seed_is_noticed(
     other = batches(small, small_config, seed=2)
     assert {k for k, _, _ in problems(audit_records(records[1:], other))} <= {"wrong", "repeated"}
     assert len(audit_records(records[1:], other).problems) == 8
+
+
+# --- microbatches exchanged, repeated and dropped in real workers ---------------------------------
+@pytest.mark.slow
+def test_the_audit_finds_what_real_workers_fed_wrongly(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    trained = subprocess.run(
+        [sys.executable, "-m", "tests.support.faulty_data_trainer", str(run_file)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert trained.returncode == 0, trained.stderr
+    audit = within("data", "audit", tmp_path / "run", "--json")
+    assert audit.code == 1, audit.err
+    found = json.loads(audit.out)
+    assert not found["ok"]
+    assert [(p["kind"], p["step"], p["microbatch"]) for p in found["problems"]] == [
+        ("swapped", 2, 0),
+        ("swapped", 2, 3),
+        ("repeated", 4, 2),
+        ("wrong", 5, 1),
+    ]
+    said = within("data", "audit", tmp_path / "run").out
+    assert said.startswith("4 problems; the first: step 2, microbatch 0 (rank 0): exchanged with")
+    assert "fed the tokens of microbatch 1 of step 4; its own were never fed" in said
+
+
+# --- what a start says of its dataset -------------------------------------------------------------
+def test_passes_over_each_source(tmp_path: Path) -> None:
+    a = text_folder(tmp_path / "a", files=30, words=60, seed=1)
+    b = text_folder(tmp_path / "b", files=6, words=60, seed=2)
+    config = data_config(
+        tmp_path / "out", text_source(a, "a", weight=3.0), text_source(b, "b"), processes=0
+    )
+    dataset = make(config)
+    (line,) = describe_use(dataset, config, train_config(batch_size=8, steps=50))
+    assert "50 steps of 16 tokens a sample: 400 samples; over the data: a " in line
+    sizes = [-(-(s.tokens - 1) // 16) for s in dataset.streams("train")]
+    assert f"a {300 / sizes[0]:.2f} passes, b {100 / sizes[1]:.2f} passes" in line
+
+
+def test_an_empty_validation_set_is_said_with_its_cause(tmp_path: Path) -> None:
+    one = text_folder(tmp_path / "one", files=1, words=200)
+    config = data_config(tmp_path / "set", text_source(one))
+    passes, said = describe_use(make(config), config, train_config())
+    assert "over the data" in passes
+    assert "the validation set is empty (the dataset is one document" in said
+    assert "train.evaluate.every 100 never comes" in said
+    assert "cut it into several documents" in said
+
+    two = text_folder(tmp_path / "two", files=4, words=60)
+    config = data_config(tmp_path / "none", text_source(two), validation_fraction=0.0)
+    _, said = describe_use(make(config), config, train_config(evaluate={"every": 7}))
+    assert "(data.validation_fraction is 0)" in said
+    assert "train.evaluate.every 7 never comes" in said
+    for none_is_wanted in (train_config(evaluate={"every": 0}), train_config()):
+        assert len(describe_use(make(config), config, none_is_wanted)) == 1
+
+
+def test_a_source_with_most_of_the_training_and_no_validation_is_named(tmp_path: Path) -> None:
+    big = text_folder(tmp_path / "big", files=1, words=200, seed=3)
+    small = text_folder(tmp_path / "small", files=8, words=60, seed=4)
+
+    def lines(weight: float) -> list[str]:
+        config = data_config(
+            tmp_path / "set", text_source(big, "big", weight=weight), text_source(small, "small")
+        )
+        return describe_use(make(config), config, train_config())
+
+    _, said = lines(4.0)
+    assert "source 'big' makes 80% of the training. The validation set has nothing of it" in said
+    assert len(lines(0.25)) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.util
 import json
 import subprocess
 import sys
@@ -145,12 +144,6 @@ def test_jsonl_lines(tmp_path: Path, line: str, says: str) -> None:
     assert says in sentence
 
 
-def test_half_a_surrogate_pair(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "\\ud800"}\n')
-    assert "surrogate" in refused(tmp_path, {"kind": "jsonl", "path": str(path)})
-
-
 def test_parquet(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
@@ -165,18 +158,6 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(long, path)
     sentence = refused(tmp_path, {"kind": "parquet", "path": str(path)}, max_document_bytes=100)
     assert "row 1" in sentence
-
-
-def _has_datasets() -> bool:
-    """The package: a folder of prepared data has the same name, and passes for one."""
-    found = importlib.util.find_spec("datasets")
-    return found is not None and found.origin is not None
-
-
-@pytest.mark.skipif(_has_datasets(), reason="the extra is there")
-def test_hugging_face_without_its_extra(tmp_path: Path) -> None:
-    sentence = refused(tmp_path, {"kind": "huggingface", "path": "someone/something"})
-    assert "pip install 'holdfast[hf]'" in sentence
 
 
 def test_parquet_without_its_extra(tmp_path: Path) -> None:

@@ -12,7 +12,11 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.stream.batch import Batches, Microbatch
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import Loader
+from holdfast.data.stream.prefetch import Prefetch
+from holdfast.data.stream.shards import ShardFile
+from holdfast.errors import StoreError
 from tests.support.corpus import batches
+from tests.support.ranks import wait_until
 
 
 @pytest.fixture(name="source")
@@ -143,3 +147,81 @@ def test_on_a_gpu_the_tensors_arrive_whole(source: Batches) -> None:
                 expected = source.microbatch(step.step, index)
                 assert np.array_equal(microbatch.inputs.cpu().numpy(), expected.inputs)
                 assert np.array_equal(microbatch.targets.cpu().numpy(), expected.targets)
+
+
+# --- which shards are fetched ahead ---------------------------------------------------------------
+FILES = [ShardFile(f"shards/{number}.bin", 10, "") for number in range(12)]
+
+
+class FakeCache:
+    """A cache that notes what is fetched. away: the address does not answer."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.fetched: list[str] = []
+        self.away = False
+        self.asked = threading.Event()
+        self._lock = threading.Lock()
+
+    def has(self, file: ShardFile) -> bool:
+        return file.path in self.fetched
+
+    def touch(self, file: ShardFile) -> None:
+        """Nothing is removed here."""
+
+    def fetch(self, file: ShardFile, *, wait: bool = True) -> bool:
+        self.asked.set()
+        if self.away:
+            raise StoreError("away")
+        with self._lock:
+            self.fetched.append(file.path)
+        return True
+
+
+def _paths(files: list[ShardFile]) -> set[str]:
+    return {file.path for file in files}
+
+
+def _prefetch(cache: FakeCache, always: list[ShardFile], steps: int = 12) -> Prefetch:
+    """Step n needs the files n - 1 and n."""
+    return Prefetch(
+        cache,  # type: ignore[arg-type]
+        lambda step: FILES[step - 1 : step + 1],
+        steps,
+        always,
+        len(FILES),
+    )
+
+
+def test_all_files_come_if_the_cache_has_room() -> None:
+    cache = FakeCache(limit=1000)
+    _prefetch(cache, FILES[-1:]).reach(1)
+    wait_until(lambda: set(cache.fetched) == _paths(FILES))
+    assert len(cache.fetched) == len(FILES)
+
+
+def test_a_small_cache_is_filled_in_the_order_of_need_and_moves_on() -> None:
+    cache = FakeCache(limit=60)
+    ahead = _prefetch(cache, FILES[-1:])  # one of the six is always needed
+    ahead.reach(1)
+    wait_until(lambda: set(cache.fetched) == _paths([*FILES[:5], FILES[-1]]))
+    ahead.reach(3)  # files 0 and 1 are needed no more
+    wait_until(lambda: set(cache.fetched) == _paths([*FILES[:7], FILES[-1]]))
+    assert len(cache.fetched) == 8
+
+
+def test_files_that_the_run_does_not_need_are_not_fetched() -> None:
+    cache, before = FakeCache(limit=1000), set(threading.enumerate())
+    _prefetch(cache, [], steps=3).reach(1)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    assert set(cache.fetched) == _paths(FILES[:4])
+    assert len(cache.fetched) == 4
+
+
+def test_an_address_that_is_away_is_asked_again() -> None:
+    cache = FakeCache(limit=1000)
+    cache.away = True
+    _prefetch(cache, []).reach(1)
+    assert cache.asked.wait(120)
+    cache.away = False
+    wait_until(lambda: set(cache.fetched) == _paths(FILES))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.stages import task_pool
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import HoldfastError
@@ -217,19 +218,22 @@ def test_a_preparing_process_that_dies_is_named_and_costs_its_unit_only(tmp_path
     assert any("were done before" in line for line in said)
 
 
+def stop_at(config: DataConfig, stage: str) -> None:
+    """Prepare up to a stage, of which nothing is done."""
+
+    def stop(what: str, *_: int) -> None:
+        if what == stage:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        prepare_dataset(config, say=stop, progress=stop)
+
+
 def test_changed_sources_start_over(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=3, words=40)
     config = data_config(tmp_path / "out", text_source(folder), validation_fraction=0.0)
 
-    class StopError(Exception):
-        pass
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what == "tokenising":
-            raise StopError
-
-    with pytest.raises(StopError):
-        prepare_dataset(config, say=lambda _: None, progress=stop)
+    stop_at(config, "tokenising")
     (folder / "000.txt").write_text("something else\n")
     said: list[str] = []
     dataset = prepare_dataset(config, say=said.append)
@@ -242,15 +246,7 @@ def test_a_torn_result_of_a_unit_is_made_again(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=3, words=40)
     config = data_config(tmp_path / "out", text_source(folder))
 
-    class StopError(Exception):
-        pass
-
-    def stop(text: str) -> None:
-        if text == "writing shards":
-            raise StopError
-
-    with pytest.raises(StopError):
-        prepare_dataset(config, say=stop)
+    stop_at(config, "writing shards")
     for result in (tmp_path / "out" / ".prepare").glob("*/00000000"):
         if result.parent.name != "lots":
             result.write_bytes(result.read_bytes()[:-3])
@@ -343,3 +339,23 @@ def test_prepare_does_without_an_affinity_mask(
     monkeypatch.delattr(os, "sched_getaffinity")
     config = mixed(tmp_path, "out", processes=0)
     assert make(config).counts("train")["documents"] > 0
+
+
+# --- preparing processes that are gone ------------------------------------------------------------
+def test_a_task_that_cannot_be_handed_over_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started_and_killed() -> object:
+        process = start()
+        process.kill()
+        process.wait()
+        return process
+
+    start = task_pool._start
+    monkeypatch.setattr(task_pool, "_start", started_and_killed)
+    task = {"kind": "inspect", "path": str(tmp_path / "none")}
+    with (
+        pytest.raises(HoldfastError, match="a preparing process ended with -9"),
+        task_pool.TaskPool(1) as processes,
+    ):
+        processes.run([task], lambda task: None)

@@ -46,47 +46,28 @@ def report(what: str, **seconds: float) -> None:
     print(f"\n{what}: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
 
 
+@pytest.mark.parametrize("node", ["n3", "n1"])
 def test_a_lost_node_is_replaced_once_slurm_has_one(
-    run: LaunchedRun, undisturbed: dict[str, bytes]
+    run: LaunchedRun, undisturbed: dict[str, bytes], node: str
 ) -> None:
-    run.launch(4, "layout.workers=4")
-    run.wait_step(FIRST, nodes=ALL)
-    lost = time.time()
-    run.cluster.lose("n3")
-    run.do_step(ALL - {"n3"})
-    continued = run.first_step_of(run.newest) - lost
-    run.wait_until(lambda: "Slurm:" in run.status(), "a job in place of n3 waits")
-    queued = time.time() - lost
-    back = time.time()
-    run.cluster.return_node("n3")
-    run.wait_generation(ALL, after=run.newest)
-    rejoined = time.time() - back
-    run.do_step(ALL)
-    run.open_to_end()
-    run.ends_as(undisturbed)
-    report("node lost", continued=continued, replacement_queued=queued, rejoined=rejoined)
-
-
-def test_the_loss_of_the_node_that_was_given_first(
-    run: LaunchedRun, undisturbed: dict[str, bytes]
-) -> None:
+    """n1 was given first: it has a job of its own."""
     run.launch(4, "layout.workers=4")
     run.wait_generation(ALL)
     run.do_step(ALL)
     lost = time.time()
-    run.cluster.lose("n1")
-    run.do_step(ALL - {"n1"})
+    run.cluster.lose(node)
+    run.do_step(ALL - {node})
     continued = run.first_step_of(run.newest) - lost
-    run.wait_until(lambda: "Slurm:" in run.status(), "a job in place of n1 waits")
+    run.wait_until(lambda: "Slurm:" in run.status(), f"a job in place of {node} waits")
     queued = time.time() - lost
     back = time.time()
-    run.cluster.return_node("n1")
+    run.cluster.return_node(node)
     run.wait_generation(ALL, after=run.newest)
     rejoined = time.time() - back
     run.do_step(ALL)
     run.open_to_end()
     run.ends_as(undisturbed)
-    report("node of its own job lost", continued=continued, queued=queued, rejoined=rejoined)
+    report(f"{node} lost", continued=continued, replacement_queued=queued, rejoined=rejoined)
 
 
 def test_requeue_saves_and_resumes(run: LaunchedRun, undisturbed: dict[str, bytes]) -> None:
@@ -225,3 +206,49 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         if process.is_running():
             process.send_signal(number)
+
+
+# --- what a real Slurm does with a heterogeneous job, and why no run is one -----------------------
+OPTIONS = ("--exclusive", "--no-kill", "--requeue")
+SLEEP = ("--wrap", "sleep 3600")
+
+
+def submit(cluster: SlurmCluster, *arguments: str, check: bool = True) -> str:
+    return cluster.run("sbatch", "--parsable", *arguments, check=check).strip()
+
+
+def jobs(cluster: SlurmCluster) -> dict[str, tuple[str, str]]:
+    """Return state and nodes of each part of a job."""
+    lines = cluster.run("squeue", "-h", "-r", "-o", "%i|%T|%N").splitlines()
+    return {line.split("|")[0]: (line.split("|")[1], line.split("|")[2]) for line in lines}
+
+
+def wait_running(cluster: SlurmCluster, *names: str) -> None:
+    cluster.wait_until(
+        lambda: all(jobs(cluster).get(name, ("",))[0] == "RUNNING" for name in names), f"{names}"
+    )
+
+
+def test_spares_of_a_het_job_start_and_end_with_the_nodes_of_the_run() -> None:
+    with slurm_of(4) as cluster:
+        taken = submit(cluster, "-N", "1", *OPTIONS, *SLEEP)
+        wait_running(cluster, taken)
+        het = submit(cluster, "-N", "3", *OPTIONS, ":", "-N", "1", *OPTIONS, *SLEEP)
+        reason = ("squeue", "-h", "-j", het, "-o", "%r")
+        cluster.wait_until(lambda: "Resources" in cluster.run(*reason), "Slurm looks at it")
+        assert {state for name, (state, _) in jobs(cluster).items() if name != taken} == {"PENDING"}
+        cluster.run("scancel", het)
+        array = submit(cluster, "-N", "1", *OPTIONS, "--array=0-3", *SLEEP)
+        wait_running(cluster, *(f"{array}_{number}" for number in range(3)))
+        cluster.run("scancel", array)
+
+        het = submit(cluster, "-N", "1", *OPTIONS, ":", "-N", "1", *OPTIONS, *SLEEP)
+        parts = (f"{het}+0", f"{het}+1")
+        wait_running(cluster, *parts)
+        cluster.lose(jobs(cluster)[parts[1]][1])
+        cluster.wait_until(
+            lambda: {jobs(cluster)[part][0] for part in parts} == {"PENDING"},
+            "the intact node is taken from the job, too",
+        )
+        refused = submit(cluster, "--array=0-1", "-N", "1", ":", "-N", "1", *SLEEP, check=False)
+        assert not refused, "an array of them is accepted"

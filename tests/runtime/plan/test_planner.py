@@ -35,6 +35,8 @@ RUN_FILES: dict[str, dict[str, Any]] = {
     "shard4": {"dp_shard": 4},
     "pp2-shard4-tp2": {"pp": 2, "dp_shard": 4, "tp": 2},
 }
+SHAPE = {"preset": None, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 32, "vocab_size": 64}
+EIGHT_BLOCKS = SHAPE | {"layers": 8}
 PARTS = (1, 2, 3, 4)  # places of a node
 
 
@@ -47,15 +49,7 @@ def made(microbatches: int, layout: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {
             "data": {"sequence_length": 16},
-            "model": {
-                "preset": None,
-                "layers": 8,
-                "dim": 32,
-                "heads": 4,
-                "kv_heads": 2,
-                "ffn_dim": 32,
-                "vocab_size": 64,
-            },
+            "model": EIGHT_BLOCKS,
             "train": {"batch_size": 12 * microbatches, "microbatch_size": 12},
             "layout": layout,
         }

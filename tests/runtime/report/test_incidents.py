@@ -6,10 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.events import Record, RunFailed, WorkerHeld, WorkerLost
+from holdfast.events import (
+    CheckpointRestored,
+    Event,
+    GenerationStarted,
+    Record,
+    RestorePointFound,
+    RunFailed,
+    StepDone,
+    WorkerHeld,
+    WorkerLost,
+)
 from holdfast.report.history.history import History, build_history
 from holdfast.report.history.progress import RunProgress
-from holdfast.report.ledger.incidents import Incident
+from holdfast.report.ledger.incidents import Incident, IncidentBook
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.live.metrics import RunMetrics
 from tests.support.journal_builder import Scribe, step_done
@@ -309,3 +319,25 @@ def test_a_node_that_left_in_time_is_named_though_another_came() -> None:
     paused(run, 1, 4)
     then(run, "a", "c", step=4, reason="notice", rung=3)
     assert titled(run).title == "b left in time"
+
+
+# --- what a recovery says of the state that it began from -----------------------------------------
+def test_an_incident_says_where_the_state_came_from_and_what_each_phase_took() -> None:
+    phases = {"open": 0.002, "read": 0.01, "verify": 0.02, "copy": 0.03}
+    story: list[tuple[int, Event]] = [
+        (1, WorkerLost(1, 77, "SIGKILL", "exit", step=9)),
+        (2, RestorePointFound("commits/x", False, 0.004, step=8)),
+        (2, GenerationStarted({}, "worker_lost", "commits/x", step=8)),
+        (2, CheckpointRestored(0, "commits/x", 100, 0.05, {}, {"memory": 100}, step=8)),
+        (2, CheckpointRestored(1, "commits/x", 100, 0.07, phases, {"memory": 90, "peer a": 10})),
+        (2, StepDone(1.0, 10, 1.0, 0.1, 0.5, step=9)),
+    ]
+    book = IncidentBook()
+    for at, (generation, event) in enumerate(story):
+        book.observe(Record(generation, "agent", at, float(at), event), float(at))
+    (incident,) = book.incidents
+    assert incident.seconds == 5.0
+    assert incident.source == (
+        "from memory and peer a: find 0.004 s, open 0.002 s, read 0.010 s, verify 0.020 s, "
+        "copy 0.030 s"
+    )

@@ -16,8 +16,7 @@ from holdfast_lab.score.harness.trainer import trainer_named
 from holdfast_lab.traces.generators import make_trace
 from holdfast_lab.traces.reading import load_trace
 from holdfast_lab.traces.stream_file import format_stream
-from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting
-from tests.runtime.cli.remedies.steps import values
+from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting, values
 
 
 def name_trainer(lab: Lab) -> None:

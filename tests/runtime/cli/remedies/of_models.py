@@ -26,14 +26,17 @@ from holdfast.tasks.script import Script
 from holdfast.tasks.scripts.own_loop import ScriptEnded
 from holdfast.tasks.task.loading import load_task
 from holdfast.training.memory.scratch_file import ScratchFile
-from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting
-from tests.runtime.cli.remedies.steps import (
+from tests.runtime.cli.remedies.lab import (
     MODEL,
+    Case,
+    Lab,
     Sized,
     begin_plan,
     calling,
     export,
+    fixed,
     make_plan,
+    setting,
     values,
 )
 from tests.support.models import config, decoder, train_tokenizer

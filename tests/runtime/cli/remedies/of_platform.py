@@ -14,8 +14,7 @@ from holdfast_platform.broker.instances import Instances
 from holdfast_platform.clusters.ray import RayKind
 from holdfast_platform.commands import broker
 from holdfast_platform.pods.controller import Controller
-from tests.runtime.cli.remedies.lab import Case, Lab, fixed
-from tests.runtime.cli.remedies.steps import values
+from tests.runtime.cli.remedies.lab import Case, Lab, fixed, values
 from tests.support.commands import secret_file
 
 

@@ -39,21 +39,24 @@ from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.location import open_store, probe_store
 from holdfast.wire.store.run_store import FolderStore
-from tests.runtime.cli.remedies.lab import Case, Lab, fixed, setting
-from tests.runtime.cli.remedies.steps import (
+from tests.runtime.cli.remedies.lab import (
     MODEL,
     RUN,
+    Case,
+    Lab,
     Sized,
     begin_plan,
     begin_run,
     calling,
     export,
+    fixed,
     make_plan,
+    setting,
     values,
 )
 from tests.runtime.launch.holders import agent
 from tests.runtime.launch.kubernetes.test_manifests import request_of
-from tests.runtime.launch.test_unlike_node import Watch
+from tests.runtime.launch.test_node_place import Watch
 from tests.support import s3
 from tests.support.fake_kubectl import FakeKubectl
 from tests.support.s3 import Fault, Proxy

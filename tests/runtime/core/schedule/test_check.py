@@ -171,8 +171,7 @@ def test_execution_is_an_order_in_which_everything_can_run(
         (
             ["0F0,0B0,3F0,3B0", "1F0,1B0", "2F0,2B0"],
             "deadlock: rank 0 at 0B0 waits for 1B0 of rank 1, rank 1 at 1B0 waits for 2B0 of "
-            "rank 2, "
-            "rank 2 at 2B0 waits for 3B0 of rank 0",
+            "rank 2, rank 2 at 2B0 waits for 3B0 of rank 0",
         ),
     ],
 )

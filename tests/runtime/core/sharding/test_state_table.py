@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
 from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.core.sharding.parameters import count_parameters
-from holdfast.core.sharding.sharding_table import chunk_range, tp_part
+from holdfast.core.sharding.parameters import count_parameters, decoder_parameters
+from holdfast.core.sharding.reduction_tree import (
+    ReductionTree,
+    TreeNode,
+    check_dealing,
+    deal,
+    maximal_subtrees,
+    plan_accumulation,
+)
+from holdfast.core.sharding.sharding_table import (
+    chunk_range,
+    gradient_is_partial,
+    sharding_table,
+    tp_part,
+)
 from holdfast.core.sharding.state_table import (
     TensorSpec,
     local_boxes,
@@ -20,6 +36,7 @@ from holdfast.core.sharding.state_table import (
     stages_of,
     state_table,
 )
+from holdfast.core.sharding.step_resume import deal_rest, partial_sums
 from holdfast.layout import Layout, place_layout, place_replicas
 from tests.support.topologies import MODELS, tiny, topologies
 
@@ -167,3 +184,155 @@ def test_experts_are_cut_over_dp_shard_and_cp(
     held = [local_boxes(topology, table, rank) for rank in range(layout.world_size)]
     assert [w.offsets[0] for w, _ in held] == starts
     assert len({v for _, v in held}) == layout.dp_shard  # cp cuts nothing else
+
+
+# --- what a replica holds in the midst of a share, and how the rest is dealt ----------------------
+def _replayed(leaves: int, share: tuple[int, ...], count: int) -> dict[tuple[int, int], set[int]]:
+    """The leaves that each slot of the binary counter holds after `count` turns."""
+    slots: dict[tuple[int, int], set[int]] = {}
+    for turn in plan_accumulation(ReductionTree(leaves), share)[:count]:
+        slot = (0, turn.depth) if turn.depth else (turn.piece, 0)
+        slots[slot] = {turn.leaf} | (slots[slot] if turn.accumulates else set())
+        depth = turn.depth
+        for _ in range(turn.carries):
+            below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
+            slots[below] |= slots.pop((0, depth))
+            depth -= 1
+    return slots
+
+
+def test_the_partial_sums_are_those_of_the_counter() -> None:
+    draw = random.Random(3)
+    for _ in range(400):
+        leaves = draw.randint(1, 40)
+        share = tuple(sorted(draw.sample(range(leaves), draw.randint(1, leaves))))
+        count = draw.randint(0, len(share))
+        held = partial_sums(leaves, share, share[:count])
+        assert [node for node, _ in held] == list(
+            maximal_subtrees(ReductionTree(leaves), share[:count])
+        )
+        assert {slot: set(range(n.start, n.stop)) for n, slot in held} == _replayed(
+            leaves, share, count
+        )
+
+
+def test_the_rest_is_dealt_once_and_evenly() -> None:
+    draw = random.Random(4)
+    for _ in range(400):
+        leaves, replicas = draw.randint(1, 40), draw.randint(1, 6)
+        old = deal(leaves, replicas + draw.randint(0, 2))
+        computed = tuple(share[: draw.randint(0, len(share))] for share in old[:replicas])
+        base = deal(leaves, replicas)
+        shares = deal_rest(leaves, computed, base)
+        check_dealing(leaves, shares)
+        for share, done, usual in zip(shares, computed, base, strict=True):
+            assert set(done) <= set(share)
+            assert len(share) <= max(len(usual), len(done))
+
+
+def test_a_replica_that_has_more_than_its_share_gets_nothing() -> None:
+    assert deal_rest(6, ((0, 1, 2, 3), ()), ((0, 1, 2), (3, 4, 5))) == ((0, 1, 2, 3), (4, 5))
+    assert partial_sums(6, (0, 1, 2, 3), (0, 1, 2)) == [
+        (TreeNode(0, 2), (0, 0)),
+        (TreeNode(2, 3), (0, 1)),
+    ]
+
+
+# --- the sharding table ---------------------------------------------------------------------------
+def test_every_parameter_has_a_row_and_units_divide_its_dim() -> None:
+    for model in (tiny(), tiny(tied_embeddings=True), tiny(qk_norm=False)):
+        table = sharding_table(model)
+        assert list(table) == [p.name for p in decoder_parameters(model)]
+        for p in decoder_parameters(model):
+            row = table[p.name]
+            if row.tp_dim is None:
+                assert (row.tp_units, len(p.shape)) == (1, 1)  # norms, and only they, are whole
+                assert row.per_token == (".q_norm." not in p.name and ".k_norm." not in p.name)
+            else:
+                assert p.shape[row.tp_dim] % row.tp_units == 0
+                assert not row.per_token
+
+
+def test_heads_are_units() -> None:
+    table = sharding_table(tiny())
+    rows = {name.split(".", 2)[-1]: table[name] for name in table if name.startswith("layers.1.")}
+    assert [rows[f"attention.{n}.weight"].tp_units for n in "qkvo"] == [4, 2, 2, 4]
+    assert [rows[f"attention.{n}.weight"].tp_dim for n in "qkvo"] == [0, 0, 0, 1]
+    assert [rows[f"ffn.{n}.weight"].tp_dim for n in ("gate", "up", "down")] == [0, 0, 1]
+    assert table["embed.weight"].tp_units == table["head.weight"].tp_units == 7
+
+
+def test_positions() -> None:
+    table = sharding_table(tiny())
+    assert table["embed.weight"].positions == (-1,)
+    assert table["layers.2.ffn.up.weight"].positions == (2,)
+    assert table["norm.weight"].positions == table["head.weight"].positions == (3,)
+    assert sharding_table(tiny(tied_embeddings=True))["embed.weight"].positions == (-1, 3)
+
+
+@pytest.mark.parametrize("units", range(1, 9))
+@pytest.mark.parametrize("tp", range(1, 9))
+def test_tp_parts(units: int, tp: int) -> None:
+    parts = [tp_part(units, tp, index) for index in range(tp)]
+    held = [tuple(range(start, start + count)) for start, count in parts]
+    assert set().union(*held) == set(range(units))
+    if units >= tp:
+        theirs = [tuple(c.tolist()) for c in torch.arange(units).chunk(tp)]
+        assert held == theirs + [()] * (tp - len(theirs))
+    else:
+        assert all(len(one) == 1 for one in held)
+        assert held == sorted(held)
+        if tp % units == 0:
+            assert all(held.count((unit,)) == tp // units for unit in range(units))
+
+
+def part(weight: Tensor, dim: int, units: int, tp: int, index: int) -> Tensor:
+    size = weight.shape[dim] // units
+    first, count = tp_part(units, tp, index)
+    return weight.narrow(dim, first * size, count * size)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_cut_by_the_table_computes_the_same(tp: int, kv_heads: int) -> None:
+    """Each rank's query heads find the key/value heads that they read in its own part."""
+    model = tiny(kv_heads=kv_heads, dim=6)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {p.name: p.shape for p in decoder_parameters(model)}
+    weights = [
+        torch.randn(
+            shapes[f"layers.0.attention.{n}.weight"], generator=generator, dtype=torch.float64
+        )
+        for n in "qkvo"
+    ]
+    x = torch.randn(5, model.dim, generator=generator, dtype=torch.float64)
+    rows = [sharding_table(model)[f"layers.0.attention.{n}.weight"] for n in "qkvo"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+        heads = [(x @ w.T).view(5, -1, model.head_size).transpose(0, 1) for w in (q, k, v)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return mixed.transpose(0, 1).flatten(1) @ o.T
+
+    summed = sum(
+        attend(
+            *(
+                part(weight, row.tp_dim or 0, row.tp_units, tp, index)
+                for weight, row in zip(weights, rows, strict=True)
+            )
+        )
+        for index in range(tp)
+    )
+    assert isinstance(summed, Tensor)
+    torch.testing.assert_close(summed, attend(*weights), rtol=1e-12, atol=1e-12)
+
+
+def test_which_gradients_are_parts() -> None:
+    table = sharding_table(tiny())
+
+    def partial(name: str) -> tuple[bool, bool]:
+        return (gradient_is_partial(table[name], False), gradient_is_partial(table[name], True))
+
+    for name in ("norm", "layers.0.attention_norm", "layers.0.ffn_norm"):
+        assert partial(f"{name}.weight") == (False, True)
+    for name in ("k", "v", "q_norm", "k_norm"):
+        assert partial(f"layers.0.attention.{name}.weight") == (True, True)

@@ -3,7 +3,7 @@ and share a real run store: the rest goes on under another one, in one place.
 
 A row for each line of the table of transitions that a reign lives through. (Every interleaving of
 each, with what the dead one had under way:
-`tests/runtime/policy/membership/test_transitions_coordinator_killed.py`.)
+`tests/runtime/policy/membership/test_transitions.py`.)
 """
 
 from __future__ import annotations

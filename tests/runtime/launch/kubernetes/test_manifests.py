@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.owners.kubernetes.manifests import make_objects
 from holdfast.launch.owners.kubernetes.owner import KubernetesOwner
 from holdfast.launch.owners.owner import LaunchRequest
-from tests.support.commands import here
+from tests.support.commands import within
 from tests.support.kubernetes_definitions import problems
 from tests.support.ranks import ROOT
 
@@ -82,14 +82,14 @@ def agents_in(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", GIVEN)
 def test_a_dry_run_prints_the_golden_objects_and_their_definitions_accept_them(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path
 ) -> None:
     """HOLDFAST_WRITE_GOLDEN=1 writes the files."""
     run_file = tmp_path / "run.yaml"
     run_file.write_text(RUN_FILE)
     given = [f"launch.kubernetes.kind={kind}", *GIVEN[kind]]
     command = ["launch", run_file, "--on", "kubernetes", "--nodes", "4", "--dry-run", *given]
-    shown = here(capsys, *command)
+    shown = within(*command)
     assert shown.code == 0, shown.err
     golden = GOLDEN / f"{kind}.yaml"
     if os.environ.get("HOLDFAST_WRITE_GOLDEN"):

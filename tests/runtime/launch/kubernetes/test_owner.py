@@ -210,9 +210,8 @@ def test_machines_without_the_label_are_named() -> None:
 
 RECORDED = [  # what kubectl 1.32 printed, and words of our sentence
     (
-        "The connection to the server localhost:8080 was refused - did you specify the "
-        "right host or "
-        "port?",
+        "The connection to the server localhost:8080 was refused - did you specify the right host "
+        "or port?",
         "does not answer: The connection to the server localhost:8080 was refused",
     ),
     (
@@ -227,8 +226,7 @@ RECORDED = [  # what kubectl 1.32 printed, and words of our sentence
     ),
     (
         'error: resource mapping not found for name: "a" namespace: "b" from "STDIN": no '
-        "matches for "
-        'kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
+        'matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"\nensure CRDs',
         "the cluster does not know JobSet",
     ),
     ('error: the server doesn\'t have a resource type "jobsets"', "does not know jobsets"),
@@ -238,14 +236,12 @@ RECORDED = [  # what kubectl 1.32 printed, and words of our sentence
     ),
     (
         "Error from server (Forbidden): roles.rbac.authorization.k8s.io is forbidden: User "
-        '"u" cannot '
-        'create resource "roles"',
+        '"u" cannot create resource "roles"',
         "this account may not do that: roles.rbac",
     ),
     (
         'Error from server (Forbidden): error when creating "STDIN": pods "a" is forbidden: '
-        "exceeded "
-        "quota: team",
+        "exceeded quota: team",
         "the namespace's quota is used up: pods",
     ),
     ("error: You must be logged in to the server (Unauthorized)", "not accept the credentials"),

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from math import expm1
+from typing import Any
 
+import pytest
+from benchmarks.lab.layout_replay import run_layout
+from benchmarks.lab.plan_failures import EXAMPLE, problem_of
+
+from holdfast.config.loading.load import load_config
 from holdfast.errors import ConfigError
-from holdfast.plan.cost.evaluate import Evaluator
+from holdfast.plan.cost.choice import Choice, ReplicaChoice
+from holdfast.plan.cost.evaluate import Evaluator, Problem
+from holdfast.plan.cost.run_workload import workload_of
+from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.devices import load_devices
+from holdfast.plan.hardware.link import Link
 from holdfast.plan.objective.energy import JOULES_PER_KWH, step_joules
+from holdfast.plan.objective.goodput import GoodputModel
+from holdfast.plan.objective.losses import absent_chances, batch_chances
+from holdfast.plan.objective.next_plans import NextPlan, next_plans
 from holdfast.plan.objective.objectives import OBJECTIVES, Deadline, FinishBy, objective_named
-from tests.runtime.plan.objective.problems import layout, pool, problem
+from holdfast.plan.objective.recoveries import recovery_of
+from holdfast.plan.objective.recovery_costs import RecoveryCosts
+from holdfast.plan.search.search import Found, Limits, search
+from holdfast.policy.saving.tiers import DISK
 
 
 def test_units() -> None:
@@ -75,3 +93,227 @@ def test_the_cheapest_in_time_or_the_earliest() -> None:
     score = objective_named("finish_by", given, deadline=Deadline(10_000, 1e-3))
     assert isinstance(score, FinishBy)
     assert score.says(fast, evaluator.cost(fast)).startswith("no layout is done in 0.001 h")
+
+
+# --- small problems with round numbers ------------------------------------------------------------
+BLOCKS = 24
+
+
+def pool(name: str = "spot", nodes: int = 8, **settings: Any) -> NodePool:
+    """Nodes of two A100 that lose a node often."""
+    usual: dict[str, Any] = {
+        "zone": "a",
+        "is_spot": True,
+        "usd_per_hour": 2.0,
+        "losses_per_day": 9.2,
+        "grams_co2_per_kwh": 400.0,
+    }
+    return NodePool(
+        name, nodes, 2, "A100-80", Link(5e-6, 240e9), Link(20e-6, 12.5e9 / 2), **usual | settings
+    )
+
+
+def problem(*pools: NodePool, batch: int = 64) -> Problem:
+    config = load_config(
+        None,
+        ["model.preset=350m", "data.sequence_length=1024", "train.precision=bf16", "device=cuda"],
+    ).config
+    workload = replace(workload_of(config), batch=batch)
+    return Problem(workload, Cluster(pools or (pool(),)), load_devices())
+
+
+def layout(count: int, pp: int, microbatches: int, pools: tuple[str, ...] = ("spot",)) -> Choice:
+    """Replicas of `pp` stages of one device, with microbatches of one sample."""
+    stages = tuple(BLOCKS // pp for _ in range(pp)) if pp > 1 else ()
+    group = ReplicaChoice(count, pp, 1, 1, 1, stages, pools, microbatches)
+    return Choice((group,), 1)
+
+
+# --- the example in which the best layout without failures is not the best with them --------------
+MICROBATCHES = (8, 64)
+"""Those of the two best layouts; `benchmarks.lab.plan_failures` searches all."""
+
+
+@pytest.mark.slow
+def test_the_best_layout_with_failures_is_another_one_and_wins_in_a_replay() -> None:
+    problem = problem_of(EXAMPLE / "run.yaml", str(EXAMPLE / "cluster.yaml"))
+    model = GoodputModel(problem)
+
+    def best_by(name: str) -> Found:
+        found = (
+            search(
+                problem,
+                Limits(
+                    cp=1,
+                    tp=1,
+                    zero=(3,),
+                    schedules=("1f1b",),
+                    recompute=("none", "full"),
+                    microbatch=microbatch,
+                ),
+                objective_named(name, problem),
+            ).best
+            for microbatch in MICROBATCHES
+        )
+        return min(found, key=lambda each: each.score)
+
+    by_time, by_goodput = best_by("time"), best_by("goodput")
+    assert by_time.choice != by_goodput.choice
+    assert by_time.cost.step_s < by_goodput.cost.step_s
+    one, other = (
+        run_layout(model, best.choice, best.cost, days=40).tokens_per_s
+        for best in (by_time, by_goodput)
+    )
+    assert other > 1.02 * one
+
+
+# --- expected goodput -----------------------------------------------------------------------------
+SLOW_RETURN = RecoveryCosts(spot_return_s=3_600.0, store_bandwidth=1e8)
+
+
+def expected_and_replayed(
+    given: Problem, choice: Choice, costs: RecoveryCosts, days: float = 12
+) -> tuple[float, float]:
+    model = GoodputModel(given, costs)
+    cost = model.evaluator.cost(choice)
+    assert cost.fits
+    found = [run_layout(model, choice, cost, days, seed).tokens_per_s for seed in (1, 2)]
+    return model.expected(choice, cost).tokens_per_s, sum(found) / 2
+
+
+@pytest.mark.parametrize("burst", [1.0, 2.0])
+@pytest.mark.parametrize("choice", [layout(16, 1, 4), layout(4, 4, 16), layout(1, 8, 64)])
+def test_formulas_say_what_a_replay_of_random_losses_shows(choice: Choice, burst: float) -> None:
+    given = problem(pool(losses_per_day=4.0, burst=burst))
+    expected, replayed = expected_and_replayed(given, choice, SLOW_RETURN)
+    assert expected == pytest.approx(replayed, rel=0.03)
+
+
+def test_a_cluster_that_loses_nothing_has_the_throughput_of_the_step() -> None:
+    model = GoodputModel(problem(pool(losses_per_day=0.0, zone="")))
+    choice = layout(16, 1, 4)
+    found = model.expected(choice, model.evaluator.cost(choice))
+    assert found.tokens_per_s == pytest.approx(found.full, rel=1e-4)
+    assert found.interruptions_per_day == 0
+
+
+def test_one_replica_without_peers_loses_what_daly_says() -> None:
+    """One node, so nothing but the run store survives, and nodes return at once. For each second of
+    work T = M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
+    costs = RecoveryCosts(spot_return_s=1e-6, save_pause_s=5.0, store_bandwidth=1e12)
+    model = GoodputModel(problem(pool(nodes=1, losses_per_day=24.0, zone="")), costs)
+    choice = layout(1, 2, 64)
+    found = model.expected(choice, model.evaluator.cost(choice))
+    mtbf, tau = 3_600.0, found.intervals_s[DISK]
+    pause = model.pause_s(choice, 2)
+    daly = mtbf * (1 + expm1(pause / mtbf)) * expm1((tau + 5.0) / mtbf) / tau
+    assert found.full / found.tokens_per_s == pytest.approx(daly, rel=0.01)
+
+
+def test_more_replicas_lose_less_to_a_burst() -> None:
+    model = GoodputModel(problem(pool(burst=2.0)))
+    both = (layout(1, 16, 64), layout(8, 2, 8))
+    few, many = (model.expected(each, model.evaluator.cost(each)) for each in both)
+    assert many.pauses["from_store"] < few.pauses["from_store"]
+    assert many.pauses["continues"] > few.pauses["continues"]
+
+
+def test_a_replica_on_nodes_of_its_own_keeps_the_run_alive() -> None:
+    spot, kept = pool("spot", 4, burst=3.0), pool("kept", 2, is_spot=False, losses_per_day=0.004)
+    given = problem(spot, replace(kept, zone="b"))
+    mixed = replace(
+        layout(1, 8, 32),
+        replicas=(*layout(1, 8, 40).replicas, *layout(1, 4, 24, ("kept",)).replicas),
+    )
+    across = layout(1, 8, 64, ("spot",) * 4 + ("kept",) * 4)
+    model = GoodputModel(given)
+    alive, stops = (model.expected(each, model.evaluator.cost(each)) for each in (mixed, across))
+    assert stops.pauses["from_store"] > 1e-3
+    assert alive.pauses["from_store"] < stops.pauses["from_store"] / 5
+
+
+def test_spare_nodes_take_the_place_of_lost_ones() -> None:
+    choice = layout(1, 4, 64)
+    tight, spare = (
+        GoodputModel(problem(pool(nodes=nodes, losses_per_day=1.0))) for nodes in (2, 8)
+    )
+    without, with_spares = (
+        model.expected(choice, model.evaluator.cost(choice)) for model in (tight, spare)
+    )
+    assert with_spares.fewer < without.fewer / 100
+
+
+@pytest.mark.parametrize("burst", [1.0, 1.5, 4.0])
+def test_absent_nodes_have_the_mean_of_their_rates(burst: float) -> None:
+    chances = absent_chances(400, 1e-4, 300.0, burst)
+    mean = sum(k * chance for k, chance in enumerate(chances))
+    assert sum(chances) == pytest.approx(1)
+    assert mean == pytest.approx(400 * 0.03 / 1.03, rel=0.01)
+    sizes = batch_chances(burst, 64)
+    assert sum(size * chance for size, chance in sizes) == pytest.approx(burst, rel=0.01)
+
+
+# --- the next plans -------------------------------------------------------------------------------
+def plans_of(choice: Choice, **settings: object) -> tuple[NextPlan, ...]:
+    model = GoodputModel(problem(pool(**settings)))
+    return next_plans(model, choice, model.evaluator.cost(choice))
+
+
+def test_each_likely_loss_has_a_plan() -> None:
+    model = GoodputModel(problem(pool(nodes_per_rack=2, nodes_per_power_domain=4), batch=512))
+    choice = layout(4, 4, 128)
+    found = next_plans(model, choice, model.evaluator.cost(choice))
+    assert [(plan.loss, plan.lost, plan.rung) for plan in found] == [
+        ("node", {"spot": 1}, 0),
+        ("rack", {"spot": 2}, 0),
+        ("power", {"spot": 4}, 0),
+        ("half of the spot pool", {"spot": 4}, 0),
+        ("zone", {"spot": 8}, 6),
+    ]
+    node, _, _, half, zone = found
+    assert node.layout is not None
+    assert node.layout.devices <= 14
+    assert 0.45 < half.share < 0.7
+    assert half.share < node.share < 1
+    assert zone.layout is None
+    assert zone.tokens_per_s == 0
+
+
+def test_one_replica_over_all_nodes_takes_its_state_from_memory() -> None:
+    node, half, _ = plans_of(layout(1, 16, 64))
+    assert (node.rung, half.rung) == (4, 6)
+    assert node.layout is not None
+    assert node.moved_bytes > 0
+
+
+def moved_bytes(old: Choice, new: Choice, lost: int) -> float:
+    names = [f"spot/{number}" for number in range(8)]
+    return recovery_of(problem(), old, new, {"spot": names}, names[:lost])[1]
+
+
+def test_fewer_of_the_same_replicas_move_nothing_that_they_hold() -> None:
+    old, new = layout(4, 4, 16), layout(2, 4, 32)
+    assert moved_bytes(old, new, 4) == 0
+    assert moved_bytes(old, old, 0) == 0
+
+
+@pytest.mark.parametrize(("new", "copies"), [(layout(2, 1, 32), 2), (layout(1, 1, 64), 1)])
+def test_what_devices_lack_is_moved(new: Choice, copies: int) -> None:
+    """Each device has one of 16 stages, and shall have the complete model."""
+    given = problem()
+    state = given.workload.parameters * given.workload.state.optimizer
+    moved = moved_bytes(layout(1, 16, 64), new, 1)
+    assert 0.85 * copies * state < moved < copies * state
+
+
+def test_a_search_of_the_rest_replaces_the_simple_choice() -> None:
+    model = GoodputModel(problem())
+    choice = layout(1, 16, 64)
+
+    def rest(given: object) -> Choice:
+        return search(given, Limits(cp=1, tp=1, dp_shard=1, microbatch=1)).best.choice  # type: ignore[arg-type]
+
+    cost = model.evaluator.cost(choice)
+    simple, searched = next_plans(model, choice, cost), next_plans(model, choice, cost, rest)
+    for one, other in zip(simple, searched, strict=True):
+        assert other.tokens_per_s >= one.tokens_per_s

@@ -34,7 +34,7 @@ from holdfast.policy.recovery.rank_assignment import fill_places
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import Change, Costs, Node, OperatingPoint
-from tests.runtime.plan.objective.problems import pool
+from tests.runtime.plan.objective.test_objectives import pool
 
 LOSSES = 2000
 BLOCKS = 2

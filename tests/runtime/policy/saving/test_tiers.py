@@ -19,9 +19,11 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
+from holdfast.policy.saving.destinations import why_save_now
 from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS, FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import IntervalBounds, SaveCost
+from holdfast.policy.saving.retention import removable_steps
 from holdfast.policy.saving.tier_durations import MEASURED_SAVES, TierDurations, TierMeasurements
 from holdfast.policy.saving.tiers import (
     BUCKET,
@@ -215,3 +217,59 @@ def test_the_bucket_gets_what_the_disk_gets() -> None:
     late = {MEMORY: 1.0, PEERS: 1.0, DISK: 50.0, BUCKET: 5000.0}
     assert _due(late) == frozenset()
     assert BUCKET in _due(late, frozenset((DISK,)))
+
+
+# --- when a durable save is due -------------------------------------------------------------------
+def test_steps_end_and_stop() -> None:
+    saved, reasons = 0, {}
+    for step in range(1, 26):
+        reason = why_save_now(step, 25, every_steps=10, last_saved=saved)
+        if reason is not None:
+            saved, reasons[step] = step, reason
+    assert reasons == {10: "steps", 20: "steps", 25: "end"}
+    assert why_save_now(7, 25, every_steps=10, is_stopping=True) == "stop"
+    assert why_save_now(7, 25, every_steps=0) is None
+    assert why_save_now(25, 25, every_steps=0) == "end"
+
+
+def test_nothing_is_saved_twice() -> None:
+    assert why_save_now(10, 25, every_steps=10, last_saved=10) is None
+    assert why_save_now(10, 25, every_steps=10, last_saved=10, is_stopping=True) is None
+
+
+def test_seconds() -> None:
+    def at(seconds: float) -> str | None:
+        return why_save_now(3, 25, every_steps=0, every_seconds=60, seconds_since_save=seconds)
+
+    assert at(59.9) is None
+    assert at(60.0) == "seconds"
+    assert why_save_now(3, 25, every_steps=0, every_seconds=0, seconds_since_save=1e9) is None
+
+
+# --- retention ------------------------------------------------------------------------------------
+def test_keeps_the_newest_and_every_nth() -> None:
+    assert removable_steps([10, 20, 30, 40, 50], keep_last=2) == [10, 20, 30]
+    assert removable_steps([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
+
+
+def test_never_removes_the_newest_verified() -> None:
+    assert removable_steps([10, 20, 30, 40], keep_last=1, verified=[10, 20]) == [10, 30]
+    assert removable_steps([10, 20, 30, 40], keep_last=1, verified=[40]) == [10, 20, 30]
+
+
+def test_refuses_to_keep_nothing() -> None:
+    with pytest.raises(ValueError, match="keep_last"):
+        removable_steps([1], keep_last=0)
+
+
+@given(
+    st.sets(st.integers(0, 200)), st.integers(1, 5), st.integers(0, 7), st.sets(st.integers(0, 200))
+)
+def test_repeating_it_removes_nothing_more(
+    steps: set[int], last: int, every: int, verified: set[int]
+) -> None:
+    gone = set(removable_steps(steps, last, every, verified))
+    left = steps - gone
+    assert gone <= steps
+    assert len(left) >= min(last, len(steps))
+    assert removable_steps(left, last, every, verified) == []
