@@ -6,14 +6,16 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from holdfast.events import GenerationStarted, Record, WorkerStarted
-from holdfast.wire.journal import follow_journal
+from holdfast.events import Event, GenerationStarted, Record, StepDone, WorkerStarted
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import Outcome
 
+E = TypeVar("E", bound=Event)
 DEADLINE = 240.0  # seconds for a run on a busy machine
 
 
@@ -58,6 +60,28 @@ class FollowedRun:
         finally:
             over.cancel()
         pytest.fail(f"it ended before that: {self.output}")
+
+    def until_step(self, step: int, generation: int = 1) -> None:
+        """Until at least this step is done, in this generation or a later one."""
+        self.until(
+            lambda r: (
+                isinstance(r.event, StepDone)
+                and r.generation >= generation
+                and r.event.step >= step
+            )
+        )
+
+    def events(self, kind: type[E], generation: int | None = None) -> list[E]:
+        """The events of a kind that the journal has now."""
+        return [
+            record.event
+            for record in read_journal(FolderStore(self.folder))
+            if isinstance(record.event, kind) and generation in (None, record.generation)
+        ]
+
+    def finish(self) -> Outcome:
+        """As `end`; the command must have succeeded."""
+        return self.end().succeeds()
 
     def end(self) -> Outcome:
         """Wait until the command has ended."""

@@ -22,7 +22,6 @@ from holdfast.events import (
     Evaluated,
     GenerationStarted,
     RunFinished,
-    StepDone,
 )
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -126,9 +125,9 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
     apart("train", run_file, f"folder={tmp_path / 'alone'}", *exact, deadline=240).succeeds()
     process = start("train", run_file, f"folder={folder}", *layout)
     run = FollowedRun(folder, process)
-    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 12)
+    run.until_step(12)
     os.kill(run.pids[1], signal.SIGKILL)
-    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 25)
+    run.until_step(25)
     process.send_signal(signal.SIGTERM)
     run.end()
     apart(

@@ -349,15 +349,6 @@ def test_the_budget_bounds_what_leaves(start: Start) -> None:
     assert keeper.has() == []
 
 
-def test_peers_that_are_gone_are_named_and_cost_nothing_more(start: Start) -> None:
-    alive = start(name="alive")
-    gone = Peer(Machine("gone"), f"127.0.0.1:{free_port()}")
-    found, silent = open_peers([gone, Peer(Machine("alive"), alive.address)], SECRET, 1)
-    assert [source.name for source in found] == ["peer alive"]
-    assert [name for name, _ in silent] == ["gone"]
-    assert "cannot be reached" in silent[0][1]
-
-
 def test_a_peer_that_dies_during_a_restore_leaves_the_rest_to_the_next_source(start: Start) -> None:
     first, second = start(name="first"), start(name="second")
     owner = start(first, second, name="owner", copies=2)

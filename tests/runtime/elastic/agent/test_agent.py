@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 
 from holdfast.elastic.agent.agent import NodeResult
-from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE, FOLDER_LOST_MESSAGE
+from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE
 from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.run_result import EndReason, RunResult
@@ -37,7 +37,6 @@ from holdfast.events import (
     StepDone,
     StopRequested,
     WorkerLost,
-    WorkerReady,
 )
 from holdfast.layout import Layout, place_layout
 from holdfast.policy.membership.state import NodeStage
@@ -61,27 +60,6 @@ def _agent(trainer: Trainer) -> tuple[str, Secret]:
     holder = newest_term(FolderStore(trainer.folder))[1]
     assert holder is not None
     return str(holder["address"]), open_secret(trainer.folder, {})
-
-
-@pytest.mark.slow
-def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
-    with training(tmp_path / "run", {"steps": 5}, "layout.workers=2") as trainer:
-        assert trainer.end() == 0, trainer.said
-        assert trainer.said == ""
-    (started,) = trainer.events(RunStarted)
-    assert (started.resumed, started.dataset_version) == (False, "toy")
-    (generation,) = trainer.events(GenerationStarted)
-    assert (generation.reason, generation.restored_from, generation.step) == ("start", None, 0)
-    assert [e.step for e in trainer.events(StepDone)] == [1, 2, 3, 4, 5]
-    assert [e.rank for e in trainer.events(WorkerReady)] == [0, 1]
-    assert [e.step for e in trainer.events(RunFinished)] == [5]
-    writers = {r.writer for r in trainer.records()}
-    assert writers == {"agent", "rank0", "rank1"}
-    assert newest_term(FolderStore(trainer.folder)) == (1, None)  # closed
-    for rank in (0, 1):
-        log = (trainer.folder / "logs" / "0000000001" / f"rank{rank}.log").read_text()
-        assert "torch_imported=True" in log
-        assert "group=True" in log
 
 
 def test_lost_worker_mover_and_template_are_replaced(tmp_path: Path) -> None:
@@ -201,34 +179,6 @@ def test_workers_end_within_a_second_of_their_agent_and_the_run_resumes(tmp_path
 
 
 @pytest.mark.slow
-def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
-    plan = {"steps": 4, "hang": {"generation": 1, "rank": 1, "step": 3}}
-    overrides = ("layout.workers=3", "cluster.progress_seconds=2", "cluster.compare=false")
-    with training(tmp_path / "run", plan, *overrides) as trainer:
-        assert trainer.end() == 0, trainer.said
-    (lost,) = trainer.events(WorkerLost)
-    assert (lost.rank, lost.noticed_by) == (1, "progress")
-    assert lost.cause == "no progress for 2 s in step 3, compute"
-    assert [e.reason for e in trainer.events(GenerationStarted)] == ["start", "hang"]
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    plan = ENDLESS | {"hang": {"generation": 1, "rank": 0, "step": 3}}
-    overrides = ("layout.workers=2", "cluster.compare=false")
-    with training(tmp_path / "run", plan, *overrides) as trainer:
-        trainer.wait_step(2, 1)
-        family = trainer.family()
-        os.kill(trainer.process.pid, signal.SIGINT)
-        trainer.wait(lambda: trainer.events(StopRequested), "the first Ctrl-C")
-        assert trainer.process.poll() is None  # nobody can leave: a worker hangs
-        os.kill(trainer.process.pid, signal.SIGINT)
-        assert trainer.end(20) == 130
-        wait_until(lambda: gone(family), 10.0, "no process is left")
-    assert trainer.events(RunStopped) == []
-
-
-@pytest.mark.slow
 def test_a_crash_that_comes_back_is_given_up(tmp_path: Path) -> None:
     plan = {"steps": 4, "crash": {"generation": 0, "rank": 1, "step": 2}}
     overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=2")
@@ -250,15 +200,6 @@ def test_a_run_whose_last_state_is_not_durable_is_not_finished(tmp_path: Path) -
     (stopped,) = trainer.events(RunStopped)
     assert stopped.reason == "the state after step 3 could not be saved: the disk is full"
     assert "resume with: holdfast train" in trainer.said
-
-
-@pytest.mark.slow
-def test_what_the_person_can_mend_is_one_sentence(tmp_path: Path) -> None:
-    plan = {"steps": 4, "refuse": {"generation": 0, "rank": 1, "step": 2}}
-    with training(tmp_path / "run", plan, "layout.workers=2") as trainer:
-        assert trainer.end() == 2
-    assert trainer.said == "plan.json: the toy refuses; leave it out\n"
-    assert [e.reason for e in trainer.events(RunFailed)] == [trainer.said.strip()]
 
 
 @pytest.mark.slow
@@ -337,20 +278,6 @@ def _descriptors(pid: int) -> int:
 
 def _arenas(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:holdfast-")
-
-
-@pytest.mark.slow
-def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    with training(tmp_path / "run", ENDLESS, "layout.workers=1", module=IMPATIENT) as trainer:
-        trainer.wait_step(2, 1)
-        family = trainer.family()
-        trainer.folder.rename(tmp_path / "moved")
-        assert trainer.end(120) == 1
-        wait_until(lambda: gone(family), what="no process is left")
-        assert trainer.said.count(f"{FOLDER_LOST_MESSAGE}; waiting 3 s for it") == 1
-        assert trainer.said.count(FOLDER_GONE_MESSAGE) == 1
-        assert "Traceback" not in trainer.said
-        assert not trainer.folder.exists()
 
 
 def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
