@@ -4,7 +4,7 @@ coordinator makes of what those say who stopped for a bad step."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -44,6 +44,18 @@ CONFIG = RunConfig.model_validate(
         },
     }
 )
+
+
+def _planner(
+    plan: Any = None,
+    emit: Callable[[Event], object] = lambda event: None,
+    late: Callable[[int, Event], object] = lambda generation, event: None,
+) -> GenerationPlanner:
+    """Of a new coordinator. plan: lays out nodes. late: takes losses of older generations."""
+    unused = cast(Any, None)
+    return GenerationPlanner(
+        PlannerContext(CONFIG, plan, unused, "", emit, unused, emit_in_generation=late)  # type: ignore[arg-type]
+    )
 
 
 def _survivors(before: Topology) -> RecoveryPlanner:
@@ -113,19 +125,7 @@ def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_genera
     after = place_layout(Layout(), 2, ("b",))
     record = GenerationRecord(after, previous=PreviousState(before, 5))
 
-    async def nothing(*_: object) -> object:
-        raise AssertionError("nothing is planned here")
-
-    lead = GenerationPlanner(
-        PlannerContext(
-            CONFIG,
-            cast(Any, nothing),
-            cast(Any, nothing),
-            "",
-            lambda event: None,
-            lambda number: None,
-        )
-    )
+    lead = _planner()
     lead.load_record(record)
     assert lead._recovery_planner.has_complete_state({4: _held(1, 5)})
 
@@ -138,18 +138,7 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
         assert isinstance(event, WorkerLost)
         told.append((generation, event.rank, event.cause))
 
-    unused = cast(Any, None)
-    lead = GenerationPlanner(
-        PlannerContext(
-            CONFIG,
-            unused,
-            unused,
-            "",
-            lambda event: told.append((0, 0, event.kind)),
-            unused,
-            emit_in_generation=late,
-        )
-    )
+    lead = _planner(emit=lambda event: told.append((0, 0, event.kind)), late=late)
     lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
     old = [NodeRecord(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
     reign = transitions.begin_term(7, 0.0, 5, old, "resume")
@@ -166,8 +155,7 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
 def test_how_an_older_generation_ended_is_not_said_of_the_last_one() -> None:
     """A node that was not told to begin it before it was over still says how the one before ended:
     the checkpoint that the last one began from is not to blame for that."""
-    unused = cast(Any, None)
-    lead = GenerationPlanner(PlannerContext(CONFIG, unused, unused, "", unused, unused))
+    lead = _planner()
     lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
     of = {
         name: NodeReport(
@@ -191,8 +179,7 @@ def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
     def planner(*_: object) -> Any:
         raise LayoutError("none fits")
 
-    unused = cast(Any, None)
-    lead = GenerationPlanner(PlannerContext(CONFIG, planner, unused, "", unused, unused))
+    lead = _planner(planner)
     lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
     old = [NodeRecord(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
     rules = MembershipRules(lambda nodes: tuple(node.name for node in nodes))
@@ -218,8 +205,7 @@ def test_the_simple_planner_is_named_once_where_it_takes_the_place_of_the_search
     def planner(*_: object) -> Any:
         return LayoutPlan(place_layout(Layout(), 1, ("a",)), (None,), 0, 0, simple_because=why)
 
-    unused = cast(Any, None)
-    lead = GenerationPlanner(PlannerContext(CONFIG, planner, unused, "", told.append, unused))
+    lead = _planner(planner, told.append)
     for _ in range(2):
         assert lead.select_nodes([NodeRecord("a", "new", 1, 0.0, 0.0)]) == ("a",)
     assert [(event.key, event.reason) for event in told if isinstance(event, SettingIgnored)] == [

@@ -23,16 +23,6 @@ async def _fleet(store: FolderStore, names: str, least: int = 1) -> list[FleetAg
     return agents
 
 
-def test_agents_gather_under_one_coordinator(tmp_path: Path) -> None:
-    async def scene(store: FolderStore) -> None:
-        agents = await _fleet(store, "abc", least=3)
-        assert sum(agent.reigns for agent in agents) == 1
-        assert {agent.work.generation for agent in agents} == {1}
-        assert newest_term(store)[0] >= 1
-
-    scene_of(scene, tmp_path)
-
-
 def test_a_node_that_is_lost_is_done_without_and_comes_back(tmp_path: Path) -> None:
     async def scene(store: FolderStore) -> None:
         agents = await _fleet(store, "abcd", least=2)
