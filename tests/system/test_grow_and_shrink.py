@@ -1,5 +1,5 @@
-"""Runs of several nodes grow, shrink, and are laid out again by the search, with an axis across
-nodes."""
+"""Runs of several nodes grow, shrink, keep to racks, and are laid out again by the search, with an
+axis across nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted, SettingIgnored
 from holdfast.layout import Topology
-from tests.support.nodes import Nodes, nodes_of
+from tests.support.nodes import Nodes, nodes_of, prepared
 
 STEPS = 40
 SETTINGS = (
@@ -115,3 +115,36 @@ def test_what_is_left_is_laid_out_by_the_search(
         assert _shapes(nodes)[-1] == [(1, 1, 1, 1)], nodes.story()
         assert "layout.mode" not in [event.key for event in nodes.events(SettingIgnored)]
         nodes.assert_same_run(undisturbed, 1e-10)
+
+
+RACKS = {"n1": "ra", "n2": "rb", "n3": "ra", "n4": "rb", "n5": "ra"}
+
+
+def racks_by_replica(found: GenerationStarted) -> list[set[str]]:
+    names = found.topology["nodes"]
+    return [
+        {RACKS[names[rank]] for rank in replica["ranks"]} for replica in found.topology["replicas"]
+    ]
+
+
+@pytest.mark.slow
+def test_replicas_of_two_nodes_keep_to_a_rack_and_a_lost_node_is_replaced_from_it(
+    tmp_path: Path,
+) -> None:
+    """A replica takes two nodes. By their names alone, each would have one of each rack."""
+    settings = (
+        "model.layers=2",
+        "layout.workers=4",
+        "layout.pp=2",
+        "train.steps=100000",
+        "cluster.min_nodes=4",
+    )
+    with nodes_of(prepared(tmp_path), tmp_path / "run", *settings) as run:
+        for name in ("n1", "n2", "n3", "n4"):
+            run.start(name, settings=[f"checkpoint.machine.rack={RACKS[name]}"])
+        run.wait_generation({"n1", "n3", "n2", "n4"})
+        assert racks_by_replica(run.events(GenerationStarted)[-1]) == [{"ra"}, {"rb"}], run.story()
+        run.start("n5", settings=[f"checkpoint.machine.rack={RACKS['n5']}"])
+        run.kill("n3")
+        run.wait_generation({"n1", "n5", "n2", "n4"})
+        assert racks_by_replica(run.events(GenerationStarted)[-1]) == [{"ra"}, {"rb"}], run.story()

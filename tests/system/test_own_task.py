@@ -27,8 +27,7 @@ from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
 from tests.support.commands import apart, start
-from tests.support.followed_run import FollowedRun
-from tests.support.killed_run import assert_same_bits, run_with_a_kill
+from tests.support.followed_run import FollowedRun, assert_same_bits, run_with_a_kill
 
 STEPS = 40
 RUN_FILE = """\

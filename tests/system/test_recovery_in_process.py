@@ -327,15 +327,3 @@ def test_an_error_ends_no_process_and_a_death_while_they_agree_is_one_more_round
     assert "ValueError: the test broke it" in said
     _every_step_once(run.folder, alone, 0.0)
     _same_bits(run.folder, alone)
-
-
-@pytest.mark.slow
-def test_an_error_that_comes_back_is_given_up(run_file: Path) -> None:
-    deeds = {"raise": [[generation, 1, 3] for generation in range(1, 10)]}
-    limit = "cluster.max_restarts_without_progress=2"
-    with _befallen(run_file, "again", deeds, "layout.workers=2", limit) as run:
-        ended = run.end()
-        assert ended.code == 1
-    assert len(run.events(GenerationStarted)) <= 5
-    assert run.events(WorkerLost) == []
-    assert "ValueError: the test broke it" in ended.out + ended.err

@@ -274,12 +274,6 @@ def test_a_slow_holder_holds_up_no_capture(start: Start, slots: int) -> None:
     assert status["counts"]["failed"] == 0
 
 
-def test_two_slots_and_a_holder_in_time(start: Start) -> None:
-    _, owner = pair(start, topology(dp_shard=2), slots=2)
-    for step in (1, 2, 3):
-        put_kept(owner, step)
-
-
 def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     keeper, owner = pair(start, every_steps=2)
     owner.put(1)  # not offered: only every second one is

@@ -101,18 +101,6 @@ def test_another_run_finds_no_snapshots_of_this_one(
     wait_until(lambda: kept(workers.client) == (1, 2))
 
 
-def test_every_fifth_step_is_sent_and_the_others_are_not(start: Start, stage: str) -> None:
-    mover = start(secret=SECRET, peers=told(stage, every_steps=5))
-    workers = mover.workers(slots=3)
-    for step in range(1, 11):
-        capture(workers, step)
-        if step % 5 == 0:
-            wait_until(lambda s=step: kept(workers.client) == (1, s))
-    sends = workers.client.status()["peers"]["sends"]["stage"]["counts"]
-    assert sends == {"kept": 2, "superseded": 0, "failed": 0}
-    wait_until(lambda: [e.kind for e in workers.client.events(0)[0]].count("snapshot_kept") == 2)
-
-
 def test_a_peer_that_is_gone_stops_no_save(start: Start) -> None:
     mover = start(secret=SECRET, peers=told("127.0.0.1:1"))
     workers = mover.workers(2, slots=3)

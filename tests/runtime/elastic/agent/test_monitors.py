@@ -27,7 +27,7 @@ from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_term, newest_term
-from tests.support.agents import FleetAgent, scene_of, until, working
+from tests.support.agents import FleetAgent, in_scene, until, working
 
 
 def _begun(folder: Path) -> RunFolder:
@@ -251,53 +251,51 @@ class Scene:
         await self.monitor.check()
 
 
-def test_a_link_to_the_run_store_that_flaps_costs_the_lead_and_no_work(tmp_path: Path) -> None:
-    async def scene(store: FolderStore) -> None:
-        fleet = Scene(store)
-        await fleet.begin()
-        generation, first = fleet.leader.work.generation, fleet.leader
-        for _ in range(2):
-            await fleet.cut_store()
-        assert first.reigns
+@in_scene
+async def test_a_link_to_the_run_store_that_flaps_costs_the_lead_and_no_work(
+    store: FolderStore,
+) -> None:
+    fleet = Scene(store)
+    await fleet.begin()
+    generation, first = fleet.leader.work.generation, fleet.leader
+    for _ in range(2):
         await fleet.cut_store()
-        await until(lambda: fleet.leaders and fleet.leaders != [first], "another one to lead")
-        assert newest_term(store)[0] == 2
-        assert "lost the run store 3 times within a minute" in "".join(first.said)
-        await until(lambda: fleet.is_complete, "all to follow")
-        assert fleet.leader.work.generation == generation
-
-    scene_of(scene, tmp_path)
+    assert first.reigns
+    await fleet.cut_store()
+    await until(lambda: fleet.leaders and fleet.leaders != [first], "another one to lead")
+    assert newest_term(store)[0] == 2
+    assert "lost the run store 3 times within a minute" in "".join(first.said)
+    await until(lambda: fleet.is_complete, "all to follow")
+    assert fleet.leader.work.generation == generation
 
 
 @pytest.mark.parametrize("outages", [1, 2])
-def test_a_run_store_that_is_away_for_long_costs_nothing(tmp_path: Path, outages: int) -> None:
-    async def scene(store: FolderStore) -> None:
-        fleet = Scene(store)
-        await fleet.begin()
-        for _ in range(outages):
-            await fleet.cut_store(looks=20)
-        assert fleet.leader.reigns
-        assert newest_term(store)[0] == 1
+@in_scene
+async def test_a_run_store_that_is_away_for_long_costs_nothing(
+    store: FolderStore, outages: int
+) -> None:
+    fleet = Scene(store)
+    await fleet.begin()
+    for _ in range(outages):
+        await fleet.cut_store(looks=20)
+    assert fleet.leader.reigns
+    assert newest_term(store)[0] == 1
 
-    scene_of(scene, tmp_path)
 
-
-def test_a_link_to_the_peers_that_flaps_costs_the_lead(tmp_path: Path) -> None:
-    async def scene(store: FolderStore) -> None:
-        fleet = Scene(store)
-        await fleet.begin()
-        first = fleet.leader
-        others = [agent for agent in fleet.agents if agent is not first]
-        for _ in range(3):
-            coordinator = first.follower.coordinator
-            assert coordinator is not None
-            for agent in others:
-                coordinator.declare_lost(agent.name, "not heard for 6.0 s")
-            assert len(coordinator.state.nodes) == 1
-            await until(lambda: fleet.is_complete, "all to be back")
-            await fleet.monitor.check()
-        await until(lambda: fleet.leaders and fleet.leaders != [first], "another one to lead")
-        assert "lost the other nodes 3 times within a minute" in "".join(first.said)
-        await until(lambda: fleet.is_complete, "all to follow")
-
-    scene_of(scene, tmp_path)
+@in_scene
+async def test_a_link_to_the_peers_that_flaps_costs_the_lead(store: FolderStore) -> None:
+    fleet = Scene(store)
+    await fleet.begin()
+    first = fleet.leader
+    others = [agent for agent in fleet.agents if agent is not first]
+    for _ in range(3):
+        coordinator = first.follower.coordinator
+        assert coordinator is not None
+        for agent in others:
+            coordinator.declare_lost(agent.name, "not heard for 6.0 s")
+        assert len(coordinator.state.nodes) == 1
+        await until(lambda: fleet.is_complete, "all to be back")
+        await fleet.monitor.check()
+    await until(lambda: fleet.leaders and fleet.leaders != [first], "another one to lead")
+    assert "lost the other nodes 3 times within a minute" in "".join(first.said)
+    await until(lambda: fleet.is_complete, "all to follow")
