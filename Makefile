@@ -25,9 +25,8 @@ SHARD ?= 1/1
 N ?= 20
 CHAOS ?= chaos
 # Tests whose nodes take a bucket in place of their folder (HOLDFAST_TEST_STORE=bucket).
-IN_BUCKET = $(addprefix tests/system/test_,$(addsuffix .py,nodes_lost nodes_leave grow_and_shrink \
-	placement_of_nodes network_partition recovery_replica_lost recovery_spare_node hang_detection \
-	bad_steps stragglers))
+IN_BUCKET = $(addprefix tests/system/test_,$(addsuffix .py,nodes_lost grow_and_shrink \
+	network_partition recovery_replica_lost recovery_spare_node hang_detection bad_steps))
 # A worker gets the cores that the agent gives it; tests get one each.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.

@@ -7,6 +7,8 @@ suspended (it answers nothing and says nothing), cut off from other agents, and 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -213,6 +215,20 @@ def scene_of(scene: Callable[[FolderStore], Awaitable[None]], folder: Path) -> N
             assert not left, f"these do not end: {left}"
 
     asyncio.run(whole())
+
+
+def in_scene(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Make a test of a coroutine whose first parameter is a run store: see `scene_of`."""
+    signature = inspect.signature(test)
+    _, *more = signature.parameters.values()
+    folder = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    @functools.wraps(test)
+    def run(tmp_path: Path, **given: Any) -> None:
+        scene_of(lambda store: test(store, **given), tmp_path)
+
+    run.__signature__ = signature.replace(parameters=[folder, *more])  # type: ignore[attr-defined]
+    return run
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> None:

@@ -14,7 +14,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from holdfast.elastic.notices.source import NoticeSource, TerminationWarning
+
 PAGE = b"<html><body><h1>503 Service Unavailable</h1></body></html>"
+
+
+def polled(source: NoticeSource) -> TerminationWarning:
+    """What a source says, which must be something."""
+    found = source.poll()
+    assert found is not None
+    return found
 
 
 @dataclass

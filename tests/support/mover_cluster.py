@@ -30,11 +30,9 @@ from tests.support.ranks import wait_until
 class Nodes:
     """Movers by the name of their node. What an agent tells its mover is said here to each."""
 
-    def __init__(
-        self, start: Start, *names: str, mover: Mapping[str, Any] | None = None, every: int = 1
-    ) -> None:
-        """mover: settings of every mover. every: the steps whose snapshots are copied."""
-        self._start, self._mover, self._every = start, dict(mover or {}), every
+    def __init__(self, start: Start, *names: str, mover: Mapping[str, Any] | None = None) -> None:
+        """mover: settings of every mover."""
+        self._start, self._mover = start, dict(mover or {})
         self.movers: dict[str, Mover] = {}
         self.peers: dict[str, Peer] = {}
         self.ranks: dict[int, Rank] = {}
@@ -44,7 +42,7 @@ class Nodes:
             self.add(name)
 
     def add(self, name: str) -> Mover:
-        told = PeerSettings(Machine(name), room=1 << 28, every_steps=self._every)
+        told = PeerSettings(Machine(name), room=1 << 28)
         mover = self._start(secret=SECRET, peers=told.to_json(), **self._mover)
         address = str(mover.client(1).status()["peers"]["address"])
         self.movers[name], self.peers[name] = mover, Peer(Machine(name), address)
@@ -74,34 +72,25 @@ class Nodes:
     def folder(self) -> Path:
         return self.store.folder
 
-    def choose(
-        self, by: str, generation: int, among: Collection[str], tried: dict[str, str] | None = None
-    ) -> RestorePoint:
+    def choose(self, by: str, generation: int, among: Collection[str]) -> RestorePoint:
         """Open the generation, and have a node's mover choose what it begins from."""
         self.open(generation)
         client = self.movers[by].client(generation)
-        return client.find_restore_point(
-            corrupt_keys=tried, machines=[self.peers[name] for name in among]
-        )
+        return client.find_restore_point(machines=[self.peers[name] for name in among])
 
     def begin(
-        self,
-        topo: Topology,
-        newest: RestorePoint | None = None,
-        also: Collection[str] = (),
-        only: Iterable[str] | None = None,
-        start: int | None = None,
+        self, topo: Topology, newest: RestorePoint | None = None, start: int | None = None
     ) -> None:
         """Tell every node's mover that the generation begins, and have each rank make an arena."""
         names = list(dict.fromkeys(topo.nodes))
         step = start if newest is None else newest.step
-        for name in names if only is None else only:
+        for name in names:
             self.movers[name].client(topo.generation).expect(
                 topo,
                 TABLE,
                 step,
                 [self.peers[n] for n in names],
-                [self.peers[n] for n in also],
+                [],
                 newest.placement if newest else None,
                 newest,
             )

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import Event, GenerationStarted, Record, StepDone
 from holdfast.wire.store.run_store import FolderStore, RunStore
@@ -122,6 +124,13 @@ class Nodes:
         """Of the steps that count."""
         effective, _ = split_effective(self.records())
         return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
+
+    def assert_same_run(self, undisturbed: dict[int, float], rel: float = 0.0) -> None:
+        """Each step once, with the losses of an undisturbed run to this relative difference, and
+        each sample once."""
+        assert self.losses() == pytest.approx(undisturbed, rel=rel, abs=0.0), self.story()
+        audit = within("data", "audit", self.outside).succeeds()
+        assert "none missing, none twice" in audit.out
 
     def nodes(self, generation: int) -> set[str]:
         """Return the nodes of a generation. The set is empty until they are written, even if a step

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -265,8 +265,8 @@ class Run:
             os.kill(self.pid(number), signal.SIGKILL)
 
 
-def config_in(folder: Path, train: Mapping[str, Any] | None = None, **checkpoint: Any) -> RunConfig:
-    """Of a tiny model with its dataset. train: what is different there."""
+def config_in(folder: Path) -> RunConfig:
+    """Of a tiny model with its dataset."""
     text_folder(folder / "text", 12, 400)
     data = data_config(folder / "data", text_source(folder / "text"))
     return RunConfig.model_validate(
@@ -288,9 +288,7 @@ def config_in(folder: Path, train: Mapping[str, Any] | None = None, **checkpoint
                 "precision": "float64",
                 "optimizer": {"clip_norm": 0.05},
                 "evaluate": {"every": 0},
-                **(train or {}),
             },
-            "checkpoint": checkpoint,
         }
     )
 

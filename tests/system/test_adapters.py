@@ -22,7 +22,7 @@ from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import write_base, write_run
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import apart, here, start
-from tests.support.killed_run import run_with_a_kill
+from tests.support.followed_run import run_with_a_kill
 from tests.support.nodes import QUICK, nodes_of
 from tests.support.ranks import wait_until
 

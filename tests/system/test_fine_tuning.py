@@ -18,7 +18,7 @@ from holdfast.wire.store.run_store import FolderStore
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import here, within
-from tests.support.killed_run import run_with_a_kill
+from tests.support.followed_run import run_with_a_kill
 
 STEPS = 60
 RUN_FILE = """\

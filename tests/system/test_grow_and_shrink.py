@@ -1,20 +1,16 @@
-"""A run of two nodes grows and shrinks, with an axis of the layout across nodes.
-
-Every two workers are a replica of two ranks on two nodes, and an odd one is a replica of its own.
-So replicas are unequal.
-"""
+"""Runs of several nodes grow, shrink, keep to racks, and are laid out again by the search, with an
+axis across nodes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from holdfast.elastic.protocol.fault_orders import FaultOrders
-from holdfast.events import GenerationStarted
-from tests.support.commands import within
-from tests.support.nodes import Nodes, nodes_of
+from holdfast.events import GenerationStarted, SettingIgnored
+from holdfast.layout import Topology
+from tests.support.nodes import Nodes, nodes_of, prepared
 
 STEPS = 40
 SETTINGS = (
@@ -64,17 +60,9 @@ def test_two_nodes_become_more_and_then_fewer(
         assert rungs[grown] == 5
         gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
-        losses = nodes.losses()
-        assert sorted(losses) == sorted(undisturbed), nodes.story()
-        np.testing.assert_allclose(
-            [losses[step] for step in sorted(losses)],
-            [undisturbed[step] for step in sorted(undisturbed)],
-            rtol=1e-10,
-        )
+        nodes.assert_same_run(undisturbed, 1e-10)
         sizes = {2, len(everybody), len(everybody) - go}
         assert _replicas(nodes, sizes) == {size: (size + 1) // 2 for size in sizes}
-        audit = within("data", "audit", nodes.outside).succeeds()
-        assert "none missing, none twice" in audit.out
 
 
 def _replicas(nodes: Nodes, sizes: set[int]) -> dict[int, int]:
@@ -84,3 +72,79 @@ def _replicas(nodes: Nodes, sizes: set[int]) -> dict[int, int]:
         replicas = event.topology["replicas"]
         found[sum(len(replica["ranks"]) for replica in replicas)] = len(replicas)
     return {size: found[size] for size in sizes if size in found}
+
+
+CLUSTER = """
+pools:
+  slow: {device: cpu, devices: 1, nodes: 4, outside: {gbit_s: 0.1, latency_us: 100}}
+"""
+
+
+def _shapes(nodes: Nodes) -> list[list[tuple[int, ...]]]:
+    """Of each generation, the meshes of its replicas."""
+    started = [event.topology for event in nodes.events(GenerationStarted)]
+    return [[r.mesh_shape for r in Topology.from_json(found).replicas] for found in started]
+
+
+@pytest.mark.slow
+def test_what_is_left_is_laid_out_by_the_search(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER)
+    gate = FaultOrders(tmp_path / "gate")
+    gate.prepare(10)
+    settings = ("layout.mode=auto", f"plan.cluster={cluster}", f"cluster.faults={gate.folder}")
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, *settings, "layout.workers=4") as nodes:
+        nodes.start(*"abcd")
+        nodes.wait_generation({*"abcd"})
+        nodes.wait_step(10, nodes={*"abcd"})
+        pipe = (2, 1, 1, 1)
+        assert _shapes(nodes)[-1] == [pipe, pipe], nodes.story()
+        lost = next(name for name in "dcba" if name != nodes.leader)
+        before = nodes.newest
+        nodes.kill(lost)
+        gate.open_gate(20)
+        nodes.wait_step(20, after=before)
+        assert _shapes(nodes)[-1] == [pipe], nodes.story()
+        keeps = nodes.leader
+        for name in sorted({*"abcd"} - {lost, keeps}):
+            nodes.kill(name)
+        gate.open_gate(STEPS)
+        assert nodes.end()[keeps] == 0, nodes.story()
+        assert _shapes(nodes)[-1] == [(1, 1, 1, 1)], nodes.story()
+        assert "layout.mode" not in [event.key for event in nodes.events(SettingIgnored)]
+        nodes.assert_same_run(undisturbed, 1e-10)
+
+
+RACKS = {"n1": "ra", "n2": "rb", "n3": "ra", "n4": "rb", "n5": "ra"}
+
+
+def racks_by_replica(found: GenerationStarted) -> list[set[str]]:
+    names = found.topology["nodes"]
+    return [
+        {RACKS[names[rank]] for rank in replica["ranks"]} for replica in found.topology["replicas"]
+    ]
+
+
+@pytest.mark.slow
+def test_replicas_of_two_nodes_keep_to_a_rack_and_a_lost_node_is_replaced_from_it(
+    tmp_path: Path,
+) -> None:
+    """A replica takes two nodes. By their names alone, each would have one of each rack."""
+    settings = (
+        "model.layers=2",
+        "layout.workers=4",
+        "layout.pp=2",
+        "train.steps=100000",
+        "cluster.min_nodes=4",
+    )
+    with nodes_of(prepared(tmp_path), tmp_path / "run", *settings) as run:
+        for name in ("n1", "n2", "n3", "n4"):
+            run.start(name, settings=[f"checkpoint.machine.rack={RACKS[name]}"])
+        run.wait_generation({"n1", "n3", "n2", "n4"})
+        assert racks_by_replica(run.events(GenerationStarted)[-1]) == [{"ra"}, {"rb"}], run.story()
+        run.start("n5", settings=[f"checkpoint.machine.rack={RACKS['n5']}"])
+        run.kill("n3")
+        run.wait_generation({"n1", "n5", "n2", "n4"})
+        assert racks_by_replica(run.events(GenerationStarted)[-1]) == [{"ra"}, {"rb"}], run.story()

@@ -1,7 +1,9 @@
-"""Several nodes that share no disk: everything that they share is in a bucket."""
+"""Several nodes that share no disk: everything that they share is in a bucket. `holdfast chaos`
+with the run store in a bucket: the same verdicts as in a folder."""
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from itertools import pairwise
@@ -13,6 +15,7 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.events import RunFinished, StepDone
 from holdfast.wire.journal import read_contents
 from holdfast.wire.store.run_store import FolderStore
+from tests.support import s3
 from tests.support.checkpoints import tensors_of
 from tests.support.commands import apart
 from tests.support.nodes import losses_of_one_worker, prepared
@@ -84,3 +87,24 @@ def test_a_bucket_that_is_away_for_two_minutes_costs_no_step(run_file: Path) -> 
         nodes.signal("c", signal.SIGTERM)
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert "the journal cannot be written, its records are kept" in nodes.said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("s3_credentials")
+def test_a_broken_run_in_a_bucket_comes_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = s3.location(s3.server())
+    faults = "4 kill,agent,coordinator,everything"
+    apart(
+        *("chaos", "--faults", faults, "--layout", "two", "--out", tmp_path / "out"),
+        *("--store", store),
+        deadline=600,
+    ).succeeds()
+    (result,) = json.loads((tmp_path / "out" / "result.json").read_text())["runs"]
+    assert result["recovered"], result
+    assert not result["tracebacks"]
+    assert not (tmp_path / "out" / "runs" / result["run"] / "run.d" / "terms").exists()
+    refused = apart("chaos", "--faults", "rotten-disk", "--store", store, "--out", tmp_path / "o")
+    refused.refuses("the run store is a bucket")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import signal
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
@@ -17,14 +17,13 @@ from holdfast.events import (
     CheckpointCommitted,
     CheckpointRestored,
     EmergencyPlanned,
-    Event,
     GenerationStarted,
     NoticeReceived,
     RunStopped,
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import JournalWriter, read_journal
+from holdfast.wire.journal import JournalWriter
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import (
     apart,
@@ -35,6 +34,7 @@ from tests.support.commands import (
     write_run_file,
 )
 from tests.support.followed_run import FollowedRun
+from tests.support.metadata_service import metadata_service
 
 SETTINGS = (
     "train.steps=100000",
@@ -59,21 +59,6 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def _events(folder: Path, generation: int) -> list[Event]:
-    return [r.event for r in read_journal(FolderStore(folder)) if r.generation == generation]
-
-
-Kind = TypeVar("Kind", bound=Event)
-
-
-def _of(events: list[Event], kind: type[Kind]) -> list[Kind]:
-    return [event for event in events if isinstance(event, kind)]
-
-
-def _last_step(events: list[Event]) -> int:
-    return max(event.step for event in _of(events, StepDone))
-
-
 def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -81,30 +66,28 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     every process of the run, as systemd sends it, and a scheduler that preempts a job."""
     folder = tmp_path / "run"
     trainer = Trainer(run_file, "cluster.grace_seconds=60", folder=folder)
-    trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
+    trainer.until_step(3)
     told = apart("notice", folder, "--seconds", "90", "--json").succeeds()
     assert json.loads(told.out)["tiers"] == [2]
     saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
-    trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step > saved.event.step)
+    trainer.until_step(saved.event.step + 1)
     agent = psutil.Process(trainer.process.pid)
     for process in (*agent.children(recursive=True), agent):
         process.send_signal(signal.SIGTERM)
-    ended = trainer.end()
-    assert ended.code == 0, ended.err
+    trainer.finish()
 
-    events = _events(folder, 1)
-    heard = _of(events, NoticeReceived)
+    heard = trainer.events(NoticeReceived)
     assert [(n.seconds, n.leave, n.source) for n in heard] == [
         (90.0, False, "notice"),
         (60.0, True, "SIGTERM"),
     ]
-    plans = _of(events, EmergencyPlanned)
+    plans = trainer.events(EmergencyPlanned)
     assert [plan.tiers for plan in plans] == [[2], [2]]
     assert all("into tier 2 by" in plan.reason and plan.bytes > 0 for plan in plans)
-    committed = [event.step for event in _of(events, CheckpointCommitted)]
+    committed = [event.step for event in trainer.events(CheckpointCommitted)]
     assert len(committed) == 2, "the first notice is passed on once"
-    assert committed[-1] == _last_step(events)
-    assert _of(events, RunStopped)[0].step == committed[-1]
+    assert committed[-1] == trainer.events(StepDone)[-1].step
+    assert trainer.events(RunStopped)[0].step == committed[-1]
 
     again = Trainer(run_file, folder=folder)
     begun = again.until(lambda r: r.generation == 2 and isinstance(r.event, GenerationStarted))
@@ -115,10 +98,10 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     refused.refuses("nobody is training here")
 
 
-def _pretend_a_slow_disk(folder: Path) -> None:
+def _pretend_a_slow_disk(run: Trainer) -> None:
     """As if every save into the run store had taken hours: what the next session learns from."""
-    writer = JournalWriter(FolderStore(folder), "slow-disk", 1, is_new_generation=True)
-    known = _of(_events(folder, 1), CheckpointCommitted)[-1]
+    writer = JournalWriter(FolderStore(run.folder), "slow-disk", 1, is_new_generation=True)
+    known = run.events(CheckpointCommitted)[-1]
     for _ in range(9):
         writer.emit(CheckpointCommitted(known.key, known.bytes, 1e4, step=known.step))
     writer.flush(sync=True)
@@ -132,24 +115,22 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     settings = peer_settings(stage, is_durable=True)
     folder = tmp_path / "run"
     first = Trainer(run_file, *settings, folder=folder)
-    first.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
+    first.until_step(3)
     first.process.send_signal(signal.SIGTERM)
-    assert first.end().code == 0
-    _pretend_a_slow_disk(folder)
+    first.finish()
+    _pretend_a_slow_disk(first)
 
     second = Trainer(run_file, *settings, "cluster.grace_seconds=600", folder=folder)
     second.until(lambda r: r.generation == 2 and isinstance(r.event, StepDone))
     second.process.send_signal(signal.SIGTERM)
-    ended = second.end()
-    assert ended.code == 0, ended.err
-    events = _events(folder, 2)
-    [plan] = _of(events, EmergencyPlanned)
+    second.finish()
+    [plan] = second.events(EmergencyPlanned, 2)
     assert plan.tiers == [1]
     assert "tier 2 would need" in plan.reason
-    last = _last_step(events)
-    assert [event.step for event in _of(events, SnapshotKept)] == [last]
-    assert _of(events, CheckpointCommitted) == []
-    assert _of(events, RunStopped)[0].step == last
+    last = second.events(StepDone, 2)[-1].step
+    assert [event.step for event in second.events(SnapshotKept, 2)] == [last]
+    assert second.events(CheckpointCommitted, 2) == []
+    assert second.events(RunStopped, 2)[0].step == last
 
     again = Trainer(run_file, *settings, folder=folder)
     begun = again.until(lambda r: r.generation == 3 and isinstance(r.event, CheckpointRestored))
@@ -158,3 +139,42 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     assert begun.event.step == last
     assert isinstance(begun.event, CheckpointRestored)
     assert begun.event.sources.get("peer stage", 0) > 0
+
+
+@pytest.mark.slow
+def test_a_run_saves_at_a_hint_of_its_cloud_and_leaves_at_a_notice(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with metadata_service() as service:
+        trainer = Trainer(
+            run_file,
+            "cluster.notices=aws",
+            f"cluster.notices_at={service.address}",
+            "cluster.notices_every_seconds=0.1",
+            folder=tmp_path / "run",
+        )
+        trainer.until_step(2)
+        service.rebalance = {"noticeTime": "2026-03-01T11:59:59Z"}
+        saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
+        trainer.until_step(saved.event.step + 1)
+        at = datetime.now(UTC) + timedelta(seconds=110)
+        service.action = {"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        trainer.finish()
+    heard = trainer.events(NoticeReceived)
+    assert [(n.leave, n.source) for n in heard] == [
+        (False, "aws: rebalance recommendation"),
+        (True, "aws: terminate"),
+    ]
+    assert 0 < heard[1].seconds <= 110
+    (stopped,) = trainer.events(RunStopped)
+    committed = trainer.events(CheckpointCommitted)[-1].step
+    assert committed == stopped.step == trainer.events(StepDone)[-1].step
+    assert stopped.reason == "aws: terminate"
+
+
+def test_an_address_that_is_none_is_refused_before_anything_begins(
+    run_file: Path, tmp_path: Path
+) -> None:
+    refused = apart("train", run_file, "cluster.notices=azure", "cluster.notices_at=here")
+    refused.refuses_last("'here' is not the address of a metadata service", "cluster.notices_at")
+    assert not (tmp_path / "run" / "generations").exists()

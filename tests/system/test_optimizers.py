@@ -14,7 +14,7 @@ import pytest
 import holdfast
 from tests.support import sample_optimizers
 from tests.support.commands import Outcome, apart, write_run_file
-from tests.support.killed_run import assert_same_bits, run_with_a_kill
+from tests.support.followed_run import assert_same_bits, run_with_a_kill
 
 STEPS = 30
 CHANGES = (

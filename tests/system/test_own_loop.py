@@ -13,8 +13,8 @@ from holdfast.events import Evaluated, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart
-from tests.support.followed_run import DEADLINE
-from tests.support.killed_run import (
+from tests.support.followed_run import (
+    DEADLINE,
     PLAIN,
     assert_continued_in_process,
     assert_same_bits,

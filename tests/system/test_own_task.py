@@ -22,14 +22,12 @@ from holdfast.events import (
     Evaluated,
     GenerationStarted,
     RunFinished,
-    StepDone,
 )
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
 from tests.support.commands import apart, start
-from tests.support.followed_run import FollowedRun
-from tests.support.killed_run import assert_same_bits, run_with_a_kill
+from tests.support.followed_run import FollowedRun, assert_same_bits, run_with_a_kill
 
 STEPS = 40
 RUN_FILE = """\
@@ -126,9 +124,9 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
     apart("train", run_file, f"folder={tmp_path / 'alone'}", *exact, deadline=240).succeeds()
     process = start("train", run_file, f"folder={folder}", *layout)
     run = FollowedRun(folder, process)
-    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 12)
+    run.until_step(12)
     os.kill(run.pids[1], signal.SIGKILL)
-    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 25)
+    run.until_step(25)
     process.send_signal(signal.SIGTERM)
     run.end()
     apart(

@@ -27,7 +27,7 @@ from holdfast.events import (
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import Outcome, apart, start, within
+from tests.support.commands import apart, start, within
 from tests.support.followed_run import FollowedRun
 
 STEPS = 120
@@ -48,25 +48,21 @@ SETTINGS = (
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
     alone, killed = run_file.parent / "alone", run_file.parent / "killed"
     apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=240).succeeds()
-    hit, held = _killed(run_file, killed)
-    assert hit.code == 0, hit.err
+    run, held = _killed(run_file, killed)
+    run.finish()
 
-    records = read_journal(FolderStore(killed))
-    events = [record.event for record in records]
-    assert sum(isinstance(event, RunFinished) for event in events) == 1
-    begun = [event for event in events if isinstance(event, GenerationStarted)]
+    assert len(run.events(RunFinished)) == 1
+    begun = run.events(GenerationStarted)
     assert [event.reason for event in begun] == ["start", "worker_lost", "worker_lost"]
     for event, step in zip(begun[1:], held, strict=True):
         assert event.step >= step, "nothing that was complete in memory is lost"
-    found = [event for event in events if isinstance(event, RestorePointFound)]
-    assert [event.durable for event in found] == [False, False]
-    restored = [event for event in events if isinstance(event, CheckpointRestored)]
+    assert [event.durable for event in run.events(RestorePointFound)] == [False, False]
+    restored = run.events(CheckpointRestored)
     assert len(restored) == 4
     for event in restored:
         assert set(event.sources) == {"memory"}, "no byte came from the disk"
         assert {"open", "plan", "read", "verify", "copy"} <= set(event.phases)
-    durable = {event.step for event in events if isinstance(event, CheckpointCommitted)}
-    assert durable >= {STEPS}
+    assert STEPS in {event.step for event in run.events(CheckpointCommitted)}
 
     assert newest_tensors(alone, STEPS) == newest_tensors(killed, STEPS)
     audit = within("data", "audit", killed).succeeds()
@@ -106,7 +102,7 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
     assert set(sorted(durable)[:-3]) <= committed
 
 
-def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
+def _killed(run_file: Path, folder: Path) -> tuple[FollowedRun, list[int]]:
     """Train in `folder`, and SIGKILL a worker when the journal shows that memory holds each step
     of KILLS or a later one; those steps."""
     process = start("train", run_file, f"folder={folder}", *SETTINGS)
@@ -122,4 +118,4 @@ def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
         )
         held.append(record.event.step)
         os.kill(run.pids[number % 2], signal.SIGKILL)
-    return run.end(), held
+    return run, held

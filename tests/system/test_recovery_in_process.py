@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.sharding.boxes import whole_box
 from holdfast.events import (
-    Event,
     GenerationStarted,
     RestorePointFound,
     RunFinished,
@@ -55,8 +54,6 @@ SETTINGS = (
 ALONE = "cluster.settle_seconds=1000"
 """A worker that is ready to join waits until the end of the run."""
 
-Kind = TypeVar("Kind", bound=Event)
-
 
 @pytest.fixture(scope="module")
 def alone(run_file: Path) -> Path:
@@ -68,49 +65,23 @@ def alone(run_file: Path) -> Path:
     return folder
 
 
-class Run(FollowedRun):
-    """With questions about its steps and its events."""
-
-    def until_step(self, step: int, generation: int) -> None:
-        self.until(
-            lambda r: (
-                isinstance(r.event, StepDone)
-                and r.generation >= generation
-                and r.event.step >= step
-            )
-        )
-
-    def children(self, module: str) -> list[int]:
-        """Children of the agent that run a module."""
-        return [child.pid for child in children_of(self.process.pid, module)]
-
-    def finish(self) -> None:
-        ended = self.end()
-        assert ended.code == 0, ended.err
-
-    def events(self, kind: type[Kind]) -> list[Kind]:
-        return [
-            r.event for r in read_journal(FolderStore(self.folder)) if isinstance(r.event, kind)
-        ]
-
-
 @contextmanager
-def _running(folder: Path, process: subprocess.Popen[str]) -> Iterator[Run]:
+def _running(folder: Path, process: subprocess.Popen[str]) -> Iterator[FollowedRun]:
     try:
-        yield Run(folder, process)
+        yield FollowedRun(folder, process)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _train(run_file: Path, name: str, *settings: str) -> AbstractContextManager[Run]:
+def _train(run_file: Path, name: str, *settings: str) -> AbstractContextManager[FollowedRun]:
     folder = run_file.parent / name
     return _running(folder, start("train", run_file, f"folder={folder}", *SETTINGS, *settings))
 
 
 def _befallen(
     run_file: Path, name: str, deeds: dict[str, Any], *settings: str
-) -> AbstractContextManager[Run]:
+) -> AbstractContextManager[FollowedRun]:
     folder = run_file.parent / name
     process = start(
         *(run_file, f"folder={folder}", *SETTINGS, *settings),
@@ -174,10 +145,9 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
         os.kill(first[3], signal.SIGKILL)
         run.until(lambda r: isinstance(r.event, StepDone) and run.pids == {0: first[2]})
 
-        (template,) = run.children("holdfast.elastic.worker.fork_server")
-        os.kill(template, signal.SIGKILL)
-        (mover,) = run.children("holdfast.checkpoint.mover.main")
-        os.kill(mover, signal.SIGKILL)
+        for module in ("holdfast.elastic.worker.fork_server", "holdfast.checkpoint.mover.main"):
+            (child,) = children_of(run.process.pid, module)
+            child.kill()
         run.finish()
         assert run.pids == {0: first[2]}, "their ends are nobody's"
 
@@ -357,15 +327,3 @@ def test_an_error_ends_no_process_and_a_death_while_they_agree_is_one_more_round
     assert "ValueError: the test broke it" in said
     _every_step_once(run.folder, alone, 0.0)
     _same_bits(run.folder, alone)
-
-
-@pytest.mark.slow
-def test_an_error_that_comes_back_is_given_up(run_file: Path) -> None:
-    deeds = {"raise": [[generation, 1, 3] for generation in range(1, 10)]}
-    limit = "cluster.max_restarts_without_progress=2"
-    with _befallen(run_file, "again", deeds, "layout.workers=2", limit) as run:
-        ended = run.end()
-        assert ended.code == 1
-    assert len(run.events(GenerationStarted)) <= 5
-    assert run.events(WorkerLost) == []
-    assert "ValueError: the test broke it" in ended.out + ended.err

@@ -7,8 +7,6 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from holdfast.elastic.protocol.fault_orders import FaultOrder, FaultOrders
 from holdfast.events import (
     CheckpointRestored,
@@ -17,7 +15,6 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from tests.support.commands import within
 from tests.support.nodes import Nodes, nodes_of
 from tests.support.ranks import wait_until
 
@@ -75,10 +72,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         assert restored[one, 1 - rank] == restored[two, 0] == {"memory"}
         done = [event.step for event in nodes.events(StepDone)]
         assert sorted(done) == list(range(1, STEPS + 1)), "only steps in flight were done again"
-        losses = nodes.losses()
-        assert losses == pytest.approx(undisturbed, rel=1e-10, abs=0.0)
-        audit = within("data", "audit", nodes.outside).succeeds()
-        assert "none missing, none twice" in audit.out
+        nodes.assert_same_run(undisturbed, 1e-10)
 
 
 def _held_on_both(nodes: Nodes, gate: FaultOrders, steps: range, after: int = 0) -> int:

@@ -93,18 +93,14 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
     """Four workers, of which one gets SIGKILL; later the agent gets SIGTERM."""
     process = start("train", run_file, f"folder={folder}", *SETTINGS, *layout)
     run = FollowedRun(folder, process)
-    run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= KILL)
+    run.until_step(KILL)
     os.kill(run.pids[3], signal.SIGKILL)
     # Late reports of the generation that was hit do not count.
-    run.until(
-        lambda r: isinstance(r.event, StepDone) and r.event.step >= LEAVE and r.generation > 1
-    )
+    run.until_step(LEAVE, generation=2)
     process.send_signal(signal.SIGTERM)
-    ended = run.end()
-    assert ended.code == 0, ended.err
-    events = [record.event for record in read_journal(FolderStore(folder))]
-    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-    assert max(e.step for e in events if isinstance(e, StepDone)) < STEPS, "it left too late"
+    run.finish()
+    assert [e.cause for e in run.events(WorkerLost)] == ["SIGKILL"]
+    assert run.events(StepDone)[-1].step < STEPS, "it left too late"
 
 
 def _state(folder: Path) -> dict[str, NDArray[np.float64]]:

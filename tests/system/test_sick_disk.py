@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import apart, write_run_file
+from tests.support.small_disk import has_namespaces, run_on_small_disk
 from tests.support.train_on_sick_disk import SETTINGS, STEPS
 
 NAMESPACE = ("unshare", "-Urm", "--propagation", "private")
@@ -100,3 +101,20 @@ def test_records_that_a_lost_agent_could_not_write_are_rebuilt_or_named(
     first, last = map(int, found.groups())
     assert seen["ill_at"] - 10 <= first  # the views show steps a second later
     assert seen["differs"][0].startswith(f"{last - first + 1} of {STEPS} steps have no line")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_namespaces(), reason="no user and mount namespaces here")
+def test_training_goes_on_through_a_full_disk_and_saving_resumes(tmp_path: Path) -> None:
+    """One sentence, events, every step in sight, and a ledger without a hole afterwards."""
+    module = ("-m", "tests.support.train_on_full_disk")
+    seen = json.loads(run_on_small_disk(tmp_path, "12m", *module, str(tmp_path)))
+    assert seen["code"] == 0, seen
+    assert "the journal cannot be written, its records are kept" in seen["said"]
+    assert "the disk is full; free some space" in seen["said"]
+    assert "Traceback" not in seen["said"]
+    assert (seen["left"], seen["verify"], seen["lost"]) == ([], 0, 0)
+    assert seen["skipped"]
+    code, text = seen["audit"]
+    assert code == 0, text
+    assert "none missing, none twice" in text

@@ -14,7 +14,7 @@ from holdfast.events import Evaluated, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, write_run_file
-from tests.support.killed_run import run_with_a_kill
+from tests.support.followed_run import run_with_a_kill
 from tests.support.their_models import write_model
 
 STEPS = 12

@@ -90,7 +90,7 @@ def at_rest(
     made.pour(folder)
     victim = rest.Victim(folder, made)
     names = damage or tuple(rng.sample([n for n in rest.DAMAGE if n != "none-left"], 2))
-    what = "; ".join(rest.DAMAGE[name](victim, rng) for name in names)
+    what = "; ".join(rest.DAMAGE[name][0](victim, rng) for name in names)
     found, due = judge_folder(folder, made.files, states.topology(rng.randrange(8), 5))
     if damage == ("none-left",) and (due.allowed or not found.sentence):
         raise WrongError(f"{what}: {found}, though nothing good is left")
@@ -185,31 +185,11 @@ class Fault:
     share: int
 
 
-_SHARES = {
-    "flip-data": 30,
-    "flip-header": 10,
-    "flip-part": 12,
-    "flip-commit": 20,
-    "truncate": 16,
-    "extend": 10,
-    "delete": 16,
-    "zeros": 10,
-    "swap-blobs": 10,
-    "swap-parts": 8,
-    "swap-commits": 6,
-    "swap-extents": 14,
-    "replay": 16,
-    "replay-commit": 14,
-    "strange-files": 6,
-    "folder-instead": 6,
-    "none-left": 36,
-}
-
 FULL_DISK = "full-disk"
 """Only by name: it needs a small file system of its own."""
 
 FAULTS: dict[str, Fault] = {
-    **{name: Fault(partial(at_rest, (name,)), _SHARES[name]) for name in rest.DAMAGE},
+    **{name: Fault(partial(at_rest, (name,)), share) for name, (_, share) in rest.DAMAGE.items()},
     "two-faults": Fault(partial(at_rest, ()), 24),
     "sealed": Fault(partial(of_setting, sealed.at_rest), 24),
     "unreadable": Fault(partial(of_reading, reading.unreadable), 8),

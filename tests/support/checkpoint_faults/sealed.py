@@ -33,7 +33,7 @@ def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
     written = contents(folder)
     victim = rest.Victim(folder, made)
     names = rng.sample(DAMAGE, rng.choice([1, 1, 2]))
-    what = "; ".join(rest.DAMAGE[name](victim, rng) for name in names)
+    what = "; ".join(rest.DAMAGE[name][0](victim, rng) for name in names)
     if rng.random() < 0.1:
         what, key = f"{what}; another key", rng.randbytes(32)
     again = EncryptedStore(FolderStore(folder), key, compress=compress, extent_bytes=512)

@@ -274,12 +274,6 @@ def test_a_slow_holder_holds_up_no_capture(start: Start, slots: int) -> None:
     assert status["counts"]["failed"] == 0
 
 
-def test_two_slots_and_a_holder_in_time(start: Start) -> None:
-    _, owner = pair(start, topology(dp_shard=2), slots=2)
-    for step in (1, 2, 3):
-        put_kept(owner, step)
-
-
 def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     keeper, owner = pair(start, every_steps=2)
     owner.put(1)  # not offered: only every second one is
@@ -347,15 +341,6 @@ def test_the_budget_bounds_what_leaves(start: Start) -> None:
     source = source_of(owner, 1)
     assert assert_holds(restored(source, 1, 1), topology(2), 1)
     assert keeper.has() == []
-
-
-def test_peers_that_are_gone_are_named_and_cost_nothing_more(start: Start) -> None:
-    alive = start(name="alive")
-    gone = Peer(Machine("gone"), f"127.0.0.1:{free_port()}")
-    found, silent = open_peers([gone, Peer(Machine("alive"), alive.address)], SECRET, 1)
-    assert [source.name for source in found] == ["peer alive"]
-    assert [name for name, _ in silent] == ["gone"]
-    assert "cannot be reached" in silent[0][1]
 
 
 def test_a_peer_that_dies_during_a_restore_leaves_the_rest_to_the_next_source(start: Start) -> None:

@@ -160,12 +160,6 @@ def test_a_strangers_long_answer_is_not_read(status: int) -> None:
         client.newest_generation()
 
 
-def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
-    raw = request(nodes[0], "GET", INVENTORY_PATH, b"", 2)
-    assert b" 200 " in answer(nodes[0], raw).splitlines()[0]
-    assert b" 401 " in answer(nodes[0], raw).splitlines()[0]
-
-
 def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
     """Also with another path or another body under the same proof."""
     keeper = nodes[1]

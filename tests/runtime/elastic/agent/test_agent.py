@@ -1,22 +1,32 @@
-"""Real agents, movers, fork servers and workers; real gloo groups; real signals."""
+"""Real agents, movers, fork servers and workers; real gloo groups; real signals; exit codes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE, FOLDER_LOST_MESSAGE
+from holdfast.elastic.agent.agent import NodeResult
+from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE
+from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.run_result import EndReason, RunResult
 from holdfast.errors import FencedError
 from holdfast.events import (
+    Event,
     GenerationStarted,
     NonFinite,
     RestorePointFound,
@@ -27,10 +37,11 @@ from holdfast.events import (
     StepDone,
     StopRequested,
     WorkerLost,
-    WorkerReady,
 )
 from holdfast.layout import Layout, place_layout
+from holdfast.policy.membership.state import NodeStage
 from holdfast.wire.http.client import Client
+from holdfast.wire.lifeline import AGENT_SIGNALS
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
@@ -49,27 +60,6 @@ def _agent(trainer: Trainer) -> tuple[str, Secret]:
     holder = newest_term(FolderStore(trainer.folder))[1]
     assert holder is not None
     return str(holder["address"]), open_secret(trainer.folder, {})
-
-
-@pytest.mark.slow
-def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
-    with training(tmp_path / "run", {"steps": 5}, "layout.workers=2") as trainer:
-        assert trainer.end() == 0, trainer.said
-        assert trainer.said == ""
-    (started,) = trainer.events(RunStarted)
-    assert (started.resumed, started.dataset_version) == (False, "toy")
-    (generation,) = trainer.events(GenerationStarted)
-    assert (generation.reason, generation.restored_from, generation.step) == ("start", None, 0)
-    assert [e.step for e in trainer.events(StepDone)] == [1, 2, 3, 4, 5]
-    assert [e.rank for e in trainer.events(WorkerReady)] == [0, 1]
-    assert [e.step for e in trainer.events(RunFinished)] == [5]
-    writers = {r.writer for r in trainer.records()}
-    assert writers == {"agent", "rank0", "rank1"}
-    assert newest_term(FolderStore(trainer.folder)) == (1, None)  # closed
-    for rank in (0, 1):
-        log = (trainer.folder / "logs" / "0000000001" / f"rank{rank}.log").read_text()
-        assert "torch_imported=True" in log
-        assert "group=True" in log
 
 
 def test_lost_worker_mover_and_template_are_replaced(tmp_path: Path) -> None:
@@ -189,34 +179,6 @@ def test_workers_end_within_a_second_of_their_agent_and_the_run_resumes(tmp_path
 
 
 @pytest.mark.slow
-def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
-    plan = {"steps": 4, "hang": {"generation": 1, "rank": 1, "step": 3}}
-    overrides = ("layout.workers=3", "cluster.progress_seconds=2", "cluster.compare=false")
-    with training(tmp_path / "run", plan, *overrides) as trainer:
-        assert trainer.end() == 0, trainer.said
-    (lost,) = trainer.events(WorkerLost)
-    assert (lost.rank, lost.noticed_by) == (1, "progress")
-    assert lost.cause == "no progress for 2 s in step 3, compute"
-    assert [e.reason for e in trainer.events(GenerationStarted)] == ["start", "hang"]
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    plan = ENDLESS | {"hang": {"generation": 1, "rank": 0, "step": 3}}
-    overrides = ("layout.workers=2", "cluster.compare=false")
-    with training(tmp_path / "run", plan, *overrides) as trainer:
-        trainer.wait_step(2, 1)
-        family = trainer.family()
-        os.kill(trainer.process.pid, signal.SIGINT)
-        trainer.wait(lambda: trainer.events(StopRequested), "the first Ctrl-C")
-        assert trainer.process.poll() is None  # nobody can leave: a worker hangs
-        os.kill(trainer.process.pid, signal.SIGINT)
-        assert trainer.end(20) == 130
-        wait_until(lambda: gone(family), 10.0, "no process is left")
-    assert trainer.events(RunStopped) == []
-
-
-@pytest.mark.slow
 def test_a_crash_that_comes_back_is_given_up(tmp_path: Path) -> None:
     plan = {"steps": 4, "crash": {"generation": 0, "rank": 1, "step": 2}}
     overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=2")
@@ -238,15 +200,6 @@ def test_a_run_whose_last_state_is_not_durable_is_not_finished(tmp_path: Path) -
     (stopped,) = trainer.events(RunStopped)
     assert stopped.reason == "the state after step 3 could not be saved: the disk is full"
     assert "resume with: holdfast train" in trainer.said
-
-
-@pytest.mark.slow
-def test_what_the_person_can_mend_is_one_sentence(tmp_path: Path) -> None:
-    plan = {"steps": 4, "refuse": {"generation": 0, "rank": 1, "step": 2}}
-    with training(tmp_path / "run", plan, "layout.workers=2") as trainer:
-        assert trainer.end() == 2
-    assert trainer.said == "plan.json: the toy refuses; leave it out\n"
-    assert [e.reason for e in trainer.events(RunFailed)] == [trainer.said.strip()]
 
 
 @pytest.mark.slow
@@ -327,20 +280,6 @@ def _arenas(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:holdfast-")
 
 
-@pytest.mark.slow
-def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    with training(tmp_path / "run", ENDLESS, "layout.workers=1", module=IMPATIENT) as trainer:
-        trainer.wait_step(2, 1)
-        family = trainer.family()
-        trainer.folder.rename(tmp_path / "moved")
-        assert trainer.end(120) == 1
-        wait_until(lambda: gone(family), what="no process is left")
-        assert trainer.said.count(f"{FOLDER_LOST_MESSAGE}; waiting 3 s for it") == 1
-        assert trainer.said.count(FOLDER_GONE_MESSAGE) == 1
-        assert "Traceback" not in trainer.said
-        assert not trainer.folder.exists()
-
-
 def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
     tmp_path: Path,
 ) -> None:
@@ -364,3 +303,171 @@ def test_a_boot_travels_as_json() -> None:
     boot = WorkerSpec({"a": 1}, topology, 1, 0, 2, "h:1", "", "/r", "/d", None, 0, "cpu", "l")
     value = json.loads(json.dumps(boot.to_json())) | {"of a newer version": True}
     assert WorkerSpec.from_json(value) == boot
+
+
+def result_of(event: Event | None, code: int) -> int:
+    """The exit code of a node with `cluster.left_exit_code: 143`, for the run's result."""
+    parts: Any = SimpleNamespace(
+        context=SimpleNamespace(
+            config=SimpleNamespace(cluster=SimpleNamespace(left_exit_code=143))
+        ),
+        run_controller=SimpleNamespace(
+            result_reporter=SimpleNamespace(print_result=lambda result: None)
+        ),
+        node_runner=SimpleNamespace(closing_reason=""),
+        shutdown_controller=SimpleNamespace(reason=""),
+    )
+    return NodeResult(parts).report_result(RunResult(event, "", code))
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "expected"),
+    [
+        (RunStopped("notice", step=3), 0, 143),  # saved and left: another node may take its place
+        (RunFinished("", step=9), 0, 0),
+        (None, 0, 0),  # the run was over before this node had a part in it
+        (RunStopped("the bucket", step=3), 1, 1),
+    ],
+)
+def test_only_a_node_that_leaves_early_has_the_owners_code(
+    event: Event | None, code: int, expected: int
+) -> None:
+    assert result_of(event, code) == expected
+
+
+LEAVING = [n for n in AGENT_SIGNALS if n not in (signal.SIGINT, signal.SIGUSR1)]
+
+
+class Shutdown:
+    """A controller whose neighbours only note what they are asked."""
+
+    def __init__(self, grace_s: float = 0.0, committed_step: int = 0) -> None:
+        self.said: list[str] = []
+        self.notices: Any = Mock()
+        self.stopping: Any = Mock()
+        self.exits: list[str] = []
+        self.timers: list[float] = []
+        worker_group = SimpleNamespace(
+            topology=SimpleNamespace(nodes=("a",)), start_step=7, reached_step=7
+        )
+        self.node_runner: Any = Mock(generation=1, worker_group=worker_group)
+        self.role_loop: Any = Mock(coordinator=None, agent_addresses={})
+        self.controller = ShutdownController(
+            Mock(cluster=SimpleNamespace(grace_seconds=grace_s)),
+            "a",
+            True,
+            event_log=Mock(),
+            say=self.said.append,
+            node_runner=self.node_runner,
+            role_loop=self.role_loop,
+            run_controller=self.stopping,
+            notice_handler=self.notices,
+            final_upload=Mock(missing_upload=""),
+            exit_at_once=self.exits.append,
+            committed_step=lambda: committed_step,
+        )
+        self.controller._call_later = lambda after_s, _: self.timers.append(after_s)
+
+
+def _shutdown(grace_s: float = 0.0, committed_step: int = 0) -> Shutdown:
+    async def make() -> Shutdown:
+        return Shutdown(grace_s, committed_step)
+
+    return asyncio.run(make())
+
+
+def test_the_signals_of_terminals_and_schedulers_are_all_answered() -> None:
+    asked = ["HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "XCPU"]
+    assert {signal.Signals[f"SIG{name}"] for name in asked} <= set(AGENT_SIGNALS)
+
+
+@pytest.mark.parametrize("number", LEAVING)
+def test_a_signal_to_end_saves_and_leaves(number: signal.Signals) -> None:
+    it = _shutdown()
+    it.controller.on_signal(number)
+    assert it.controller.stop_reason == number.name
+    assert it.said == [
+        f"{number.name}: saving and leaving at the next step (Ctrl-C again: at once)"
+    ]
+    it.controller.on_signal(number)  # a shell that ends sends it twice
+    assert it.exits == []
+
+
+@pytest.mark.parametrize("number", LEAVING)
+def test_the_kill_that_follows_is_a_deadline(number: signal.Signals) -> None:
+    it = _shutdown(grace_s=12.0)
+    it.controller.on_signal(number)
+    notice = it.notices.handle_notice.call_args.args[0]
+    assert (notice.seconds, notice.must_leave) == (12.0, True)
+
+
+def test_a_warning_saves_and_training_continues() -> None:
+    it = _shutdown()
+    it.controller.on_signal(signal.SIGUSR1)
+    notice = it.notices.handle_notice.call_args.args[0]
+    assert (notice.source, notice.must_leave) == ("SIGUSR1", False)
+    assert it.controller.stop_reason == ""
+    assert it.said[0].startswith("SIGUSR1: saving")
+
+
+@pytest.mark.parametrize("kept", [(), (signal.SIGTERM,)])
+def test_children_leave_the_signals_to_their_agent(kept: tuple[signal.Signals, ...]) -> None:
+    """Both a mover and a worker: a scheduler sends signals to every process of a job."""
+    code = (
+        "import os, signal; from holdfast.wire import lifeline\n"
+        f"lifeline.ignore_agent_signals(*map(signal.Signals, {list(map(int, kept))}))\n"
+        "for number in lifeline.AGENT_SIGNALS:\n"
+        "    if signal.getsignal(number) is signal.SIG_IGN: os.kill(os.getpid(), number)\n"
+        "print([int(n) for n in lifeline.AGENT_SIGNALS if signal.getsignal(n) == signal.SIG_DFL])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, str([int(n) for n in kept]))
+
+
+class Ending:
+    """A run that was asked to stop, and the order to its coordinator when time is up."""
+
+    def __init__(self, stage: NodeStage, reached_step: int, committed_step: int) -> None:
+        self.it = _shutdown(committed_step=committed_step)
+        self.coordinator = Mock(state=SimpleNamespace(nodes=("a",)))
+        self.it.role_loop.coordinator = self.coordinator
+        self.it.node_runner.stage = stage
+        self.it.node_runner.worker_group.reached_step = reached_step
+        self.it.controller.reason = "SIGTERM"
+
+    def ends(self) -> EndReason | None:
+        self.it.controller.end_without_step()
+        if not self.coordinator.finish.called:
+            return None
+        sentence, reason = self.coordinator.finish.call_args.args
+        assert sentence.startswith("SIGTERM; ")
+        return EndReason(reason)
+
+
+@pytest.mark.parametrize("stage", [NodeStage.BUILDING, NodeStage.WORKING, NodeStage.HELD])
+def test_a_generation_without_a_step_ends_within_the_grace(stage: NodeStage) -> None:
+    assert Ending(stage, reached_step=7, committed_step=7).ends() is EndReason.LEFT
+
+
+def test_a_recovery_that_takes_too_long_ends_and_names_the_loss() -> None:
+    assert Ending(NodeStage.BROKEN, reached_step=9, committed_step=7).ends() is EndReason.STOPPED
+
+
+def test_workers_that_compute_steps_leave_by_themselves() -> None:
+    assert Ending(NodeStage.WORKING, reached_step=9, committed_step=7).ends() is None
+    assert Ending(NodeStage.DONE, reached_step=7, committed_step=7).ends() is None
+
+
+@pytest.mark.parametrize(
+    ("number", "grace_s", "after_s"),
+    [
+        (signal.SIGTERM, 0.0, 24.0),
+        (signal.SIGHUP, 0.0, 24.0),
+        (signal.SIGTERM, 10.0, 8.0),
+        (signal.SIGINT, 10.0, None),
+    ],
+)
+def test_the_time_until_then(number: signal.Signals, grace_s: float, after_s: float | None) -> None:
+    it = _shutdown(grace_s)
+    it.controller.on_signal(number)
+    assert it.timers == ([] if after_s is None else [after_s])

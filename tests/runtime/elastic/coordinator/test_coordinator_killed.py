@@ -1,19 +1,25 @@
-"""The coordinator is killed in the very moment of a transition, among agents that speak real HTTP
-and share a real run store: the rest goes on under another one, in one place.
-
-A row for each line of the table of transitions that a reign lives through. (Every interleaving of
-each, with what the dead one had under way:
-`tests/runtime/policy/membership/test_transitions.py`.)
-"""
+"""The coordinator is killed in the very moment of a transition, or its process stood still, among
+agents that speak real HTTP and share a real run store."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.policy.membership.transitions import PHASE_TRANSITIONS, CoordinatorState, Phase
+from holdfast.elastic.coordinator.coordinator import Coordinator, Made
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.transitions import (
+    PHASE_TRANSITIONS,
+    CoordinatorState,
+    MembershipRules,
+    NodeRecord,
+    Phase,
+)
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, newest_term, read_generation
 from tests.support.agents import FleetAgent, scene_of, until, working
@@ -123,3 +129,33 @@ def test_killed_as_too_few_are_left(edge: Edge, tmp_path: Path) -> None:
         await until(lambda: _led([*rest, *back], store), "all to work again")
 
     scene_of(scene, tmp_path)
+
+
+LOST_AFTER = 1.5
+
+
+async def _no_generation(reign: Any, generation: int, names: Any, known: Any) -> Made:
+    raise AssertionError("none is to be made")
+
+
+async def _asleep() -> tuple[list[str], list[str]]:
+    """Who is there when it wakes, and when those who are silent have had their time."""
+    loop = asyncio.get_running_loop()
+    rules = MembershipRules(lambda nodes: (), node_timeout_s=LOST_AFTER, gather_wait_s=1000.0)
+    nodes = [NodeRecord(name, name, 1, 0.0, 0.0) for name in "ab"]
+    reign = transitions.begin_term(1, loop.time(), 1, nodes)
+    coordinator = Coordinator(reign, rules, _no_generation)
+    running = asyncio.create_task(coordinator.run())
+    await asyncio.sleep(0.05)
+    time.sleep(1.5 * LOST_AFTER)  # nothing of this process runs: it was stopped
+    await asyncio.sleep(0.05)
+    then = [node.name for node in coordinator.state.nodes]
+    async with asyncio.timeout(60):
+        while coordinator.state.nodes:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    return then, [node.name for node in coordinator.state.nodes]
+
+
+def test_who_was_not_heard_while_the_coordinator_slept_is_given_time() -> None:
+    assert asyncio.run(_asleep()) == (["a", "b"], [])

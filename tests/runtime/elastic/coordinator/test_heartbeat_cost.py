@@ -16,7 +16,7 @@ WORKING = Directive(NodeCommand.WORK, 1)
 BEATS = 100
 
 
-async def _no_generation(reign: Any, generation: int, names: Any, known: Any) -> Any:
+async def _no_plan(reign: Any, generation: int, names: Any, known: Any) -> Any:
     raise AssertionError("none is to be made")
 
 
@@ -36,7 +36,7 @@ async def _calls(count: int) -> int:
     nodes = [NodeRecord(name, name, 1, 0.0, 0.0) for name in names]
     reign = transitions.begin_term(1, asyncio.get_running_loop().time(), 1, nodes)
     rules = MembershipRules(lambda nodes: [node.name for node in nodes])
-    coordinator = Coordinator(reign, rules, _no_generation)
+    coordinator = Coordinator(reign, rules, _no_plan)
     await _beat(coordinator, names)
     assert coordinator.state.phase is Phase.TRAINING
     calls = 0

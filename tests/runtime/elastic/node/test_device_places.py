@@ -1,4 +1,5 @@
-"""The devices of a node and its processes: by place on the node, not by rank in the run."""
+"""The devices of a node and its processes: by place on the node, not by rank in the run. How many
+idle processes a node keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES
+from holdfast.elastic.node.launch_specs import standby_count
 from holdfast.elastic.node.process_manager import DevicePlaces
 from holdfast.elastic.node.worker_process import STANDBY_RANK, WorkerProcess
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -70,3 +75,20 @@ def test_a_standby_gets_a_device_at_once_if_there_is_one_for_each() -> None:
     assert places.choose_standby(standbys, [*works, *standbys]) is standbys[1]
     assert DevicePlaces(DEVICES["cuda"], 1).place_standby(SPEC, 1, works).device == "cuda:0"
     assert DevicePlaces(DEVICES["cpu"], 1).place_standby(SPEC, 1, []).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "standbys", "kept"),
+    [
+        ("cpu", 1, "auto", 0),
+        ("cpu", 2, "auto", 1),
+        ("cuda", 1, "auto", 1),  # a new process needs seconds there
+        ("cuda", 1, 0, 0),
+        ("cpu", 1, 2, 2),
+    ],
+)
+def test_standbys_by_device_and_workers(
+    device: str, workers: int, standbys: Any, kept: int
+) -> None:
+    value = {"device": device, "layout": {"workers": workers}, "cluster": {"standbys": standbys}}
+    assert standby_count(RunConfig.model_validate(value)) == kept

@@ -17,6 +17,7 @@ from holdfast.elastic.node.worker_status import WorkerTable
 from holdfast.elastic.protocol.coordinator_messages import WorkerPace
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
 from holdfast.elastic.protocol.worker_messages import WorkerReport
+from holdfast.policy.detection.hangs import Suspect
 from holdfast.policy.detection.stragglers import Pace, StragglerLimits, StragglerRule
 from holdfast.policy.recovery.survivors import HeldState
 
@@ -103,12 +104,19 @@ def test_one_that_is_stopped_again_and_again_but_runs_between_is_not_named() -> 
         assert world.passes(BEAT) == []
 
 
-def test_among_workers_of_one_node_the_one_that_the_others_wait_for_is_named() -> None:
-    world = World(4, 4)
+@pytest.mark.parametrize(
+    ("step", "compiles", "calm_s"),
+    [(2, False, 1.4), (1, False, 4.4), (1, True, 15.0)],
+    ids=["later", "the first waits three times as long", "the first compiles"],
+)
+def test_among_workers_of_one_node_the_one_that_the_others_wait_for_is_named(
+    step: int, compiles: bool, calm_s: float
+) -> None:
+    world = World(4, 4, steps=step, compiles=compiles)
     for rank in (0, 1, 3):
-        world.says(rank, 2, "reduce", 2)
-    assert world.passes(1.4, 0, 1, 2, 3) == []
-    assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
+        world.says(rank, step, "reduce", 2)
+    assert world.passes(calm_s, 0, 1, 2, 3) == []
+    assert world.passes(2.0 if compiles else 1.0, 0, 1, 2, 3) == [(2, "behind")]
 
 
 def test_of_two_in_a_replica_the_one_that_hangs_is_named_and_not_its_partner() -> None:
@@ -162,12 +170,18 @@ def test_if_all_wait_the_one_whose_device_hangs_is_named() -> None:
     assert cause.startswith("its device has not reached an exchange for 5.0 s in step 2, reduce")
 
 
-def test_if_all_devices_are_in_the_exchange_nobody_is_named() -> None:
+@pytest.mark.parametrize(
+    ("phase", "on_devices", "calm_s"), [("reduce", True, 0.0), ("vote", False, 4.4)]
+)
+def test_where_all_wait_nobody_is_named_and_all_stop(
+    phase: str, on_devices: bool, calm_s: float
+) -> None:
     world = World(2, 2)
-    world.devices = {0: in_exchanges(8, 7), 1: in_exchanges(8, 7)}
     for rank in range(2):
-        world.says(rank, 2, "reduce", 2)
-    assert world.passes(8.0, 0, 1) == [(ALL_RANKS, "stuck")]
+        world.devices |= {rank: in_exchanges(8, 7)} if on_devices else {}
+        world.says(rank, 2, phase, 2 + (not on_devices))
+    assert world.passes(calm_s, 0, 1) == []
+    assert world.passes(8.0 if on_devices else 1.0, 0, 1) == [(ALL_RANKS, "stuck")]
 
 
 def test_of_several_nodes_the_one_whose_device_hangs_is_named() -> None:
@@ -193,14 +207,6 @@ def test_what_lies_between_two_steps_does_not_count_for_a_normal_one() -> None:
     assert world.lookout.normal_step_s == pytest.approx(STEP)
 
 
-def test_in_the_first_step_of_a_generation_three_times_as_long_is_waited() -> None:
-    world = World(4, 4, steps=1)
-    for rank in (0, 1, 3):
-        world.says(rank, 1, "reduce", 2)
-    assert world.passes(4.4, 0, 1, 2, 3) == []
-    assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
-
-
 def test_a_worker_whose_first_report_is_of_its_third_step_has_told_what_a_step_takes() -> None:
     """Steps may be shorter than the time between two reports, and the third one is the last."""
     members, now = WorkerTable(1, 1), 100.0
@@ -213,14 +219,6 @@ def test_a_worker_whose_first_report_is_of_its_third_step_has_told_what_a_step_t
     told = lookout.take_stall_report(now)
     assert told is not None
     assert told.normal_step_s == pytest.approx(0.15)
-
-
-def test_a_first_step_that_compiles_may_take_longer_still() -> None:
-    world = World(4, 4, steps=1, compiles=True)
-    for rank in (0, 1, 3):
-        world.says(rank, 1, "reduce", 2)
-    assert world.passes(15.0, 0, 1, 2, 3) == []
-    assert world.passes(2.0, 0, 1, 2, 3) == [(2, "behind")]
 
 
 def test_one_whose_report_is_being_stored_is_not_silent() -> None:
@@ -240,14 +238,6 @@ def test_an_agent_that_was_stopped_itself_names_nobody() -> None:
     assert world.passes(0.4) == []
     world.now += 60.0
     assert world.passes(0.8) == []
-
-
-def test_where_all_wait_nobody_is_named_and_all_stop() -> None:
-    world = World(2, 2)
-    for rank in (0, 1):
-        world.says(rank, 2, "vote", 3)
-    assert world.passes(3 * (3 * STEP + 1.0) - 2 * BEAT, 0, 1) == []
-    assert world.passes(1.0, 0, 1) == [(ALL_RANKS, "stuck")]
 
 
 def test_one_that_works_alone_is_told_to_stop_when_it_does_nothing_for_long() -> None:
@@ -292,18 +282,12 @@ def test_who_waits_for_a_node_that_is_not_heard_is_not_behind() -> None:
     further.says(0, 2, "vote", 3)
     for world in (further, waits):
         world.passes(2.2, 0)
-    assert (
-        comparing.observe(
-            "a", 1, further.lookout.take_stall_report(further.now), further.now, lambda: cut
-        )
-        == []
-    )
+    told = further.lookout.take_stall_report(further.now)
+    assert comparing.observe("a", 1, told, further.now, lambda: cut) == []
     told = of_rank(1, waits)
     assert comparing.observe("b", 1, told, waits.now, lambda: cut) == []
     assert comparing.observe("b", 1, told, waits.now, lambda: -inf) == [], "not in this term at all"
-    assert comparing.observe("b", 1, told, waits.now, lambda: cut + 0.5) == [], (
-        "cut off a little later"
-    )
+    assert comparing.observe("b", 1, told, waits.now, lambda: cut + 0.5) == [], "cut off later"
     (blame,) = comparing.observe("b", 1, told, waits.now, lambda: waits.now)
     assert (blame.rank, blame.symptom) == (1, "behind")
 
@@ -354,17 +338,11 @@ def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:
     world.passes(2.0, 0)
     (worker,) = of_rank(0, world).workers
     assert (worker.step, worker.progress_count) == (2, 1)
-    blame = world.lookout._to_hung_worker(0, next(iter(_found())))
+    blame = world.lookout._to_hung_worker(0, Suspect(2.0, "behind"))
     assert world.lookout.is_still_hung(blame)
     world.says(0, 2, "reduce", 2)
     assert not world.lookout.is_still_hung(blame)
     assert comparing.waiting_since(0.0) is None
-
-
-def _found() -> list[Any]:
-    from holdfast.policy.detection.hangs import Suspect
-
-    return [Suspect(2.0, "behind")]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -24,7 +24,7 @@ from holdfast.elastic.notices.source import (
 )
 from holdfast.errors import ConfigError
 from holdfast.events import Event, NoticesUnheard
-from tests.support.metadata_service import Metadata, metadata_service
+from tests.support.metadata_service import Metadata, metadata_service, polled
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC).timestamp()
 
@@ -53,17 +53,14 @@ def test_aws_says_nothing_then_a_hint_then_a_time(service: Metadata) -> None:
     source = _source(service, "aws")
     assert source.poll() is None
     service.rebalance = {"noticeTime": "2026-03-01T11:59:59Z"}
-    hint = source.poll()
-    assert hint is not None
+    hint = polled(source)
     assert (hint.seconds_left, hint.must_leave) == (120.0, False)
     service.action = {"action": "terminate", "time": "2026-03-01T12:01:50Z"}
     assert source.poll() == TerminationWarning(
         110.0, True, "aws: terminate", "terminate 2026-03-01T12:01:50Z"
     )
     service.action = {"action": "hibernate", "time": "2026-03-01T12:02:00Z"}
-    now = source.poll()
-    assert now is not None
-    assert now.seconds_left == 1.0, "a hibernation begins at once"
+    assert polled(source).seconds_left == 1.0, "a hibernation begins at once"
 
 
 def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(service: Metadata) -> None:
@@ -72,8 +69,7 @@ def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(service: Metadata
     assert source.poll() is None
     assert service.asked["/latest/api/token"] == 1
     service.token, service.action = "two", {"action": "stop", "time": "2026-03-01T12:02:00Z"}
-    found = source.poll()
-    assert found is not None
+    found = polled(source)
     assert (found.seconds_left, found.source) == (120.0, "aws: stop")
     assert service.asked["/latest/api/token"] == 2
 
@@ -83,14 +79,12 @@ def test_google_ends_a_machine_and_maintains_it(service: Metadata) -> None:
     source = _source(service, "google")
     assert source.poll() is None
     service.maintenance = "MIGRATE_ON_HOST_MAINTENANCE"
-    found = source.poll()
-    assert found is not None
+    found = polled(source)
     assert (found.must_leave, found.disruption) == (False, Disruption.PAUSE), (
         "a live migration ends nothing"
     )
     service.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
-    found = source.poll()
-    assert found is not None
+    found = polled(source)
     assert (found.must_leave, found.disruption) == (False, Disruption.RESTART)
     service.preempted = "TRUE"
     assert source.poll() == TerminationWarning(30.0, True, "google: preempted", "preempted")
@@ -119,9 +113,7 @@ def test_google_asks_again_when_a_question_has_been_open_long_enough(service: Me
     assert part.poll() is None
     assert part.poll() is None, "its time was over at once"
     service.preempted = "TRUE"
-    found = part.poll()
-    assert found is not None
-    assert found.must_leave
+    assert polled(part).must_leave
 
 
 def _event(kind: str, number: str = "1", **changed: Any) -> dict[str, Any]:
@@ -142,27 +134,21 @@ def test_azure_counts_the_events_of_this_machine(service: Metadata) -> None:
     service.events = [_event("Preempt", Resources=["vm-2"])]
     assert source.poll() is None
     service.events += [_event("Freeze", "2"), _event("Completed", "3")]
-    found = source.poll()
-    assert found is not None
+    found = polled(source)
     assert (found.must_leave, found.disruption, found.source) == (
         False,
         Disruption.PAUSE,
         "azure: Freeze",
     )
     service.events.append(_event("Redeploy", "6"))
-    found = source.poll()
-    assert found is not None
+    found = polled(source)
     assert (found.must_leave, found.disruption) == (False, Disruption.PAUSE), "both in 45 s"
     service.events.append(_event("Preempt", "4"))
     assert source.poll() == TerminationWarning(45.0, True, "azure: Preempt", "Preempt 4")
     service.events = [_event("Preempt", "5", NotBefore="")]
-    found = source.poll()
-    assert found is not None
-    assert found.seconds_left == 30.0
+    assert polled(source).seconds_left == 30.0
     service.events = [_event("Preempt", "5", NotBefore="", EventStatus="Started")]
-    found = source.poll()
-    assert found is not None
-    assert found.seconds_left == 1.0, "it has begun"
+    assert polled(source).seconds_left == 1.0, "it has begun"
 
 
 def test_azure_is_told_when_the_run_has_left(service: Metadata) -> None:
@@ -211,9 +197,7 @@ def test_a_file_that_somebody_writes(tmp_path: Path) -> None:
     path.write_text("")
     assert source.poll() == TerminationWarning(12.0, True, f"file {path}", "file")
     path.write_text("90\n")
-    found = source.poll()
-    assert found is not None
-    assert found.seconds_left == 90.0
+    assert polled(source).seconds_left == 90.0
     for wrong in ("soon", "-1", "nan"):
         path.write_text(wrong)
         with pytest.raises(NoticeSourceError):

@@ -23,6 +23,7 @@ from holdfast.elastic.notices.source import (
 from holdfast.errors import ConfigError
 from tests.support.agents import until
 from tests.support.kubernetes_api import NODES, PODS, Kube, api_server, authority_and_server
+from tests.support.metadata_service import polled
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 POD = {"HOLDFAST_NODE_NAME": "node-1", "HOLDFAST_POD_NAME": "pod-1"}
@@ -132,9 +133,7 @@ def test_where_the_clocks_differ_no_more_than_the_grace_is_believed(kube: Kube) 
         "pod-1",
         lambda found: found["metadata"].update(deletionTimestamp=at, deletionGracePeriodSeconds=30),
     )
-    found = _source(kube).poll()
-    assert found is not None
-    assert found.seconds_left == 30.0
+    assert polled(_source(kube)).seconds_left == 30.0
 
 
 @pytest.mark.parametrize(
@@ -152,8 +151,7 @@ def test_where_the_clocks_differ_no_more_than_the_grace_is_believed(kube: Kube) 
 def test_what_taints_mean(kube: Kube, key: str, seconds: float, meaning: Disruption) -> None:
     node = _source(kube, notices_taints="example.com/drain=90, example.org/*").leaf_sources[0]
     _taint(kube, key)
-    found = node.poll()
-    assert found is not None
+    found = polled(node)
     assert (found.seconds_left, found.disruption, found.must_leave) == (
         seconds,
         meaning,
@@ -185,9 +183,7 @@ def test_an_azure_nodes_condition(kube: Kube) -> None:
 def test_the_node_is_found_by_the_pod_where_nobody_names_it(kube: Kube) -> None:
     _taint(kube, "karpenter.sh/disrupted")
     node = _source(kube, {"HOLDFAST_POD_NAME": "pod-1"}).leaf_sources[0]
-    found = node.poll()
-    assert found is not None
-    assert found.must_leave
+    assert polled(node).must_leave
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["410", "410 in the watch"])
@@ -198,8 +194,7 @@ def test_a_version_that_is_forgotten_is_listed_anew(kube: Kube, inside: bool) ->
     assert node.poll() is None
     assert (kube.lists(), kube.watches()) == (1, 1)
     _taint(kube, "ToBeDeletedByClusterAutoscaler", value="1")
-    found = node.poll()
-    assert found is not None
+    polled(node)
     assert (kube.lists(), kube.watches()) == (2, 1)
 
 
@@ -213,8 +208,7 @@ def test_a_watch_that_breaks_off_is_taken_up_where_it_was(kube: Kube) -> None:
 
     assert _answer(node, cut) is None, "half a line is none"
     _taint(kube, "node.kubernetes.io/out-of-service")  # while nobody watches
-    found = node.poll()
-    assert found is not None
+    polled(node)
     assert (kube.lists(), kube.watches()) == (1, 2)
 
 

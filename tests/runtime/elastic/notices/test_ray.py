@@ -19,6 +19,7 @@ from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.ray import RaySource
 from holdfast.elastic.notices.source import NoticeSourceError
 from holdfast.errors import ConfigError
+from tests.support.metadata_service import polled
 from tests.support.processes import runs
 
 STATE = """
@@ -87,17 +88,14 @@ def test_a_drain_is_heard_with_its_deadline(head: Head, ray: RaySource) -> None:
     head.says({"there": 9})
     assert ray.poll() is None
     head.says({"there": 9, "own": 1_045_000})
-    heard = ray.poll()
-    assert heard is not None
+    heard = polled(ray)
     assert (heard.seconds_left, heard.must_leave, heard.source) == (
         45.0,
         True,
         "ray: the node is drained",
     )
     head.says({"own": 0})
-    heard = ray.poll()
-    assert heard is not None
-    assert heard.seconds_left == 30.0, "a drain without a deadline"
+    assert polled(ray).seconds_left == 30.0, "a drain without a deadline"
 
 
 def test_a_node_that_is_named_needs_no_address(head: Head) -> None:

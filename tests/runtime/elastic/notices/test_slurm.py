@@ -21,6 +21,7 @@ from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.slurm import make_slurm_source
 from holdfast.elastic.notices.source import TerminationWarning
 from holdfast.errors import ConfigError
+from tests.support.metadata_service import polled
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC).timestamp()
 
@@ -168,8 +169,7 @@ def test_two_signals_at_once_are_the_nearer_one(tmp_path: Path) -> None:
     source = make_slurm_source(30.0, _squeue(tmp_path, "exit 1"), lambda: NOW)
     source.signal_handlers()[signal.SIGTERM]()
     source.signal_handlers()[signal.SIGUSR1]()
-    heard = source.poll()
-    assert heard is not None
+    heard = polled(source)
     assert (heard.source, heard.seconds_left) == ("slurm: SIGTERM", 30.0)
 
 

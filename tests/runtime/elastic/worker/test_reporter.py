@@ -16,7 +16,7 @@ from holdfast.elastic.protocol.worker_messages import WorkerReport
 from holdfast.elastic.worker.reporter import AgentReporter, UnsentEvents
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.wire.http.client import Client, RequestError
-from tests.support.control_server import SECRET, controlling
+from tests.support.control_server import SECRET, Control, controlling
 from tests.support.ranks import wait_until
 
 
@@ -44,22 +44,27 @@ def _step(step: int) -> StepDone:
 
 
 @contextmanager
-def reporting(
-    address: str, generation: int = 1, heartbeat: float = 0.01
-) -> Iterator[AgentReporter]:
+def reporting(address: str, heartbeat: float = 0.01) -> Iterator[AgentReporter]:
     errors: list[BaseException] = []
-    reporter = AgentReporter(
-        Client(address, SECRET, generation, connect_retry_s=0.2),
-        0,
-        heartbeat_s=heartbeat,
-        on_error=errors.append,
-    )
+    client = Client(address, SECRET, 1, connect_retry_s=0.2)
+    reporter = AgentReporter(client, 0, heartbeat_s=heartbeat, on_error=errors.append)
     reporter.errors = errors  # type: ignore[attr-defined]
     reporter.start()
     try:
         yield reporter
     finally:
         reporter.close(5)
+
+
+@contextmanager
+def speaking(heartbeat: float = 0.01, **more: Any) -> Iterator[tuple[AgentReporter, Desk, Control]]:
+    """A reporter, and the agent that it speaks to."""
+    desk = Desk()
+    with (
+        controlling(desk.report, **more) as control,
+        reporting(control.address, heartbeat) as reporter,
+    ):
+        yield reporter, desk, control
 
 
 def _message(stream: BinaryIO) -> bytes:
@@ -129,10 +134,9 @@ def test_events_arrive_once_and_in_order_though_answers_are_lost() -> None:
 
 
 def test_a_callable_runs_after_its_events_are_durable() -> None:
-    desk = Desk()
-    desk.stored = False
     seen: list[list[int]] = []
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
+        desk.stored = False
         reporter.emit(_step(1))
         reporter.call_when_durable(lambda: seen.append([e.step for e in desk.events]))
         reporter.emit(_step(2))
@@ -147,10 +151,9 @@ def test_a_callable_runs_after_its_events_are_durable() -> None:
 
 def test_a_callable_runs_once_a_slow_disk_has_its_events() -> None:
     """Each new report is answered before the disk has its own events."""
-    desk = Desk()
-    desk.stored = False
     ran: list[int] = []
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
+        desk.stored = False
         for step in (0, 1):
             reporter.emit(_step(step))
             reporter.call_when_durable(lambda step=step: ran.append(step))  # type: ignore[misc]
@@ -164,10 +167,9 @@ def test_a_callable_runs_once_a_slow_disk_has_its_events() -> None:
 
 def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:
     """The run goes on and is seen to; what must wait for its ledger waits, in order."""
-    desk = Desk()
-    desk.stored = False
     ran: list[int] = []
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
+        desk.stored = False
         for step in range(10):
             reporter.emit(_step(step))
             reporter.call_when_durable(lambda step=step: ran.append(step))  # type: ignore[misc]
@@ -181,8 +183,8 @@ def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:
 
 
 def test_a_callable_that_was_foretold_needs_no_request_of_its_own() -> None:
-    desk, ran = Desk(), threading.Event()
-    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+    ran = threading.Event()
+    with speaking(heartbeat=90) as (reporter, desk, _):
         reporter.expect_callback()
         reporter.emit(_step(1))
         wait_until(lambda: reporter._durable_below == 1, what="the step's events")
@@ -198,9 +200,9 @@ def test_a_callable_that_was_foretold_needs_no_request_of_its_own() -> None:
 
 
 def test_a_foretold_callable_waits_for_what_is_not_durable_yet() -> None:
-    desk, ran = Desk(), threading.Event()
-    desk.stored = False
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    ran = threading.Event()
+    with speaking() as (reporter, desk, _):
+        desk.stored = False
         reporter.expect_callback()
         reporter.emit(_step(1))
         reporter.call_when_durable(ran.set)
@@ -212,8 +214,8 @@ def test_a_foretold_callable_waits_for_what_is_not_durable_yet() -> None:
 
 def test_nobody_is_silent_who_was_not_expected_to_do_anything_else() -> None:
     """A rank that feeds nothing has no events of a step: the agent hears of the callable first."""
-    desk, ran = Desk(), list[int]()
-    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+    ran = list[int]()
+    with speaking(heartbeat=90) as (reporter, desk, _):
         for number in (1, 2):
             reporter.call_when_durable(lambda: ran.append(len(desk.bodies)))
             wait_until(lambda number=number: len(ran) == number, what="the callable")  # type: ignore[misc]
@@ -224,8 +226,8 @@ def test_nobody_is_silent_who_was_not_expected_to_do_anything_else() -> None:
 
 
 def test_what_nobody_waits_for_goes_along_with_what_comes_next() -> None:
-    desk, ran = Desk(), threading.Event()
-    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+    ran = threading.Event()
+    with speaking(heartbeat=90) as (reporter, desk, _):
         reporter.emit_lazily(_step(1))
         reporter.call_when_durable(ran.set)  # does not wait for it, but takes it along
         assert ran.wait(120)
@@ -247,8 +249,7 @@ def test_what_nobody_waits_for_goes_along_with_what_comes_next() -> None:
 
 
 def test_training_that_waits_for_its_ledger_sends_what_was_mentioned() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+    with speaking(heartbeat=90) as (reporter, desk, _):
         reporter.emit_lazily(_step(1))
         reporter.wait_until_sent(1)
         assert reporter._may_wait
@@ -256,8 +257,7 @@ def test_training_that_waits_for_its_ledger_sends_what_was_mentioned() -> None:
 
 
 def test_a_callable_that_fails_holds_nobody_up() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
         reporter.call_when_durable(lambda: 1 // 0)
         reporter.emit(_step(1))
         assert reporter.flush(10)
@@ -267,13 +267,11 @@ def test_a_callable_that_fails_holds_nobody_up() -> None:
 
 
 def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None:
-    desk = Desk()
-
     class Unheard(Event, kind="unheard"):
         """A kind that the agent's own events do not have."""
 
     object.__setattr__(unheard := Unheard(step=2), "kind", "unheard_of")
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
         desk.stored = False
         # keeps what follows in the queue, to make one batch of it
         reporter.call_when_durable(lambda: None)
@@ -290,8 +288,7 @@ def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None
 
 
 def test_a_backlog_that_is_too_long_for_one_request_arrives() -> None:
-    desk = Desk()
-    with controlling(desk.report, max_body=2000) as control, reporting(control.address) as reporter:
+    with speaking(max_body=2000) as (reporter, desk, _):
         with reporter._changed:  # nothing is sent before all of it is there
             for step in range(40):
                 reporter.emit(_step(step))
@@ -301,8 +298,7 @@ def test_a_backlog_that_is_too_long_for_one_request_arrives() -> None:
 
 
 def test_wishes_come_back_with_any_answer() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
         assert not reporter.requests.should_stop
         desk.stop = True
         wait_until(lambda: reporter.requests.should_stop, what="the wish")
@@ -310,8 +306,7 @@ def test_wishes_come_back_with_any_answer() -> None:
 
 
 def test_progress_is_the_newest_and_counted() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
         for _ in range(1000):
             reporter.progress(1, "compute")
         reporter.progress(2, "data")
@@ -322,8 +317,7 @@ def test_progress_is_the_newest_and_counted() -> None:
 
 
 def test_an_older_generation_learns_that_it_is_fenced() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, control):
         reporter.emit(_step(1))
         assert reporter.flush(10)
         control.begin(2)
@@ -391,8 +385,7 @@ def test_training_waits_for_a_ledger_that_lies_behind_but_not_again_and_again() 
 
 
 def test_the_outcome_is_told_before_flush_returns() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
         reporter.report_outcome("finished", 7)
         assert reporter.flush(10)
     (member,) = desk.members
@@ -400,8 +393,7 @@ def test_the_outcome_is_told_before_flush_returns() -> None:
 
 
 def test_a_step_is_timed_without_what_lies_between_two() -> None:
-    desk = Desk()
-    with controlling(desk.report) as control, reporting(control.address) as reporter:
+    with speaking() as (reporter, desk, _):
         begun = time.monotonic()
         for phase in ("compute", "reduce", "vote"):
             reporter.progress(1, phase)

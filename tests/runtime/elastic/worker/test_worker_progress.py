@@ -1,11 +1,13 @@
-"""What a worker says while it waits: a slow disk must not look like a hang."""
+"""A worker's checkpoints: what it reports while it waits, its arena, and a restore whose source
+fails."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,14 +17,23 @@ from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
 from holdfast.checkpoint.capture.reconnecting_capturer import (
     ReconnectingCapturer,
 )
+from holdfast.checkpoint.mover.client import MoverGoneError
+from holdfast.checkpoint.peers.client import PeerError
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.loading.load import load_config
+from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.checkpointer import SnapshotSaver
+from holdfast.elastic.worker import checkpointer
+from holdfast.elastic.worker.checkpointer import (
+    SnapshotSaver,
+    make_with_fewer_slots,
+    retry_until_mover_is_up,
+    wait_until_announced,
+)
 from holdfast.elastic.worker.reporter import AgentReporter
-from holdfast.elastic.worker.restore import restore
-from holdfast.errors import FencedError
+from holdfast.elastic.worker.restore import CorruptCheckpointError, _load_with_retry, restore
+from holdfast.errors import FencedError, HoldfastError, StoreError
 from holdfast.events import CheckpointRestored, CheckpointSkipped, Event
 from holdfast.training.engine.build import TrainingSession
 from holdfast.wire.store.run_store import FolderStore
@@ -178,3 +189,99 @@ def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
     (event,) = heard.events
     assert isinstance(event, CheckpointRestored)
     assert event.step == 5
+
+
+def _asked(rules: CheckpointConfig, error: HoldfastError | None = None) -> tuple[list[int], int]:
+    """The numbers of slots that were tried, and how many settings were said to be ignored."""
+    tried: list[int] = []
+    said: list[str] = []
+
+    def make(slots: int) -> int:
+        tried.append(slots)
+        if error is not None and slots == 3:
+            raise error
+        return slots
+
+    make_with_fewer_slots(make, rules, lambda key, reason: said.append(f"{key}: {reason}"))
+    assert all(text.startswith("checkpoint.slots: ") for text in said)
+    return tried, len(said)
+
+
+def test_three_where_memory_gets_what_the_disk_does_not() -> None:
+    assert _asked(CheckpointConfig(memory_every_steps=1)) == ([3], 0)
+    assert _asked(CheckpointConfig(memory_every_steps="auto")) == ([3], 0)
+    assert _asked(CheckpointConfig(memory_every_steps=0)) == ([2], 0)
+    assert _asked(CheckpointConfig(memory_every_steps=1, slots=2)) == ([2], 0)
+
+
+def test_two_where_there_is_no_room_for_three_unless_somebody_asked_for_them() -> None:
+    full = HoldfastError("no memory for an arena")
+    assert _asked(CheckpointConfig(memory_every_steps=1), full) == ([3, 2], 1)
+    with pytest.raises(HoldfastError, match="no memory"):
+        _asked(CheckpointConfig(memory_every_steps=1, slots=3), full)
+    with pytest.raises(FencedError):
+        _asked(CheckpointConfig(memory_every_steps=1), FencedError("generation 2 has begun"))
+
+
+def test_a_mover_that_is_being_replaced_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def make() -> str:
+        if len(asked) < 3:
+            raise MoverGoneError("it does not answer")
+        return "an arena"
+
+    assert retry_until_mover_is_up(make, asked.append) == "an arena"
+    assert len(asked) == 3
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):
+        retry_until_mover_is_up(make, interrupted)
+    monkeypatch.setattr(checkpointer, "_MOVER_RETURN_TIMEOUT_S", 0.0)
+    with pytest.raises(MoverGoneError):
+        retry_until_mover_is_up(make, asked.append)
+    assert asked == []
+
+
+def test_an_announcement_is_waited_for_until_a_halt() -> None:
+    """The mover's disk may hang before the mover knows of the generation."""
+    known, waited = [1, 1, 1, 2], list[float]()
+    wait_until_announced(lambda: {"generation": known.pop(0)}, 2, waited.append)
+    assert waited == [0.005, 0.01, 0.02]
+    wait_until_announced(lambda: {"generation": 3}, 2, waited.append)
+
+    def halted(seconds: float) -> None:
+        raise HoldfastError("the generation has ended")
+
+    with pytest.raises(HoldfastError, match="has ended"):
+        wait_until_announced(lambda: {"generation": 1}, 2, halted)
+
+
+def load(folder: Path, *ends: HoldfastError | None) -> int:
+    """Load with an engine whose reads end so, one after the other; how often it was asked."""
+    left = list(ends)
+
+    def once(boxes: object) -> None:
+        if (end := left.pop(0)) is not None:
+            raise end
+
+    session: Any = SimpleNamespace(engine=SimpleNamespace(load=once))
+    _load_with_retry(session, cast(Any, None), str(folder))
+    return len(ends) - len(left)
+
+
+def test_a_source_that_fails_once_is_asked_again(tmp_path: Path) -> None:
+    assert load(tmp_path, None) == 1
+    assert load(tmp_path, PeerError("it broke off"), None) == 2
+    assert load(tmp_path, StoreError("it broke off"), None) == 2
+
+
+def test_what_a_failing_peer_alone_holds_is_given_up(tmp_path: Path) -> None:
+    """The next older state is begun from, rather than this one tried until the run gives up."""
+    with pytest.raises(CorruptCheckpointError, match=r"cannot be read: 10\.0\.0\.7 broke off"):
+        load(tmp_path, PeerError("10.0.0.7 broke off"), PeerError("10.0.0.7 broke off"))
+    with pytest.raises(CorruptCheckpointError, match="it cannot be read"):
+        load(tmp_path, StoreError("away"), PeerError("10.0.0.7 broke off"))

@@ -1,4 +1,5 @@
-"""Whether a run folder is lost, by what an agent sees of it, and what the agent then does."""
+"""What an agent does when it loses its run folder, or when its links to the store or to its peers
+fail again and again."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +22,12 @@ from holdfast.elastic.agent.run_folder_monitor import (
     RunFolder,
     RunFolderMonitor,
 )
+from holdfast.elastic.agent.term_monitor import TermMonitor
 from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import create_term
+from holdfast.wire.term import create_term, newest_term
+from tests.support.agents import FleetAgent, in_scene, until, working
 
 
 def _begun(folder: Path) -> RunFolder:
@@ -191,3 +195,107 @@ def test_what_lies_at_the_path_of_a_lost_folder_is_not_asked(tmp_path: Path) -> 
             await monitor.require_folder()
 
     asyncio.run(scene(_begun(folder)))
+
+
+NAMES = ("a", "b", "c")
+
+
+class Link:
+    """One agent's way to the run store, which can be cut."""
+
+    def __init__(self, store: FolderStore) -> None:
+        self._store, self.is_cut = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_cut:
+            raise RunFolderError("the run folder failed")
+        return getattr(self._store, name)
+
+
+class Scene:
+    """Three agents at work; the leader among them, and its term monitor."""
+
+    def __init__(self, store: FolderStore) -> None:
+        self.links = {name: Link(store) for name in NAMES}
+        self.agents = [FleetAgent(name, self.links[name]) for name in NAMES]  # type: ignore[arg-type]
+
+    async def begin(self) -> None:
+        await until(lambda: working(self.agents) and self.leaders, "all to work")
+        (self.leader,) = self.leaders
+        self.link = self.links[self.leader.name]
+        self.monitor = TermMonitor(
+            self.leader.name,
+            self.leader.follower,
+            lambda: self.leader.term,
+            None,
+            self.leader.said.append,
+        )
+        await self.monitor.check()
+
+    @property
+    def leaders(self) -> list[FleetAgent]:
+        return [agent for agent in self.agents if agent.reigns]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all agents follow one leader and work."""
+        leaders = [agent.follower.coordinator for agent in self.leaders]
+        known = [len(leader.state.nodes) for leader in leaders if leader is not None]
+        return known == [len(NAMES)] and working(self.agents)
+
+    async def cut_store(self, looks: int = 1) -> None:
+        self.link.is_cut = True
+        for _ in range(looks):
+            await self.monitor.check()
+        self.link.is_cut = False
+        await self.monitor.check()
+
+
+@in_scene
+async def test_a_link_to_the_run_store_that_flaps_costs_the_lead_and_no_work(
+    store: FolderStore,
+) -> None:
+    fleet = Scene(store)
+    await fleet.begin()
+    generation, first = fleet.leader.work.generation, fleet.leader
+    for _ in range(2):
+        await fleet.cut_store()
+    assert first.reigns
+    await fleet.cut_store()
+    await until(lambda: fleet.leaders and fleet.leaders != [first], "another one to lead")
+    assert newest_term(store)[0] == 2
+    assert "lost the run store 3 times within a minute" in "".join(first.said)
+    await until(lambda: fleet.is_complete, "all to follow")
+    assert fleet.leader.work.generation == generation
+
+
+@pytest.mark.parametrize("outages", [1, 2])
+@in_scene
+async def test_a_run_store_that_is_away_for_long_costs_nothing(
+    store: FolderStore, outages: int
+) -> None:
+    fleet = Scene(store)
+    await fleet.begin()
+    for _ in range(outages):
+        await fleet.cut_store(looks=20)
+    assert fleet.leader.reigns
+    assert newest_term(store)[0] == 1
+
+
+@in_scene
+async def test_a_link_to_the_peers_that_flaps_costs_the_lead(store: FolderStore) -> None:
+    fleet = Scene(store)
+    await fleet.begin()
+    first = fleet.leader
+    others = [agent for agent in fleet.agents if agent is not first]
+    for _ in range(3):
+        coordinator = first.follower.coordinator
+        assert coordinator is not None
+        for agent in others:
+            coordinator.declare_lost(agent.name, "not heard for 6.0 s")
+        assert len(coordinator.state.nodes) == 1
+        await until(lambda: fleet.is_complete, "all to be back")
+        await fleet.monitor.check()
+    await until(lambda: fleet.leaders and fleet.leaders != [first], "another one to lead")
+    assert "lost the other nodes 3 times within a minute" in "".join(first.said)
+    await until(lambda: fleet.is_complete, "all to follow")
