@@ -116,8 +116,7 @@ def given_secret_file(environ: MutableMapping[str, str], ask: Ask | None = None)
             raise RunFolderError(
                 f"{given[0]} gives something that is no secret", remedy="use 64 hexadecimal digits"
             ) from None
-        # Write a secret into a memory file that stays as long as this process; return
-        # its path.
+        # Write a secret into a memory file that stays as long as this process; return its path.
         fd = os.memfd_create("secret", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
         os.write(fd, secret.key.hex().encode())

@@ -230,8 +230,7 @@ def _fit_churn(stream: EventStream, churn: Churn) -> Fit:
     if most > 1 and churn.bursts.get(most, 0) >= 0.1 * instants:
         up, down = _runs(stream, churn)
         return Fit("gang", {"nodes": most, "up_s": up, "down_s": down})
-    # Losses in the busier half of the spans of six hours, over those in the quieter
-    # half.
+    # Losses in the busier half of the spans of six hours, over those in the quieter half.
     full = int(stream.seconds // _SPAN)
     counts = [0] * full
     for at in {event.t_s for event in stream.events if event.kind == "preempt"}:

@@ -217,8 +217,7 @@ class SnapshotReceiver:
     ) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `is_resumed`: the slot may hold some of them, from a pull that broke off."""
-        # checksum -> where an extent of the same rank lies that has it: snapshot,
-        # offset.
+        # checksum -> where an extent of the same rank lies that has it: snapshot, offset.
         here: dict[str, tuple[SnapshotName, int]] = {}
         wanted = frozenset(part.blob.checksums)
         with self._lock:

@@ -196,8 +196,7 @@ def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:
     ep spreads them.
     """
     if coordinate.pp not in stages_of(spec, replica):
-        # No element of a tensor: no rows. A scalar has no dim that could be empty, so
-        # it gets one.
+        # No element of a tensor: no rows. A scalar has no dim that could be empty, so it gets one.
         return Box(spec.name, (0,) * max(1, len(spec.shape)), (0, *spec.shape[1:]))
     return cut_box(spec, replica, coordinate.dp_shard, coordinate.cp, coordinate.tp)
 

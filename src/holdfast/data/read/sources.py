@@ -166,8 +166,7 @@ def _cut(
         ranges: Ranges = []
         for path, size in found.files:
             try:
-                # True for a JSON file that cannot be cut: it is compressed, or
-                # one array.
+                # True for a JSON file that cannot be cut: it is compressed, or one array.
                 head = read_head(path)
                 if not head:
                     raise empty_error(path, "JSON")

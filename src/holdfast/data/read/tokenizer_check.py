@@ -40,8 +40,7 @@ def check_tokenizer(tokenizer: Tokenizer, path: Path, texts: Iterable[str], name
                 where="data.tokenizer.path",
                 remedy="turn sampling and dropout off in a copy of the file",
             )
-        # (characters that are no white space, those of them that no known token stands
-        # for).
+        # (characters that are no white space, those of them that no known token stands for).
         kept = bytearray(len(text))
         for number, (start, stop) in zip(first.ids, first.offsets, strict=True):
             if number not in unknown:

@@ -100,8 +100,7 @@ class BadStepTracker:
             workers = [
                 worker_by_rank.get(rank, (previous.nodes[rank], 0)) for rank in replica.ranks
             ]
-            # A name: "process 12 on a", "processes 12, 13 on a and process 7 on
-            # b".
+            # A name: "process 12 on a", "processes 12, 13 on a and process 7 on b".
             nodes: dict[str, list[int]] = {}
             for node, pid in workers:
                 nodes.setdefault(node, []).append(pid)

@@ -207,8 +207,7 @@ class GenerationPlanner:
         well = {key: one for key, one in held_states.items() if worker_ids[key] not in sick}
         if len(well) == len(held_states) or not self._recovery_planner.has_complete_state(well):
             return held_states
-        # The states, without those of untrusted workers, which keep their
-        # processes.
+        # The states, without those of untrusted workers, which keep their processes.
         return {
             key: one if key in well else replace(one, torn=True, state=None)
             for key, one in held_states.items()

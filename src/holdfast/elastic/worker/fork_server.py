@@ -123,9 +123,8 @@ class ForkServerLoop:
         try:
             with suppress(PermissionError):  # the parent may have made the group already
                 os.setpgid(0, 0)
-            # Ignore the signals of a terminal and of a scheduler that warns every
-            # process of a job. The agent handles these signals; a worker leaves when
-            # its agent asks it to.
+            # Ignore the signals of a terminal and of a scheduler that warns every process of a job.
+            # The agent handles these signals; a worker leaves when its agent asks it to.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             lifeline.ignore_agent_signals()

@@ -209,8 +209,7 @@ def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster
             remedy="begin with 'pools:', as examples/clusters/a100.yaml does",
         )
     try:
-        # Write `outside: ib-ndr` as `outside: {type: ib-ndr}`, and `link: NAME` of a pair
-        # likewise.
+        # Write `outside: ib-ndr` as `outside: {type: ib-ndr}`, and `link: NAME` of a pair likewise.
         pools = value.get("pools")
         if isinstance(pools, dict):
             for pool in (each for each in pools.values() if isinstance(each, dict)):

@@ -155,8 +155,7 @@ def _submit(ray: Any, board: RayBoard, spec: RaySpec) -> RayAnswer:
     status = board.read_status()
     if _has_supervisor(ray, spec.job) and not (status is not None and status.is_over):
         raise RayRefusalError("running", spec.job)
-    # Raises RayRefusalError if no machine has what a node takes, or one has room for
-    # two nodes.
+    # Raises RayRefusalError if no machine has what a node takes, or one has room for two nodes.
     machines = {str(n["NodeName"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
     taken = ", ".join(f"{name}: {number:g}" for name, number in spec.bundle.items())
     if not spec.is_autoscaled and not any(_times(has, spec.bundle) for has in machines.values()):
