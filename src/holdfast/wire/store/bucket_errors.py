@@ -82,8 +82,19 @@ def translate_error(error: Exception, where: str, *, missing: bool = False) -> H
         return OutOfSpaceError(
             "the bucket is full", where=where, remedy="free some space, or use another bucket"
         )
-    # The error of an unreachable, slow or failing store, which may have recovered by a later
-    # attempt.
+    return _unreachable_error(text, code, status, where)
+
+
+def is_bucket_missing(text: str) -> bool:
+    """Return True if a store's "not there" is about the bucket (S3, Azure; Google says it in
+    words)."""
+    code = match[1] if (match := _CODE.search(text)) else ""
+    return code in ("NoSuchBucket", "ContainerNotFound") or "specified bucket does not" in text
+
+
+def _unreachable_error(text: str, code: str, status: str, where: str) -> StoreError:
+    """Return the error of an unreachable, slow or failing store, which may have recovered by a
+    later attempt."""
     if status or code:
         said = " ".join(part for part in (status, code) if part)
         return StoreError(f"the store answers with an error ({said})", where=where)
@@ -92,10 +103,3 @@ def translate_error(error: Exception, where: str, *, missing: bool = False) -> H
             remedy = _AUTHORITY_REMEDY if "certificate" in said else None
             return StoreError(said, where=where, remedy=remedy)
     return StoreError("the store fails in a way that has no name here", where=where)
-
-
-def is_bucket_missing(text: str) -> bool:
-    """Return True if a store's "not there" is about the bucket (S3, Azure; Google says it in
-    words)."""
-    code = match[1] if (match := _CODE.search(text)) else ""
-    return code in ("NoSuchBucket", "ContainerNotFound") or "specified bucket does not" in text
