@@ -62,7 +62,13 @@ def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
     Raises TaskError.
     """
     current, args, model = run(), trainer.args, trainer.model
-    _refuse_arguments(args)
+    for name, (allowed, remedy) in _REFUSED_ARGUMENTS.items():
+        value = getattr(args, name, allowed)
+        if value != allowed and value:
+            raise _refused(f"TrainingArguments.{name} is {value!r}", remedy)
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if str(getattr(strategy, "value", strategy)) not in _NO_SAMPLING:
+        raise _refused(f"TrainingArguments.train_sampling_strategy is {strategy!r}", "use 'random'")
     _refuse_callbacks(trainer)
     _refuse_methods(trainer)
     micro = int(args.per_device_train_batch_size)
@@ -157,16 +163,6 @@ def _counted_labels(trainer: Any) -> Weight:
         return int((counted != _IGNORED_LABEL).sum())
 
     return weigh
-
-
-def _refuse_arguments(args: Any) -> None:
-    for name, (allowed, remedy) in _REFUSED_ARGUMENTS.items():
-        value = getattr(args, name, allowed)
-        if value != allowed and value:
-            raise _refused(f"TrainingArguments.{name} is {value!r}", remedy)
-    strategy = getattr(args, "train_sampling_strategy", "random")
-    if str(getattr(strategy, "value", strategy)) not in _NO_SAMPLING:
-        raise _refused(f"TrainingArguments.train_sampling_strategy is {strategy!r}", "use 'random'")
 
 
 def _refuse_callbacks(trainer: Any) -> None:

@@ -71,7 +71,21 @@ def fit(
         clip_norm: largest global norm of the gradient; 0: no clipping.
     """
     current = run()
-    _refuse_hooks(module)
+    base = import_module("lightning.pytorch").LightningModule
+    if not isinstance(module, base):
+        raise _refused(f"{type(module).__name__} is no LightningModule", "derive it from that")
+    if not module.automatic_optimization:
+        raise _refused(
+            "the module sets automatic_optimization=False",
+            "write the loop yourself with holdfast.run()",
+        )
+    for name in _REFUSED_HOOKS:
+        if getattr(type(module), name) is not getattr(base, name):
+            raise _refused(
+                f"{type(module).__name__}.{name} is not called by Holdfast, and could change the "
+                "curve",
+                "remove it, or write the loop yourself with holdfast.run()",
+            )
     kind, done = type(module), [0]
     counters = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
     module.__class__ = type(kind.__name__, (kind,), counters)
@@ -171,24 +185,6 @@ def _loss(answer: Any) -> Tensor:
             f"training_step() returned {type(answer).__name__}", 'return the loss, or {"loss": ...}'
         )
     return loss
-
-
-def _refuse_hooks(module: Any) -> None:
-    base = import_module("lightning.pytorch").LightningModule
-    if not isinstance(module, base):
-        raise _refused(f"{type(module).__name__} is no LightningModule", "derive it from that")
-    if not module.automatic_optimization:
-        raise _refused(
-            "the module sets automatic_optimization=False",
-            "write the loop yourself with holdfast.run()",
-        )
-    for name in _REFUSED_HOOKS:
-        if getattr(type(module), name) is not getattr(base, name):
-            raise _refused(
-                f"{type(module).__name__}.{name} is not called by Holdfast, and could change the "
-                "curve",
-                "remove it, or write the loop yourself with holdfast.run()",
-            )
 
 
 def _refused(what: str, remedy: str) -> TaskError:

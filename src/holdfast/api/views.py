@@ -44,7 +44,15 @@ class RunViews:
         self.observers: list[Callable[[Record], None]] = []
         """What the agent calls with each record of this node."""
         shown: list[Callable[[Record], None]] = []
-        metrics = metrics_of(config, dataset_version, machine)
+        # What `/metrics` shows; it has utilisation only if the device's peak is known.
+        peak = None
+        if is_accelerator(config.device) and machine.accelerators:
+            one = machine.accelerators[0].peak_flops(config.train.precision)
+            peak = one * config.layout.workers if one is not None else None
+        model = config.task.name or config.model.preset or config.model.family
+        info = {"model": model, "dataset": dataset_version}
+        flops = run_flops_per_token(config)
+        metrics = RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
         if is_accelerator(config.device):
@@ -100,18 +108,6 @@ class RunViews:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-
-def metrics_of(config: RunConfig, dataset_version: str, machine: HardwareInfo) -> RunMetrics:
-    """Return what `/metrics` shows; it has utilisation only if the device's peak is known."""
-    peak = None
-    if is_accelerator(config.device) and machine.accelerators:
-        one = machine.accelerators[0].peak_flops(config.train.precision)
-        peak = one * config.layout.workers if one is not None else None
-    model = config.task.name or config.model.preset or config.model.family
-    info = {"model": model, "dataset": dataset_version}
-    flops = run_flops_per_token(config)
-    return RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
 
 
 class JsonLinePrinter:

@@ -96,7 +96,23 @@ def calibrate(
     if json:
         print_json(found.to_json() | {"file": str(path), "errors": _errors(compared)})
         return
-    _print_samples(compared)
+    rows = []
+    for each in compared:
+        one = each.sample
+        if one.name:
+            rows.append((one.kind, one.name, *_times(each), ""))
+            continue
+        size = f"{one.flops / 1e9:.3g} GFLOP" if one.flops else _bytes(one.size)
+        rate = one.flops / one.seconds if one.flops else one.size / one.seconds
+        rows.append(
+            (
+                f"{one.kind} {one.precision}".strip(),
+                size,
+                *_times(each),
+                f"{rate / 1e9:.3g} {'GFLOP/s' if one.flops else 'GB/s'}",
+            )
+        )
+    print_table(rows, ("what", "size", "measured us", "fitted us", "error", "measured rate"))
     _print_constants(found, compared)
     say(f"written to {path}")
 
@@ -170,26 +186,6 @@ def _started(kind: DeviceKind, ranks: int, seconds: float, folder: str) -> Itera
             if process.stdout is not None:
                 process.stdout.close()
         errors.close()
-
-
-def _print_samples(compared: list[FittedSample]) -> None:
-    rows = []
-    for each in compared:
-        one = each.sample
-        if one.name:
-            rows.append((one.kind, one.name, *_times(each), ""))
-            continue
-        size = f"{one.flops / 1e9:.3g} GFLOP" if one.flops else _bytes(one.size)
-        rate = one.flops / one.seconds if one.flops else one.size / one.seconds
-        rows.append(
-            (
-                f"{one.kind} {one.precision}".strip(),
-                size,
-                *_times(each),
-                f"{rate / 1e9:.3g} {'GFLOP/s' if one.flops else 'GB/s'}",
-            )
-        )
-    print_table(rows, ("what", "size", "measured us", "fitted us", "error", "measured rate"))
 
 
 def _times(found: FittedSample) -> tuple[str, str, str]:

@@ -55,16 +55,7 @@ class GuardedFile(io.FileIO):
 
 def guard_streams(arguments: Sequence[str]) -> None:
     """Guard this process's standard streams for the command that `arguments` call."""
-    fill_closed_descriptors()
-    works = any(tuple(arguments[: len(words)]) == words for words in WORKING_COMMANDS)
-    sys.stdout = _guarded(sys.stdout, 1, works)
-    sys.stderr = _guarded(sys.stderr, 2, is_loss_silent=True)
-    if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # open until this process ends
-
-
-def fill_closed_descriptors() -> None:
-    """Open /dev/null in place of each closed standard descriptor."""
+    # Open /dev/null in place of each closed standard descriptor.
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -72,6 +63,11 @@ def fill_closed_descriptors() -> None:
             with suppress(OSError):  # no /dev here: then it stays closed
                 # The lowest free number is this one. A child inherits it like any other's.
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    works = any(tuple(arguments[: len(words)]) == words for words in WORKING_COMMANDS)
+    sys.stdout = _guarded(sys.stdout, 1, works)
+    sys.stderr = _guarded(sys.stderr, 2, is_loss_silent=True)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # open until this process ends
 
 
 def _guarded(stream: object, fd: int, is_loss_silent: bool) -> io.TextIOWrapper:

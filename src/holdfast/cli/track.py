@@ -109,7 +109,13 @@ class _Child:
         if self.process is None:
             if now < self.retry_at:
                 return
-            self._start()
+            self.process = subprocess.Popen(module_command(TRACKER_MODULE), stdin=subprocess.PIPE)
+            assert self.process.stdin is not None
+            try:
+                self.process.stdin.write(self.spec_line)
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                say(f"the tracker {self.name} ended at its start")
         assert self.process is not None
         if is_over and self.process.stdin is not None and not self.process.stdin.closed:
             self.process.stdin.close()
@@ -127,13 +133,3 @@ class _Child:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-
-    def _start(self) -> None:
-
-        self.process = subprocess.Popen(module_command(TRACKER_MODULE), stdin=subprocess.PIPE)
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(self.spec_line)
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            say(f"the tracker {self.name} ended at its start")

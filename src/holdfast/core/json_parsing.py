@@ -178,7 +178,20 @@ def _codec_of(kind: Any, none: Any = None) -> _Codec:
     """Return the codec of a type. none: how None travels, where the type allows it."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return _optional_codec([each for each in arguments if each is not NoneType], none)
+        kinds = [each for each in arguments if each is not NoneType]
+        if not all(hasattr(kind, "from_json") for kind in kinds):
+            if len(kinds) > 1:
+                return _Codec(_as_it_is, _as_it_is)
+            parse, write = _codec_of(kinds[0])
+            return _Codec(
+                lambda value: None if value is None else parse(value),
+                lambda value: none if value is None else write(value),
+            )
+        parse_message = tagged_parser(*kinds) if len(kinds) > 1 else kinds[0].from_json
+        return _Codec(
+            lambda value: parse_message(value) if value else None,
+            lambda value: none if value is None else value.to_json(),
+        )
     codecs = [_codec_of(each) for each in arguments if each is not Ellipsis]
     if origin is tuple and arguments[-1] is not Ellipsis:
         return _Codec(
@@ -201,22 +214,6 @@ def _codec_of(kind: Any, none: Any = None) -> _Codec:
     if isclass(kind) and issubclass(kind, Enum):
         return _Codec(kind, lambda value: value.value)
     return _Codec(kind if kind in (bool, int, float, str) else _as_it_is, _as_it_is)
-
-
-def _optional_codec(kinds: list[Any], none: Any) -> _Codec:
-    if not all(hasattr(kind, "from_json") for kind in kinds):
-        if len(kinds) > 1:
-            return _Codec(_as_it_is, _as_it_is)
-        parse, write = _codec_of(kinds[0])
-        return _Codec(
-            lambda value: None if value is None else parse(value),
-            lambda value: none if value is None else write(value),
-        )
-    parse_message = tagged_parser(*kinds) if len(kinds) > 1 else kinds[0].from_json
-    return _Codec(
-        lambda value: parse_message(value) if value else None,
-        lambda value: none if value is None else value.to_json(),
-    )
 
 
 def _as_it_is(value: Any) -> Any:

@@ -53,9 +53,27 @@ def detect_accelerators(
     kernel lists devices.
     """
     if build.startswith("ROCm"):
-        return _amd_devices(environment, system)
+        # Compute nodes with vector units are GPUs; the memory is what their banks have.
+        found: list[tuple[str, int]] = []
+        nodes = system / "class" / "kfd" / "kfd" / "topology" / "nodes"
+        for node in sorted(_folders(nodes), key=lambda each: _number(each.name)):
+            if read_property(node / "properties", "simd_count") == 0:
+                continue
+            banks = _folders(node / "mem_banks")
+            memory = sum(read_property(bank / "properties", "size_in_bytes") for bank in banks)
+            found.append((read_text(node / "name") or "AMD GPU", memory))
+        for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+            found = _chosen(found, environment.get(variable))
+        return tuple(Accelerator(i, name, size, "cuda") for i, (name, size) in enumerate(found))
     if build.startswith("XPU"):
-        return _intel_devices(environment, system)
+        cards = [each for each in _folders(system / "class" / "drm") if _CARD.fullmatch(each.name)]
+        found = [
+            ("Intel GPU", 0)
+            for card in sorted(cards, key=lambda each: _number(each.name))
+            if read_text(card / "device" / "vendor") == _INTEL
+        ]
+        found = _chosen(found, environment.get("ZE_AFFINITY_MASK"))
+        return tuple(Accelerator(i, name, size, "xpu") for i, (name, size) in enumerate(found))
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return (Accelerator(0, "Apple GPU", usable_memory(), "mps"),)
     listing = _ask_nvidia("index,uuid,name,memory.total")
@@ -99,32 +117,6 @@ def visible_accelerators(listing: str, chosen: str | None) -> tuple[Accelerator,
         Accelerator(index, row[2], int(float(row[3])) * 2**20 if row[3][:1].isdigit() else 0)
         for index, row in enumerate(rows)
     )
-
-
-def _amd_devices(environment: Mapping[str, str], system: Path) -> tuple[Accelerator, ...]:
-    """Compute nodes with vector units are GPUs; the memory is what their banks have."""
-    found: list[tuple[str, int]] = []
-    nodes = system / "class" / "kfd" / "kfd" / "topology" / "nodes"
-    for node in sorted(_folders(nodes), key=lambda each: _number(each.name)):
-        if read_property(node / "properties", "simd_count") == 0:
-            continue
-        banks = _folders(node / "mem_banks")
-        memory = sum(read_property(bank / "properties", "size_in_bytes") for bank in banks)
-        found.append((read_text(node / "name") or "AMD GPU", memory))
-    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        found = _chosen(found, environment.get(variable))
-    return tuple(Accelerator(i, name, size, "cuda") for i, (name, size) in enumerate(found))
-
-
-def _intel_devices(environment: Mapping[str, str], system: Path) -> tuple[Accelerator, ...]:
-    cards = [each for each in _folders(system / "class" / "drm") if _CARD.fullmatch(each.name)]
-    found = [
-        ("Intel GPU", 0)
-        for card in sorted(cards, key=lambda each: _number(each.name))
-        if read_text(card / "device" / "vendor") == _INTEL
-    ]
-    found = _chosen(found, environment.get("ZE_AFFINITY_MASK"))
-    return tuple(Accelerator(i, name, size, "xpu") for i, (name, size) in enumerate(found))
 
 
 def _chosen(found: Sequence[tuple[str, int]], value: str | None) -> list[tuple[str, int]]:

@@ -28,7 +28,14 @@ def detect_links(system: Path | None = None) -> NodeLinks:
     place = SYSTEM if system is None else system
     topology = ask_tool(["nvidia-smi", "topo", "--matrix"], TOPOLOGY_TIMEOUT_S)
     cards = parse_topology(topology) or _xgmi_links(place)
-    return NodeLinks(cards, _active_ports(place))
+    found = []
+    for port in sorted((place / "class" / "infiniband").glob("*/ports/*")):
+        if read_text(port / "state") == "4: ACTIVE":
+            layer = read_text(port / "link_layer")
+            layer = "RoCE" if layer == "Ethernet" else layer
+            rate = read_text(port / "rate").partition(" (")[0]
+            found.append(NetworkPort(port.parents[1].name, layer, rate))
+    return NodeLinks(cards, tuple(found))
 
 
 def parse_topology(text: str) -> tuple[CardLink, ...]:
@@ -59,15 +66,4 @@ def _xgmi_links(system: Path) -> tuple[CardLink, ...]:
         one, other = read_property(link, "node_from"), read_property(link, "node_to")
         if read_property(link, "type") == _XGMI and one < other and {one, other} <= set(gpus):
             found.append(CardLink(index[one], index[other], "xGMI"))
-    return tuple(found)
-
-
-def _active_ports(system: Path) -> tuple[NetworkPort, ...]:
-    found = []
-    for port in sorted((system / "class" / "infiniband").glob("*/ports/*")):
-        if read_text(port / "state") == "4: ACTIVE":
-            layer = read_text(port / "link_layer")
-            layer = "RoCE" if layer == "Ethernet" else layer
-            rate = read_text(port / "rate").partition(" (")[0]
-            found.append(NetworkPort(port.parents[1].name, layer, rate))
     return tuple(found)

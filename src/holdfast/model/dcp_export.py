@@ -143,14 +143,11 @@ class _BoxSavePlanner(DefaultSavePlanner):
         self._read(box, flat.data)
         found = torch.from_numpy(flat).view(DTYPE[tensor.dtype]).view(box.lengths)
         if tensor.pairs:
-            found.copy_(to_pairs(found, tensor.shape[0] // tensor.pairs))
+            head = tensor.shape[0] // tensor.pairs
+            # Rows: [n*head, ...], each head two halves -> each head in pairs (a copy).
+            parts = found.view(-1, 2, head // 2, *found.shape[1:])
+            found.copy_(parts.transpose(1, 2).reshape(found.shape))
         return found
-
-
-def to_pairs(rows: torch.Tensor, head: int) -> torch.Tensor:
-    """rows: [n*head, ...], each head two halves -> each head in pairs (a copy)."""
-    parts = rows.view(-1, 2, head // 2, *rows.shape[1:])
-    return parts.transpose(1, 2).reshape(rows.shape)
 
 
 def _row_bytes(tensor: ExportedTensor) -> int:

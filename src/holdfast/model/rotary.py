@@ -33,15 +33,9 @@ def frequencies(model: ModelConfig, windowed: bool = False) -> Tensor:
         return plain / scaling.factor
     if scaling.type == "yarn":
         return _yarn(plain, scaling, model.rope_theta)
-    return _scale_frequencies(plain, scaling)
-
-
-def _scale_frequencies(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated.
-
-    A wave is long if fewer than `low_freq_factor` of it fit into the context that the model was
-    first trained with. It is short if more than `high_freq_factor` fit.
-    """
+    # Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated. A
+    # wave is long if fewer than `low_freq_factor` of it fit into the context that the model was
+    # first trained with. It is short if more than `high_freq_factor` fit.
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     fitting = scaling.original_max_position * plain / (2 * math.pi)
     keep = ((fitting - low) / (high - low)).clamp(0.0, 1.0)

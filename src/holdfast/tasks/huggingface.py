@@ -63,7 +63,9 @@ class CausalLM(Task):
             return self._of_config(config)
         if not self._is_pretrained:
             return self._of_config(config)
-        if _has_stored_buffers(self._meta):
+        # Whether a buffer's values come from the folder, not from the config.
+        stored = set(self._meta.state_dict())
+        if any(name in stored for name, _ in self._meta.named_buffers()):
             return self._loaded()
         from transformers.initialization import no_init_weights
 
@@ -219,12 +221,6 @@ def positions_in_documents(documents: Tensor) -> Tensor:
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     start = torch.where(begins, places, 0).cummax(1).values
     return places - start
-
-
-def _has_stored_buffers(module: nn.Module) -> bool:
-    """Whether a buffer's values come from the folder, not from the config."""
-    stored = set(module.state_dict())
-    return any(name in stored for name, _ in module.named_buffers())
 
 
 def _transformers() -> Any:

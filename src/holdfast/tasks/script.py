@@ -183,7 +183,16 @@ class Script(Task):
     def error_of(self, error: BaseException) -> ScriptError:
         """One sentence with the line of the script; the traceback is logged."""
         logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        return _script_error(self.file, error)
+        script = self.file
+        # One sentence with the line of the script that was running.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(script).name]
+        where = f"{script}:{lines[-1]}" if lines else script
+        if isinstance(error, TaskError):
+            named = f"{error.where}: " if error.where and error.where != "task" else ""
+            return ScriptError(f"{named}{error.message}", where=where, remedy=error.remedy)
+        text = " ".join(str(error).split())[:300]
+        return ScriptError(f"{type(error).__name__}: {text}", where=where)
 
     def check_end(self, answer: Answer) -> None:
         """Raise ScriptError if the code after the loop has failed."""
@@ -255,15 +264,3 @@ def _refuse_settings(config: RunConfig) -> None:
             where="train.memory.activations",
             remedy="use device, and torch.autograd.graph.save_on_cpu in the loop",
         )
-
-
-def _script_error(script: str, error: BaseException) -> ScriptError:
-    """One sentence with the line of the script that was running."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(script).name]
-    where = f"{script}:{lines[-1]}" if lines else script
-    if isinstance(error, TaskError):
-        named = f"{error.where}: " if error.where and error.where != "task" else ""
-        return ScriptError(f"{named}{error.message}", where=where, remedy=error.remedy)
-    text = " ".join(str(error).split())[:300]
-    return ScriptError(f"{type(error).__name__}: {text}", where=where)

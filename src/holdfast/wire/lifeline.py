@@ -113,16 +113,12 @@ def arm_kernel_kill(fd: int) -> None:
         fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError:
         return  # no /proc here: the thread alone ends this process
-    if is_agent_gone(fd):  # it ended before the signal was armed
-        exit_now()
-
-
-def is_agent_gone(fd: int) -> bool:
-    """Return True if the write end is closed. Only the inherited descriptor knows: one that was
-    opened after the end would not."""
+    # Whether the write end is closed. Only the inherited descriptor knows: one that was opened
+    # after the end would not.
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
+    if bool(poll.poll(0)):  # it ended before the signal was armed
+        exit_now()
 
 
 def exit_now() -> None:

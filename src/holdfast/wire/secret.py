@@ -116,7 +116,11 @@ def given_secret_file(environ: MutableMapping[str, str], ask: Ask | None = None)
             raise RunFolderError(
                 f"{given[0]} gives something that is no secret", remedy="use 64 hexadecimal digits"
             ) from None
-        environ[SECRET_FILE_VARIABLE] = _hold_in_memory(secret)
+        # Write a secret into a memory file that stays as long as this process; return its path.
+        fd = os.memfd_create("secret", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)
+        os.write(fd, secret.key.hex().encode())
+        environ[SECRET_FILE_VARIABLE] = f"/proc/{os.getpid()}/fd/{fd}"
     named = environ.get(SECRET_FILE_VARIABLE)
     return Path(named).expanduser() if named else None
 
@@ -141,14 +145,6 @@ def _fetch_secret(address: str, environ: Mapping[str, str], ask: Ask | None) -> 
             where=SECRET_SOURCE_VARIABLE,
             remedy="give this machine's identity the right to read it",
         ) from None
-
-
-def _hold_in_memory(secret: Secret) -> str:
-    """Write a secret into a memory file that stays as long as this process; return its path."""
-    fd = os.memfd_create("secret", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    os.write(fd, secret.key.hex().encode())
-    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def read_secret(

@@ -83,16 +83,13 @@ class _Admissions(Process[None]):
         while board.events and board.events[0][0] <= self.now:
             is_news |= _handle(board, heapq.heappop(board.events))
         if is_news:
-            self._admit()
-            self.observer.look()
-
-    def _admit(self) -> None:
-        """Ask the policy; once more if an eviction has left unused devices."""
-        waiting = self.board.waiting
-        before = sum(state.evictions for state in waiting.values())
-        self._policy.admit(self.board, self._draw)
-        if sum(state.evictions for state in waiting.values()) > before:
+            # Ask the policy; once more if an eviction has left unused devices.
+            waiting = self.board.waiting
+            before = sum(state.evictions for state in waiting.values())
             self._policy.admit(self.board, self._draw)
+            if sum(state.evictions for state in waiting.values()) > before:
+                self._policy.admit(self.board, self._draw)
+            self.observer.look()
 
 
 def _handle(board: Board, event: tuple[float, str, int, int]) -> bool:

@@ -48,7 +48,19 @@ class JitterProfile:
         2003, section 2.1). Its mean is exact for the given ratios: nothing is sampled."""
         key = tuple(sorted(factors))
         if key not in self._known:
-            self._known[key] = _expected_max(self.ratios, key)
+            ratios = self.ratios
+            groups: dict[float, int] = {}
+            for factor in key:
+                groups[factor] = groups.get(factor, 0) + 1
+            points = sorted({ratio * factor for ratio in ratios for factor in groups})
+            mean, below, n = 0.0, 0.0, len(ratios)
+            for x in points:
+                share = 1.0
+                for factor, number in groups.items():
+                    share *= (bisect_right(ratios, x / factor * (1 + 1e-12)) / n) ** number
+                mean += x * (share - below)
+                below = share
+            self._known[key] = mean
         return self._known[key]
 
 
@@ -92,21 +104,6 @@ def profile_of_trace(stream: EventStream) -> JitterProfile:
 def _with_mean_one(values: Sequence[float]) -> tuple[float, ...]:
     mean = fmean(values)
     return tuple(sorted(value / mean for value in values))
-
-
-def _expected_max(ratios: tuple[float, ...], factors: tuple[float, ...]) -> float:
-    groups: dict[float, int] = {}
-    for factor in factors:
-        groups[factor] = groups.get(factor, 0) + 1
-    points = sorted({ratio * factor for ratio in ratios for factor in groups})
-    mean, below, n = 0.0, 0.0, len(ratios)
-    for x in points:
-        share = 1.0
-        for factor, number in groups.items():
-            share *= (bisect_right(ratios, x / factor * (1 + 1e-12)) / n) ** number
-        mean += x * (share - below)
-        below = share
-    return mean
 
 
 # --- steps ----------------------------------------------------------------------------------------

@@ -209,7 +209,13 @@ def _corrupt_memory(at: ChaosEnvironment, node: str) -> FaultAction:
     for pid in workers:
         _send_signal(pid, signal.SIGSTOP)
     with suppress(OSError, psutil.Error):  # the mover has ended meanwhile
-        _wait_until_idle(mover)
+        # Until all threads of a process sleep, each time one looks.
+        end, looks = time.monotonic() + _IDLE_TIMEOUT_S, 0
+        while looks < _IDLE_LOOKS and time.monotonic() < end:
+            time.sleep(_IDLE_TIMEOUT_S / 100)
+            threads = psutil.Process(mover).threads()
+            states = {psutil.Process(thread.id).status() for thread in threads}
+            looks = looks + 1 if states == {psutil.STATUS_SLEEPING} else 0
         changed = flip_memory_bits(mover)
     if not changed:
         for pid in workers:
@@ -217,16 +223,6 @@ def _corrupt_memory(at: ChaosEnvironment, node: str) -> FaultAction:
         raise NotPossibleNowError(f"{node} keeps nothing in memory")
     _kill_all_workers(at, node)
     return FaultAction(f"{changed} bytes of {node}, and all workers")
-
-
-def _wait_until_idle(pid: int) -> None:
-    """Until all threads of a process sleep, each time one looks."""
-    end, looks = time.monotonic() + _IDLE_TIMEOUT_S, 0
-    while looks < _IDLE_LOOKS and time.monotonic() < end:
-        time.sleep(_IDLE_TIMEOUT_S / 100)
-        threads = psutil.Process(pid).threads()
-        states = {psutil.Process(thread.id).status() for thread in threads}
-        looks = looks + 1 if states == {psutil.STATUS_SLEEPING} else 0
 
 
 def flip_memory_bits(pid: int, stride: int = _FLIP_STRIDE_BYTES) -> int:

@@ -285,7 +285,11 @@ class Experiment:
             done.outcome = NOT_RECOVERED
             raise
         finally:
-            self._print_result(done)
+            count = len(self.report.faults)
+            self._say(
+                f"{count:3d}  {done.fault:<17} {done.point:<10} step {done.step:<4} "
+                f"{done.target:<22} {done.outcome} {done.seconds:.2f} s"
+            )
         if draw.waits_for_nodes:
             self._await_nodes()
         return True
@@ -296,13 +300,6 @@ class Experiment:
         step = max(self.view.step + draw.gap, self._driver.gate_step + 1)
         every = self._save_interval_steps if draw.fault.needs_save_step else 1
         return -(-step // every) * every
-
-    def _print_result(self, result: FaultResult) -> None:
-        count = len(self.report.faults)
-        self._say(
-            f"{count:3d}  {result.fault:<17} {result.point:<10} step {result.step:<4} "
-            f"{result.target:<22} {result.outcome} {result.seconds:.2f} s"
-        )
 
     def _wait_until_possible(self, draw: Draw) -> str | None:
         """Wait for returning nodes until the fault applies; return why it does not, or None."""

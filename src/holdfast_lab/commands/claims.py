@@ -34,7 +34,11 @@ def claims(json: Annotated[bool, typer.Option("--json", help="print JSON")] = Fa
         print(f"{topic}:")
         print_table([_row(claim) for claim in found if claim.topic == topic])
         print()
-    _print_failed([claim for claim in found if claim.verdict == "does not hold"])
+    failed = [claim for claim in found if claim.verdict == "does not hold"]
+    print("Claims that do not hold here:")
+    for claim in failed:
+        print(f"  {claim.claim} ({claim.source}): {claim.ours}")
+    print()
     numbers = (f"{sum(c.verdict == verdict for c in found)} {verdict}" for verdict in VERDICTS)
     print(f"{len(found)} claims: {', '.join(numbers)}")
 
@@ -46,10 +50,3 @@ def _row(claim: Claim) -> list[str]:
         f"{claim.claim} ({claim.source}: {claim.claimed})",
         f"{claim.ours} {by}",
     ]
-
-
-def _print_failed(failed: list[Claim]) -> None:
-    print("Claims that do not hold here:")
-    for claim in failed:
-        print(f"  {claim.claim} ({claim.source}): {claim.ours}")
-    print()

@@ -248,7 +248,10 @@ def score(
     found, setting = score_of(runs.pairs, runs.gate, given), f"{place}, {len(names)} scenarios"
     card = card_of(found, subject, level, f"{setting}, {len(chosen)} seeds", runs.notes)
     print_score(found, card)
-    _write_card(card, out / f"card-{level}-{Path(subject).name.replace(':', '-')}")
+    stem = out / f"card-{level}-{Path(subject).name.replace(':', '-')}"
+    write_text(stem.with_name(f"{stem.name}.svg"), card_svg(card) + "\n")
+    write_text(stem.with_name(f"{stem.name}.html"), card_page(card))
+    print(f"card: {stem}.html")
     return 0
 
 
@@ -267,12 +270,6 @@ class _Runs:
         notes = notes_on_starts(real.records)
         notes += print_compression(real, twice, k) if twice else []
         return _Runs(pairs, gate_checks(real.records), notes)
-
-
-def _write_card(card: ScoreCard, stem: Path) -> None:
-    write_text(stem.with_name(f"{stem.name}.svg"), card_svg(card) + "\n")
-    write_text(stem.with_name(f"{stem.name}.html"), card_page(card))
-    print(f"card: {stem}.html")
 
 
 def scenarios_of(text: str, level: int) -> tuple[str, ...]:

@@ -316,7 +316,8 @@ def write_stream(stream: EventStream, to: Path) -> None:
         write_text("".join(f"{line}\n" for line in format_stream(stream)), to, "--to")
     header = stream.header
     say(f"{to}: {len(stream.events):,} events of {header.rows:,} rows ({header.trace})")
-    for sentence in remarks(stream):
+    # What a reader should know about the source of a stream.
+    for sentence in remarks_on(stream.header):
         say(sentence)
 
 
@@ -332,9 +333,3 @@ def write_text(content: str, to: Path, option: str) -> None:
             where=f"command line, {option} {to}",
             remedy="give a path in a folder that exists and that you can write to",
         ) from None
-
-
-def remarks(stream: EventStream) -> list[str]:
-    """What a reader should know about the source of a stream."""
-
-    return remarks_on(stream.header)

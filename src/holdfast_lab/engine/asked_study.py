@@ -19,7 +19,7 @@ from holdfast.report.history.history import read_history, rung_prices
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of
-from holdfast_lab.engine.planned_cost import PlannedCost, planned_cost
+from holdfast_lab.engine.planned_cost import planned_cost
 from holdfast_lab.engine.settings import (
     FLEET,
     Settings,
@@ -107,7 +107,12 @@ def study_of(
             if variant.overrides not in plans:
                 plans[variant.overrides] = plan(variant.overrides)
             request = plans[variant.overrides]
-            cost = _cost_of(request, variant.settings, prices)
+            beat = request.loaded.config.cluster.beat_seconds
+            costs = RecoveryCosts(prices, detection_s=node_timeout_s(beat))
+            model = GoodputModel(request.problem, costs)
+            best = request.plan.best
+            made = planned_cost(model, best.choice, best.cost)
+            cost = replace(made, costs=variant.settings.costs(made.costs))
             words = " ".join(part for part in (name, variant.words) if part)
             ours = name == OURS
             maker = _ours(request, variant.settings, prices) if ours else makers[name]
@@ -216,15 +221,6 @@ def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float])
     return lambda cost: holdfast(cost, rules)
 
 
-def _cost_of(request: PlanRequest, settings: Settings, prices: Mapping[int, float]) -> PlannedCost:
-    beat = request.loaded.config.cluster.beat_seconds
-    costs = RecoveryCosts(prices, detection_s=node_timeout_s(beat))
-    model = GoodputModel(request.problem, costs)
-    best = request.plan.best
-    made = planned_cost(model, best.choice, best.cost)
-    return replace(made, costs=settings.costs(made.costs))
-
-
 class _Histories:
     """The histories of a study. Each is made when a replay needs it, and serves the next policy."""
 
@@ -250,7 +246,13 @@ class _Histories:
         values = settings.values
         wanted = int(values.get("nodes", cost.wanted) + values.get("spares", 0))
         if self._recorded is not None:
-            _refuse_fleet(self._recorded, settings)
+            unused = [name for name in FLEET if name in settings.values]
+            if unused and any(event.kind == "join" for event in self._recorded.events):
+                raise ConfigError(
+                    f"{unused[0]} has no effect, because the trace says which nodes there are",
+                    where="--set",
+                    remedy=f"leave {unused[0]} out, or make a trace with --make spot",
+                )
         number = self._asked.seeds
         return [partial(self._history, index, wanted, settings) for index in range(number)]
 
@@ -273,13 +275,3 @@ class _Histories:
             stream = with_all_nodes(self._recorded, wanted)
             self._parts[wanted] = histories_of(stream, self._asked.seeds)
         return self._parts[wanted][index]
-
-
-def _refuse_fleet(stream: EventStream, settings: Settings) -> None:
-    unused = [name for name in FLEET if name in settings.values]
-    if unused and any(event.kind == "join" for event in stream.events):
-        raise ConfigError(
-            f"{unused[0]} has no effect, because the trace says which nodes there are",
-            where="--set",
-            remedy=f"leave {unused[0]} out, or make a trace with --make spot",
-        )

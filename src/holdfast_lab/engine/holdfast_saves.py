@@ -139,7 +139,9 @@ class HoldfastSaves:
             self._decided_for = nodes
             rates = {tier: rate * share for tier, share in self._shares.items()}
             if not self._decided_rates or not _are_near(rates, self._decided_rates):
-                self._decide_intervals(point, rates)
+                made = self._saves_on(point).choices.decide(rates, self._current)
+                self._decided_rates = rates
+                self._current = {decision.tier: decision for decision in made}
         return SavePlan(self._tiers(point), max(MIN_REVIEW_S, self._decide_at - now))
 
     def _tiers(self, point: OperatingPoint) -> tuple[TierSave, ...]:
@@ -179,8 +181,3 @@ class HoldfastSaves:
                 self._saves.clear()
             self._saves[key] = found
         return found
-
-    def _decide_intervals(self, point: OperatingPoint, rates: Mapping[int, float]) -> None:
-        made = self._saves_on(point).choices.decide(rates, self._current)
-        self._decided_rates = rates
-        self._current = {decision.tier: decision for decision in made}

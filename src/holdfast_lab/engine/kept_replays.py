@@ -32,7 +32,17 @@ class KeptReplays:
         self._found: dict[str, Any] = {}
         self.reused = self._made = 0
         if self._path is not None and self._path.is_file():
-            self._read(self._path)
+            # The lines that are complete. A kill may have cut the last one, which is dropped.
+            data = self._path.read_bytes()
+            complete = data[: data.rfind(b"\n") + 1]
+            for line in complete.splitlines():
+                try:
+                    row = json.loads(line)
+                    self._found[row["key"]] = row["result"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+            if len(complete) < len(data):
+                self._path.write_bytes(complete)
 
     def get(self, key: str) -> Any:
         """The result of a replay, or None."""
@@ -62,19 +72,6 @@ class KeptReplays:
                 raise KeyboardInterrupt("no replay was complete") from None
             kept = f"{done} of {total} replays are kept in {self._path.parent}"
             raise KeyboardInterrupt(f"{kept}; the same command continues") from None
-
-    def _read(self, path: Path) -> None:
-        """The lines that are complete. A kill may have cut the last one, which is dropped."""
-        data = path.read_bytes()
-        complete = data[: data.rfind(b"\n") + 1]
-        for line in complete.splitlines():
-            try:
-                row = json.loads(line)
-                self._found[row["key"]] = row["result"]
-            except (ValueError, KeyError, TypeError):
-                continue
-        if len(complete) < len(data):
-            path.write_bytes(complete)
 
 
 def key_of(*inputs: object) -> str:

@@ -237,7 +237,15 @@ class Simulation(Process[Sequence[TraceEvent]]):
         before, commit_at = self.point, accounts.commit_at
         self.point, accounts.commit_at = transition.point, inf
         accounts.ledger.changes += before is not transition.point and before != transition.point
-        self._seat(transition)
+        # Give the layout its nodes: a lost one's place goes to the oldest that has none.
+        point = transition.point
+        if point is None:
+            self.used = []  # nothing is lost any more
+        elif transition.used is not None:
+            self.used = list(transition.used)
+        else:
+            self.used = seats(self.used, self.nodes, point.nodes)
+        self._places = None
         # As in the report of a real run: it has not started until a step is done.
         is_first = bool(transition.pauses) and transition.pauses[0][0] == "startup"
         self._is_starting = is_first or (self._is_starting and self.now < commit_at)
@@ -262,17 +270,6 @@ class Simulation(Process[Sequence[TraceEvent]]):
             raise ValueError(f"a transition cannot lose {transition.loses!r}")
         self.accounts.add_lost(lost)
         return lost
-
-    def _seat(self, transition: Transition) -> None:
-        """Give the layout its nodes: a lost one's place goes to the oldest that has none."""
-        point = transition.point
-        if point is None:
-            self.used = []  # nothing is lost any more
-        elif transition.used is not None:
-            self.used = list(transition.used)
-        else:
-            self.used = seats(self.used, self.nodes, point.nodes)
-        self._places = None
 
     def _place_of(self, name: str) -> int | None:
         if self._places is None:

@@ -181,7 +181,14 @@ class JournalObserver:
 
     def changed(self, simulation: Simulation, transition: Transition, lost: LostWork) -> None:
         resumed = floor(lost.saved / self.tokens + 1e-6) if transition.loses == SAVE else self._done
-        self._split(resumed)
+        # Cut the held steps where the run resumes, so that those beyond it count as lost.
+        cut: deque[_Steps | tuple[float, Event]] = deque()
+        for steps in self._held:
+            if isinstance(steps, tuple) or not steps.first < resumed < steps.last:
+                cut.append(steps)
+                continue
+            cut += steps.cut_at(resumed)
+        self._held = cut
         self._flush_held()
         now = simulation.now
         if transition.point is None:
@@ -252,16 +259,6 @@ class JournalObserver:
         if self._has_loss:
             return transition.reason
         return "notice" if self._nodes < before else "node_joined"
-
-    def _split(self, resumed: int) -> None:
-        """Cut the held steps where the run resumes, so that those beyond it count as lost."""
-        cut: deque[_Steps | tuple[float, Event]] = deque()
-        for steps in self._held:
-            if isinstance(steps, tuple) or not steps.first < resumed < steps.last:
-                cut.append(steps)
-                continue
-            cut += steps.cut_at(resumed)
-        self._held = cut
 
     def _flush_held(self) -> None:
         while self._held:

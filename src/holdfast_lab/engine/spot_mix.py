@@ -151,7 +151,16 @@ class _Replay(Process[int]):
 
     def elapse(self, until: float) -> bool:
         """Return True if the work is done by then."""
-        done = self._train(self._place, self._lost)
+        # Hours of the tick until the work is done, or all of it.
+        work, nodes = self.work, self.spot + self.demand
+        done = work.tick_h
+        if nodes:
+            needed = self._lost + self.left / nodes
+            done = min(done, needed)
+            self.left = max(0.0, self.left - nodes * max(0.0, done - self._lost))
+        self.usd += done * self._price(self._place)
+        self._hours += done * nodes
+        self._spot_hours += done * self.spot
         is_done = done < self.work.tick_h or self.left <= 1e-9
         self.now = self.now + done if is_done else until
         return is_done
@@ -203,19 +212,6 @@ class _Replay(Process[int]):
             self.moves += 1
             self.usd += self.work.move_usd
         return self.work.change_h
-
-    def _train(self, place: int, lost: float) -> float:
-        """Hours of the tick until the work is done, or all of it."""
-        work, nodes = self.work, self.spot + self.demand
-        hours = work.tick_h
-        if nodes:
-            needed = lost + self.left / nodes
-            hours = min(hours, needed)
-            self.left = max(0.0, self.left - nodes * max(0.0, hours - lost))
-        self.usd += hours * self._price(place)
-        self._hours += hours * nodes
-        self._spot_hours += hours * self.spot
-        return hours
 
     def _price(self, place: int) -> float:
         """Dollars an hour; spot nodes come from the cheapest zones first."""

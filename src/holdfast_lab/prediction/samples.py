@@ -93,7 +93,16 @@ def take_samples(
         for place, name in enumerate(dict.fromkeys(change.node for change in changes))
         if place % every_nth == 0
     }
-    expected = _node_seconds(changes, asked, start_s, stop) / horizon_s
+    # Seconds that the asked nodes work between two times; at least those between the times.
+    total, since = 0.0, dict[str, float]()
+    for change in changes:
+        if change.kind == "join":
+            since.setdefault(change.node, max(change.t_s, start_s))
+        elif change.node in since:
+            begun = since.pop(change.node)
+            total += max(0.0, min(change.t_s, stop) - begun) if change.node in asked else 0.0
+    total += sum(max(0.0, stop - begun) for node, begun in since.items() if node in asked)
+    expected = max(total, stop - start_s) / horizon_s
     if expected > MOST_SAMPLES:
         raise DataError(
             f"a horizon of {horizon_s:g} s gives {expected:,.0f} samples",
@@ -114,21 +123,6 @@ def take_samples(
         samples += _ask(history, asked, ends, now, horizon_s)
     losses = sum(c.kind == "lost" and start_s < c.t_s <= stop and c.node in asked for c in changes)
     return SampleSet(tuple(samples), losses)
-
-
-def _node_seconds(
-    changes: Sequence[NodeChange], asked: set[str], start_s: float, stop_s: float
-) -> float:
-    """Seconds that the asked nodes work between two times; at least those between the times."""
-    total, since = 0.0, dict[str, float]()
-    for change in changes:
-        if change.kind == "join":
-            since.setdefault(change.node, max(change.t_s, start_s))
-        elif change.node in since:
-            begun = since.pop(change.node)
-            total += max(0.0, min(change.t_s, stop_s) - begun) if change.node in asked else 0.0
-    total += sum(max(0.0, stop_s - begun) for node, begun in since.items() if node in asked)
-    return max(total, stop_s - start_s)
 
 
 def _departures(changes: Sequence[NodeChange]) -> dict[str, list[tuple[float, bool]]]:

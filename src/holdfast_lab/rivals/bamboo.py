@@ -128,7 +128,18 @@ class BambooPolicy(YoungPolicy):
     def _lose(self, view: View, gone: Collection[str]) -> Transition | None:
         costs = self.cost.costs
         if self._is_forming(view):
-            return self._form_again(view)
+            # A loss while new pipelines form: they form with the rest.
+            self._doubled = set()
+            point = self._point(len(view.nodes) // self.stages)
+            if point is None:
+                self._names = {}
+                return Transition(None, loses=SAVE, reason="too few nodes")
+            self._names = dict(enumerate(list(view.nodes)[: point.nodes]))
+            costs = self.cost.costs
+            pause = costs.detection_s + RENDEZVOUS_S + regroup_s(costs, 1 / self.stages)
+            return Transition(
+                point, ((RECOVERY, pause),), STEP, used=tuple(self._names.values()), reason="forms"
+            )
         if self._is_fatal(gone):
             self._saves.saw_failure()
             # the rendezvous replaces the time for processes and membership
@@ -142,20 +153,6 @@ class BambooPolicy(YoungPolicy):
         at_work = replace(point, nodes=len(used))
         return Transition(
             at_work, ((RECOVERY, pause),), NOTHING, used=used, reason="neighbour stands in"
-        )
-
-    def _form_again(self, view: View) -> Transition:
-        """A loss while new pipelines form: they form with the rest."""
-        self._doubled = set()
-        point = self._point(len(view.nodes) // self.stages)
-        if point is None:
-            self._names = {}
-            return Transition(None, loses=SAVE, reason="too few nodes")
-        self._names = dict(enumerate(list(view.nodes)[: point.nodes]))
-        costs = self.cost.costs
-        pause = costs.detection_s + RENDEZVOUS_S + regroup_s(costs, 1 / self.stages)
-        return Transition(
-            point, ((RECOVERY, pause),), STEP, used=tuple(self._names.values()), reason="forms"
         )
 
     def _is_fatal(self, gone: Collection[str]) -> bool:

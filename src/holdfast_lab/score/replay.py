@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from holdfast_lab.engine.interfaces import Costs, PolicyMaker
 from holdfast_lab.engine.ledger import Ledger
 from holdfast_lab.engine.loop import Limits, Simulation
-from holdfast_lab.engine.table_cost import TableCost, linear_cost
+from holdfast_lab.engine.table_cost import linear_cost
 from holdfast_lab.score.scenarios import LEVEL_0, SCENARIOS, ScenarioRun, draw_scenario
 from holdfast_lab.score.score import REFERENCE_SHARE, PairScore
 
@@ -31,15 +31,11 @@ REFERENCE_COSTS = Costs(
 )
 
 
-def reference_machine(run: ScenarioRun) -> TableCost:
-    """The cost model of a scenario: speed grows with complete replicas."""
-    rate = STEP_TOKENS / run.step_s
-    return linear_cost(run.nodes, rate, STEP_TOKENS, REFERENCE_COSTS, NODES_PER_REPLICA)
-
-
 def run_scenario(run: ScenarioRun, policy: PolicyMaker) -> Ledger:
     """What a policy makes of a scenario."""
-    cost = reference_machine(run)
+    # The cost model of a scenario: speed grows with complete replicas.
+    rate = STEP_TOKENS / run.step_s
+    cost = linear_cost(run.nodes, rate, STEP_TOKENS, REFERENCE_COSTS, NODES_PER_REPLICA)
     return Simulation(cost, policy(cost), Limits(run.seconds)).run(run.events)
 
 

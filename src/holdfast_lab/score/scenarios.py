@@ -114,16 +114,12 @@ def _compressed(event: TraceEvent, k: float) -> TraceEvent:
     return found
 
 
-def manifest_hash() -> str:
-    """A digest of all that the scenarios come from, and so of the seeds that score."""
-    rows = [[name, each.title, each.parts, each.levels] for name, each in SCENARIOS.items()]
-    told = [VERSION, rows, NOTICES_S, P3_BURSTS, GCP_BURST_SHARES, str(LEVEL_0), str(LEVEL_1)]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
 def scoring_seeds(count: int) -> tuple[int, ...]:
     """Seeds that score, from the digest of the manifest. Seeds 0 to 4 are for tuning."""
-    base = manifest_hash()
+    # A digest of all that the scenarios come from, and so of the seeds that score.
+    rows = [[name, each.title, each.parts, each.levels] for name, each in SCENARIOS.items()]
+    told = [VERSION, rows, NOTICES_S, P3_BURSTS, GCP_BURST_SHARES, str(LEVEL_0), str(LEVEL_1)]
+    base = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     digests = (hashlib.sha256(f"{base} {n}".encode()).hexdigest() for n in range(count))
     return tuple(5 + int(digest[:6], 16) for digest in digests)
 

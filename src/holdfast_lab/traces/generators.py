@@ -230,7 +230,15 @@ def _fit_churn(stream: EventStream, churn: Churn) -> Fit:
     if most > 1 and churn.bursts.get(most, 0) >= 0.1 * instants:
         up, down = _runs(stream, churn)
         return Fit("gang", {"nodes": most, "up_s": up, "down_s": down})
-    swing = _swing(stream)
+    # Losses in the busier half of the spans of six hours, over those in the quieter half.
+    full = int(stream.seconds // _SPAN)
+    counts = [0] * full
+    for at in {event.t_s for event in stream.events if event.kind == "preempt"}:
+        if at < full * _SPAN:
+            counts[int(at // _SPAN)] += 1
+    counts.sort()
+    low, high = sum(counts[: full // 2]), sum(counts[full - full // 2 :])
+    swing = max(1.0, high / low) if low else 1.0
     between = stream.seconds / instants * (swing**0.5 + swing**-0.5) / 2
     sizes = Counter[int]()
     for size, many in churn.bursts.items():
@@ -250,18 +258,6 @@ def _runs(stream: EventStream, churn: Churn) -> tuple[float, float]:
         starts += bool(count and not before)
         before = count
     return up / max(1, sum(churn.bursts.values())), down / max(1, starts)
-
-
-def _swing(stream: EventStream) -> float:
-    """Losses in the busier half of the spans of six hours, over those in the quieter half."""
-    full = int(stream.seconds // _SPAN)
-    counts = [0] * full
-    for at in {event.t_s for event in stream.events if event.kind == "preempt"}:
-        if at < full * _SPAN:
-            counts[int(at // _SPAN)] += 1
-    counts.sort()
-    low, high = sum(counts[: full // 2]), sum(counts[full - full // 2 :])
-    return max(1.0, high / low) if low else 1.0
 
 
 def _fit_failures(stream: EventStream, churn: Churn) -> Fit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -56,7 +55,8 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
     zone, gpu = options.place, options.gpu
     events = [TraceEvent(0.0, "join", name, zone, gpu, 1.0) for name in names.values()]
     for (step, rank), operations in work.items():
-        factor = _ratio(operations, usual)
+        expected = sum(usual[stage, kind] for stage, kind, _ in operations)
+        factor = sum(seconds for *_, seconds in operations) / expected if expected else 1.0
         if factor >= _LEAST_FACTOR:
             start, place = begin[step], f"{source}: step {step}"
             base = (names[rank], zone, gpu)
@@ -79,13 +79,6 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
 def _is_number(value: object) -> bool:
     """Return True for a finite number; `true` is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _ratio(
-    operations: Sequence[tuple[int, str, float]], usual: Mapping[tuple[int, str], float]
-) -> float:
-    expected = sum(usual[stage, kind] for stage, kind, _ in operations)
-    return sum(seconds for *_, seconds in operations) / expected if expected else 1.0
 
 
 def _read_parquet(data: bytes, source: str) -> dict[str, list[Any]]:

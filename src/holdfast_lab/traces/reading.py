@@ -84,7 +84,20 @@ def churn_reader(text: str) -> Reader | None:
     """The reader of machines that come and go for a text of this form."""
     head = text[:4000].lstrip()
     if head.startswith(("{", "[")):
-        return _json_reader(text, head)
+        if head.startswith("{"):
+            return parse_ticks if '"data"' in text else None
+        line = head.split("\n", 1)[0]
+        if line.startswith("[") and any(f'"{verb}"' in line for verb in LIST_VERBS):
+            return parse_lists
+        try:
+            items = parse_json(text)
+        except ValueError:
+            return None
+        is_table = isinstance(items, list) and items and isinstance(items[0], dict)
+        keys = items[0].keys() if is_table else ()
+        if "interval" in keys:
+            return parse_minutes
+        return parse_time_points if {"Time", "GPUs"} <= set(keys) else None
     first, data = first_rows(text)
     if "lifetime_s" in first:
         return parse_lifetimes
@@ -92,34 +105,13 @@ def churn_reader(text: str) -> Reader | None:
         return parse_outages
     if "Timestamp" in first and any("_" in name for name in first):
         return parse_pools
-    return _row_reader(data)
-
-
-def _row_reader(cells: list[str]) -> Reader | None:
-    if len(cells) >= 3 and cells[1] in ("add", "remove"):
+    if len(data) >= 3 and data[1] in ("add", "remove"):
         return parse_named
-    if len(cells) in (2, 3) and as_date(" ".join(cells[:-1])) and _is_whole(cells[-1]):
+    if len(data) in (2, 3) and as_date(" ".join(data[:-1])) and _is_whole(data[-1]):
         return parse_dated_counts
-    if len(cells) == 2 and as_number(cells[0]) is not None and _is_whole(cells[1]):
+    if len(data) == 2 and as_number(data[0]) is not None and _is_whole(data[1]):
         return parse_timed_counts
     return None
-
-
-def _json_reader(text: str, head: str) -> Reader | None:
-    if head.startswith("{"):
-        return parse_ticks if '"data"' in text else None
-    line = head.split("\n", 1)[0]
-    if line.startswith("[") and any(f'"{verb}"' in line for verb in LIST_VERBS):
-        return parse_lists
-    try:
-        items = parse_json(text)
-    except ValueError:
-        return None
-    is_table = isinstance(items, list) and items and isinstance(items[0], dict)
-    keys = items[0].keys() if is_table else ()
-    if "interval" in keys:
-        return parse_minutes
-    return parse_time_points if {"Time", "GPUs"} <= set(keys) else None
 
 
 def _is_whole(cell: str) -> bool:
@@ -212,6 +204,11 @@ def read_churn(text: str, source: str, options: ReadOptions) -> EventStream:
     rule: str = "given" if trace.kind in ("named nodes", "listed changes") else options.victims
     if rule != "given" and options.burst != "any":
         rule = f"{rule}, {options.burst}"
+    notes = []
+    if trace.momentary:
+        notes.append(f"{trace.momentary} stays ended as they began: left out")
+    if trace.kind == "lifetimes":
+        notes.append("lives were drawn from the table, for --nodes over --days")
     header = TraceHeader(
         trace=trace.kind,
         source=source,
@@ -225,18 +222,9 @@ def read_churn(text: str, source: str, options: ReadOptions) -> EventStream:
         step_s=trace.step,
         disorder=trace.disorder,
         duplicates=trace.duplicates,
-        notes=_remarks_on(trace),
+        notes=tuple(notes),
     )
     return EventStream(header, stream_of_changes(trace, zone=options.place, gpu=options.gpu))
-
-
-def _remarks_on(trace: Trace) -> tuple[str, ...]:
-    notes = []
-    if trace.momentary:
-        notes.append(f"{trace.momentary} stays ended as they began: left out")
-    if trace.kind == "lifetimes":
-        notes.append("lives were drawn from the table, for --nodes over --days")
-    return tuple(notes)
 
 
 # --- several streams ----------------------------------------------------------------------------

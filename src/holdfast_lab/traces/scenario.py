@@ -92,22 +92,18 @@ def stream_part(stream: EventStream, start: float, stop: float) -> EventStream:
         if event.t_s > start:
             later.append(replace(event, t_s=event.t_s - start))
         else:
-            _take_in(state, event)
+            # Keep what is needed to have the same state: joins of nodes that are there,
+            # and the last failure, slowness, link, price and intensity.
+            if event.kind in ("preempt", "recover"):
+                for kind in ("fail", "slow", *(("join",) if event.kind == "preempt" else ())):
+                    state.pop((kind, event.node), None)
+            elif event.kind in ("join", "fail", "slow"):
+                state[event.kind, event.node] = event
+            elif event.kind != "notice":
+                state[event.kind, event.node, event.zone, event.gpu] = event
     first = [replace(event, t_s=0.0) for event in state.values()]
     header = replace(stream.header, gaps=(), seconds=stop - start)
     return EventStream(header, in_order([*first, *later]))
-
-
-def _take_in(state: dict[tuple[str, ...], TraceEvent], event: TraceEvent) -> None:
-    """Keep what is needed to have the same state: joins of nodes that are there, and the last
-    failure, slowness, link, price and intensity."""
-    if event.kind in ("preempt", "recover"):
-        for kind in ("fail", "slow", *(("join",) if event.kind == "preempt" else ())):
-            state.pop((kind, event.node), None)
-    elif event.kind in ("join", "fail", "slow"):
-        state[event.kind, event.node] = event
-    elif event.kind != "notice":
-        state[event.kind, event.node, event.zone, event.gpu] = event
 
 
 # --- places of prices and intensities -------------------------------------------------------------

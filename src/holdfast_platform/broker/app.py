@@ -184,27 +184,21 @@ class _Guard:
             await send(message)
 
         try:
-            self._check(headers)
+            authorization = headers.get("Authorization", "")
+            # The digest of "user:password" of a header; the empty text's for another scheme.
+            scheme, _, encoded = authorization.partition(" ")
+            try:
+                given = b64decode(encoded, validate=True) if scheme.lower() == "basic" else b""
+            except ValueError:
+                given = b""
+            if not hmac.compare_digest(hashlib.sha256(given).digest(), self._expected):
+                raise BrokerError(401, "user or password is wrong")
+            version = re.fullmatch(r"2\.(\d{1,4})", headers.get("X-Broker-API-Version", ""))
+            if version is None or int(version[1]) < OLDEST_MINOR:
+                raise BrokerError(
+                    412, f"X-Broker-API-Version is not 2.{OLDEST_MINOR} or a newer version 2"
+                )
         except BrokerError as error:
             await _error(error)(scope, receive, send)
             return
         await self._app(scope, receive, send_with_identity)
-
-    def _check(self, headers: Headers) -> None:
-        if not hmac.compare_digest(_digest(headers.get("Authorization", "")), self._expected):
-            raise BrokerError(401, "user or password is wrong")
-        version = re.fullmatch(r"2\.(\d{1,4})", headers.get("X-Broker-API-Version", ""))
-        if version is None or int(version[1]) < OLDEST_MINOR:
-            raise BrokerError(
-                412, f"X-Broker-API-Version is not 2.{OLDEST_MINOR} or a newer version 2"
-            )
-
-
-def _digest(authorization: str) -> bytes:
-    """Return the digest of "user:password" of a header; the empty text's for another scheme."""
-    scheme, _, encoded = authorization.partition(" ")
-    try:
-        given = b64decode(encoded, validate=True) if scheme.lower() == "basic" else b""
-    except ValueError:
-        given = b""
-    return hashlib.sha256(given).digest()

@@ -116,7 +116,18 @@ class Instances:
         self._folder = folder.absolute()
         self._lock = threading.Lock()
         self._children = threading.BoundedSemaphore(MOST_COMMANDS)
-        self._own = _locked(self._folder)
+        # The lock of the broker's folder, which is held until this process ends.
+        lock = (self._folder / LOCK_FILE).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(
+                "another broker has this folder",
+                where=str(self._folder),
+                remedy="end that broker, or name another folder with --runs",
+            ) from None
+        self._own = lock
 
     def resume(self) -> None:
         """Begin again what an earlier broker did not finish."""
@@ -251,21 +262,6 @@ class Instances:
         bindings = {} if state is State.DELETED else instance.bindings
         with self._lock:
             replace(instance, state=state, description=reason, bindings=bindings).write(folder)
-
-
-def _locked(folder: Path) -> TextIO:
-    """Return the lock of the broker's folder, which is held until this process ends."""
-    lock = (folder / LOCK_FILE).open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError(
-            "another broker has this folder",
-            where=str(folder),
-            remedy="end that broker, or name another folder with --runs",
-        ) from None
-    return lock
 
 
 def _refuse_change(instance: Instance) -> None:

@@ -127,7 +127,12 @@ class GangBoard:
                 self._fail(gang, f"{name} was lost")
                 continue
             gang.attempts -= bool(gang.begun)
-            self._withdraw(gang)
+            # Take a gang out of all queues; it waits for a place again. Hosts that have
+            # begun it keep it in their queue until they have ended it.
+            for host in gang.hosts:
+                if host not in gang.begun:
+                    self._leave_queue(host, gang.number)
+            gang.state, gang.hosts = GangState.WAITING, ()
 
     def cancel(self, number: int) -> None:
         """End a gang that is not done."""
@@ -174,14 +179,6 @@ class GangBoard:
         found = self.hosts.get(host)
         if found is not None and number in found.queue:
             found.queue.remove(number)
-
-    def _withdraw(self, gang: Gang) -> None:
-        """Take a gang out of all queues; it waits for a place again. Hosts that have begun it keep
-        it in their queue until they have ended it."""
-        for host in gang.hosts:
-            if host not in gang.begun:
-                self._leave_queue(host, gang.number)
-        gang.state, gang.hosts = GangState.WAITING, ()
 
     def _fail(self, gang: Gang, reason: str) -> None:
         for host in gang.hosts:

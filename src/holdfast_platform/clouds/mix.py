@@ -90,7 +90,13 @@ def choose_mix(
     if (safe := _last_moment(mixes, offers, need, slack)) is not None:
         return safe
     if need.decide_h and slack >= _PATIENT_CHANGES * need.change_h + need.decide_h:
-        return _patient(mixes, offers, need)
+        # All spot nodes, the cheapest first; no nodes if there are too few.
+        demand = {offer.name for offer in offers if not offer.spot}
+        spot = [mix for mix in mixes if not demand & mix.nodes.keys()]
+        largest = max(spot, key=lambda mix: mix.size, default=None)
+        if largest is None:
+            return Mix({}, inf, 0.0, True, PATIENT)
+        return replace(largest, in_time=True, reason=PATIENT)
     in_time = [mix for mix in mixes if mix.in_time]
     if not in_time:
         return replace(min(mixes, key=lambda mix: (mix.hours, mix.cost)), reason=FASTEST)
@@ -146,17 +152,13 @@ def _priced(
 ) -> Mix:
     held = {offer.name: offer for offer in offers if nodes.get(offer.name)}
     price = sum(held[name].price * number for name, number in nodes.items())
-    rate = _rate(nodes, held, need)
+    work = sum(held[name].speed * number for name, number in nodes.items())
+    losses = sum(held[name].losses_per_hour * number for name, number in nodes.items())
+    rate = work * max(0.0, 1 - losses * need.loss_h)
     change = need.change_h if now and dict(nodes) != dict(now) else 0.0
     hours = change + need.work / rate if rate > 0 else inf
     cost = price * hours if hours < inf else inf
     return Mix(dict(sorted(nodes.items())), hours, cost, hours <= need.hours_left, CHEAPEST)
-
-
-def _rate(nodes: Mapping[str, int], offers: Mapping[str, Offer], need: Need) -> float:
-    work = sum(offers[name].speed * number for name, number in nodes.items())
-    losses = sum(offers[name].losses_per_hour * number for name, number in nodes.items())
-    return work * max(0.0, 1 - losses * need.loss_h)
 
 
 def _on_demand(mixes: Sequence[Mix], offers: Sequence[Offer]) -> list[Mix]:
@@ -171,16 +173,6 @@ def _slack(mixes: Sequence[Mix], offers: Sequence[Offer], need: Need) -> float:
     if need.hours_left == inf or not safe:
         return -inf
     return need.hours_left - min(mix.hours for mix in safe)
-
-
-def _patient(mixes: Sequence[Mix], offers: Sequence[Offer], need: Need) -> Mix:
-    """All spot nodes, the cheapest first; no nodes if there are too few."""
-    demand = {offer.name for offer in offers if not offer.spot}
-    spot = [mix for mix in mixes if not demand & mix.nodes.keys()]
-    most = max(spot, key=lambda mix: mix.size, default=None)
-    if most is None:
-        return Mix({}, inf, 0.0, True, PATIENT)
-    return replace(most, in_time=True, reason=PATIENT)
 
 
 def _last_moment(

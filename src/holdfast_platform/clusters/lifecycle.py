@@ -67,7 +67,12 @@ class ClusterLifecycle:
         folder = Path(tempfile.mkdtemp(prefix="hf-", dir="/tmp"))
         ports = free_ports([self._kind.head, *wanted.node_names])
         state = replace(wanted, folder=folder, ports=ports, processes={})
-        return self._start_or_end(state)
+        try:
+            self._states.write(state)
+            return self._start(state)
+        except BaseException:
+            take_down(self._states, self._states.read(state.name) or state)
+            raise
 
     def mend(self, state: ClusterState) -> ClusterState:
         """Start the daemons that have ended, at their old ports."""
@@ -78,14 +83,6 @@ class ClusterLifecycle:
         alive = processes.living(state)
         kept = {name: each for name, each in state.processes.items() if name in alive}
         return self._start(replace(state, processes=kept))
-
-    def _start_or_end(self, state: ClusterState) -> ClusterState:
-        try:
-            self._states.write(state)
-            return self._start(state)
-        except BaseException:
-            take_down(self._states, self._states.read(state.name) or state)
-            raise
 
     def _start(self, state: ClusterState) -> ClusterState:
         deadline = time.monotonic() + READY_S

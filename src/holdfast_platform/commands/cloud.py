@@ -124,22 +124,18 @@ def mix(
             ]
         )
     else:
-        _print_mixes(chosen)
+        rows = [
+            (
+                f"{each.cloud} {each.region} {each.type}",
+                ", ".join(f"{n} {name.rpartition('/')[2]}" for name, n in found.nodes.items()),
+                format_duration(found.hours * _HOUR_S),
+                f"{found.cost:,.0f}",
+                found.reason if found.in_time else f"TOO LATE: {found.reason}",
+            )
+            for each, found in chosen
+        ]
+        print_table(rows, ("machines", "nodes", "time", "$", "why"))
     return 0 if chosen and chosen[0][1].in_time else 1
-
-
-def _print_mixes(chosen: list[tuple[MachineType, Mix]]) -> None:
-    rows = [
-        (
-            f"{each.cloud} {each.region} {each.type}",
-            ", ".join(f"{n} {name.rpartition('/')[2]}" for name, n in found.nodes.items()),
-            format_duration(found.hours * _HOUR_S),
-            f"{found.cost:,.0f}",
-            found.reason if found.in_time else f"TOO LATE: {found.reason}",
-        )
-        for each, found in chosen
-    ]
-    print_table(rows, ("machines", "nodes", "time", "$", "why"))
 
 
 @app.command()

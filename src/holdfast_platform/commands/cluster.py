@@ -49,7 +49,16 @@ def up(
     check_name(name)
     cluster = open_kind(kind)
     wanted = ClusterState(name, kind, nodes, cpus or os.cpu_count() or 1, Path())
-    _check_size(wanted)
+    if not 1 <= wanted.nodes <= MOST_NODES:
+        raise UserError(
+            f"a cluster of {wanted.nodes} nodes cannot be made here",
+            where="--nodes",
+            remedy=f"use 1 to {MOST_NODES}",
+        )
+    if wanted.cpus < 1:
+        raise UserError(
+            f"a node of {wanted.cpus} CPUs makes no sense", where="--cpus", remedy="use 1 or more"
+        )
     states = ClusterStates()
     with states.locked(), early_signals_answered(), StageProgress() as progress:
         lifecycle = ClusterLifecycle(
@@ -127,19 +136,6 @@ def _show(cluster: DisposableCluster, state: ClusterState) -> None:
     say(f"then: holdfast launch run.yaml --on {state.kind} --nodes {state.nodes}")
     say(f"logs: {state.folder}; end it with: holdfast cluster down {state.name}")
     say(cluster.who_may_use)
-
-
-def _check_size(wanted: ClusterState) -> None:
-    if not 1 <= wanted.nodes <= MOST_NODES:
-        raise UserError(
-            f"a cluster of {wanted.nodes} nodes cannot be made here",
-            where="--nodes",
-            remedy=f"use 1 to {MOST_NODES}",
-        )
-    if wanted.cpus < 1:
-        raise UserError(
-            f"a node of {wanted.cpus} CPUs makes no sense", where="--cpus", remedy="use 1 or more"
-        )
 
 
 def _check_same(found: ClusterState, wanted: ClusterState) -> None:

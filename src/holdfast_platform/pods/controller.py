@@ -283,7 +283,13 @@ class Controller:
         while True:
             for number, future in self._futures.items():
                 if not future.done():
-                    self._settle(number, future)
+                    gang, outputs = self._board.gangs[number], self._outputs.get(number, {})
+                    if gang.state is GangState.DONE:
+                        future.set_result(tuple(outputs[host] for host in gang.hosts))
+                    elif gang.state is GangState.FAILED:
+                        failed = next((each for each in outputs.values() if each.exit_code), None)
+                        last = "" if failed is None else f": {failed.output.strip()[-500:]}"
+                        future.set_exception(GangFailedError(f"gang {number}: {gang.reason}{last}"))
             queued = self._board.advance()
             for number in queued:
                 self._attempts[number] += 1
@@ -298,15 +304,6 @@ class Controller:
             if told != known.told:
                 known.told, known.number = told, known.number + 1
                 known.changed.set()
-
-    def _settle(self, number: int, future: GangFuture) -> None:
-        gang, outputs = self._board.gangs[number], self._outputs.get(number, {})
-        if gang.state is GangState.DONE:
-            future.set_result(tuple(outputs[host] for host in gang.hosts))
-        elif gang.state is GangState.FAILED:
-            failed = next((each for each in outputs.values() if each.exit_code), None)
-            last = "" if failed is None else f": {failed.output.strip()[-500:]}"
-            future.set_exception(GangFailedError(f"gang {number}: {gang.reason}{last}"))
 
     async def _watch_hosts(self) -> None:
         while True:

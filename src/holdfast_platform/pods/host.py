@@ -109,7 +109,13 @@ class PodHost:
     def _look_after(self, running: _Running) -> None:
         code = running.process.poll()
         if code is not None:
-            self._collect(running, code)
+            _signal_group(running.process, signal.SIGKILL)  # what the program left behind
+            size = running.output.seek(0, os.SEEK_END)
+            running.output.seek(max(0, size - MAX_OUTPUT_BYTES))
+            text = running.output.read().decode("utf-8", "replace")
+            running.output.close()
+            self._running = None
+            self._report_end(running.part, code if code >= 0 else 128 - code, text)
             return
         key = (running.part.gang, running.part.attempt)
         if key in {(part.gang, part.attempt) for part in self._queue}:
@@ -145,15 +151,6 @@ class PodHost:
             return
         self._say(f"gang {part.gang}: {part.words[0]}, rank {part.rank} of {len(part.hosts)}")
         self._running = _Running(part, process, output)
-
-    def _collect(self, running: _Running, code: int) -> None:
-        _signal_group(running.process, signal.SIGKILL)  # what the program left behind
-        size = running.output.seek(0, os.SEEK_END)
-        running.output.seek(max(0, size - MAX_OUTPUT_BYTES))
-        text = running.output.read().decode("utf-8", "replace")
-        running.output.close()
-        self._running = None
-        self._report_end(running.part, code if code >= 0 else 128 - code, text)
 
     def _report_end(self, part: Part, code: int, output: str) -> None:
         self._done.add((part.gang, part.attempt))

@@ -146,7 +146,15 @@ class Uploader:
             self._change.notify_all()
 
     def _upload_until_closed(self) -> None:
-        self._find_unsent()
+        # The newest that an earlier mover committed, and perhaps did not finish sending.
+        try:
+            found = self._newest_valid()
+        except HoldfastError:
+            found = None  # the run store has its own way to say so
+        with self._change:
+            self._waiting_key = self._waiting_key or found
+            self._is_busy = False
+            self._change.notify_all()
         pause = RETRY_DELAY_RANGE_S[0]
         while (key := self._take_next()) is not None:
             if self._upload(key):
@@ -165,17 +173,6 @@ class Uploader:
     def _valid_keys(self, keys: list[str]) -> list[str]:
         nothing = {*self._rejected_keys(), *fencing.superseded_keys(self._source, keys)}
         return [key for key in keys if key not in nothing]
-
-    def _find_unsent(self) -> None:
-        """The newest that an earlier mover committed, and perhaps did not finish sending."""
-        try:
-            found = self._newest_valid()
-        except HoldfastError:
-            found = None  # the run store has its own way to say so
-        with self._change:
-            self._waiting_key = self._waiting_key or found
-            self._is_busy = False
-            self._change.notify_all()
 
     def _take_next(self) -> str | None:
         """The newest checkpoint that waits; None at the end."""

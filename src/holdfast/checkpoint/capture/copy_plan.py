@@ -103,7 +103,14 @@ class CopyPlan:
             )
             group.sources.append(source)
             for slot in range(slots):
-                group.targets[slot].append(self._slot_view(p, slot))
+                # The same part in a slot, as a tensor over the mapped memory.
+                flat = torch.frombuffer(
+                    self._arena.memory,
+                    dtype=TORCH_DTYPE[p.dtype],
+                    count=p.box.size,
+                    offset=self._arena.data_offset(slot) + self._header_bytes + p.start,
+                )
+                group.targets[slot].append(flat.view(p.box.lengths))
         return list(cut_into_pieces(spans)), list(groups.values())
 
     def _cuts(self, slots: int) -> list[int]:
@@ -151,16 +158,6 @@ class CopyPlan:
                 f"{p.dtype} {held.lengths} is due"
             )
         return view_of(local, held, p.box)
-
-    def _slot_view(self, p: PlacedBox, slot: int) -> torch.Tensor:
-        """The same part in a slot, as a tensor over the mapped memory."""
-        flat = torch.frombuffer(
-            self._arena.memory,
-            dtype=TORCH_DTYPE[p.dtype],
-            count=p.box.size,
-            offset=self._arena.data_offset(slot) + self._header_bytes + p.start,
-        )
-        return flat.view(p.box.lengths)
 
 
 def _cut(placed: PlacedBox, cuts: Iterable[int]) -> Iterator[PlacedBox]:

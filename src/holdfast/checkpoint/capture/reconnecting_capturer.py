@@ -187,7 +187,13 @@ class ReconnectingCapturer:
             self._take_over(wait)
         elif wait > 0:
             end = time.monotonic() + min(wait, MOVER_REPLACEMENT_TIMEOUT_S)
-            self._check_mover()
+            # Have it checked whether the mover is still the same, and wait until that is known.
+            with self._change:
+                self._is_suspected = True
+                self._change.notify_all()
+                self._change.wait_for(
+                    lambda: not self._is_suspected or self._lacks_mover, MOVER_REPLACEMENT_TIMEOUT_S
+                )
             while self._can_return and (left := end - time.monotonic()) > 0:
                 self._take_over(left)
         reason = _NO_ARENA_YET if self._capturer is None else "the mover is away"
@@ -209,15 +215,6 @@ class ReconnectingCapturer:
             self._change.notify_all()
         if old is not None:
             old.close()
-
-    def _check_mover(self) -> None:
-        """Have it checked whether the mover is still the same, and wait until that is known."""
-        with self._change:
-            self._is_suspected = True
-            self._change.notify_all()
-            self._change.wait_for(
-                lambda: not self._is_suspected or self._lacks_mover, MOVER_REPLACEMENT_TIMEOUT_S
-            )
 
     def _suspect_if_due(self) -> None:
         if time.monotonic() - self._checked_at >= MOVER_CHECK_INTERVAL_S:

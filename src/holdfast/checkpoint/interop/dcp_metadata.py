@@ -351,18 +351,15 @@ def _read_archive(archive: zipfile.ZipFile, where: str) -> tuple[ArchivedTensor,
     return tensor, record
 
 
-def _limit_memory(folder: Path) -> None:
-    """Bound what this process may allocate: a pickle of ten bytes can ask for 32 GB."""
-    size = (folder / METADATA).stat().st_size
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = LEAST_MEMORY_BYTES + MEMORY_PER_METADATA_BYTE * size
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
 def main() -> None:
     try:
-        _limit_memory(Path(sys.argv[1]))
+        folder = Path(sys.argv[1])
+        # Bound what this process may allocate: a pickle of ten bytes can ask for 32 GB.
+        size = (folder / METADATA).stat().st_size
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = LEAST_MEMORY_BYTES + MEMORY_PER_METADATA_BYTE * size
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         answer = describe_folder(Path(sys.argv[1]))
     except UnsupportedDcpError as error:
         answer = {"refused": str(error)}

@@ -163,7 +163,17 @@ class Arena:
         """Write the header, and hold the slot until the mover releases it."""
         sequence = self._read_sequence(slot) + 1
         made = SlotHeader(run, generation, step, sequence, length, layout)
-        packed = _pack(made)
+        fields = _SLOT.pack(
+            _SLOT_MAGIC,
+            ARENA_FORMAT,
+            made.run,
+            made.generation,
+            made.step,
+            made.sequence,
+            made.length,
+            made.layout,
+        )
+        packed = fields + _CHECK.pack(xxh3_64_intdigest(fields))
         _HOLD.pack_into(self.memory, self._slot_offset(slot) + _HOLD_OFFSET, HELD)
         base = self._slot_offset(slot)
         self.memory[base : base + len(packed)] = packed
@@ -236,17 +246,3 @@ def _prefer_node(fd: int, size: int, node: int) -> None:
             )
         finally:
             del start  # the mapping cannot be closed before
-
-
-def _pack(header: SlotHeader) -> bytes:
-    fields = _SLOT.pack(
-        _SLOT_MAGIC,
-        ARENA_FORMAT,
-        header.run,
-        header.generation,
-        header.step,
-        header.sequence,
-        header.length,
-        header.layout,
-    )
-    return fields + _CHECK.pack(xxh3_64_intdigest(fields))

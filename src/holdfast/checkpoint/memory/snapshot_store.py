@@ -391,17 +391,14 @@ class SnapshotStore:
         found = (self._snapshots.get((generation, step, rank)) for rank in due)
         return all(s is not None and s.is_intact for s in found)
 
-    def _newest_own_step(self) -> tuple[int, int]:
-        """The newest step of which every rank of this node is here."""
-        steps = sorted({name[:2] for name, s in self._snapshots.items() if s.is_own}, reverse=True)
-        known = {**self._ranks.seen, **self._ranks.declared}
-        return next(
-            (step for step in steps if self._is_complete(*step, required_ranks=known)), (0, -1)
-        )
-
     def _take_unneeded_slots(self) -> list[tuple[MemoryFile, int]]:
         """Slots that nothing keeps any more: forgotten here, to be released by `_print_kept`."""
-        newest = self._newest_own_step()
+        # The newest step of which every rank of this node is here.
+        steps = sorted({name[:2] for name, s in self._snapshots.items() if s.is_own}, reverse=True)
+        known = {**self._ranks.seen, **self._ranks.declared}
+        newest = next(
+            (step for step in steps if self._is_complete(*step, required_ranks=known)), (0, -1)
+        )
         wanted = set(self._pins)
         foreign: dict[int, _SnapshotName] = {}
         for name, snapshot in self._snapshots.items():

@@ -57,16 +57,13 @@ class RestoreSearch:
         self._resolved_commit: Commit | None = None  # what another mover chose
         self._resolve_lock = threading.Lock()
 
-    def chosen_for(self, generation: int) -> ChosenRestorePoint | None:
-        """Return what was chosen here for a generation; None if another mover chose it."""
-        return self._restore_point if self._restore_point_generation == generation else None
-
     def make_durable(
         self, generation: int, start_step: int | None, restore_key: str | None
     ) -> None:
         """Have a generation's starting state saved if only memory holds it: chosen here, or
         `restore_key`."""
-        choice = self.chosen_for(generation)
+        # What was chosen here for a generation; None if another mover chose it.
+        choice = self._restore_point if self._restore_point_generation == generation else None
         if choice is not None and not choice.is_durable and choice.commit.step == start_step:
             restore_key = choice.key
         at = parse_commit_key(restore_key or "")

@@ -261,19 +261,16 @@ def _connect(
         connection = SyncConnection(host, port, min(timeout, CONNECT_TIMEOUT_S), tls)
     except OSError as error:
         raise PeerError(f"{address} cannot be reached: {_error_text(error)}") from error
-    _detect_dead_peer(connection.sock)
-    return connection
-
-
-def _detect_dead_peer(sock: socket.socket) -> None:
-    """A machine that has vanished sends no reset: over a connection that was open before, it is
-    missed as soon as over a new one."""
+    sock = connection.sock
+    # A machine that has vanished sends no reset: over a connection that was open before, it is
+    # missed as soon as over a new one.
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         milliseconds = int(1000 * CONNECT_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(CONNECT_TIMEOUT_S))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(CONNECT_TIMEOUT_S))
+    return connection
 
 
 def run_identity(config_hash: str, dataset_version: str) -> str:

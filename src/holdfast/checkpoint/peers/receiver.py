@@ -217,7 +217,19 @@ class SnapshotReceiver:
     ) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `is_resumed`: the slot may hold some of them, from a pull that broke off."""
-        here = self._extents_here(part)
+        # checksum -> where an extent of the same rank lies that has it: snapshot, offset.
+        here: dict[str, tuple[SnapshotName, int]] = {}
+        wanted = frozenset(part.blob.checksums)
+        with self._lock:
+            names = [name for name in self._kept_slots if name[2] == part.rank]
+        for name in names:
+            try:
+                blob = self._snapshot_store.get(*name).part.blob
+            except MissingKeyError:
+                continue
+            if wanted.isdisjoint(blob.checksums):
+                continue
+            here |= {e.xxh3: (name, e.offset) for e in blob.extents() if e.xxh3 in wanted}
         missing: list[Extent] = []
         spared = 0
         for extent in part.blob.extents():
@@ -271,22 +283,6 @@ class SnapshotReceiver:
                     f"{part.blob.key}: {client.address} sent other bytes than it announced in "
                     f"[{wrong[0].offset}, {wrong[0].offset + wrong[0].length})"
                 )
-
-    def _extents_here(self, part: PartManifest) -> dict[str, tuple[SnapshotName, int]]:
-        """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
-        found: dict[str, tuple[SnapshotName, int]] = {}
-        wanted = frozenset(part.blob.checksums)
-        with self._lock:
-            names = [name for name in self._kept_slots if name[2] == part.rank]
-        for name in names:
-            try:
-                blob = self._snapshot_store.get(*name).part.blob
-            except MissingKeyError:
-                continue
-            if wanted.isdisjoint(blob.checksums):
-                continue
-            found |= {e.xxh3: (name, e.offset) for e in blob.extents() if e.xxh3 in wanted}
-        return found
 
     def _copy_from_snapshot(self, name: SnapshotName, offset: int, out: memoryview) -> bool:
         try:

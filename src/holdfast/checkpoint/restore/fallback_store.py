@@ -62,7 +62,17 @@ def open_commit_with_fallback(
             raise
         problem = error
     try:
-        commit = _open_mixed(first, fallback.store, key)
+        # Raises what the second place has to say where both fall short.
+        try:
+            commit = reader.Checkpoint.open(first, key).commit
+        except HoldfastError:
+            commit = reader.Checkpoint.open(fallback.store, key).commit
+        index = BoxIndex(commit)
+        for writer in commit.writers:
+            if _find_head_problem(first, index, writer) is not None:
+                reason = verify.find_head_problem(fallback.store, index, writer)
+                if reason is not None:
+                    raise CorruptError(reason)
     except StoreError as error:
         raise StoreError(f"{problem}; and the bucket cannot be asked: {error}") from error
     except HoldfastError as error:
@@ -72,21 +82,6 @@ def open_commit_with_fallback(
     if commit.config_hash != config_hash:
         raise problem  # of another run: nothing to do with this one
     on_fallback_used(str(problem))
-    return commit
-
-
-def _open_mixed(first: RunStore, fallback: RunStore, key: str) -> Commit:
-    """Raises what the second place has to say where both fall short."""
-    try:
-        commit = reader.Checkpoint.open(first, key).commit
-    except HoldfastError:
-        commit = reader.Checkpoint.open(fallback, key).commit
-    index = BoxIndex(commit)
-    for writer in commit.writers:
-        if _find_head_problem(first, index, writer) is not None:
-            reason = verify.find_head_problem(fallback, index, writer)
-            if reason is not None:
-                raise CorruptError(reason)
     return commit
 
 

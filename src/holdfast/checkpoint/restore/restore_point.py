@@ -134,7 +134,11 @@ class RestorePointFinder:
         and none can be trusted, and the store's own error when it is out of reach.
         """
         close_unstarted(self._store, self._current_generation)
-        held = self._complete_in_memory()
+        # The complete steps that all memories together hold.
+        found = _gather_parts(self._memories)
+        held = {
+            at: s for at, s in found.items() if s.is_complete and at[1] <= self._current_generation
+        }
         at_rest = _committed_positions(self._store)
         waiting = sorted(held.keys() | at_rest)  # the newest last
         past = None if waiting else newest_recorded_step(self._store)
@@ -249,13 +253,6 @@ class RestorePointFinder:
             return None
         catalog.list_commits(self._store)
         return error
-
-    def _complete_in_memory(self) -> dict[_Position, _StepParts]:
-        """Return the complete steps that all memories together hold."""
-        found = _gather_parts(self._memories)
-        return {
-            at: s for at, s in found.items() if s.is_complete and at[1] <= self._current_generation
-        }
 
 
 def resolve_commit(

@@ -51,8 +51,9 @@ def write_single(
     and what the store raises. After an error nothing is left in the store.
     """
     sources = list(tensors)
+    # A scalar has no dim to cut.
     table = tuple(
-        TensorSpec(s.name, s.dtype, s.shape, _shard_dim_of(s.shape, shard_dim)) for s in sources
+        TensorSpec(s.name, s.dtype, s.shape, (shard_dim if s.shape else None)) for s in sources
     )
     if len({spec.name for spec in table}) != len(table):
         raise CheckpointError("a tensor's name comes twice")
@@ -76,11 +77,6 @@ def write_single(
         raise
     assert commit is not None
     return commit
-
-
-def _shard_dim_of(shape: Sequence[int], shard_dim: int | None) -> int | None:
-    """A scalar has no dim to cut."""
-    return shard_dim if shape else None
 
 
 def _is_committed(store: RunStore, key: str) -> bool:

@@ -154,7 +154,20 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
             where=where,
             remedy=f"{OWN_CODE}, or use one of " + ", ".join(BY_TYPE),
         )
-    refused = list(_refused_keys(architecture, config))
+    # A sentence for each key with a value that is not allowed, or that is not understood.
+    fixed = architecture.all_fixed
+    known = {key for rule in architecture.rules for key in rule.keys}
+    out = []
+    for key, value in config.items():
+        if key in fixed:
+            if not any(value is a or (a is not None and value == a) for a in fixed[key]):
+                out.append(f"{key} {value!r} is not supported")
+        elif key not in known and key not in NEUTRAL and value not in (None, False, [], {}):
+            out.append(
+                f"key {key} is not understood, and may change what {architecture.their_type} "
+                "computes"
+            )
+    refused = list(out)
     values: dict[str, Any] = {"preset": None, "family": architecture.family}
     values |= architecture.always
     remedies: list[str] = []
@@ -174,7 +187,11 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        raise ModelFolderError(_sentences(error), where=where) from error
+        found = []
+        for details in error.errors():
+            place = ".".join(str(part) for part in details["loc"])
+            found.append(f"{place} {details['msg'].removeprefix('Value error, ')}".strip())
+        raise ModelFolderError("; ".join(found), where=where) from error
 
 
 def _fits_own_code(config: Mapping[str, Any], refused: list[str]) -> bool:
@@ -184,28 +201,3 @@ def _fits_own_code(config: Mapping[str, Any], refused: list[str]) -> bool:
     return not config.get("quantization_config") and all(
         any(words in sentence for words in lacking) for sentence in refused
     )
-
-
-def _refused_keys(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each key with a value that is not allowed, or that is not understood."""
-    fixed = architecture.all_fixed
-    known = {key for rule in architecture.rules for key in rule.keys}
-    out = []
-    for key, value in config.items():
-        if key in fixed:
-            if not any(value is a or (a is not None and value == a) for a in fixed[key]):
-                out.append(f"{key} {value!r} is not supported")
-        elif key not in known and key not in NEUTRAL and value not in (None, False, [], {}):
-            out.append(
-                f"key {key} is not understood, and may change what {architecture.their_type} "
-                "computes"
-            )
-    return out
-
-
-def _sentences(error: ValidationError) -> str:
-    found = []
-    for details in error.errors():
-        place = ".".join(str(part) for part in details["loc"])
-        found.append(f"{place} {details['msg'].removeprefix('Value error, ')}".strip())
-    return "; ".join(found)

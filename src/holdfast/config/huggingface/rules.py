@@ -239,7 +239,14 @@ def window_by_block(
         if types is None:
             near = [i for i in range(layers) if has_window(config, i)] if window else []
         else:
-            check_layer_types(types, layers)
+            # Raises NotSupportedError if `layer_types` does not name one of two kinds for each
+            # block.
+            if not isinstance(types, list) or len(types) != layers:
+                count = len(types) if isinstance(types, list) else "no"
+                raise NotSupportedError(f"layer_types has {count} entries for {layers} blocks")
+            other = next((kind for kind in types if kind not in (FULL, WINDOW)), None)
+            if other is not None:
+                raise NotSupportedError(f"layer_types {other!r} is not supported")
             near = [i for i, kind in enumerate(types) if kind == WINDOW]
         if near and not window and not switch:
             raise NotSupportedError(f"layer_types has {WINDOW} but there is no sliding_window")
@@ -259,16 +266,6 @@ def window_by_block(
 
     keys = ("sliding_window", "layer_types", *also, *((switch,) if switch else ()))
     return Rule(keys, read, write)
-
-
-def check_layer_types(types: Any, layers: int) -> None:
-    """Raises NotSupportedError if `layer_types` does not name one of two kinds for each block."""
-    if not isinstance(types, list) or len(types) != layers:
-        count = len(types) if isinstance(types, list) else "no"
-        raise NotSupportedError(f"layer_types has {count} entries for {layers} blocks")
-    other = next((kind for kind in types if kind not in (FULL, WINDOW)), None)
-    if other is not None:
-        raise NotSupportedError(f"layer_types {other!r} is not supported")
 
 
 SCALING_KEYS: dict[str, dict[str, str]] = {

@@ -98,7 +98,12 @@ def markdown() -> str:
         level = "###" if "." in key else "##"
         parts += [f"{level} `{key.replace(ITEM, '<n>')}`\n", *([f"{about}\n"] if about else [])]
         parts.append(_table(section, key))
-    parts += ["## Presets of `model.preset`\n", _presets()]
+    columns = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
+    rows = ["| preset | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    for name, shape in PRESETS.items():
+        cells = (str(shape.get(column, "the dataset's")) for column in columns)
+        rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    parts += ["## Presets of `model.preset`\n", ("\n".join(rows) + "\n")]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -207,12 +212,3 @@ def _default(info: FieldInfo, key: str) -> str:
     if value is PydanticUndefined:
         return "the preset's" if key.startswith("model.") else "must be given"
     return "none" if value is None else f"`{format_value(value)}`"
-
-
-def _presets() -> str:
-    columns = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
-    rows = ["| preset | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
-    for name, shape in PRESETS.items():
-        cells = (str(shape.get(column, "the dataset's")) for column in columns)
-        rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"

@@ -61,7 +61,19 @@ def _refusals(
     cuts: ModuleCuts | None,
 ) -> Iterator[str]:
     """The sentences of all violated rules, in the order of the checks; "" counts for none."""
-    yield from _keys_together(layout)
+    # Check that keys of the layout do not contradict each other.
+    given = [axis for axis in AXES if getattr(layout, axis) > 1]
+    given += ["stages"] if layout.stages else []
+    if layout.replicas and given:
+        yield (
+            f"layout.{given[0]} is given beside layout.replicas, which have degrees of their own: "
+            "use one of the two"
+        )
+    if layout.virtual_stages and layout.schedule != "interleaved":
+        yield (
+            f"layout.virtual_stages {layout.virtual_stages} has no effect on layout.schedule "
+            f"{layout.schedule}: use layout.schedule interleaved, or virtual_stages 0"
+        )
     if cuts is None:
         yield from _balance_costs(layout, model.layers)
     run = Checked(layout, model, train, cuts)
@@ -82,23 +94,19 @@ def _refusals(
         yield from _optimizer(key, degrees, layout.ep, train.optimizer)
         yield from _recompute(key, layout, train)
     if layout.workers:
-        yield from _workers(layout)
-
-
-def _keys_together(layout: LayoutConfig) -> Iterator[str]:
-    """Check that keys of the layout do not contradict each other."""
-    given = [axis for axis in AXES if getattr(layout, axis) > 1]
-    given += ["stages"] if layout.stages else []
-    if layout.replicas and given:
-        yield (
-            f"layout.{given[0]} is given beside layout.replicas, which have degrees of their own: "
-            "use one of the two"
-        )
-    if layout.virtual_stages and layout.schedule != "interleaved":
-        yield (
-            f"layout.virtual_stages {layout.virtual_stages} has no effect on layout.schedule "
-            f"{layout.schedule}: use layout.schedule interleaved, or virtual_stages 0"
-        )
+        # Check that the workers fill complete replicas.
+        workers, ranks = layout.workers, layout.least_workers
+        if layout.replicas and workers != ranks:
+            yield (
+                f"layout.workers {workers} is not the {ranks} workers of layout.replicas together: "
+                f"use {ranks}, or 0"
+            )
+        elif workers % ranks:
+            axes = [axis for axis in AXES if getattr(layout, axis) > 1]
+            named = " x ".join(f"layout.{axis} {getattr(layout, axis)}" for axis in axes)
+            product = f" = {ranks}" if len(axes) > 1 else ""
+            near = nearest_degrees(workers, lambda n: n % ranks == 0, workers + ranks)
+            yield f"layout.workers {workers} is not a multiple of {named}{product}: use {near}"
 
 
 def _balance_costs(layout: LayoutConfig, layers: int) -> Iterator[str]:
@@ -326,22 +334,6 @@ def _recompute(key: str, layout: LayoutConfig, train: TrainConfig) -> Iterator[s
         f"train.recompute [{', '.join(words)}] has {len(words)} words for {key}.pp {pp} stages: "
         f"use {right}"
     )
-
-
-def _workers(layout: LayoutConfig) -> Iterator[str]:
-    """Check that the workers fill complete replicas."""
-    workers, ranks = layout.workers, layout.least_workers
-    if layout.replicas and workers != ranks:
-        yield (
-            f"layout.workers {workers} is not the {ranks} workers of layout.replicas together: "
-            f"use {ranks}, or 0"
-        )
-    elif workers % ranks:
-        axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-        named = " x ".join(f"layout.{axis} {getattr(layout, axis)}" for axis in axes)
-        product = f" = {ranks}" if len(axes) > 1 else ""
-        near = nearest_degrees(workers, lambda n: n % ranks == 0, workers + ranks)
-        yield f"layout.workers {workers} is not a multiple of {named}{product}: use {near}"
 
 
 MULTIPLE = 16

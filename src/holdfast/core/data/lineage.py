@@ -20,16 +20,6 @@ def start_steps(records: Iterable[Record]) -> dict[int, int]:
     return {r.generation: r.event.step for r in records if isinstance(r.event, GenerationStarted)}
 
 
-def last_effective_steps(starts_by_generation: dict[int, int]) -> dict[int, float]:
-    """generation -> the last step of it that still counts (infinity for the newest)."""
-    bound: float = float("inf")
-    out: dict[int, float] = {}
-    for generation in sorted(starts_by_generation, reverse=True):
-        out[generation] = bound
-        bound = min(bound, starts_by_generation[generation])
-    return out
-
-
 def split_effective(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """(effective, superseded), each in the order given. Records of no generation are effective.
 
@@ -38,7 +28,12 @@ def split_effective(records: Iterable[Record]) -> tuple[list[Record], list[Recor
     """
     everything = list(records)
     starts = start_steps(everything)
-    bounds = last_effective_steps(starts)
+    # generation -> the last step of it that still counts (infinity for the newest).
+    bound: float = float("inf")
+    bounds: dict[int, float] = {}
+    for generation in sorted(starts, reverse=True):
+        bounds[generation] = bound
+        bound = min(bound, starts[generation])
     for unknown in {r.generation for r in everything} - starts.keys() - {0}:
         later = min((g for g in starts if g > unknown), default=None)
         bounds[unknown] = float("inf") if later is None else min(bounds[later], starts[later])

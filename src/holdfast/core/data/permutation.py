@@ -46,7 +46,15 @@ class Permutation:
         root = isqrt(size - 1) + 1
         self._a = root
         self._b = -(-size // root)
-        self._keys = _round_keys(key)
+        # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from the key.
+        keys, state = [], key & _MASK
+        for _ in range(ROUNDS):
+            state = (state + 0x9E3779B97F4A7C15) & _MASK
+            z = state
+            z = ((z ^ (z >> 30)) * _M1) & _MASK
+            z = ((z ^ (z >> 27)) * _M2) & _MASK
+            keys.append(z ^ (z >> 31))
+        self._keys = keys
         self._numpy_keys = [np.uint64(k) for k in self._keys]
 
     def __call__(self, index: int) -> int:
@@ -104,15 +112,3 @@ def _add(x: NDArray[np.uint64], y: NDArray[np.uint64], modulus: np.uint64) -> ND
     total = x + y
     total -= np.where(total >= modulus, modulus, np.uint64(0))
     return total
-
-
-def _round_keys(key: int) -> list[int]:
-    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from the key."""
-    keys, state = [], key & _MASK
-    for _ in range(ROUNDS):
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        z = state
-        z = ((z ^ (z >> 30)) * _M1) & _MASK
-        z = ((z ^ (z >> 27)) * _M2) & _MASK
-        keys.append(z ^ (z >> 31))
-    return keys

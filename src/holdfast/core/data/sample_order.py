@@ -100,7 +100,11 @@ class Mixture:
             )
         self.counts = _smallest_counts(shares)
         self.block = sum(self.counts)
-        self._pattern = _interleave(self.counts)
+        counts = self.counts
+        # Places of each source in a block: its k-th sample as near as can be to (k + 1/2) / count.
+        source = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+        self._pattern = source[np.lexsort((source, due))]
         hits = self._pattern[None, :] == np.arange(len(self.counts))[:, None]
         # _before[i, k]: how often source i stands in the first k places of the block
         self._before = np.zeros((len(self.counts), self.block + 1), dtype=np.int64)
@@ -142,13 +146,6 @@ def _smallest_counts(shares: Sequence[float]) -> list[int]:
     for i in rest[: MAX_MIXTURE_BLOCK - sum(counts)]:
         counts[i] += 1
     return counts
-
-
-def _interleave(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Places of each source in a block: its k-th sample as near as can be to (k + 1/2) / count."""
-    source = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    return source[np.lexsort((source, due))]
 
 
 @dataclass(frozen=True)

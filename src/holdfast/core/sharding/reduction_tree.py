@@ -105,15 +105,11 @@ def maximal_subtrees(tree: ReductionTree, share: Sequence[int]) -> tuple[TreeNod
             yield node
         elif node.leaves > 1:
             for child in node.split():
-                if _has_leaf_inside(ordered, child):
+                at = bisect_left(ordered, child.start)
+                if at < len(ordered) and ordered[at] < child.stop:
                     yield from walk(child)
 
     return tuple(walk(tree.root))
-
-
-def _has_leaf_inside(ordered: list[int], node: TreeNode) -> bool:
-    at = bisect_left(ordered, node.start)
-    return at < len(ordered) and ordered[at] < node.stop
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,23 @@ def deal(
     if len(weights) != replicas or any(w < 0 for w in weights) or sum(weights) <= 0:
         raise ValueError(f"weights {tuple(weights)} do not weigh {replicas} replicas")
     floors, extra = _least_shares(leaves, weights, least)
-    return _fewest_pieces(ReductionTree(leaves), weights, floors, extra)
+    tree = ReductionTree(leaves)
+    # Contiguous shares that cut the tree into few pieces: of `floors`, or one more if `extra`
+    # allows it. Large shares are first or last, or in the order of the replicas.
+    natural = list(range(len(floors)))
+    rising = sorted(natural, key=lambda r: (weights[r], floors[r], r))
+    orders = [natural] if len({*weights}) == 1 else [natural, rising[::-1], rising]
+    found = [
+        (*_choose_sizes(tree, [floors[r] for r in order], [extra[r] for r in order]), order)
+        for order in orders
+    ]
+    _, sizes, order = min(found, key=lambda each: each[0])
+    shares: list[tuple[int, ...]] = [()] * len(floors)
+    start = 0
+    for replica, size in zip(order, sizes, strict=True):
+        shares[replica] = tuple(range(start, start + size))
+        start += size
+    return tuple(shares)
 
 
 def _least_shares(
@@ -242,27 +254,6 @@ def _least_shares(
 _Chosen = tuple["_Chosen", int] | None  # those before, and whether this one is larger
 # partial dealings that are followed; for fewer than so many larger shares, all are
 _BEAM_WIDTH = 64
-
-
-def _fewest_pieces(
-    tree: ReductionTree, weights: Sequence[float], floors: list[int], extra: list[bool]
-) -> Shares:
-    """Return contiguous shares that cut the tree into few pieces: of `floors`, or one more if
-    `extra` allows it. Large shares are first or last, or in the order of the replicas."""
-    natural = list(range(len(floors)))
-    rising = sorted(natural, key=lambda r: (weights[r], floors[r], r))
-    orders = [natural] if len({*weights}) == 1 else [natural, rising[::-1], rising]
-    found = [
-        (*_choose_sizes(tree, [floors[r] for r in order], [extra[r] for r in order]), order)
-        for order in orders
-    ]
-    _, sizes, order = min(found, key=lambda each: each[0])
-    shares: list[tuple[int, ...]] = [()] * len(floors)
-    start = 0
-    for replica, size in zip(order, sizes, strict=True):
-        shares[replica] = tuple(range(start, start + size))
-        start += size
-    return tuple(shares)
 
 
 def _choose_sizes(

@@ -86,19 +86,6 @@ def plan_reshard(
     Raises LayoutError for a `came_from` that does not fit the topologies, and when elements of a
     tensor are wanted that no survivor holds.
     """
-    _check(old, new, came_from)
-    every, rounds = _plan_transfers(old, new, table, came_from, min(limit, window), window)
-    return ReshardPlan(
-        rank,
-        tuple(t for t in every if t.source == rank),
-        tuple(t for t in every if t.target == rank),
-        _kept_boxes(old, new, table, came_from[rank], rank),
-        rounds,
-        _digest(old, new, table, came_from, limit, window),
-    )
-
-
-def _check(old: Topology, new: Topology, came_from: Sequence[int | None]) -> None:
     stayed = [rank for rank in came_from if rank is not None]
     fits = len(came_from) == new.world_size and all(0 <= r < old.world_size for r in stayed)
     if not fits or len(set(stayed)) != len(stayed):
@@ -108,6 +95,15 @@ def _check(old: Topology, new: Topology, came_from: Sequence[int | None]) -> Non
             where="came_from",
             remedy="name each old rank at most once, None for a newcomer",
         )
+    every, rounds = _plan_transfers(old, new, table, came_from, min(limit, window), window)
+    return ReshardPlan(
+        rank,
+        tuple(t for t in every if t.source == rank),
+        tuple(t for t in every if t.target == rank),
+        _kept_boxes(old, new, table, came_from[rank], rank),
+        rounds,
+        _digest(old, new, table, came_from, limit, window),
+    )
 
 
 def _kept_boxes(

@@ -196,7 +196,8 @@ def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:
     ep spreads them.
     """
     if coordinate.pp not in stages_of(spec, replica):
-        return empty_box(spec)
+        # No element of a tensor: no rows. A scalar has no dim that could be empty, so it gets one.
+        return Box(spec.name, (0,) * max(1, len(spec.shape)), (0, *spec.shape[1:]))
     return cut_box(spec, replica, coordinate.dp_shard, coordinate.cp, coordinate.tp)
 
 
@@ -246,11 +247,6 @@ def holders_along_cp(spec: TensorSpec, replica: Replica, cp: int) -> tuple[int, 
     alike = contexts // degree
     first = cp // alike * alike
     return tuple(range(first, first + alike))
-
-
-def empty_box(spec: TensorSpec) -> Box:
-    """No element of a tensor: no rows. A scalar has no dim that could be empty, so it gets one."""
-    return Box(spec.name, (0,) * max(1, len(spec.shape)), (0, *spec.shape[1:]))
 
 
 def local_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:

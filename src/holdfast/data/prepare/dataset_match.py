@@ -100,17 +100,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
                 where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
-    _check_places(dataset, config)
-
-
-def _without_paths(value: Any) -> str:
-    if isinstance(value, list):
-        value = [{k: v for k, v in one.items() if k != "path"} for one in value]
-    return json.dumps(value)
-
-
-def _check_places(dataset: Dataset, config: DataConfig) -> None:
-    """Raises DataError if a source lies elsewhere and holds something else."""
+    # Raises DataError if a source lies elsewhere and holds something else.
     for index, source in enumerate(config.sources):
         path, place = dataset.source_paths[index], dataset.source_places[index]
         if source.path == path or (place is not None and _real_place(source) == place):
@@ -123,6 +113,12 @@ def _check_places(dataset: Dataset, config: DataConfig) -> None:
                 where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
+
+
+def _without_paths(value: Any) -> str:
+    if isinstance(value, list):
+        value = [{k: v for k, v in one.items() if k != "path"} for one in value]
+    return json.dumps(value)
 
 
 def _holds_the_same(

@@ -200,7 +200,21 @@ class _Preparation:
         self.chat = ChatPreparation(self.config)
         self.plans = self._plan()
         self.units = [unit for plan in self.plans for unit in plan.units]
-        self._resume_or_clear()
+        # Keep the unit results that exist, unless they are of other sources or settings.
+        plan = {
+            "format": self.chat.dataset_format,
+            "settings": self.wanted,
+            "stamps": [p.stamp for p in self.plans],
+        }
+        path = self.folder / WORK_FOLDER / "plan.json"
+        if path.exists() and path.read_bytes() != canonical_json(plan):
+            self.say("the sources or settings have changed: starting over")
+            for stage in ("scan", "tokens", "lots"):
+                shutil.rmtree(self.folder / WORK_FOLDER / stage, ignore_errors=True)
+            (self.folder / WORK_FOLDER / "tokenizer.json").unlink(missing_ok=True)
+        for stage in ("scan", "tokens", "lots"):
+            (self.folder / WORK_FOLDER / stage).mkdir(exist_ok=True)
+        write_atomic(path, [canonical_json(plan)])
         with self.make_pool(self._processes()) as pool:
             raw, rows = self._scan(pool)
             names = [plan.name for plan in self.plans]
@@ -225,23 +239,6 @@ class _Preparation:
             first = sum(len(p.units) for p in plans)
             plans.append(plan_source(source, index, first, self.chat.format))
         return plans
-
-    def _resume_or_clear(self) -> None:
-        """Keep the unit results that exist, unless they are of other sources or settings."""
-        plan = {
-            "format": self.chat.dataset_format,
-            "settings": self.wanted,
-            "stamps": [p.stamp for p in self.plans],
-        }
-        path = self.folder / WORK_FOLDER / "plan.json"
-        if path.exists() and path.read_bytes() != canonical_json(plan):
-            self.say("the sources or settings have changed: starting over")
-            for stage in ("scan", "tokens", "lots"):
-                shutil.rmtree(self.folder / WORK_FOLDER / stage, ignore_errors=True)
-            (self.folder / WORK_FOLDER / "tokenizer.json").unlink(missing_ok=True)
-        for stage in ("scan", "tokens", "lots"):
-            (self.folder / WORK_FOLDER / stage).mkdir(exist_ok=True)
-        write_atomic(path, [canonical_json(plan)])
 
     def _processes(self) -> int:
         """Return 0 (right here) for a single unit, otherwise one process per usable core."""
@@ -387,7 +384,16 @@ class _Preparation:
         places = with_paths_checksum(source_places(self.config))
         write_atomic(self.folder / SOURCES, [canonical_json(places)], sync=True)
         around = 1 if known.begin_id is None else 2
-        sizes = _split_counts(self.plans, shards, rows, choice, around)
+        # Per split and source. around: tokens of a document that are no text.
+        sizes: dict[str, list[SourceSize]] = {}
+        for lot, split in enumerate(SPLITS, start=1):
+            for plan, one in zip(self.plans, shards.get(split, ()), strict=False):
+                size = sum(
+                    int(rows[u.index][choice.lots[u.index] == lot, 2].sum()) for u in plan.units
+                )
+                tokens, documents = sum(s.tokens for s in one), sum(s.documents for s in one)
+                text = tokens - around * documents
+                sizes.setdefault(split, []).append(SourceSize(documents, tokens, text, size))
         splits = self.chat.split_counts(sizes, self.plans, self._path)
         content = {
             "format": self.chat.dataset_format,
@@ -411,24 +417,6 @@ class _Preparation:
         write_atomic(self.folder / MANIFEST, [canonical_json(manifest)], sync=True)
         total = splits["train"]["tokens"]
         self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
-
-
-def _split_counts(
-    plans: Sequence[SourcePlan],
-    shards: dict[str, list[list[Shard]]],
-    rows: list[DocumentRows],
-    choice: DocumentChoice,
-    around: int,
-) -> dict[str, list[SourceSize]]:
-    """Per split and source. around: tokens of a document that are no text."""
-    out: dict[str, list[SourceSize]] = {}
-    for lot, split in enumerate(SPLITS, start=1):
-        for plan, one in zip(plans, shards.get(split, ()), strict=False):
-            size = sum(int(rows[u.index][choice.lots[u.index] == lot, 2].sum()) for u in plan.units)
-            tokens, documents = sum(s.tokens for s in one), sum(s.documents for s in one)
-            text = tokens - around * documents
-            out.setdefault(split, []).append(SourceSize(documents, tokens, text, size))
-    return out
 
 
 def _source_lineage(

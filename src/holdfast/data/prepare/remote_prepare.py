@@ -64,7 +64,15 @@ def upload_dataset(
             remote.store.create(MANIFEST, manifest)
         say(f"uploaded the dataset to {remote.where}")
     claim.release()
-    _keep_as_cache(remote, folder, str(parse_json(manifest)["version"]))
+    version = str(parse_json(manifest)["version"])
+    # Let this node have the dataset already, up to the limit of its cache.
+    target = remote.root / version
+    with explain_cache_errors(target):
+        for path in sorted(folder.glob("shards/*")):
+            (target / "shards").mkdir(parents=True, exist_ok=True)
+            os.replace(path, target / "shards" / path.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        make_room(remote.root, remote.limit)
 
 
 def _upload_shards(store: RunStore, folder: Path, progress: Progress) -> None:
@@ -106,17 +114,6 @@ def _pieces(path: Path) -> Iterator[bytes]:
             yield piece
 
 
-def _keep_as_cache(remote: RemoteDataset, folder: Path, version: str) -> None:
-    """Let this node have the dataset already, up to the limit of its cache."""
-    target = remote.root / version
-    with explain_cache_errors(target):
-        for path in sorted(folder.glob("shards/*")):
-            (target / "shards").mkdir(parents=True, exist_ok=True)
-            os.replace(path, target / "shards" / path.name)
-        shutil.rmtree(folder, ignore_errors=True)
-        make_room(remote.root, remote.limit)
-
-
 def _node_id(remote: RemoteDataset) -> str:
     """A name of this node's preparation of the dataset. It outlives a killed process, so that the
     next one takes over at once."""
@@ -141,7 +138,8 @@ class _Claim:
         node that lives. Raises DataError."""
         watched, since = -1, 0.0
         while True:
-            newest = self._newest()
+            keys = self._store.list(_PREFIX)
+            newest = int(keys[-1].rpartition("/")[2]) if keys else 0
             if has_manifest(self._store):
                 return False
             content = self._read(newest)
@@ -213,10 +211,6 @@ class _Claim:
             self._store.delete(f"{_PREFIX}{old:08d}")
         self._number = number
         return True
-
-    def _newest(self) -> int:
-        keys = self._store.list(_PREFIX)
-        return int(keys[-1].rpartition("/")[2]) if keys else 0
 
     def _read(self, number: int) -> bytes:
         """A claim's content; empty if there is none."""

@@ -97,7 +97,7 @@ class ChatReader:
         if not isinstance(value, Mapping):
             raise DataError("the row is no object", where=where, remedy="write one object a row")
         found = _cleaned(self._form.read(value, self._field, where), where)
-        if any(self._spells_token(text) for text in _texts(found)):
+        if any(any(token in text for token in self._format.special) for text in _texts(found)):
             self._left_out[SPELLS_TOKEN] += 1
             return ""
         if isinstance(found, Completion):
@@ -108,9 +108,6 @@ class ChatReader:
             self._left_out[NO_REPLY] += 1
             return ""
         return document.encode()
-
-    def _spells_token(self, text: str) -> bool:
-        return any(token in text for token in self._format.special)
 
     def _conversation(self, found: Conversation, where: str) -> ChatDocument | None:
         trained = [

@@ -33,9 +33,17 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
         if needs_template or config.chat.template_file is not None:
             raise
         template = ""
+    neighbours = vocabulary.read_neighbours(path)
+    found = {"bos_token": "", "eos_token": vocabulary.describe_tokenizer(tokenizer, path).end_token}
+    for settings in (_read_object(path.parent / "special_tokens_map.json"), neighbours.settings):
+        for key in TOKENS:
+            token = settings.get(key)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found[key] = text
     return ChatFormat(
         template,
-        tuple(sorted(_variables(tokenizer, path).items())),
+        tuple(sorted(found.items())),
         tuple(sorted(special_tokens(tokenizer))),
         config.chat.train_on,
         config.chat.weights,
@@ -71,18 +79,6 @@ def stop_tokens(tokenizer: Tokenizer, path: Path) -> dict[str, int]:
         named = settings.get("eos_token_id")
         ids.update(n for n in (named if isinstance(named, list) else [named]) if n is not None)
     return {str(tokenizer.id_to_token(number)): number for number in sorted(ids)}
-
-
-def _variables(tokenizer: Tokenizer, path: Path) -> dict[str, str]:
-    neighbours = vocabulary.read_neighbours(path)
-    found = {"bos_token": "", "eos_token": vocabulary.describe_tokenizer(tokenizer, path).end_token}
-    for settings in (_read_object(path.parent / "special_tokens_map.json"), neighbours.settings):
-        for key in TOKENS:
-            token = settings.get(key)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                found[key] = text
-    return found
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -85,7 +85,19 @@ def find_files(config: SourceConfig, where: str) -> FoundFiles:
         path = os.path.expanduser(config.place or "")  # the run file demands one
         matches = _chosen(path, found)
         if matches is None:
-            raise _missing_error(config, path, where)
+            folder = os.path.dirname(path) or "."
+            remedy = "name a file, a folder or a glob"
+            if config.path and path != config.path and os.path.exists(config.path):
+                remedy = (
+                    "a relative path in a run file starts at the run file's folder: write "
+                    f"{os.path.abspath(config.path)}"
+                )
+            elif os.path.islink(path):
+                remedy = "it is a dangling link: mend it, or name another file"
+            elif os.path.isdir(folder):
+                near = nearest_of(os.path.basename(path), sorted(os.listdir(folder)))
+                remedy = f"did you mean {os.path.join(folder, near)}?" if near else remedy
+            raise DataError(f"{path} does not exist", where=f"{where}.path", remedy=remedy)
         paths = matches
         if config.kind != "text" and paths != [path]:
             companions = [p for p in paths if os.path.basename(p).lower() in COMPANIONS]
@@ -125,20 +137,16 @@ def _chosen(path: str, found: FoundFiles) -> list[str] | None:
             found.leave("things that are no files", match)
         else:
             chosen.append(match)
-    return _once(chosen)
+    # Without files that a linked folder shows a second time.
+    seen: dict[str, str] = {}
+    for path in chosen:
+        folder = os.path.realpath(os.path.dirname(path))
+        seen.setdefault(os.path.join(folder, os.path.basename(path)), path)
+    return list(seen.values())
 
 
 def _real_first(path: str) -> tuple[bool, str]:
     return os.path.realpath(os.path.dirname(path)) != os.path.abspath(os.path.dirname(path)), path
-
-
-def _once(paths: list[str]) -> list[str]:
-    """Without files that a linked folder shows a second time."""
-    seen: dict[str, str] = {}
-    for path in paths:
-        folder = os.path.realpath(os.path.dirname(path))
-        seen.setdefault(os.path.join(folder, os.path.basename(path)), path)
-    return list(seen.values())
 
 
 def walk(root: str, found: FoundFiles) -> Iterator[str]:
@@ -160,7 +168,16 @@ def walk(root: str, found: FoundFiles) -> Iterator[str]:
                     continue
                 seen.add((state.st_dev, state.st_ino))
                 linked += _enter(folder, folders, found)
-                yield from _files_in(folder, files, found)
+                for name in files:
+                    path = os.path.join(folder, name)
+                    if name.startswith("."):
+                        found.leave("hidden files", path)
+                    elif os.path.isfile(path):
+                        yield path
+                    elif os.path.islink(path) and not os.path.exists(path):
+                        found.leave("dangling links", path)
+                    else:
+                        found.leave("things that are no files", path)
         pending = sorted(linked)
 
 
@@ -178,19 +195,6 @@ def _enter(folder: str, folders: list[str], found: FoundFiles) -> list[str]:
     return linked
 
 
-def _files_in(folder: str, files: list[str], found: FoundFiles) -> Iterator[str]:
-    for name in files:
-        path = os.path.join(folder, name)
-        if name.startswith("."):
-            found.leave("hidden files", path)
-        elif os.path.isfile(path):
-            yield path
-        elif os.path.islink(path) and not os.path.exists(path):
-            found.leave("dangling links", path)
-        else:
-            found.leave("things that are no files", path)
-
-
 def _walk_stdlib(root: str) -> Iterator[str]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in STDLIB_SKIP and not f.startswith("."))
@@ -206,19 +210,3 @@ def unreadable_error(path: str, error: OSError) -> DataError:
         where=path,
         remedy="give yourself the permission to read it, or leave it out of the source",
     )
-
-
-def _missing_error(config: SourceConfig, path: str, where: str) -> DataError:
-    folder = os.path.dirname(path) or "."
-    remedy = "name a file, a folder or a glob"
-    if config.path and path != config.path and os.path.exists(config.path):
-        remedy = (
-            "a relative path in a run file starts at the run file's folder: write "
-            f"{os.path.abspath(config.path)}"
-        )
-    elif os.path.islink(path):
-        remedy = "it is a dangling link: mend it, or name another file"
-    elif os.path.isdir(folder):
-        near = nearest_of(os.path.basename(path), sorted(os.listdir(folder)))
-        remedy = f"did you mean {os.path.join(folder, near)}?" if near else remedy
-    return DataError(f"{path} does not exist", where=f"{where}.path", remedy=remedy)

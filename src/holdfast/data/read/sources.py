@@ -142,7 +142,23 @@ def _cut(
 ) -> list[tuple[str, list[tuple[str, int, int]]]]:
     """(kind, parts) of each unit. The files go into `found`, bad ones into `refused`."""
     if config.kind == "huggingface":
-        return _cut_huggingface(config, where, found, refused)
+        path = os.path.expanduser(config.place or "")
+        if not os.path.isdir(path):
+            found.files.append((config.path or "", 0))
+            of_split = columnar_sources.huggingface_ranges(config.path or "", config.split, where)
+            return [("huggingface", parts) for parts in of_split]
+        units: list[tuple[str, list[tuple[str, int, int]]]] = []
+        for file in columnar_sources.folder_files(path, config.split, where, found):
+            found.files.append((file, os.path.getsize(file)))
+        size = _unit_bytes(found)
+        for file, _ in found.files:
+            if file.endswith(".parquet"):
+                cut = columnar_sources.parquet_ranges([file], _columns(config), size, refused)
+                units += [("parquet", parts) for parts in cut]
+            else:
+                cut = columnar_sources.arrow_ranges([file], _columns(config), refused)
+                units += [("arrow", parts) for parts in cut]
+        return units
     every = find_files(config, where)
     found.files, found.unread, found.refused = every.files, every.unread, every.refused
     unit = _unit_bytes(found)
@@ -150,7 +166,11 @@ def _cut(
         ranges: Ranges = []
         for path, size in found.files:
             try:
-                packed = _is_one_piece(path)
+                # True for a JSON file that cannot be cut: it is compressed, or one array.
+                head = read_head(path)
+                if not head:
+                    raise empty_error(path, "JSON")
+                packed = is_compressed(head) or text_sources.begins_array(path)
             except DataError as error:
                 refused.append(error)
                 continue
@@ -174,36 +194,6 @@ def _columns(config: SourceConfig) -> Sequence[str]:
     if config.rows == "text":
         return (config.field,)
     return FORMS[config.rows].columns or (field_of(config.rows, config.field),)
-
-
-def _is_one_piece(path: str) -> bool:
-    """Return True for a JSON file that cannot be cut: it is compressed, or one array."""
-    head = read_head(path)
-    if not head:
-        raise empty_error(path, "JSON")
-    return is_compressed(head) or text_sources.begins_array(path)
-
-
-def _cut_huggingface(
-    config: SourceConfig, where: str, found: FoundFiles, refused: list[DataError]
-) -> list[tuple[str, list[tuple[str, int, int]]]]:
-    path = os.path.expanduser(config.place or "")
-    if not os.path.isdir(path):
-        found.files.append((config.path or "", 0))
-        ranges = columnar_sources.huggingface_ranges(config.path or "", config.split, where)
-        return [("huggingface", parts) for parts in ranges]
-    units: list[tuple[str, list[tuple[str, int, int]]]] = []
-    for file in columnar_sources.folder_files(path, config.split, where, found):
-        found.files.append((file, os.path.getsize(file)))
-    size = _unit_bytes(found)
-    for file, _ in found.files:
-        if file.endswith(".parquet"):
-            cut = columnar_sources.parquet_ranges([file], _columns(config), size, refused)
-            units += [("parquet", parts) for parts in cut]
-        else:
-            cut = columnar_sources.arrow_ranges([file], _columns(config), refused)
-            units += [("arrow", parts) for parts in cut]
-    return units
 
 
 def _unit_bytes(found: FoundFiles) -> int:
@@ -259,9 +249,27 @@ def read_unit(
     for path, start, stop in unit.parts:
         try:
             if chat is not None:
-                yield from _read_chat(unit, chat, path, start, stop, limit, seen)
+                if unit.kind == "jsonl":
+                    yield from text_sources.json_documents(
+                        path, start, stop, chat.read, limit, seen
+                    )
+                else:
+                    yield from columnar_sources.read_records(
+                        unit.kind, path, start, stop, unit.split, chat.read, limit, seen
+                    )
             else:
-                yield from _read_part(unit, path, start, stop, limit, seen)
+                if unit.kind == "jsonl":
+                    yield from text_sources.json_documents(
+                        path, start, stop, text_sources.text_in(unit.field), limit, seen
+                    )
+                elif unit.kind == "csv":
+                    yield from text_sources.csv_documents(path, unit.field, limit, seen)
+                elif unit.kind in ("parquet", "arrow", "huggingface"):
+                    yield from columnar_sources.read_rows(
+                        unit.kind, path, start, stop, unit.field, unit.split, limit, seen
+                    )
+                else:
+                    yield text_sources.text_document(path, limit, seen)
         except (DataError, OSError) as error:
             if isinstance(error, OSError):
                 error = unreadable_error(path, error)
@@ -269,34 +277,6 @@ def read_unit(
             if refused is None:
                 raise problem from None
             refused.append(problem)
-
-
-def _read_part(
-    unit: Unit, path: str, start: int, stop: int, limit: int, seen: xxh3_128
-) -> Iterator[str]:
-    if unit.kind == "jsonl":
-        yield from text_sources.json_documents(
-            path, start, stop, text_sources.text_in(unit.field), limit, seen
-        )
-    elif unit.kind == "csv":
-        yield from text_sources.csv_documents(path, unit.field, limit, seen)
-    elif unit.kind in ("parquet", "arrow", "huggingface"):
-        yield from columnar_sources.read_rows(
-            unit.kind, path, start, stop, unit.field, unit.split, limit, seen
-        )
-    else:
-        yield text_sources.text_document(path, limit, seen)
-
-
-def _read_chat(
-    unit: Unit, chat: ChatReader, path: str, start: int, stop: int, limit: int, seen: xxh3_128
-) -> Iterator[str]:
-    if unit.kind == "jsonl":
-        yield from text_sources.json_documents(path, start, stop, chat.read, limit, seen)
-    else:
-        yield from columnar_sources.read_records(
-            unit.kind, path, start, stop, unit.split, chat.read, limit, seen
-        )
 
 
 def _group_files(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int, int]]]:

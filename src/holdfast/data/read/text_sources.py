@@ -142,7 +142,18 @@ def json_documents(
             if first == b"":
                 raise empty_error(path, "JSON")
             if first == b"[":
-                yield from _array_documents(file, path, take, limit, seen)
+                for row, element in enumerate(_array_elements(file, path, limit)):
+                    seen.update(element + b"\n")
+                    where = f"{path}, row {row}"
+                    text = normal_form(element, where, 0)
+                    try:
+                        value = parse_json(text)
+                    except ValueError as error:
+                        reason = getattr(error, "msg", str(error))
+                        raise DataError(
+                            f"not JSON ({reason})", where=where, remedy="mend the element"
+                        ) from None
+                    yield take(value, where, bare=True)
                 return
             yield from _lines(file, path, take, limit, seen, None)
             return
@@ -238,23 +249,6 @@ def _not_json(text: str, error: ValueError) -> tuple[str, str]:
     if not text.lstrip().startswith(("{", "[", '"')):
         return f"not JSON ({reason})", "mend the line, or use kind: text or csv"
     return f"not JSON ({reason})", "mend the line, or use kind: text"
-
-
-def _array_documents(
-    file: BinaryIO, path: str, take: TakeDocument, limit: int, seen: xxh3_128
-) -> Iterator[str]:
-    for row, element in enumerate(_array_elements(file, path, limit)):
-        seen.update(element + b"\n")
-        where = f"{path}, row {row}"
-        text = normal_form(element, where, 0)
-        try:
-            value = parse_json(text)
-        except ValueError as error:
-            reason = getattr(error, "msg", str(error))
-            raise DataError(
-                f"not JSON ({reason})", where=where, remedy="mend the element"
-            ) from None
-        yield take(value, where, bare=True)
 
 
 def _array_elements(file: BinaryIO, path: str, limit: int) -> Iterator[bytes]:

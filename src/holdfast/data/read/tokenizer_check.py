@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -41,7 +40,13 @@ def check_tokenizer(tokenizer: Tokenizer, path: Path, texts: Iterable[str], name
                 where="data.tokenizer.path",
                 remedy="turn sampling and dropout off in a copy of the file",
             )
-        characters, gone = _lost(text, first, unknown)
+        # (characters that are no white space, those of them that no known token stands for).
+        kept = bytearray(len(text))
+        for number, (start, stop) in zip(first.ids, first.offsets, strict=True):
+            if number not in unknown:
+                kept[start:stop] = b"\1" * (stop - start)
+        places = [i for i, character in enumerate(text) if not character.isspace()]
+        characters, gone = len(places), sum(1 for i in places if not kept[i])
         total, lost = total + characters, lost + gone
     share = lost / max(total, 1)
     sentence = f"{name} loses {share:.1%} of the text: it has no tokens for it"
@@ -62,16 +67,6 @@ def _probe(texts: Iterable[str]) -> Iterable[str]:
         left -= len(text)
         if left <= 0:
             return
-
-
-def _lost(text: str, encoding: Any, unknown: set[int]) -> tuple[int, int]:
-    """(characters that are no white space, those of them that no known token stands for)."""
-    kept = bytearray(len(text))
-    for number, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-        if number not in unknown:
-            kept[start:stop] = b"\1" * (stop - start)
-    places = [i for i, character in enumerate(text) if not character.isspace()]
-    return len(places), sum(1 for i in places if not kept[i])
 
 
 def _unknown_ids(tokenizer: Tokenizer, path: Path) -> set[int]:

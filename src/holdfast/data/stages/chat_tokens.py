@@ -99,7 +99,8 @@ def _masked(document: ChatDocument, encoding: Any, begin: int | None, end: int) 
     mask = np.zeros(len(ids), dtype=np.uint8)
     weights = document.weights or (1,) * len(document.trained)
     for span, weight in zip(document.trained, weights, strict=True):
-        mask[_touching(starts, stops, span)] = weight
+        # The tokens that have a character of the span.
+        mask[((starts < span[1]) & (stops > span[0]))] = weight
     size = _bytes(document.text, starts, stops, mask > 0)
     if document.is_framed:
         first = [] if begin is None else [begin]
@@ -116,11 +117,6 @@ def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int
     before = np.concatenate(([0], stops[:-1]))
     starts = np.minimum(np.minimum(table[:, 0], before), np.maximum(stops - 1, 0))
     return starts, stops
-
-
-def _touching(starts: NDArray[np.int64], stops: NDArray[np.int64], span: Span) -> NDArray[np.bool_]:
-    """The tokens that have a character of the span."""
-    return (starts < span[1]) & (stops > span[0])
 
 
 def _bytes(

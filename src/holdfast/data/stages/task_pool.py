@@ -118,7 +118,19 @@ class _TaskQueue:
     def serve(self, process: subprocess.Popen[str]) -> None:
         try:
             while (task := self._next()) is not None:
-                _run_task(process, task)
+                assert process.stdin is not None
+                assert process.stdout is not None
+                try:
+                    process.stdin.write(json.dumps(task) + "\n")
+                    process.stdin.flush()
+                except BrokenPipeError:
+                    pass  # it exited; the empty answer below says so
+                line = process.stdout.readline()
+                if not line:
+                    raise HoldfastError(f"a preparing process ended with {process.wait()}")
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise error_from_json(answer["error"])
                 with self._lock:
                     self._on_done(task)
         except BaseException as error:
@@ -139,22 +151,6 @@ def _start() -> subprocess.Popen[str]:
         text=True,
         env=environment,
     )
-
-
-def _run_task(process: subprocess.Popen[str], task: Task) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(task) + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it exited; the empty answer below says so
-    line = process.stdout.readline()
-    if not line:
-        raise HoldfastError(f"a preparing process ended with {process.wait()}")
-    answer = json.loads(line)
-    if "error" in answer:
-        raise error_from_json(answer["error"])
 
 
 def error_from_json(value: dict[str, Any]) -> Exception:

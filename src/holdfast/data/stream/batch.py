@@ -104,7 +104,16 @@ class Batches:
         self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
         self.packed = self._pack(self._streams)
-        weights = _weights(dataset, data)
+        # Weights in the dataset's order of sources. Raises DataError when the names differ.
+        by_name = {source.name or source.kind: source.weight for source in data.sources}
+        if set(by_name) != set(dataset.source_names):
+            raise DataError(
+                f"the dataset has the sources {list(dataset.source_names)}, the run file names "
+                f"{list(by_name)}",
+                where="data.sources",
+                remedy="name another data.folder, or remove this one",
+            )
+        weights = [by_name[name] for name in dataset.source_names]
         sizes = self._sizes(self._streams, self.packed)
         if min(sizes) < 1:
             place = sizes.index(min(sizes))
@@ -302,16 +311,3 @@ def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
     state = xxh3_64(np.ascontiguousarray(inputs, dtype="<i8").data)
     state.update(np.ascontiguousarray(targets, dtype="<i8").data)
     return state.hexdigest()
-
-
-def _weights(dataset: Dataset, data: DataConfig) -> list[float]:
-    """Weights in the dataset's order of sources. Raises DataError when the names differ."""
-    by_name = {source.name or source.kind: source.weight for source in data.sources}
-    if set(by_name) != set(dataset.source_names):
-        raise DataError(
-            f"the dataset has the sources {list(dataset.source_names)}, the run file names "
-            f"{list(by_name)}",
-            where="data.sources",
-            remedy="name another data.folder, or remove this one",
-        )
-    return [by_name[name] for name in dataset.source_names]

@@ -252,7 +252,15 @@ class Dataset:
         for by_source in manifest["shards"].values():
             for shard in (Shard(**s) for shards in by_source for s in shards):
                 for file in shard.files(dtype):
-                    _check_size(folder / file.path, file.bytes)
+                    path = folder / file.path
+                    found = path.stat().st_size if path.exists() else None
+                    if found != file.bytes:
+                        state = "is missing" if found is None else f"has {found:,} bytes"
+                        raise DataError(
+                            f"the shard {state}, it was written with {file.bytes:,}",
+                            where=str(path),
+                            remedy=REMAKE_REMEDY,
+                        )
         return Dataset(folder, manifest)
 
 
@@ -343,14 +351,3 @@ def file_checksum_or_none(path: Path) -> str | None:
         return file_checksum(path)
     except FileNotFoundError:
         return None
-
-
-def _check_size(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.exists() else None
-    if found != size:
-        state = "is missing" if found is None else f"has {found:,} bytes"
-        raise DataError(
-            f"the shard {state}, it was written with {size:,}",
-            where=str(path),
-            remedy=REMAKE_REMEDY,
-        )

@@ -20,7 +20,7 @@ from holdfast.data.read.files import canonical_json, checksum, write_atomic
 from holdfast.data.stream.dataset import MANIFEST, SOURCES, Dataset, exists, parse_manifest
 from holdfast.data.stream.node_cache import DAMAGE_REMEDY, NodeCache, explain_cache_errors
 from holdfast.errors import DataError
-from holdfast.wire.store.location import BucketLocation, open_store, parse_location
+from holdfast.wire.store.location import open_store, parse_location
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 GB = 10**9
@@ -67,7 +67,14 @@ class RemoteDataset:
     """A dataset at an address, and the node's cache."""
 
     def __init__(self, location: str, data: DataConfig):
-        parsed = _checked_location(location)
+        # Raises StoreError for an address that cannot be right.
+        parsed = parse_location(location)
+        if parsed.seal:
+            raise DataError(
+                "a dataset is not sealed, and this address has the option seal",
+                where=parsed.where,
+                remedy="leave out seal and compress in data.folder",
+            )
         self.location, self.where = location, parsed.where
         self.store: RunStore = open_store(location)
         self.root = cache_root(data)
@@ -173,15 +180,3 @@ def cache_root(data: DataConfig) -> Path:
         return Path(data.cache)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "holdfast" / "data"
-
-
-def _checked_location(location: str) -> BucketLocation:
-    """Raises StoreError for an address that cannot be right."""
-    parsed = parse_location(location)
-    if parsed.seal:
-        raise DataError(
-            "a dataset is not sealed, and this address has the option seal",
-            where=parsed.where,
-            remedy="leave out seal and compress in data.folder",
-        )
-    return parsed

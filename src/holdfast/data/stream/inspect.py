@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from holdfast.core.data.target_weights import target_ids
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stages.chat_gate import show_masked
-from holdfast.data.stream.batch import MASKED_TARGET, Batches, Microbatch
+from holdfast.data.stream.batch import MASKED_TARGET, Batches
 from holdfast.data.stream.dataset import Dataset
 
 MASK_SAMPLES = 256
@@ -63,23 +62,6 @@ def mask_shares(batches: Batches) -> dict[str, Any]:
     }
 
 
-def _render_rows(batch: Microbatch, tokenizer: Tokenizer) -> str:
-    """A packed sample, row by row."""
-    inputs, targets = batch.inputs[0], target_ids(batch.targets[0])
-    assert batch.documents is not None
-    edges = np.flatnonzero(np.diff(batch.documents[0])) + 1
-    rows = []
-    for ids, after in zip(np.split(inputs, edges), np.split(targets, edges), strict=True):
-        carried = after != MASKED_TARGET
-        if not carried.any():
-            continue  # padding
-        if carried[-1]:  # its last token is a target only
-            ids = np.append(ids, after[-1])
-        mask = np.concatenate(([False], carried))[: len(ids)]
-        rows.append(show_masked(ids, mask, tokenizer, limit=None))
-    return "\n=== next row ===\n".join(rows)
-
-
 def render_sample(batches: Batches, position: int = 0) -> str:
     """Return the text of the sample at one position of the run. Each token is between bars, an end
     of document is on a line of its own, and masked targets are marked. Of chat data, each row is
@@ -87,7 +69,20 @@ def render_sample(batches: Batches, position: int = 0) -> str:
     batch = batches.read_samples(position, position + 1)
     tokenizer = load_tokenizer(batches.dataset.tokenizer_path)
     if batches.packed[batches.order.place(position).source] is not None:
-        return _render_rows(batch, tokenizer)
+        # A packed sample, row by row.
+        inputs, targets = batch.inputs[0], target_ids(batch.targets[0])
+        assert batch.documents is not None
+        edges = np.flatnonzero(np.diff(batch.documents[0])) + 1
+        rows = []
+        for ids, after in zip(np.split(inputs, edges), np.split(targets, edges), strict=True):
+            carried = after != MASKED_TARGET
+            if not carried.any():
+                continue  # padding
+            if carried[-1]:  # its last token is a target only
+                ids = np.append(ids, after[-1])
+            mask = np.concatenate(([False], carried))[: len(ids)]
+            rows.append(show_masked(ids, mask, tokenizer, limit=None))
+        return "\n=== next row ===\n".join(rows)
     out: list[str] = []
     for token, target in zip(batch.inputs[0].tolist(), batch.targets[0].tolist(), strict=True):
         if token == batches.dataset.end:

@@ -127,7 +127,7 @@ class NodeCache:
                     if self.has(file):
                         part.unlink()
                         continue
-                    self._make_room(file.bytes)
+                    make_room(self.folder.parent, self.limit - file.bytes)
                     self._download(file, out)
                     os.replace(part, target)
         return True
@@ -177,9 +177,6 @@ class NodeCache:
             where=self.where,
             remedy=DAMAGE_REMEDY,
         )
-
-    def _make_room(self, needed: int) -> None:
-        make_room(self.folder.parent, self.limit - needed)
 
 
 class _Nowhere:

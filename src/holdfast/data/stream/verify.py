@@ -45,21 +45,18 @@ def check_dataset(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:
     for i in range(len(shards)):
         shard = shards[order(i)]
         if dataset.cache is not None:
-            if not _check_cached(dataset.cache, shard.files(dataset.dtype)):
+            files = shard.files(dataset.dtype)
+            # Remove the changed ones of a shard's files. Return False if none is here.
+            here = [file for file in files if dataset.cache.has(file)]
+            for file in here:
+                dataset.cache.remove_if_damaged(file)
+            if not bool(here):
                 continue
         elif problems := _shard_changes(dataset, shard):
             raise DataError(problems[0], remedy=REMAKE_REMEDY)
         limit -= shard.tokens * dataset.dtype.itemsize
         if limit <= 0:
             return
-
-
-def _check_cached(cache: NodeCache, files: list[ShardFile]) -> bool:
-    """Remove the changed ones of a shard's files. Return False if none is here."""
-    here = [file for file in files if cache.has(file)]
-    for file in here:
-        cache.remove_if_damaged(file)
-    return bool(here)
 
 
 def _shard_changes(dataset: Dataset, shard: Shard) -> list[str]:

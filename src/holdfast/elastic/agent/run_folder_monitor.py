@@ -115,7 +115,18 @@ class RunFolderMonitor:
             known = self._run_folder.is_known
             interval_s = self._run_folder.check_interval_s
             await asyncio.sleep(interval_s if known else FIRST_CHECK_INTERVAL_S)
-            await self._check_folder()
+            # Update what is known of the folder; a slow disk leaves it as it was.
+            if self._check_task is None:
+                self._check_began_at = self._clock()
+                self._check_task = asyncio.create_task(asyncio.to_thread(self._run_folder.check))
+            await asyncio.wait({self._check_task}, timeout=FOLDER_CHECK_INTERVAL_S)
+            if self._check_task.done():
+                error, self._check_task = self._check_task.exception(), None
+                if error is not None and not isinstance(error, HoldfastError):
+                    raise error
+                self._problem = error
+            elif self._check_duration_s > DISK_REPLY_TIMEOUT_S:
+                self._problem = RunFolderError(FOLDER_UNREACHABLE_MESSAGE)
             now, is_lost = self._clock(), isinstance(self._problem, LostFolderError)
             if leave_timeout_s == inf and self._leave_reason():
                 leave_timeout_s = max(1.0, self._time_left_s() or LAST_NODE_FOLDER_WAIT_S)
@@ -127,20 +138,6 @@ class RunFolderMonitor:
             lost_since = min(now, lost_since) if is_lost else inf
             if now - lost_since >= FOLDER_RETURN_TIMEOUT_S or now - present_at >= leave_timeout_s:
                 return self._end_error(is_lost)
-
-    async def _check_folder(self) -> None:
-        """Update what is known of the folder; a slow disk leaves it as it was."""
-        if self._check_task is None:
-            self._check_began_at = self._clock()
-            self._check_task = asyncio.create_task(asyncio.to_thread(self._run_folder.check))
-        await asyncio.wait({self._check_task}, timeout=FOLDER_CHECK_INTERVAL_S)
-        if self._check_task.done():
-            error, self._check_task = self._check_task.exception(), None
-            if error is not None and not isinstance(error, HoldfastError):
-                raise error
-            self._problem = error
-        elif self._check_duration_s > DISK_REPLY_TIMEOUT_S:
-            self._problem = RunFolderError(FOLDER_UNREACHABLE_MESSAGE)
 
     @property
     def _check_duration_s(self) -> float:

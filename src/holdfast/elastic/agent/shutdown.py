@@ -176,11 +176,6 @@ class ShutdownController:
             self._log_notice(notice)
             self.begin_shutdown(notice.source, notice.seconds)
             return
-        self._handle_notice(notice)
-        if notice.must_leave:
-            self.begin_shutdown(notice.source, notice.seconds)
-
-    def _handle_notice(self, notice: Notice) -> None:
         current = self.node_runner.worker_group
         if current is None:
             self._deferred_notices.add(notice, self._clock())
@@ -188,6 +183,8 @@ class ShutdownController:
             self._log_notice(notice)  # no worker sits there
         else:
             self.notice_handler.handle_notice(notice, current.topology, self._newest_step)
+        if notice.must_leave:
+            self.begin_shutdown(notice.source, notice.seconds)
 
     def check_prediction(self, watch: PredictionWatch) -> None:
         """Save this node's part early if a predictor says so. Called again and again."""

@@ -73,12 +73,7 @@ class TermMonitor:
         if self._clock() - begun > SLOW_STORE_S:
             self._observe("the run store", False)
         self._observe("the run store", is_up)
-        self._observe_peers(coordinator)
-        if is_up and (link := self._flapping_link()):
-            await self._give_up_lead(term, link)
-
-    def _observe_peers(self, coordinator: Coordinator) -> None:
-        """Look at the other nodes. A node that was lost between two looks has joined again."""
+        # Look at the other nodes. A node that was lost between two looks has joined again.
         before = self._peers
         self._peers = {
             node.name: node.joined_at for node in coordinator.state.nodes if node.name != self._node
@@ -87,6 +82,8 @@ class TermMonitor:
             self._observe("the other nodes", False)
         if self._peers:
             self._observe("the other nodes", True)
+        if is_up and (link := self._flapping_link()):
+            await self._give_up_lead(term, link)
 
     def _observe(self, link: str, is_up: bool) -> None:
         self._links[link] = link_observed(self._links.get(link, LinkHealth()), is_up, self._clock())

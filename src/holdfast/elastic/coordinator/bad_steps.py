@@ -100,7 +100,14 @@ class BadStepTracker:
             workers = [
                 worker_by_rank.get(rank, (previous.nodes[rank], 0)) for rank in replica.ranks
             ]
-            device = _device_name(workers)
+            # A name: "process 12 on a", "processes 12, 13 on a and process 7 on b".
+            nodes: dict[str, list[int]] = {}
+            for node, pid in workers:
+                nodes.setdefault(node, []).append(pid)
+            device = " and ".join(
+                f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))} on {node}"
+                for node, pids in nodes.items()
+            )
             self._workers_of_device[device] = frozenset(workers)
             where.update(dict.fromkeys(share, device))
         suspects = frozenset(rejected.suspects)
@@ -137,17 +144,6 @@ class BadStepTracker:
             decision.action is BadStepAction.ACCEPT,
             decision.finding_if_passed,
         )
-
-
-def _device_name(workers: list[WorkerId]) -> DeviceName:
-    """Return a name: "process 12 on a", "processes 12, 13 on a and process 7 on b"."""
-    nodes: dict[str, list[int]] = {}
-    for node, pid in workers:
-        nodes.setdefault(node, []).append(pid)
-    return " and ".join(
-        f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))} on {node}"
-        for node, pids in nodes.items()
-    )
 
 
 def _to_event(finding: Finding) -> Blamed:

@@ -217,7 +217,16 @@ class Coordinator:
             raise ValueError("a node without a name")
         if refusal := self.refuse_joiner(asked):
             return HeartbeatReply(self.state.term, REFUSED_COMMAND, reason=refusal)
-        new = _joining_node(asked, now)
+        new = NodeRecord(
+            asked.name,
+            asked.mark,
+            asked.places,
+            now,
+            now,
+            asked.at,
+            asked.stage,
+            ready_workers=asked.ready,
+        )
         self.node_reports[name] = NodeReport(asked.facts, asked.held, new.generation)
         self._unreachable.forget(name)  # reports may concern an earlier process
         self._set_state(transitions.node_joined(self.state, new, now, self._rules))
@@ -242,7 +251,9 @@ class Coordinator:
         if self._check_for_hangs(said):
             wait = 0.0
         woken = self._open_heartbeats.add(name, said.doing, bool(said.leaving))
-        self._queue_report(report)
+        self._inbox.append(report)
+        if len(self._inbox) == 1:
+            self._loop.call_soon(self._process_reports)
         await self._open_heartbeats.wait(name, woken, wait)
         answer = self._make_reply(name, mark)
         if blamed := self._hang_watch.take_hung_workers(name):
@@ -264,11 +275,6 @@ class Coordinator:
     @property
     def _now(self) -> float:
         return self._loop.time()
-
-    def _queue_report(self, report: StageReport) -> None:
-        self._inbox.append(report)
-        if len(self._inbox) == 1:
-            self._loop.call_soon(self._process_reports)
 
     def _process_reports(self) -> None:
         reports, self._inbox = self._inbox, []
@@ -400,19 +406,6 @@ def _has_changed_workers(state: CoordinatorState, reports: Sequence[StageReport]
     nodes = [(state.node(report.name), report) for report in reports]
     return any(
         node is not None and node.ready_workers != report.ready_workers for node, report in nodes
-    )
-
-
-def _joining_node(asked: JoinRequest, now: float) -> NodeRecord:
-    return NodeRecord(
-        asked.name,
-        asked.mark,
-        asked.places,
-        now,
-        now,
-        asked.at,
-        asked.stage,
-        ready_workers=asked.ready,
     )
 
 

@@ -207,7 +207,11 @@ class GenerationPlanner:
         well = {key: one for key, one in held_states.items() if worker_ids[key] not in sick}
         if len(well) == len(held_states) or not self._recovery_planner.has_complete_state(well):
             return held_states
-        return _distrust_states(held_states, trusted=well)
+        # The states, without those of untrusted workers, which keep their processes.
+        return {
+            key: one if key in well else replace(one, torn=True, state=None)
+            for key, one in held_states.items()
+        }
 
     def _choose_topology(
         self,
@@ -371,16 +375,6 @@ def _lost_ranks(previous: Topology | None, held_states: Mapping[int, HeldState])
         if one.state is not None and one.state[0] == previous.generation
     }
     return [rank for rank in range(previous.world_size) if rank not in there]
-
-
-def _distrust_states(
-    held_states: Mapping[int, HeldState], trusted: Mapping[int, HeldState]
-) -> dict[int, HeldState]:
-    """Return the states, without those of untrusted workers, which keep their processes."""
-    return {
-        key: one if key in trusted else replace(one, torn=True, state=None)
-        for key, one in held_states.items()
-    }
 
 
 def _restore_point_event(restore_point: RestorePoint | None, step: int) -> RestorePointFound | None:

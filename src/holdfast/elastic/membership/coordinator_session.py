@@ -125,7 +125,12 @@ class CoordinatorSession:
             else:
                 if not state.leader_address:
                     raise AgentEndedError("no agent holds the term")
-                client = self._client_of(state.leader_address)
+                # The client of the coordinator at `address`; what is open elsewhere is cut.
+                if self._client is None or self._client.address != state.leader_address:
+                    if self._client is not None:
+                        self._client.close()
+                    self._client = AsyncClient(state.leader_address, self._secret)
+                client = self._client
                 timeout_s = reply_timeout(state, timeouts, request.wait, membership.now)
                 answer = await client.post(path, request.to_json(), timeout_s)
                 reply = HeartbeatReply.from_json(answer)
@@ -141,14 +146,6 @@ class CoordinatorSession:
                 self._workload.state_changed.set()
             return
         await self._apply_reply(reply)
-
-    def _client_of(self, address: str) -> AsyncClient:
-        """Return the client of the coordinator at `address`; what is open elsewhere is cut."""
-        if self._client is None or self._client.address != address:
-            if self._client is not None:
-                self._client.close()
-            self._client = AsyncClient(address, self._secret)
-        return self._client
 
     async def _apply_reply(self, reply: HeartbeatReply) -> None:
         membership = self._membership

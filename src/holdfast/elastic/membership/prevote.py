@@ -104,10 +104,7 @@ class PreVote:
         late = loop.time() > due + PREVOTE_ROUND_LATENESS_S
         if not late:
             self._unresponsive |= {name for name, task in asked.items() if not task.done()}
-        return self._collect_replies(late, term)
-
-    def _collect_replies(self, is_late: bool, term: int) -> dict[str, PreVoteReply] | None:
-        """Collect the answers; an agent that has answered is asked again in the next round."""
+        # Collect the answers; an agent that has answered is asked again in the next round.
         said: dict[str, PreVoteReply] = {}
         for name, task in list(self._queries.items()):
             said[name] = PreVoteReply.UNKNOWN
@@ -123,26 +120,23 @@ class PreVote:
         if self._rejoin_task is not None and self._rejoin_task.done():
             back, self._rejoin_task = self._rejoin_task, None
             back.result()
-        return None if is_late else said
+        return None if late else said
 
     async def _query_agent(self, address: str) -> tuple[PreVoteReply, int]:
         """Ask one agent once there is a slot; return its answer and the term that it knows of."""
         async with self._query_slots:
-            return await self._query_agent_now(address)
-
-    async def _query_agent_now(self, address: str) -> tuple[PreVoteReply, int]:
-        talker = AsyncClient(address, self._secret, connect_timeout_s=PREVOTE_REPLY_TIMEOUT_S)
-        try:
-            answer = await talker.post(TERM_PATH, {}, PREVOTE_REPLY_TIMEOUT_S)
-        except AgentEndedError:
-            return PreVoteReply.DEAD, 0
-        except HoldfastError:
-            return PreVoteReply.UNKNOWN, 0
-        finally:
-            talker.close()
-        reply = TermReply.from_json(answer)
-        heard, missed = PreVoteReply.HEARS_LEADER, PreVoteReply.MISSES_LEADER
-        return heard if reply.hears_leader else missed, reply.term
+            talker = AsyncClient(address, self._secret, connect_timeout_s=PREVOTE_REPLY_TIMEOUT_S)
+            try:
+                answer = await talker.post(TERM_PATH, {}, PREVOTE_REPLY_TIMEOUT_S)
+            except AgentEndedError:
+                return PreVoteReply.DEAD, 0
+            except HoldfastError:
+                return PreVoteReply.UNKNOWN, 0
+            finally:
+                talker.close()
+            reply = TermReply.from_json(answer)
+            heard, missed = PreVoteReply.HEARS_LEADER, PreVoteReply.MISSES_LEADER
+            return heard if reply.hears_leader else missed, reply.term
 
     async def finish(self, has_leader_answered: bool) -> None:
         """End the pre-vote. has_leader_answered: the coordinator itself answered, so its commands

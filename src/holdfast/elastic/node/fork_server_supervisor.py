@@ -92,22 +92,19 @@ class ForkServerSupervisor:
     async def _try_start(self) -> None:
         """Start the fork server; turn every fault into ChildFailedError for the waiters."""
         try:
-            await self._start_fork_server()
+            if self._fork_server is not None:
+                await self._fork_server.stop()
+                self._fork_server = None
+            server = self._fork_server = await ForkServer.start(
+                self._settings, self._output, self._on_message, self._adopt_orphans
+            )
+            await server.wait_until_ready()
+            await self._listener.on_fork_server_started()
         except HoldfastError:
             raise
         except Exception as error:
             self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
             raise ChildFailedError(f"the fork server did not start: {error!r}") from error
-
-    async def _start_fork_server(self) -> None:
-        if self._fork_server is not None:
-            await self._fork_server.stop()
-            self._fork_server = None
-        server = self._fork_server = await ForkServer.start(
-            self._settings, self._output, self._on_message, self._adopt_orphans
-        )
-        await server.wait_until_ready()
-        await self._listener.on_fork_server_started()
 
     async def stop(self) -> None:
         """Stop the fork server, or its start; write what its children have said."""

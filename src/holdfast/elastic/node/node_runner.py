@@ -224,7 +224,11 @@ class NodeRunner:
             self._hang_hooks,
         )
         self._on_group_started(current)
-        if self._is_already_finished(record, start_state):
+        # Whether all steps are done and this node must verify the final state.
+        restored = record.came_from is None and start_state.restore_point is not None
+        chosen = start_state.rendezvous == self._context.control_address  # by this node's mover
+        is_done = start_state.step >= self._context.config.train.steps
+        if restored and is_done and self._is_only_node and chosen:
             newest = start_state.restore_point
             assert newest is not None, "nobody holds a state"
             await self._report_outcome(await _verify_final_state(self._mover, generation, newest))
@@ -234,13 +238,6 @@ class NodeRunner:
             self._set_stage(NodeStage.WORKING)
             return
         await self._report_outcome(await current.outcome)
-
-    def _is_already_finished(self, record: GenerationRecord, start_state: StartState) -> bool:
-        """Return True if all steps are done and this node must verify the final state."""
-        restored = record.came_from is None and start_state.restore_point is not None
-        chosen = start_state.rendezvous == self._context.control_address  # by this node's mover
-        is_done = start_state.step >= self._context.config.train.steps
-        return restored and is_done and self._is_only_node and chosen
 
     def _on_all_ready(self) -> None:
         self._is_group_ready = True

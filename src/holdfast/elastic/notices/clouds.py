@@ -95,16 +95,8 @@ def make_notice_source(
         return None
     if cluster.notices != "auto":
         return _make_named_source(cluster.notices, cluster, clock, environment)
-    return _make_detected_source(detect_sources(environment, root), cluster, clock, environment)
-
-
-def _make_detected_source(
-    detected: DetectedSources,
-    cluster: ClusterConfig,
-    clock: Callable[[], float],
-    environment: Mapping[str, str],
-) -> NoticeSource:
-    """Return the usable ones of the detected sources; the startup message names the rest."""
+    detected = detect_sources(environment, root)
+    # The usable ones of the detected sources; the startup message names the rest.
     if cluster.notices_at:
         raise ConfigError(
             "with auto nobody knows whose address this is",

@@ -243,23 +243,18 @@ class NoticeHandler:
             self._save_intervals_s[record.event.tier] = record.event.seconds
         elif isinstance(record.event, CheckpointFailed):
             if 0 < record.event.generation < record.generation:
-                self._request_owed_save(record.event.step)
+                # Request a durable save in place of one that a new generation cut off:
+                # its writer is fenced. Request it at once: if nodes come and go, the
+                # next regular save may be cut off too.
+                self._owed_save_step = record.event.step
+                self._request_number += 1
+                self._requested_tiers = tuple(dict.fromkeys((*self._requested_tiers, DISK)))
         elif isinstance(record.event, CheckpointCommitted):
             self._settle_owed_save(record.event.step)
 
     def _settle_owed_save(self, step: int) -> None:
         if self._owed_save_step is not None and step >= self._owed_save_step:
             self._owed_save_step, self._requested_tiers = None, ()
-
-    def _request_owed_save(self, step: int) -> None:
-        """Request a durable save in place of one that a new generation cut off: its writer is
-        fenced.
-
-        Request it at once: if nodes come and go, the next regular save may be cut off too.
-        """
-        self._owed_save_step = step
-        self._request_number += 1
-        self._requested_tiers = tuple(dict.fromkeys((*self._requested_tiers, DISK)))
 
     async def wait_for_peer_copy(self, step: int) -> str | None:
         """Wait for a peer's copy of the state after `step`, if the run leaves with a snapshot for

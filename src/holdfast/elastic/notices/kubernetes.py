@@ -265,7 +265,13 @@ class KubernetesObjectSource(NoticeSource):
         try:
             if not version:
                 return self._list()
-            return self._watch_changes(version)
+            path = (
+                f"{self._path}&watch=1&allowWatchBookmarks=true"
+                f"&resourceVersion={quote(version)}&timeoutSeconds={WATCH_TIMEOUT_S}"
+            )
+            with self._api.open_reply(path, WATCH_TIMEOUT_S + METADATA_REPLY_TIMEOUT_S) as answer:
+                self._version = version
+                return self._read_changes(answer)
         except ResourceVersionExpiredError:
             return None
 
@@ -280,15 +286,6 @@ class KubernetesObjectSource(NoticeSource):
         return worst_warning(
             [w for item in items if (w := self._to_warning(_require_object(item))) is not None]
         )
-
-    def _watch_changes(self, version: str) -> TerminationWarning | None:
-        path = (
-            f"{self._path}&watch=1&allowWatchBookmarks=true"
-            f"&resourceVersion={quote(version)}&timeoutSeconds={WATCH_TIMEOUT_S}"
-        )
-        with self._api.open_reply(path, WATCH_TIMEOUT_S + METADATA_REPLY_TIMEOUT_S) as answer:
-            self._version = version
-            return self._read_changes(answer)
 
     def _read_changes(self, answer: HTTPResponse) -> TerminationWarning | None:
         """Return the first warning of this watch; None when the watch ends."""

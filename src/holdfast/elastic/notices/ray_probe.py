@@ -26,25 +26,20 @@ def main(address: str, node_id: str, interval_s: float) -> None:
     threading.Thread(target=_end_with_agent, daemon=True).start()
     lifeline.ignore_agent_signals()
     try:
-        state = _connect(address)
+        # Connect to Ray's head; return Ray's own view of it. Private, as is every way
+        # to the draining nodes.
+        use_token()
+        state = import_module("ray._private.state").GlobalState()
+        options = import_module("ray._raylet").GcsClientOptions
+        state._initialize_global_state(
+            options.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        )
         own = node_id or _find_own_node_id(state.node_table())
         while True:
             _print_message({"deadline_ms": state.get_draining_nodes().get(own)})
             time.sleep(interval_s)
     except Exception as error:  # whatever ray raises: the agent is told, and starts another child
         _print_message({"error": f"{type(error).__name__}: {error}"})
-
-
-def _connect(address: str) -> Any:
-    """Connect to Ray's head; return Ray's own view of it. Private, as is every way to the draining
-    nodes."""
-    use_token()
-    state = import_module("ray._private.state").GlobalState()
-    options = import_module("ray._raylet").GcsClientOptions
-    state._initialize_global_state(
-        options.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
-    )
-    return state
 
 
 def use_token() -> None:

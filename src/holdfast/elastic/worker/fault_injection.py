@@ -93,7 +93,12 @@ class FaultInjector:
             case "hang":
                 threading.Event().wait()
             case "hang inside":
-                self._hang_in_collective()
+                # Hang inside a collective that no other rank enters.
+                groups = self._worker.held_session.current.engine.groups
+                others = list(groups.control.others)
+                if not others:
+                    threading.Event().wait()
+                groups.control.receive(torch.empty(1), others[0], 1 << 20).wait()
             case "hold the GIL":
                 libc = ctypes.PyDLL(None)  # as opposed to CDLL, it keeps the lock
                 while True:
@@ -106,22 +111,11 @@ class FaultInjector:
             case "clock":
                 self._clock_offset_s += 3600.0
             case "wait":
-                self._wait_until_done(order.number)
+                deadline = time.monotonic() + _OUTSIDE_ACTION_TIMEOUT_S
+                while not self._fault_orders.is_done(order.number) and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
             case deed:
                 raise ValueError(f"no worker knows the deed {deed!r}")
-
-    def _hang_in_collective(self) -> None:
-        """Hang inside a collective that no other rank enters."""
-        groups = self._worker.held_session.current.engine.groups
-        others = list(groups.control.others)
-        if not others:
-            threading.Event().wait()
-        groups.control.receive(torch.empty(1), others[0], 1 << 20).wait()
-
-    def _wait_until_done(self, number: int) -> None:
-        deadline = time.monotonic() + _OUTSIDE_ACTION_TIMEOUT_S
-        while not self._fault_orders.is_done(number) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
 
     def wait_for_gate(self, step: int) -> None:
         """Wait for the gate to open for `step`, and report progress: this is no hang."""

@@ -33,7 +33,6 @@ from typing import NoReturn
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.fork_channel import (
     ForkEvent,
-    ForkOrder,
     ForkServerReady,
     ForkWorker,
     KillWorkers,
@@ -99,15 +98,12 @@ class ForkServerLoop:
                     orders, descriptors = received
                     self._output_fds += descriptors
                     for order in orders:
-                        self._handle_order(order)
-
-    def _handle_order(self, order: ForkOrder) -> None:
-        match order:
-            case ForkWorker(spec, secret):
-                self._fork(spec, Secret.from_hex(secret))
-            case KillWorkers():
-                for pid in self._ranks_by_pid:
-                    self._kill_group(pid)
+                        match order:
+                            case ForkWorker(spec, secret):
+                                self._fork(spec, Secret.from_hex(secret))
+                            case KillWorkers():
+                                for pid in self._ranks_by_pid:
+                                    self._kill_group(pid)
 
     def _fork(self, spec: WorkerSpec, secret: Secret) -> None:
         spec = replace(spec, forked=time.monotonic())
@@ -127,7 +123,11 @@ class ForkServerLoop:
         try:
             with suppress(PermissionError):  # the parent may have made the group already
                 os.setpgid(0, 0)
-            _reset_signals()
+            # Ignore the signals of a terminal and of a scheduler that warns every process of a job.
+            # The agent handles these signals; a worker leaves when its agent asks it to.
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            lifeline.ignore_agent_signals()
             role = "standby" if spec.rank < 0 else f"worker {spec.rank}"
             set_process_title(role, str(spec.config.get("name", "")))
             redirect_output(output_fd)
@@ -187,16 +187,6 @@ def _exit_now(code: int) -> NoReturn:
         os._exit(code)
 
 
-def _reset_signals() -> None:
-    """Ignore the signals of a terminal and of a scheduler that warns every process of a job.
-
-    The agent handles these signals; a worker leaves when its agent asks it to.
-    """
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    lifeline.ignore_agent_signals()
-
-
 def _configure_process(spec: WorkerSpec) -> None:
     """Apply the settings that must come after the fork and before the first collective."""
     import torch
@@ -206,13 +196,6 @@ def _configure_process(spec: WorkerSpec) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = spec.gloo_interface
     os.environ["NCCL_SOCKET_IFNAME"] = f"={spec.gloo_interface}"
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # a listener that asks nobody for a proof
-
-
-def load_entry(name: str) -> Entry:
-    """Return the function that `module:function` names."""
-    module, _, function = name.partition(":")
-    entry: Entry = getattr(importlib.import_module(module), function)
-    return entry
 
 
 def main() -> None:
@@ -233,7 +216,9 @@ def main() -> None:
     gc.disable()  # what imports make stays, and it would go through that again and again
     for name in (*_PRELOADED_MODULES, *arguments.preloads):
         importlib.import_module(name)
-    entry = load_entry(arguments.entry)
+    # The function that `module:function` names.
+    module, _, function = arguments.entry.partition(":")
+    entry: Entry = getattr(importlib.import_module(module), function)
     reference = compute_in_child() if arguments.reference else ""
     # Freeze for good: a child's collector must not touch, and so copy, inherited objects. Nor may
     # it look through them (a third of a second) whenever it collects.

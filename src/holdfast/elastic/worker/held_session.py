@@ -24,7 +24,7 @@ from holdfast.training.engine.build import (
 )
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.recover.recover import GenerationEntry, RecoveryResult
+from holdfast.training.recover.recover import GenerationEntry
 
 logger = logging.getLogger(__name__)
 
@@ -106,22 +106,19 @@ class HeldSession:
             found = entry.recover(self.session, self.step)
         else:
             found = entry.join(setup.open_batches(), setup.task)
-        self._enter_recovered(found, connection)
+        # Take over the new generation's session, and emit events of the old one that
+        # the journal may lack.
+        self.session, self.step, self.has_state = found.session, found.step, True
+        self.verdict, self.is_live = found.verdict, True
+        for event in found.events:
+            connection.reporter.emit(event)
+        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in found.phases.items())
+        logger.info("goes on from step %d as rank %d: %s", found.step, connection.rank, parts)
         _report_waits(setup.open_batches(), connection)
         slow = setup.transport.find_slow(topology)
         if slow is not None and not setup.config.layout.allow_tcp:  # a run that trains continues
             reason = f"{slow.sentence}; {slow.advice}"
             connection.reporter.emit(SettingIgnored("layout.allow_tcp", reason, step=self.step))
-
-    def _enter_recovered(self, recovered: RecoveryResult, connection: GenerationConnection) -> None:
-        """Take over the new generation's session, and emit events of the old one that the journal
-        may lack."""
-        self.session, self.step, self.has_state = recovered.session, recovered.step, True
-        self.verdict, self.is_live = recovered.verdict, True
-        for event in recovered.events:
-            connection.reporter.emit(event)
-        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in recovered.phases.items())
-        logger.info("goes on from step %d as rank %d: %s", recovered.step, connection.rank, parts)
 
     def discard(self, step: int) -> None:
         """Leave the old generation without the state. The next one continues from `step`."""

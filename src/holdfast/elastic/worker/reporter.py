@@ -345,7 +345,23 @@ class AgentReporter:
                 self._batch_first_number = batch[0][0] if batch else self._events.next_number
                 call = self._callbacks.next_within(self._events.number_behind(batch))
                 outcome = self._outcome
-            self._post_and_drop(batch, call, outcome)
+            # Post one batch and drop it; once it is durable, run the callback that waits for it.
+            some_new = self._batch_first_number + len(batch) > self._durable_below
+            sync = some_new and (call is not None or self._callbacks.is_expecting)
+            taken, stored = self._post(batch, sync=sync, outcome=outcome)
+            if sync and stored:
+                self._durable_below = self._batch_first_number + len(batch)
+            if call is not None and stored:
+                self._run_callback(call)
+            with self._changed:
+                if taken:
+                    self._events.drop(batch)
+                if taken and outcome is not None and self._outcome == outcome:
+                    self._outcome = None
+                waiting = not taken or (call is not None and not stored)
+                if waiting and not (self._is_closing or self.is_fenced):
+                    # The agent is busy, or its disk is full: the queue waits for the next beat.
+                    self._changed.wait(self._heartbeat_s)
 
     def _run_callback(self, call: Callable[[], None]) -> None:
         try:
@@ -354,30 +370,6 @@ class AgentReporter:
             self._report_error(error)
         with self._changed:
             self._callbacks.drop_next()
-
-    def _post_and_drop(
-        self,
-        batch: list[tuple[int, Event]],
-        call: Callable[[], None] | None,
-        outcome: WorkerOutcome | None,
-    ) -> None:
-        """Post one batch and drop it; once it is durable, run the callback that waits for it."""
-        some_new = self._batch_first_number + len(batch) > self._durable_below
-        sync = some_new and (call is not None or self._callbacks.is_expecting)
-        taken, stored = self._post(batch, sync=sync, outcome=outcome)
-        if sync and stored:
-            self._durable_below = self._batch_first_number + len(batch)
-        if call is not None and stored:
-            self._run_callback(call)
-        with self._changed:
-            if taken:
-                self._events.drop(batch)
-            if taken and outcome is not None and self._outcome == outcome:
-                self._outcome = None
-            waiting = not taken or (call is not None and not stored)
-            if waiting and not (self._is_closing or self.is_fenced):
-                # The agent is busy, or its disk is full: the queue waits for the next beat.
-                self._changed.wait(self._heartbeat_s)
 
     def _report_error(self, error: BaseException) -> None:
         if self._on_error is not None:

@@ -32,7 +32,18 @@ def by_place(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
     told = {kind: name for kind, name in _from_slurm(environ).items() if name}
     if zone := environ.get(ZONE_VARIABLE):
         told["zone"] = zone
-    told |= _parse_place(environ.get(PLACE_VARIABLE, ""))
+    text = environ.get(PLACE_VARIABLE, "")
+    found: dict[str, str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        kind, _, name = part.partition("=")
+        if kind not in FAILURE_DOMAINS or not name:
+            raise ConfigError(
+                f"{part!r} names no place",
+                where=PLACE_VARIABLE,
+                remedy=f"write KIND=NAME with one of {', '.join(FAILURE_DOMAINS)}",
+            )
+        found[kind] = name
+    told |= found
     machine = loaded.config.checkpoint.machine
     return {
         f"checkpoint.machine.{kind}": (name, "the environment's")
@@ -48,17 +59,3 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     if len(parts) < 2 or len(parts) != len(kinds) or kinds[-2:] != ["switch", "node"]:
         return {}  # topology/none gives the node alone
     return {"rack": parts[-2]}
-
-
-def _parse_place(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        kind, _, name = part.partition("=")
-        if kind not in FAILURE_DOMAINS or not name:
-            raise ConfigError(
-                f"{part!r} names no place",
-                where=PLACE_VARIABLE,
-                remedy=f"write KIND=NAME with one of {', '.join(FAILURE_DOMAINS)}",
-            )
-        found[kind] = name
-    return found

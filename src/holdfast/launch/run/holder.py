@@ -107,7 +107,14 @@ class HolderWatch:
         number, self.holder = newest_term(store)
         if self.holder is None:
             return False
-        progress = _read_progress(store, number)
+        generation = newest_generation(store)
+        total = 0
+        for key in _segments(store, generation):
+            try:
+                total += store.size(key)
+            except MissingKeyError:
+                continue  # the folder was moved just now
+        progress = _Progress(number, count_life_signs(store, number), generation, total)
         before, now = self._seen, time.monotonic()
         if progress != before:
             self._seen, self._seen_at = progress, now
@@ -185,17 +192,6 @@ def _ask_nodes(store: RunStore, secrets: Sequence[Secret]) -> dict[str, HolderRe
 
     with ThreadPoolExecutor(len(names), "ask") as threads:
         return dict(zip(names, threads.map(ask, names), strict=True))
-
-
-def _read_progress(store: RunStore, term: int) -> _Progress:
-    generation = newest_generation(store)
-    total = 0
-    for key in _segments(store, generation):
-        try:
-            total += store.size(key)
-        except MissingKeyError:
-            continue  # the folder was moved just now
-    return _Progress(term, count_life_signs(store, term), generation, total)
 
 
 def _last_step(store: RunStore) -> int:

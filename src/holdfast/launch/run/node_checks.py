@@ -44,21 +44,18 @@ def ask_agents(addresses: Mapping[str, str], secrets: Sequence[Secret]) -> dict[
 
     def ask(name: str) -> AgentAnswer:
         others = {other: at for other, at in chosen.items() if other != name}
-        return _ask_agent(chosen[name], secrets, others)
+        address = chosen[name]
+        reply = HolderReply.UNSIGNED
+        for secret in secrets:
+            reply = probe_holder(address, secret, ANSWER_TIMEOUT_S)
+            if reply is HolderReply.LIVES:
+                return _ask_live_agent(address, secret, others)
+            if reply is not HolderReply.UNSIGNED:
+                break
+        return AgentAnswer(address, reply)
 
     with ThreadPoolExecutor(len(chosen), "ask") as threads:
         return dict(zip(chosen, threads.map(ask, chosen), strict=True))
-
-
-def _ask_agent(address: str, secrets: Sequence[Secret], others: Mapping[str, str]) -> AgentAnswer:
-    reply = HolderReply.UNSIGNED
-    for secret in secrets:
-        reply = probe_holder(address, secret, ANSWER_TIMEOUT_S)
-        if reply is HolderReply.LIVES:
-            return _ask_live_agent(address, secret, others)
-        if reply is not HolderReply.UNSIGNED:
-            break
-    return AgentAnswer(address, reply)
 
 
 def _ask_live_agent(address: str, secret: Secret, others: Mapping[str, str]) -> AgentAnswer:

@@ -98,23 +98,18 @@ class WindowWork:
         incoming, out = self._under_way.graphs.pop(microbatch)
         self._weights.use_for_backward(microbatch)
         if microbatch >= len(self._leaves):
-            return self._early_backward(microbatch, incoming, out, gradient)
+            # Keep the gradients until their step begins: the sum is of this step's.
+            parameters = list(self._stage.parameters)
+            wanted = parameters if incoming is None else [incoming, *parameters]
+            found = torch.autograd.grad(out, wanted, gradient, allow_unused=True)
+            given = zip(parameters, found[len(wanted) - len(parameters) :], strict=True)
+            self._under_way.early[microbatch] = [(p, each) for p, each in given if each is not None]
+            return None if incoming is None else found[0]
         self._listener.start_leaf(self._leaves[microbatch], None)
         torch.autograd.backward(out, gradient)
         self._listener.end_leaf()
         self._listener.check()
         return None if incoming is None else incoming.grad
-
-    def _early_backward(
-        self, microbatch: int, incoming: Tensor | None, out: Tensor, gradient: Tensor | None
-    ) -> Tensor | None:
-        """Keep the gradients until their step begins: the sum is of this step's."""
-        parameters = list(self._stage.parameters)
-        wanted = parameters if incoming is None else [incoming, *parameters]
-        found = torch.autograd.grad(out, wanted, gradient, allow_unused=True)
-        given = zip(parameters, found[len(wanted) - len(parameters) :], strict=True)
-        self._under_way.early[microbatch] = [(p, each) for p, each in given if each is not None]
-        return None if incoming is None else found[0]
 
     @torch.no_grad()
     def give_early_gradients(self) -> None:

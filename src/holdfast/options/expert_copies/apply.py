@@ -165,7 +165,11 @@ class ReplicatingExchange(ExpertExchange):
 
     def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
         """See `ExpertExchange`."""
-        plan = plan_dispatch(self._gather(counts).tolist(), self.rank)
+        # [E] -> [n, E]
+        self.count(counts.nbytes * (self.size - 1))
+        whole = counts.new_empty(self.size * counts.shape[0])
+        dist.all_gather_into_tensor(whole, counts.contiguous(), group=self.group)
+        plan = plan_dispatch(whole.view(self.size, -1).tolist(), self.rank)
         there = back = None
         if plan.copies:
             rows = [torch.arange(at, at + count) for at, count in plan.order]
@@ -194,13 +198,6 @@ class ReplicatingExchange(ExpertExchange):
         copies. They are of the backward passes since the last call."""
         load, self._load = self._load, [0] * 4
         return load
-
-    def _gather(self, counts: Tensor) -> Tensor:
-        """[E] -> [n, E]"""
-        self.count(counts.nbytes * (self.size - 1))
-        whole = counts.new_empty(self.size * counts.shape[0])
-        dist.all_gather_into_tensor(whole, counts.contiguous(), group=self.group)
-        return whole.view(self.size, -1)
 
 
 class Loan:

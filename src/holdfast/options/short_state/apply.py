@@ -72,7 +72,17 @@ class EightBitCode:
     def __init__(self, device: torch.device, *, signed: bool) -> None:
         values = dynamic_map(signed=signed)
         self.values = torch.tensor(values, dtype=torch.float32, device=device)
-        self.codes = _codes_of_upper_bits(values).to(device)
+        # The code of the value nearest to the middle of all float32 with the same upper bits.
+        known = torch.tensor(values, dtype=torch.float64)
+        upper = torch.arange(2 ** (32 - _LOWER_BITS), dtype=torch.int64)
+        bits = (upper << _LOWER_BITS) + (1 << (_LOWER_BITS - 1))
+        middles = bits.int().view(torch.float32).double().nan_to_num_(0.0)
+        codes = torch.bucketize(middles, (known[1:] + known[:-1]) / 2)
+        if values[0] == 0.0:
+            codes.clamp_min_(1)
+        zero = values.index(0.0)
+        codes[0] = codes[len(codes) // 2] = zero  # of 0 and of -0
+        self.codes = codes.to(torch.uint8).to(device)
 
     def unpack(self, codes: Tensor, scales: Tensor) -> Tensor:
         """codes: [r, n] uint8, scales: [r, blocks] -> [r, n] float32"""
@@ -97,20 +107,6 @@ def _by_block(rows: Tensor) -> Tensor:
     """[r, n] -> [r, blocks, BLOCK], with zeros after the last element"""
     rest = -rows.shape[1] % BLOCK
     return (F.pad(rows, (0, rest)) if rest else rows).view(len(rows), -1, BLOCK)
-
-
-def _codes_of_upper_bits(values: Sequence[float]) -> Tensor:
-    """The code of the value nearest to the middle of all float32 with the same upper bits."""
-    known = torch.tensor(values, dtype=torch.float64)
-    upper = torch.arange(2 ** (32 - _LOWER_BITS), dtype=torch.int64)
-    bits = (upper << _LOWER_BITS) + (1 << (_LOWER_BITS - 1))
-    middles = bits.int().view(torch.float32).double().nan_to_num_(0.0)
-    codes = torch.bucketize(middles, (known[1:] + known[:-1]) / 2)
-    if values[0] == 0.0:
-        codes.clamp_min_(1)
-    zero = values.index(0.0)
-    codes[0] = codes[len(codes) // 2] = zero  # of 0 and of -0
-    return codes.to(torch.uint8)
 
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}

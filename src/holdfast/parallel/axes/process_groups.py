@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.device_progress import GroupProgress
-from holdfast.core.devices import DeviceKind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import Coordinate, Replica, Topology
@@ -214,7 +213,17 @@ def connect(settings: ConnectSettings, topology: Topology, rank: int) -> Process
 def join_control(settings: ConnectSettings, topology: Topology, rank: int) -> PeerGroup:
     """The group of all ranks; collective over the topology. Raises as `connect`."""
     check_version()
-    _check(topology, settings.kind)
+    kind = settings.kind
+    if [r.index for r in topology.replicas] != list(range(len(topology.replicas))):
+        raise LayoutError("replicas must be numbered from 0 in order", where="topology")
+    if topology.world_size > 1:
+        check_backends(kind)
+    if kind.most_workers and topology.world_size > kind.most_workers:
+        raise LayoutError(
+            f"a run on {kind.name} has one worker",
+            where="layout.workers",
+            remedy="use 1 worker, or device: cpu",
+        )
     order = [r for each in topology.replicas for r in each.ranks]
     name = f"generation{topology.generation}/control"
     return settings.connect_peers(name, order.index(rank), len(order))
@@ -246,16 +255,3 @@ def complete(
         control.abort()  # the other ranks need not wait for this one
         raise
     return ProcessGroups(topology, rank, at, control, replica_groups, settings)
-
-
-def _check(topology: Topology, kind: DeviceKind) -> None:
-    if [r.index for r in topology.replicas] != list(range(len(topology.replicas))):
-        raise LayoutError("replicas must be numbered from 0 in order", where="topology")
-    if topology.world_size > 1:
-        check_backends(kind)
-    if kind.most_workers and topology.world_size > kind.most_workers:
-        raise LayoutError(
-            f"a run on {kind.name} has one worker",
-            where="layout.workers",
-            remedy="use 1 worker, or device: cpu",
-        )

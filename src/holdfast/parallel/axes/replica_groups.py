@@ -211,7 +211,19 @@ def join_replica_groups(
         join_lockstep(inside, settings, generation, replica, at)
     try:
         if replica.mesh_shape[0] > 1 and not settings.kind.inside_has_tags:
-            inside.pipes = _join_pipes(settings, generation, replica, at)
+            # The groups between my rank and its neighbours. Every rank opens its own in
+            # the order of the replica's, so no cycle of waits arises.
+            line = f"generation{generation}/pipes{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
+            groups: dict[tuple[int, bool], DeviceGroup] = {}
+            for one, other in replica.neighbours:
+                if at.pp not in (one, other):
+                    continue
+                for giver, taker in ((one, other), (other, one)):
+                    gives = at.pp == giver
+                    groups[taker if gives else giver, gives] = settings.connect_device(
+                        settings.kind.inside, f"{line}/{giver}.{taker}", int(not gives), 2
+                    )
+            inside.pipes = PipelinePipes(groups)
         if len(replica.ranks) > 1:
             inside.mesh = _register(settings, generation, replica, at)
             name = axis_name("experts", generation)
@@ -225,24 +237,6 @@ def join_replica_groups(
         inside.abort()
         raise
     return inside
-
-
-def _join_pipes(
-    settings: ConnectSettings, generation: int, replica: Replica, at: Coordinate
-) -> PipelinePipes:
-    """The groups between my rank and its neighbours. Every rank opens its own in the order of the
-    replica's, so no cycle of waits arises."""
-    line = f"generation{generation}/pipes{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
-    groups: dict[tuple[int, bool], DeviceGroup] = {}
-    for one, other in replica.neighbours:
-        if at.pp not in (one, other):
-            continue
-        for giver, taker in ((one, other), (other, one)):
-            gives = at.pp == giver
-            groups[taker if gives else giver, gives] = settings.connect_device(
-                settings.kind.inside, f"{line}/{giver}.{taker}", int(not gives), 2
-            )
-    return PipelinePipes(groups)
 
 
 def join_lockstep(

@@ -41,7 +41,14 @@ class BatchedStore(Store):
 
     def get(self, key: str) -> bytes:
         if key not in self._gathered_values:
-            self._gather_round(key)
+            # Exchange the values of all ranks for the round of keys that `key` is one of.
+            base = key.rpartition("/")[0]
+            keys = [f"{base}/{rank}" for rank in range(self._size)]
+            mine = keys[self._rank]
+            told = self.note.encode() + b"\n" + self._own_values[mine]
+            said = [each.partition(b"\n") for each in self._gather(mine, told, keys, self._timeout)]
+            self.notes = tuple(note.decode() for note, _, _ in said)
+            self._gathered_values.update(zip(keys, (value for _, _, value in said), strict=True))
         return self._gathered_values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -63,16 +70,6 @@ class BatchedStore(Store):
 
     def clone(self) -> BatchedStore:
         return self
-
-    def _gather_round(self, key: str) -> None:
-        """Exchange the values of all ranks for the round of keys that `key` is one of."""
-        base = key.rpartition("/")[0]
-        keys = [f"{base}/{rank}" for rank in range(self._size)]
-        mine = keys[self._rank]
-        told = self.note.encode() + b"\n" + self._own_values[mine]
-        said = [each.partition(b"\n") for each in self._gather(mine, told, keys, self._timeout)]
-        self.notes = tuple(note.decode() for note, _, _ in said)
-        self._gathered_values.update(zip(keys, (value for _, _, value in said), strict=True))
 
 
 def make_batched_store(store: Store, rank: int, size: int, seconds: float, note: str = "") -> Any:

@@ -83,16 +83,13 @@ class PeerGroup(AbortableGroup):
             # torch keeps its C++ half only
             self._store = make_batched_store(store, rank, size, seconds, address_to_text(own))
             self._group = gloo_group(self._store, name, rank, size, device=device, seconds=seconds)
-            self._store_addresses(own)
+            # Store both ends of this group's connections, if all ranks have sent theirs.
+            told = [address_from_text(note) for note in getattr(self._store, "notes", ())]
+            theirs = [at for at in told if at is not None and at != own]
+            if own is not None and len(theirs) == self.size - 1:
+                self._addresses = own, tuple(theirs)
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
-
-    def _store_addresses(self, own: Address | None) -> None:
-        """Store both ends of this group's connections, if all ranks have sent theirs."""
-        told = [address_from_text(note) for note in getattr(self._store, "notes", ())]
-        theirs = [at for at in told if at is not None and at != own]
-        if own is not None and len(theirs) == self.size - 1:
-            self._addresses = own, tuple(theirs)
 
     @property
     def others(self) -> tuple[int, ...]:

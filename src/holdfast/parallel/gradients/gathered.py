@@ -273,7 +273,21 @@ class GatheredRound(ExchangeRound):
         sizes = [self._chunk_size(index, member) for member in self._order]
         whole = bucket.view(host.gradient)
         if len(self._owners) < len(self._order):
-            return self._send_sums(index, sources, whole, sizes)
+            # Send my sum to each member that receives, and to no other.
+            own_size = self._chunk_size(index, self.team.own_index)
+            receives = self.team.own_member.receives
+            room = self.host.scratch(("part", index % 2), own_size * len(self._owners))
+            if own_size:
+                execute_additions(self._plan, sources, room[:own_size])
+                room.view(-1, own_size)[1:] = room[:own_size]
+            return _Sums(
+                self.peers.all_to_all(
+                    whole if receives else whole[:0],
+                    room,
+                    sizes if receives else [0] * len(sizes),
+                    [own_size if member in self._owners else 0 for member in self._order],
+                )
+            )
         if len(set(sizes)) == 1:  # the sums arrive where they belong
             number = self._owners[self.team.own_index]
             part = whole[number * own_size : (number + 1) * own_size]
@@ -289,25 +303,6 @@ class GatheredRound(ExchangeRound):
             copies.append((whole[at : at + size], room[number * longest :][:size]))
             at += size
         return _Sums(self.peers.all_gather(room, part), tuple(copies))
-
-    def _send_sums(
-        self, index: int, sources: dict[int, Tensor], whole: Tensor, sizes: list[int]
-    ) -> _Sums:
-        """Send my sum to each member that receives, and to no other."""
-        own_size = self._chunk_size(index, self.team.own_index)
-        receives = self.team.own_member.receives
-        room = self.host.scratch(("part", index % 2), own_size * len(self._owners))
-        if own_size:
-            execute_additions(self._plan, sources, room[:own_size])
-            room.view(-1, own_size)[1:] = room[:own_size]
-        return _Sums(
-            self.peers.all_to_all(
-                whole if receives else whole[:0],
-                room,
-                sizes if receives else [0] * len(sizes),
-                [own_size if member in self._owners else 0 for member in self._order],
-            )
-        )
 
     def _chunk_size(self, index: int, member: int) -> int:
         start, stop = self._chunk(index, member)

@@ -83,7 +83,23 @@ def run_entries(
     """Time every entry. works: seconds by `program.works`. sends: seconds of a transfer by link;
     the first is of no link."""
     if is_blocking:
-        return _run_blocking(program, works, sends)
+        free = [0.0] * program.ranks
+        arrived, stopped = list[float](), list[float]()
+        arrive_at, stop_at = arrived.append, stopped.append
+        waits = [len(work) == 1 for work in program.works]
+        for rank, work, needs, needs_link, link in program.entries:
+            at = free[rank]
+            if needs >= 0:
+                send, there = sends[needs_link], arrived[needs]
+                waited = (at if at > there else there) + send
+                at = waited if waits[work] else max(at, there + send)
+            at += works[work]
+            arrive_at(at)
+            if waits[work]:
+                at += sends[link]
+            free[rank] = at
+            stop_at(at)
+        return EntryTimes(arrived, stopped)
     free, link_free = [0.0] * program.ranks, [0.0] * len(sends)
     arrived, stopped = list[float](), list[float]()
     arrive_at, stop_at = arrived.append, stopped.append
@@ -97,28 +113,6 @@ def run_entries(
             begin = link_free[link]
             link_free[link] = at = (at if at > begin else begin) + sends[link]
         arrive_at(at)
-    return EntryTimes(arrived, stopped)
-
-
-def _run_blocking(
-    program: CompiledSchedule, works: Sequence[float], sends: Sequence[float]
-) -> EntryTimes:
-    free = [0.0] * program.ranks
-    arrived, stopped = list[float](), list[float]()
-    arrive_at, stop_at = arrived.append, stopped.append
-    waits = [len(work) == 1 for work in program.works]
-    for rank, work, needs, needs_link, link in program.entries:
-        at = free[rank]
-        if needs >= 0:
-            send, there = sends[needs_link], arrived[needs]
-            waited = (at if at > there else there) + send
-            at = waited if waits[work] else max(at, there + send)
-        at += works[work]
-        arrive_at(at)
-        if waits[work]:
-            at += sends[link]
-        free[rank] = at
-        stop_at(at)
     return EntryTimes(arrived, stopped)
 
 

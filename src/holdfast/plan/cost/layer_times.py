@@ -81,7 +81,18 @@ class ShapeTimes:
         moved = layer.whole_moved / cut + layer.cut_moved / part.tp
         moved *= 1.0 if self.is_compiled else device.steps.moves
         other = one.moved_s(part.tokens * moved, layer.kernels) + one.rounding_s(layer, part)
-        sent = self._sent_s(layer, part, links)
+        size = part.tokens * layer.width * self.item
+        sent = {}
+        if part.tp > 1 and layer.reductions:
+            # a sum is a reduce-scatter and a gather, with and without sequence parallelism
+            sent["tp"] = 2 * layer.reductions * gather_s(links.tp, size, part.tp)
+        if part.cp > 1 and layer.attention is not None:
+            kind = layer.attention
+            keys = 2 * kind.kv_heads * kind.head_dim / part.tp * self.item * part.tokens * part.cp
+            sent["cp"] = gather_s(links.cp, keys, part.cp)
+        if part.ep > 1 and layer.experts is not None:
+            size = part.tokens * layer.experts.width * self.item
+            sent["ep"] = 2 * links.experts.seconds(size, layer.experts.top_k)
         forward = products + attention + other + sum(sent.values())
         # the backward does not need the output of the last product, so torch does not repeat it
         left_out = each[-1] if each and not self.repeats_all else 0.0
@@ -114,21 +125,6 @@ class ShapeTimes:
         # one grouped kernel computes all experts of a rank
         once = (own - 1) * len(products) * one.ramp_s if layer.experts.is_fused else 0.0
         return seconds - max(0.0, once)
-
-    def _sent_s(self, layer: Layer, part: Part, links: GroupLinks) -> dict[str, float]:
-        size = part.tokens * layer.width * self.item
-        sent = {}
-        if part.tp > 1 and layer.reductions:
-            # a sum is a reduce-scatter and a gather, with and without sequence parallelism
-            sent["tp"] = 2 * layer.reductions * gather_s(links.tp, size, part.tp)
-        if part.cp > 1 and layer.attention is not None:
-            kind = layer.attention
-            keys = 2 * kind.kv_heads * kind.head_dim / part.tp * self.item * part.tokens * part.cp
-            sent["cp"] = gather_s(links.cp, keys, part.cp)
-        if part.ep > 1 and layer.experts is not None:
-            size = part.tokens * layer.experts.width * self.item
-            sent["ep"] = 2 * links.experts.seconds(size, layer.experts.top_k)
-        return sent
 
 
 def _with_host(times: PassTimes, layer: Layer, part: Part, device: DeviceType) -> PassTimes:

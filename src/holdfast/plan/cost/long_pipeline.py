@@ -125,7 +125,15 @@ def _rounds(schedule: str, pp: int, microbatches: int, virtual: int) -> _Rounds 
         cuts.append(cut)
         lengths.append(length)
         starts.append(start)
-    windows = _windows(more, cuts, lengths)
+    # How far before the cut of each rank entries lie that entries after a cut need.
+    place = {entry: at for row in more.rows for at, entry in enumerate(row)}
+    windows = list(lengths)
+    for rank, row in enumerate(more.rows):
+        for at in range(cuts[rank], len(row)):
+            _, _, needs, *_ = more.entries[row[at]]
+            if needs >= 0:
+                source, *_ = more.entries[needs]
+                windows[source] = max(windows[source], cuts[source] - place[needs])
     most = min(
         min((cut - start) // length, (cut - window) // length)
         for cut, start, length, window in zip(cuts, starts, lengths, windows, strict=True)
@@ -141,16 +149,3 @@ def _marks(program: CompiledSchedule) -> list[list[tuple[Work, int]]]:
         [(program.works[program.entries[e][1]], program.microbatches[e]) for e in row]
         for row in program.rows
     ]
-
-
-def _windows(program: CompiledSchedule, cuts: list[int], lengths: list[int]) -> list[int]:
-    """How far before the cut of each rank entries lie that entries after a cut need."""
-    place = {entry: at for row in program.rows for at, entry in enumerate(row)}
-    windows = list(lengths)
-    for rank, row in enumerate(program.rows):
-        for at in range(cuts[rank], len(row)):
-            _, _, needs, *_ = program.entries[row[at]]
-            if needs >= 0:
-                source, *_ = program.entries[needs]
-                windows[source] = max(windows[source], cuts[source] - place[needs])
-    return windows

@@ -88,7 +88,13 @@ def pipeline_time(
     is_folded = SCHEDULE_KINDS[schedule].is_folded
     rank_of = v_stages(pp) if is_folded else loop_stages(pp, len(stages) // pp)
     by_rank: list[list[tuple[StageTimes, float]]] = [[] for _ in range(pp)]
-    for stage, wait, rank in zip(stages, _waits(stages, rank_of), rank_of, strict=True):
+    # Seconds of one microbatch in which each stage's rank computes nothing for a transfer.
+    waits = [0.0] * len(stages)
+    for number in range(len(stages) - 1):
+        if stages[number].waits and rank_of[number] != rank_of[number + 1]:
+            waits[number] += 2 * stages[number].send
+            waits[number + 1] += 2 * stages[number].send
+    for stage, wait, rank in zip(stages, waits, rank_of, strict=True):
         by_rank[rank].append((stage, wait))
     busiest = max(by_rank, key=lambda own: sum(s.forward + s.backward + wait for s, wait in own))
     waited = sum(wait for _, wait in busiest)
@@ -105,16 +111,6 @@ def _times(stages: Sequence[StageTimes]) -> Times:
         works[number, ActionKind.BACKWARD_WEIGHT] = stage.weights
         sends += [stage.send, stage.send]
     return Times(works, sends, any(stage.waits for stage in stages))
-
-
-def _waits(stages: Sequence[StageTimes], rank_of: Sequence[int]) -> list[float]:
-    """Seconds of one microbatch in which each stage's rank computes nothing for a transfer."""
-    waits = [0.0] * len(stages)
-    for number in range(len(stages) - 1):
-        if stages[number].waits and rank_of[number] != rank_of[number + 1]:
-            waits[number] += 2 * stages[number].send
-            waits[number + 1] += 2 * stages[number].send
-    return waits
 
 
 def in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[float, ...]:

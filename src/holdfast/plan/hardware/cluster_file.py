@@ -209,21 +209,17 @@ def parse_cluster(text: str, name: str, tables: Tables | None = None) -> Cluster
             remedy="begin with 'pools:', as examples/clusters/a100.yaml does",
         )
     try:
-        sections = ClusterSections.model_validate(_with_link_sections(value))
+        # Write `outside: ib-ndr` as `outside: {type: ib-ndr}`, and `link: NAME` of a pair likewise.
+        pools = value.get("pools")
+        if isinstance(pools, dict):
+            for pool in (each for each in pools.values() if isinstance(each, dict)):
+                for key in _SECTIONS_OF_LINKS:
+                    if isinstance(pool.get(key), str):
+                        pool[key] = {"type": pool[key]}
+        sections = ClusterSections.model_validate(value)
     except ValidationError as error:
         raise _refuse_all(error, ClusterSections, where) from None
     return _build(sections, where, tables or Tables())
-
-
-def _with_link_sections(value: dict[str, Any]) -> dict[str, Any]:
-    """Write `outside: ib-ndr` as `outside: {type: ib-ndr}`, and `link: NAME` of a pair likewise."""
-    pools = value.get("pools")
-    if isinstance(pools, dict):
-        for pool in (each for each in pools.values() if isinstance(each, dict)):
-            for key in _SECTIONS_OF_LINKS:
-                if isinstance(pool.get(key), str):
-                    pool[key] = {"type": pool[key]}
-    return value
 
 
 def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:

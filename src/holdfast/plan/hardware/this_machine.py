@@ -47,7 +47,26 @@ def describe_machine(
     for each in hardware.accelerators:
         found = device_reported(each.name, each.memory_bytes, devices)
         if found is None:
-            found = _measured_alone(each.name, each.memory_bytes, calibration)
+            name = each.name
+            if calibration is None or calibration.device != name:
+                raise DataError(
+                    f"the accelerator {name!r} is not in the table of devices",
+                    where="this machine",
+                    remedy="measure it with: holdfast calibrate",
+                )
+            found = DeviceType(
+                name,
+                calibration.flops,
+                each.memory_bytes,
+                calibration.bandwidth,
+                0.0,
+                0.0,
+                0.0,
+                usable_bytes=each.memory_bytes,
+                host_link="pcie3",
+                network_link="ethernet-10",
+                source="holdfast calibrate; its power is not known",
+            )
             devices[found.name] = found
         counts[found.name] = counts.get(found.name, 0) + 1
     if not counts:
@@ -60,28 +79,6 @@ def describe_machine(
     pools = tuple(_pool(devices[name], count, links, calibration) for name, count in counts.items())
     used = calibration if calibration and calibration.device in counts else None
     return LocalMachine(Cluster(pools), devices, used)
-
-
-def _measured_alone(name: str, memory: float, calibration: Calibration | None) -> DeviceType:
-    if calibration is None or calibration.device != name:
-        raise DataError(
-            f"the accelerator {name!r} is not in the table of devices",
-            where="this machine",
-            remedy="measure it with: holdfast calibrate",
-        )
-    return DeviceType(
-        name,
-        calibration.flops,
-        memory,
-        calibration.bandwidth,
-        0.0,
-        0.0,
-        0.0,
-        usable_bytes=memory,
-        host_link="pcie3",
-        network_link="ethernet-10",
-        source="holdfast calibrate; its power is not known",
-    )
 
 
 def _pool(

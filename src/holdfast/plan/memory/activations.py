@@ -111,17 +111,13 @@ class ExpertShape:
         rows = self.item * self.choices * (2 * self.dim + 4 * self.inner)
         numbers = self.choices * (32 if self.is_spread else 16)
         shared = 4 * self.item * self.tokens * self.shared
-        return rows + numbers + shared + self._router
-
-    @property
-    def _router(self) -> int:
         config, k = self.config, self.config.top_k
         width = self.wide * (config.count + k) + 8 * k
         width += self.wide * (k + 1) * config.normalise
         width += self.wide * (config.count + 1) * (config.z_loss > 0)
         if self.item < self.wide:
             width += self.wide * self.dim + self.item * k
-        return self.tokens * width
+        return rows + numbers + shared + (self.tokens * width)
 
     @property
     def working(self) -> int:

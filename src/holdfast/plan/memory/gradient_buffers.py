@@ -15,7 +15,6 @@ from math import prod
 
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
-from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import (
     LeafAction,
@@ -64,7 +63,16 @@ def gradient_buffers(
     plan = cache(lambda replica: plan_accumulation(tree, shares[replica], pairs))
     for cell in cells:
         own = cell.member(rank)
-        buckets = _buckets(cell.boxes, bucket, by_unit=by_unit)
+        # Elements of each bucket (`buckets.arrange_boxes`). bucket: elements that fill one.
+        buckets: list[int] = []
+        held, block = bucket, ""
+        for box in reversed(cell.boxes):
+            name = ".".join(box.name.split(".")[:2]) if box.name.startswith("layers.") else ""
+            if not buckets or (name != block if by_unit else held >= bucket):
+                buckets.append(0)
+                held, block = 0, name
+            buckets[-1] += _round_up(prod(box.lengths), SLICE_ELEMENTS)
+            held += box.size
         size = _round_up(sum(buckets), BUFFER_ELEMENTS)
         actions: Sequence[LeafAction] = ()
         if own.contributes and not is_fast:
@@ -84,20 +92,6 @@ def gradient_buffers(
 
 def _round_up(number: int, to: int) -> int:
     return -(-number // to) * to
-
-
-def _buckets(boxes: Sequence[Box], bucket: int, *, by_unit: bool) -> list[int]:
-    """Elements of each bucket (`buckets.arrange_boxes`). bucket: elements that fill one."""
-    found: list[int] = []
-    held, block = bucket, ""
-    for box in reversed(boxes):
-        name = ".".join(box.name.split(".")[:2]) if box.name.startswith("layers.") else ""
-        if not found or (name != block if by_unit else held >= bucket):
-            found.append(0)
-            held, block = 0, name
-        found[-1] += _round_up(prod(box.lengths), SLICE_ELEMENTS)
-        held += box.size
-    return found
 
 
 def _arrivals(

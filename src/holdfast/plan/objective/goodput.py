@@ -41,7 +41,6 @@ from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.recovery.ladder import CONTINUES, FROM_MEMORY, FROM_STORE, LOSS_CLASSES
 from holdfast.policy.saving.interval import (
     IntervalBounds,
-    IntervalDecision,
     TierCost,
     lost_time_share,
 )
@@ -296,9 +295,9 @@ class GoodputModel:
         """(share of saves, share of lost work, seconds between saves by tier)."""
         pools = nodes_used(self.problem.cluster, choice)
         nodes = sum(pools.values())
-        each = self._state_bytes() / nodes
-        sent, pause = each / self._slowest_node(pools), self.costs.save_pause_s
-        stored = each / self.costs.store_bandwidth
+        share = self._state_bytes() / nodes
+        sent, pause = share / self._slowest_node(pools), self.costs.save_pause_s
+        stored = share / self.costs.store_bandwidth
         memory_s, store_s = (self.pause_s(choice, need) for need in (FROM_MEMORY, FROM_STORE))
         costs = [
             TierCost(PEERS, pause + self.costs.sent_share * sent, sent, memory_s),
@@ -307,22 +306,16 @@ class GoodputModel:
         rates = {PEERS: needs[FROM_MEMORY], DISK: needs[FROM_STORE]}
         bounds = IntervalBounds(cost.step_s, max(MAX_INTERVAL_S, cost.step_s))
         decisions = decide_tiers(costs, rates, bounds)
-        return _lost(costs, rates, decisions)
-
-
-def _lost(
-    costs: list[TierCost], rates: Mapping[int, float], decisions: tuple[IntervalDecision, ...]
-) -> tuple[float, float, dict[int, float]]:
-    saves, lost, carried = 0.0, 0.0, 0.0
-    intervals = {}
-    for cost, made in zip(costs, decisions, strict=True):
-        carried += rates[cost.tier]
-        if made.seconds == inf:
-            continue
-        intervals[cost.tier] = made.seconds
-        saves += cost.cost_s / made.seconds
-        if carried:
-            both = lost_time_share(made.seconds, cost.cost_s, carried)
-            lost += max(0.0, both - cost.cost_s / made.seconds)
-        carried = 0.0
-    return saves, lost, intervals
+        saves, lost, carried = 0.0, 0.0, 0.0
+        intervals = {}
+        for each, made in zip(costs, decisions, strict=True):
+            carried += rates[each.tier]
+            if made.seconds == inf:
+                continue
+            intervals[each.tier] = made.seconds
+            saves += each.cost_s / made.seconds
+            if carried:
+                both = lost_time_share(made.seconds, each.cost_s, carried)
+                lost += max(0.0, both - each.cost_s / made.seconds)
+            carried = 0.0
+        return saves, lost, intervals

@@ -158,7 +158,14 @@ class _Workers:
 
     def share_out(self, cost: WorkerCost) -> Stages:
         """The split whose worst worker costs least, and whose workers are fast then."""
-        start = self._fill(cost)
+        # Give every stage a block, and each further block to the worker that then costs least.
+        held: list[Held] = [tuple((stage, 1) for stage in own) for own in self.stages_at]
+        grown = [_one_more(cost, worker, each) for worker, each in enumerate(held)]
+        for _ in range(self.blocks - sum(map(len, held))):
+            worker = min(range(len(held)), key=lambda w: grown[w][0])
+            held[worker] = grown[worker][1]
+            grown[worker] = _one_more(cost, worker, held[worker])
+        start = tuple(number for _, number in sorted(pair for own in held for pair in own))
         most = self._worst(cost, start) * (1 + 1e-12)
 
         def merit(stages: Stages) -> tuple[float, ...]:
@@ -182,16 +189,6 @@ class _Workers:
             cost(worker, tuple((stage, stages[stage]) for stage in own))
             for worker, own in enumerate(self.stages_at)
         )
-
-    def _fill(self, cost: WorkerCost) -> Stages:
-        """Give every stage a block, and each further block to the worker that then costs least."""
-        held: list[Held] = [tuple((stage, 1) for stage in own) for own in self.stages_at]
-        grown = [_one_more(cost, worker, each) for worker, each in enumerate(held)]
-        for _ in range(self.blocks - sum(map(len, held))):
-            worker = min(range(len(held)), key=lambda w: grown[w][0])
-            held[worker] = grown[worker][1]
-            grown[worker] = _one_more(cost, worker, held[worker])
-        return tuple(number for _, number in sorted(pair for own in held for pair in own))
 
 
 def _one_more(cost: WorkerCost, worker: int, held: Held) -> tuple[float, Held]:

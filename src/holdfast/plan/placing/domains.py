@@ -137,10 +137,6 @@ def placement_cost(replicas: Sequence[Sequence[Machine]], costs: PlacementCosts)
     if len(replicas) > 1:
         exchange = costs.links[between].message_s(2 * costs.gradient_bytes)
         lost += max(0.0, exchange - _HIDDEN_SHARE * costs.step_s)
-    return lost / costs.step_s + _failure_cost(replicas, costs)
-
-
-def _failure_cost(replicas: Sequence[Sequence[Machine]], costs: PlacementCosts) -> float:
     total = 0.0
     for kind in FAILURE_DOMAINS:
         hit: dict[str, int] = {}
@@ -153,7 +149,7 @@ def _failure_cost(replicas: Sequence[Sequence[Machine]], costs: PlacementCosts) 
             rate * (costs.restart_s if number == len(replicas) else costs.recovery_s)
             for number in hit.values()
         )
-    return total
+    return lost / costs.step_s + total
 
 
 def _width(level: str) -> int:

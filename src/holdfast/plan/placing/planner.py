@@ -26,7 +26,7 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.plan.placing.assignment import PlacedReplica, PresentReplicas, ReplicaPlacer
+from holdfast.plan.placing.assignment import PresentReplicas, ReplicaPlacer
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.replica_counts import choose_replicas
 from holdfast.plan.placing.replica_shapes import AllowedShapes
@@ -63,19 +63,6 @@ def plan_layout(
     making = ReplicaPlacer(config, nodes, old, chosen)
     built = making.place()
     idle = there - chosen.workers
-    return LayoutPlan(
-        _topology(built, nodes, generation),
-        tuple(seat.old_rank for each in built for seat in each.slots),
-        sum(each.is_unchanged for each in built),
-        sum(making.missing_bytes(each) for each in built),
-        idle,
-        _idle_reason(config, idle, there - workers, number) if idle else "",
-    )
-
-
-def _topology(
-    built: Sequence[PlacedReplica], nodes: Sequence[NodePlaces], generation: int
-) -> Topology:
     weights = _weights(
         [each.shape.replica_size for each in built],
         [min(nodes[seat.node].speed for seat in each.slots) for each in built],
@@ -86,7 +73,14 @@ def _topology(
         replicas.append(each.shape.replica(index, first, weight))
         first += each.shape.replica_size
     names = tuple(nodes[seat.node].name for each in built for seat in each.slots)
-    return Topology(generation, tuple(replicas), names)
+    return LayoutPlan(
+        Topology(generation, tuple(replicas), names),
+        tuple(seat.old_rank for each in built for seat in each.slots),
+        sum(each.is_unchanged for each in built),
+        sum(making.missing_bytes(each) for each in built),
+        idle,
+        _idle_reason(config, idle, there - workers, number) if idle else "",
+    )
 
 
 def dealer_of(topology: Topology, schedule: str) -> Callable[[int, int], Shares]:

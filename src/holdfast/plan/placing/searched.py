@@ -156,7 +156,11 @@ class SearchedPlanner:
                 break
             trial.add(changed)
         if trial.scored:
-            return _choose(trial.scored)
+            # Of those close to the least score, the one that moves the least; then that
+            # with the most workers, then the first.
+            best = min(each.score for each in trial.scored)
+            close = [each for each in trial.scored if each.score <= (1 + _MARGIN) * best]
+            return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size))
         if is_late:
             return None
         if trial.refused and not trial.short_of:
@@ -309,14 +313,6 @@ def _simple(
 def _next_key(nodes: Sequence[NodePlaces], present: PresentPlacement | None) -> object:
     """Of a change: what the nodes are that are left, and which topology the run has."""
     return kinds_of(nodes), replace(present.topology, generation=0) if present else None
-
-
-def _choose(scored: Sequence[_Scored]) -> _Scored:
-    """Of those close to the least score, the one that moves the least; then that with the most
-    workers, then the first."""
-    best = min(each.score for each in scored)
-    close = [each for each in scored if each.score <= (1 + _MARGIN) * best]
-    return min(close, key=lambda each: (each.moving_s, -each.plan.topology.world_size))
 
 
 def _with_mesh(config: RunConfig, mesh: MeshShape, workers: int = 0) -> RunConfig:

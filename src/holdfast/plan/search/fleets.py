@@ -7,7 +7,7 @@ completely. In a large one, each pool offers a few shapes, those with the shorte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -157,7 +157,10 @@ class Fleets:
     def _fitting(self, pool: NodePool, family: Family, total: int) -> list[_Offer]:
         """Shapes that may fit: all of a small fleet, or those with the shortest steps if each pool
         has the same share."""
-        variant, link = family.variant, self._between(pool, family.pools)
+        # The slowest link of a pool to another of the family.
+        cluster = self.evaluator.problem.cluster
+        links = [cluster.link_between(pool, other) for other in family.pools if other is not pool]
+        variant, link = family.variant, min(links, key=lambda link: link.bandwidth)
         like = _likeness(self.evaluator, pool)
         key = (like, variant, len(family.pools), link)
         if key in self._offers:
@@ -199,12 +202,6 @@ class Fleets:
             return False
         is_split = SCHEDULE_KINDS[variant.schedule].splits_backward or variant.virtual > 1
         return not (is_split and shape.is_sharded and variant.zero > 1)
-
-    def _between(self, pool: NodePool, pools: Sequence[NodePool]) -> Link:
-        """The slowest link of a pool to another of the family."""
-        cluster = self.evaluator.problem.cluster
-        links = [cluster.link_between(pool, other) for other in pools if other is not pool]
-        return min(links, key=lambda link: link.bandwidth)
 
     def _tail(self, pool: NodePool, shape: Shape, link: Link) -> float:
         """Seconds, roughly, in which gradients go to other pools and no backward hides them."""

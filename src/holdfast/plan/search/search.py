@@ -184,7 +184,15 @@ class Search:
                 break
             node = self._groups.pop()
             own = node.work if isinstance(node, Family) else 1.0
-            self._open(node)
+            match node:
+                case Cut():
+                    self._open_cut(node)
+                case Piped():
+                    self._open_piped(node)
+                case Family():
+                    self._open_family(node)
+                case Scheduled():
+                    self._open_scheduled(node)
             idle, since, work = idle + own, since + own, work + own
         else:
             self._groups.clear()
@@ -229,17 +237,6 @@ class Search:
                 node = gcd(one.devices, other.devices)
                 found.append(Site((one.name, other.name), (one.size, other.size), node))
         return found
-
-    def _open(self, node: Group) -> None:
-        match node:
-            case Cut():
-                self._open_cut(node)
-            case Piped():
-                self._open_piped(node)
-            case Family():
-                self._open_family(node)
-            case Scheduled():
-                self._open_scheduled(node)
 
     def _open_family(self, family: Family) -> None:
         if family.offers:

@@ -367,7 +367,15 @@ def _advance(state: CoordinatorState, now: float, rules: MembershipRules) -> Coo
         case Phase.HALTING if _is_halted(state):
             return _open_next_generation(state, now, rules)
         case Phase.GATHERING:
-            return _try_gather(state, now, rules)
+            nodes = _nodes_for_next_generation(state)
+            waited = now - state.phase_since
+            if _select_nodes(state, nodes, now, rules) and (
+                state.generation or rules.is_full(nodes) or waited >= rules.gather_wait_s
+            ):
+                return _open_next_generation(state, now, rules)
+            if waited >= rules.gather_timeout_s:
+                return finish(state, f"too few nodes for {waited:.0f} s", now)
+            return state
         case Phase.OPENING if not _can_still_create(state) or has_unreachable_pair(
             state, state.pending_nodes, now
         ):
@@ -425,18 +433,6 @@ def _nodes_for_next_generation(state: CoordinatorState) -> tuple[NodeRecord, ...
     if are_all_leaving(state, state.members):
         return tuple(node for node in state.nodes if _is_stopped(node) and not node.is_banned)
     return usable_nodes(state)
-
-
-def _try_gather(state: CoordinatorState, now: float, rules: MembershipRules) -> CoordinatorState:
-    nodes = _nodes_for_next_generation(state)
-    waited = now - state.phase_since
-    if _select_nodes(state, nodes, now, rules) and (
-        state.generation or rules.is_full(nodes) or waited >= rules.gather_wait_s
-    ):
-        return _open_next_generation(state, now, rules)
-    if waited >= rules.gather_timeout_s:
-        return finish(state, f"too few nodes for {waited:.0f} s", now)
-    return state
 
 
 def _remove_node(

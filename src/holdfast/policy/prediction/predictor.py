@@ -81,7 +81,23 @@ class FittedModels:
             value = parse_json(text)
             if not isinstance(value, dict) or value.get("format") != FORMAT:
                 raise ValueError(f"it has no format {FORMAT}")
-            made = _from_json(value)
+            lstm = value["bilstm"]
+            made = FittedModels(
+                float(value["horizon_s"]),
+                tuple(map(float, value["half_lives_s"])),
+                float(value["memory_s"]),
+                tuple(map(model_from_json, value["models"])),
+                None if lstm is None else BiLstm.from_json(lstm),
+                str(value["chosen"]),
+                {
+                    str(name): ModelVerdict(**{key: float(each) for key, each in verdict.items()})
+                    for name, verdict in value["verdicts"].items()
+                },
+                tuple(
+                    TrainingSource(str(s["source"]), str(s["sha256"]), float(s["until_s"]))
+                    for s in value["trained_on"]
+                ),
+            )
             if made.chosen not in made.names or set(made.verdicts) != set(made.names):
                 raise ValueError("the chosen model is not among the models")
             return made
@@ -91,26 +107,6 @@ class FittedModels:
                 where=where,
                 remedy="make one with `holdfast predict fit TRACE --to FILE`",
             ) from None
-
-
-def _from_json(value: Mapping[str, Any]) -> FittedModels:
-    lstm = value["bilstm"]
-    return FittedModels(
-        float(value["horizon_s"]),
-        tuple(map(float, value["half_lives_s"])),
-        float(value["memory_s"]),
-        tuple(map(model_from_json, value["models"])),
-        None if lstm is None else BiLstm.from_json(lstm),
-        str(value["chosen"]),
-        {
-            str(name): ModelVerdict(**{key: float(each) for key, each in verdict.items()})
-            for name, verdict in value["verdicts"].items()
-        },
-        tuple(
-            TrainingSource(str(s["source"]), str(s["sha256"]), float(s["until_s"]))
-            for s in value["trained_on"]
-        ),
-    )
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,6 @@ class StatePart:
         return share * size
 
 
-def part_of(replica: Replica, mesh_rank: int, blocks: int) -> StatePart:
-    """Return the part of a rank. blocks: of the model."""
-    return _part(replica.mesh_shape, replica.stages, replica.is_folded, mesh_rank, blocks)
-
-
 @lru_cache(maxsize=4096)
 def _part(
     mesh_shape: MeshShape, stages: Stages, is_folded: bool, mesh_rank: int, blocks: int
@@ -107,8 +102,9 @@ def bytes_to_move(
 
 
 def _parts(topology: Topology, blocks: int) -> dict[int, StatePart]:
+    # The part of a rank. blocks: of the model.
     return {
-        rank: part_of(replica, mesh_rank, blocks)
+        rank: _part(replica.mesh_shape, replica.stages, replica.is_folded, mesh_rank, blocks)
         for replica in topology.replicas
         for mesh_rank, rank in enumerate(replica.ranks)
     }

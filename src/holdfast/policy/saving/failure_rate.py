@@ -224,14 +224,6 @@ class FailureRate:
         )
 
 
-def _regime_changes() -> Array:
-    """The chance of each next rate: it falls to both sides by the same factor from rate to rate."""
-    fall = exp(-log(_RATE_FACTOR) / MEAN_LOG_RATE_JUMP)
-    number = np.arange(len(FAILURE_RATES))
-    changes: Array = fall ** np.abs(number[:, None] - number) * (1 - fall) / (1 + fall)
-    return changes
-
-
 def _quiet_modes() -> tuple[Array, Array, Array]:
     """The modes of `_Weights.after`: growth, to modes, from modes.
 
@@ -240,7 +232,11 @@ def _quiet_modes() -> tuple[Array, Array, Array]:
     """
     ends = 1 / FAILURES_PER_REGIME
     root = np.sqrt(FAILURE_RATES)
-    change = ends * _regime_changes() - (1 + ends) * np.eye(len(root))
+    # The chance of each next rate: it falls to both sides by the same factor from rate to rate.
+    fall = exp(-log(_RATE_FACTOR) / MEAN_LOG_RATE_JUMP)
+    number = np.arange(len(FAILURE_RATES))
+    changes: Array = fall ** np.abs(number[:, None] - number) * (1 - fall) / (1 + fall)
+    change = ends * changes - (1 + ends) * np.eye(len(root))
     growth, modes = np.linalg.eigh(root[:, None] * change * root)
     return growth[None, :], root[:, None] * modes, modes.T / root
 

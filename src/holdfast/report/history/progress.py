@@ -164,7 +164,12 @@ class RunProgress:
                 self._save_problems.clear()
                 return ProgressLine(elapsed, again + text)
             case CheckpointSkipped() | CheckpointFailed():
-                return self._save_problem(event, elapsed)
+                # Say each reason once, until a checkpoint is committed.
+                problem = (event.kind, event.reason)
+                if problem in self._save_problems:
+                    return None
+                self._save_problems.add(problem)
+                return ProgressLine(elapsed, notice_text(event), "bad")
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
             case AttentionChosen():
@@ -199,16 +204,6 @@ class RunProgress:
                 return True
             self._awaited ^= {event.key}
         return False
-
-    def _save_problem(
-        self, event: CheckpointSkipped | CheckpointFailed, elapsed: float
-    ) -> ProgressLine | None:
-        """Say each reason once, until a checkpoint is committed."""
-        problem = (event.kind, event.reason)
-        if problem in self._save_problems:
-            return None
-        self._save_problems.add(problem)
-        return ProgressLine(elapsed, notice_text(event), "bad")
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0

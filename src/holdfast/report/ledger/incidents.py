@@ -311,7 +311,16 @@ class IncidentBook:
         if ended is not None:  # the one before did a step that no rank has reported yet
             self._record_step(event.step, elapsed)
         if self._open is None and self._generation:
-            self._note_generation_reason(event, elapsed)
+            # Open an incident if no event has said yet that the generation before is over.
+            if not self._fresh:
+                if event.reason not in ("start", "resume"):
+                    self._begin(event.reason, self._generation, elapsed)
+            elif event.step < self._step:
+                # The session before ended as it should; what it did last was not saved.
+                self._begin(
+                    _RESUMED_KIND, self._generation, elapsed if self._since is None else self._since
+                )
+                self._update(stood=None, since=None)
         nodes = tuple(event.topology.get("nodes", ()))
         if self._open is not None and generation > self._open.generation:
             kind = event.reason if self._open.kind == "held" else self._open.kind
@@ -332,18 +341,6 @@ class IncidentBook:
         self._generation = max(self._generation, generation)
         self._step, self._fresh = event.step, False
         return ended
-
-    def _note_generation_reason(self, event: GenerationStarted, elapsed: float) -> None:
-        """Open an incident if no event has said yet that the generation before is over."""
-        if not self._fresh:
-            if event.reason not in ("start", "resume"):
-                self._begin(event.reason, self._generation, elapsed)
-        elif event.step < self._step:
-            # The session before ended as it should; what it did last was not saved.
-            self._begin(
-                _RESUMED_KIND, self._generation, elapsed if self._since is None else self._since
-            )
-            self._update(stood=None, since=None)
 
     # --- steps ----------------------------------------------------------------------------------
     def _take_step(self, generation: int, step: int, elapsed: float) -> Incident | None:

@@ -141,7 +141,16 @@ class TimeLedger:
         elif isinstance(event, GenerationStarted):
             self._start = event.step
             self._open_gap("recovery", self._last_claim)
-            self._supersede(event.step)
+            # A generation begins from the state after `step`: what counted beyond it is rework.
+            keep = bisect_right(self._steps, event.step)
+            for column, name in enumerate(_COLUMNS):
+                lost = sum(self._rows[keep * _WIDTH + column :: _WIDTH])
+                # Sums in two orders differ in the last digit: nothing falls below zero by that.
+                lost = max(0.0, min(lost, self._closed[name]))
+                self._closed[name] -= lost
+                self._closed["rework"] += lost
+            del self._rows[keep * _WIDTH :], self._steps[keep:]
+            self._stretch_row = keep
         elif isinstance(event, _ENDS):
             self._end_session()
 
@@ -193,18 +202,6 @@ class TimeLedger:
         else:
             self._stretch_row = len(self._steps)
             self._last_claim = self._mark
-
-    def _supersede(self, step: int) -> None:
-        """A generation begins from the state after `step`: what counted beyond it is rework."""
-        keep = bisect_right(self._steps, step)
-        for column, name in enumerate(_COLUMNS):
-            lost = sum(self._rows[keep * _WIDTH + column :: _WIDTH])
-            # Sums in two orders differ in the last digit: nothing falls below zero by that.
-            lost = max(0.0, min(lost, self._closed[name]))
-            self._closed[name] -= lost
-            self._closed["rework"] += lost
-        del self._rows[keep * _WIDTH :], self._steps[keep:]
-        self._stretch_row = keep
 
     # --- the open stretch or gap ------------------------------------------------------------
     def _open(self, until: float) -> dict[str, float]:

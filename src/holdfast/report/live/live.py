@@ -160,10 +160,23 @@ def picture(progress: RunProgress, width: int, height: int) -> RenderableType:
     rest = height - 12 - (len(progress.nodes) > 1)
     if rest >= 4 and len(progress.curve) > 1:
         parts += ["", *_curve(progress, inner, min(9, rest - 2))]
-    parts += ["", _workers(progress, inner)]
+    pieces: list[tuple[str, str] | str] = [("workers  ", "dim")]
+    wide = inner >= 14 * len(progress.workers) + 9
+    for rank, state in sorted(progress.workers.items()):
+        sign, style = _WORKERS[state]
+        pieces += [(sign, style), f" {rank} {state}   " if wide else " "]
+    if not wide:
+        alive = sum(state != "lost" for state in progress.workers.values())
+        pieces.append(f" {format_plural(alive, 'worker')}")
+    parts += ["", _line(*pieces, width=inner)]
     parts += [_nodes(progress, inner)] if len(progress.nodes) > 1 else []
     parts += [_saved(progress, inner)]
-    events = _events(progress, inner, max(1, min(6, height - 18)))
+    most = max(1, min(6, height - 18))
+    newest = list(progress.lines)[-most:]
+    events = [
+        _line((f"{format_clock(h.at):>7}  ", "dim"), (h.text, _MOODS[h.mood]), width=inner)
+        for h in newest
+    ]
     parts += ["", *events] if events else []
     title = Text.assemble(
         (progress.run or "holdfast", "bold"),
@@ -230,18 +243,6 @@ def _curve(progress: RunProgress, width: int, height: int) -> list[Text]:
     ]
 
 
-def _workers(progress: RunProgress, width: int) -> Text:
-    pieces: list[tuple[str, str] | str] = [("workers  ", "dim")]
-    wide = width >= 14 * len(progress.workers) + 9
-    for rank, state in sorted(progress.workers.items()):
-        sign, style = _WORKERS[state]
-        pieces += [(sign, style), f" {rank} {state}   " if wide else " "]
-    if not wide:
-        alive = sum(state != "lost" for state in progress.workers.values())
-        pieces.append(f" {format_plural(alive, 'worker')}")
-    return _line(*pieces, width=width)
-
-
 def _nodes(progress: RunProgress, width: int) -> Text:
     """Present and past members, and the rung by which the generation came about."""
     pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
@@ -262,14 +263,6 @@ def _saved(progress: RunProgress, width: int) -> Text:
         f"step {format_count(event.step)}, {ago} ago, {format_bytes(event.bytes)}",
         width=width,
     )
-
-
-def _events(progress: RunProgress, width: int, most: int) -> list[Text]:
-    newest = list(progress.lines)[-most:]
-    return [
-        _line((f"{format_clock(h.at):>7}  ", "dim"), (h.text, _MOODS[h.mood]), width=width)
-        for h in newest
-    ]
 
 
 def watch_run(batches: Iterable[list[Record]], view: LiveView) -> None:

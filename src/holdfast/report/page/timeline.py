@@ -114,7 +114,12 @@ def _lanes(
     starts = [g.elapsed for g in history.generations]
     for index, generation in enumerate(history.generations):
         start = x(clock(generation.elapsed))
-        stop = x(clock(_generation_end(history, index, starts)))
+        # A generation ends where it broke, where its session ended, or where the next began.
+        number = history.generations[index].number
+        ends = [i.began for i in history.incidents if i.generation == number]
+        ends += [s.until for s in history.sessions if s.until > starts[index]]
+        ends += starts[index + 1 : index + 2]
+        stop = x(clock(min(ends, default=history.wall)))
         label = f"{generation.number}" if stop - start < 120 else f"generation {generation.number}"
         kind = "lane alt" if index % 2 else "lane"
         box = rect(start, y, max(1.0, stop - start - 1), 18.0, rx=3, class_=kind)
@@ -130,14 +135,7 @@ def _lanes(
     if history.incidents:
         parts.append(_incident_lane(history, clock, x, y, canvas))
         y += 30
-    for elapsed, kind, tip in _marks(history):
-        parts.append(mark(x(clock(elapsed)), y - 4, y + 10, kind, tip, reach=9))
-    parts.append(_lane_labels(history, y, canvas))
-    return "".join(parts), y + _key_height(canvas)
-
-
-def _marks(history: History) -> list[tuple[float, str, str]]:
-    """Return the checkpoints and validations: when, kind of mark, tooltip."""
+    # The checkpoints and validations: when, kind of mark, tooltip.
     marks: list[tuple[float, str, str]] = [
         (
             c.elapsed,
@@ -156,7 +154,10 @@ def _marks(history: History) -> list[tuple[float, str, str]]:
         )
         for e in history.evaluations
     ]
-    return marks
+    for elapsed, kind, tip in marks:
+        parts.append(mark(x(clock(elapsed)), y - 4, y + 10, kind, tip, reach=9))
+    parts.append(_lane_labels(history, y, canvas))
+    return "".join(parts), y + _key_height(canvas)
 
 
 def _key_height(canvas: Canvas) -> float:
@@ -213,12 +214,3 @@ def _lane_labels(history: History, y: float, canvas: Canvas) -> str:
         parts.append(line(x, top, x, top + 12, class_=kind))
         parts.append(text(x + 8, top + 10, name))
     return "".join(parts)
-
-
-def _generation_end(history: History, index: int, starts: Sequence[float]) -> float:
-    """A generation ends where it broke, where its session ended, or where the next began."""
-    number = history.generations[index].number
-    ends = [i.began for i in history.incidents if i.generation == number]
-    ends += [s.until for s in history.sessions if s.until > starts[index]]
-    ends += starts[index + 1 : index + 2]
-    return min(ends, default=history.wall)

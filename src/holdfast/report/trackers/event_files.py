@@ -33,7 +33,12 @@ class TensorBoardTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         if self._file is None:
             self._file = self._open(time)
-        self._file.write(scalars_record(time, step, values))
+        # One record with all of a step's values.
+        parts = [
+            _field(1, _field(1, tag.encode()) + _key(2, _FLOAT) + struct.pack("<f", value))
+            for tag, value in values.items()
+        ]
+        self._file.write(_record(_event(time, step, _field(5, b"".join(parts)))))
 
     def rewind(self, step: int) -> None:
         self._close()
@@ -96,15 +101,6 @@ def masked_crc(data: bytes) -> int:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes:
-    """One record with all of a step's values."""
-    parts = [
-        _field(1, _field(1, tag.encode()) + _key(2, _FLOAT) + struct.pack("<f", value))
-        for tag, value in values.items()
-    ]
-    return _record(_event(time, step, _field(5, b"".join(parts))))
 
 
 def _event(time: float, step: int, what: bytes) -> bytes:

@@ -136,7 +136,16 @@ class Delivery:
         """Deliver records until there are no more; then close the tracker."""
         while True:
             is_last = no_more.is_set()  # before the look, so that the look sees everything
-            self.deliver_new()
+            # Deliver what was appended to the journal since the last time.
+            records = self._read()
+            for record in records:
+                self._watchdog.call(self._tracker.event, record)
+                self._apply(self._curve.observe(record))
+                if time.monotonic() - self._saved_at > SAVE_INTERVAL_S:
+                    self._store_position(None)
+            if records:  # points that wait for their generation's start must be read again
+                self._store_position(None if self._curve.is_waiting else self._tail.positions)
+            self._save_settled()
             if is_last:
                 break
             no_more.wait(POLL_INTERVAL_S)
@@ -144,18 +153,6 @@ class Delivery:
         self._watchdog.call(self._tracker.flush)
         self._watchdog.call(self._tracker.finish, self._curve.end)
         self._cursor.save(self._curve.to_json(), self._tail.positions)
-
-    def deliver_new(self) -> None:
-        """Deliver what was appended to the journal since the last time."""
-        records = self._read()
-        for record in records:
-            self._watchdog.call(self._tracker.event, record)
-            self._apply(self._curve.observe(record))
-            if time.monotonic() - self._saved_at > SAVE_INTERVAL_S:
-                self._store_position(None)
-        if records:  # points that wait for their generation's start must be read again
-            self._store_position(None if self._curve.is_waiting else self._tail.positions)
-        self._save_settled()
 
     def _read(self) -> list[Record]:
         try:

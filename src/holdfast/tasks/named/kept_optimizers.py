@@ -122,7 +122,20 @@ class KeptOptimizers:
     def use_options(self, step: int) -> None:
         """Take the options that the optimizers have now for `step`. Raises TaskError."""
         if self._is_fused:
-            _refuse_unlike(self._optimizers[0], self._options_at_keep)
+            optimizer = self._optimizers[0]
+            # Raises TaskError if options of an AdamW are no longer those of the engine's.
+            for group, own in zip(optimizer.param_groups, self._options_at_keep, strict=True):
+                if _plain(group["lr"]) != _plain(optimizer.param_groups[0]["lr"]):
+                    raise _refusal(
+                        "the groups had one lr at run.keep(), and now have several",
+                        "use one value in all groups, or several from the start",
+                    )
+                for option in ("betas", "eps", "weight_decay"):
+                    if group[option] != own[option]:
+                        raise _refusal(
+                            f"{option} of {type(optimizer).__name__} has changed since run.keep()",
+                            "keep it as it was: a scheduler may need cycle_momentum=False",
+                        )
         self._used[step] = self.options()
         self._used.pop(step - _REMEMBERED_STEPS, None)
 
@@ -246,22 +259,6 @@ def _is_plain_adamw(optimizers: Sequence[Optimizer]) -> bool:
     if any(group.get(option) for group in groups for option in _NO_FUSED_OPTIONS):
         return False
     return all(_plain(g[o]) == _plain(groups[0][o]) for g in groups for o in _FUSED_OPTIONS)
-
-
-def _refuse_unlike(optimizer: Optimizer, at_keep: Sequence[Mapping[str, Any]]) -> None:
-    """Raises TaskError if options of an AdamW are no longer those of the engine's."""
-    for group, own in zip(optimizer.param_groups, at_keep, strict=True):
-        if _plain(group["lr"]) != _plain(optimizer.param_groups[0]["lr"]):
-            raise _refusal(
-                "the groups had one lr at run.keep(), and now have several",
-                "use one value in all groups, or several from the start",
-            )
-        for option in ("betas", "eps", "weight_decay"):
-            if group[option] != own[option]:
-                raise _refusal(
-                    f"{option} of {type(optimizer).__name__} has changed since run.keep()",
-                    "keep it as it was: a scheduler may need cycle_momentum=False",
-                )
 
 
 def _slots_of(

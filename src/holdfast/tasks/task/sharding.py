@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from holdfast.core.sharding.run_table import (
     sharding_text,
 )
 from holdfast.core.sharding.sharding_table import Sharding
-from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
+from holdfast.core.sharding.state_table import MIXED, mesh_box
 from holdfast.errors import TaskError
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_layers import SHARED_INSIDE, STYLES, TensorRegions, cut_layers
@@ -66,7 +65,15 @@ def layer_cuts(task: Task, module: nn.Module) -> dict[str, LayerCut]:
     layers = {name: layer for name, layer in module.named_modules() if name}
     found: dict[str, LayerCut] = {}
     for pattern, entry in given.items():
-        cut = _read(pattern, entry)
+        # An entry: a style, or a style and a number of parts. Raises TaskError.
+        style, parts = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 0)
+        if style not in (*STYLES, SHARED_INSIDE) or not isinstance(parts, int) or parts < 0:
+            raise TaskError(
+                f"sharding() returned {entry!r} for {pattern}",
+                remedy=f"use one of {', '.join((*STYLES, SHARED_INSIDE))}, or a pair of it and a "
+                "number of parts",
+            )
+        cut = LayerCut(style, parts)
         hit = [name for name in layers if _matches(pattern, name)]
         if not hit:
             near = get_close_matches(pattern, layers, n=_SHOWN, cutoff=0.0)
@@ -104,18 +111,6 @@ def cut_module(task: Task, module: nn.Module, groups: ProcessGroups) -> None:
     styles = {name: cut.style for name, cut in layer_cuts(task, module).items()}
     collectives = Collectives(groups.axis("tp"), groups.traffic)
     cut_layers(module, styles, TensorRegions(collectives))
-
-
-def _read(pattern: str, entry: Any) -> LayerCut:
-    """An entry: a style, or a style and a number of parts. Raises TaskError."""
-    style, parts = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 0)
-    if style not in (*STYLES, SHARED_INSIDE) or not isinstance(parts, int) or parts < 0:
-        raise TaskError(
-            f"sharding() returned {entry!r} for {pattern}",
-            remedy=f"use one of {', '.join((*STYLES, SHARED_INSIDE))}, or a pair of it and a "
-            "number of parts",
-        )
-    return LayerCut(style, parts)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -223,7 +218,11 @@ def refuse_wrong_table(
         if spec.name in partial or spec.name not in expected:
             continue
         ours = found[spec.name] / (groups.degree("dp_shard") if sums_shards else 1)
-        theirs = _cut(expected[spec.name], spec, groups, with_shards=sums_shards)
+        whole = expected[spec.name]
+        # This rank's part of a complete gradient.
+        row = spec if sums_shards else replace(spec, shard_dim=None)
+        box = mesh_box(row, groups.replica, groups.coordinate)
+        theirs = whole[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]
         distance = float((ours.to(theirs) - theirs).norm())
         if distance > rounding.near * (float(theirs.norm()) + rounding.nothing * total):
             raise TaskError(
@@ -281,10 +280,3 @@ def _complete_gradients(
         complete(batch, key).backward()
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     return {name: _gradient(parameter) for name, parameter in trained.items()}
-
-
-def _cut(whole: Tensor, spec: TensorSpec, groups: ProcessGroups, *, with_shards: bool) -> Tensor:
-    """This rank's part of a complete gradient."""
-    row = spec if with_shards else replace(spec, shard_dim=None)
-    box = mesh_box(row, groups.replica, groups.coordinate)
-    return whole[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]

@@ -115,7 +115,11 @@ class Evaluator:
             found = self.executor.evaluate(batches, on_progress)
         spoken = reports_losses(self.groups.replica, self.groups.coordinate)
         losses = [float(loss) for loss in found] if spoken else []
-        self._release()
+        # Without a backward nothing tells FSDP2 to give gathered parameters back.
+        for module in self.objective.modules():
+            reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
+            if reshard is not None:
+                reshard()
         tree = ReductionTree(count)
         total = tree.sum(gather_losses(self.groups, shares, losses))
         if known is None:
@@ -124,13 +128,6 @@ class Evaluator:
         if not known:
             return None
         return Evaluation(total / known, self.validation.bits_per_byte(total), known)
-
-    def _release(self) -> None:
-        """Without a backward nothing tells FSDP2 to give gathered parameters back."""
-        for module in self.objective.modules():
-            reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
-            if reshard is not None:
-                reshard()
 
 
 def rows(array: NDArray[Any], part: int, parts: int, pad: int) -> NDArray[Any]:

@@ -98,7 +98,11 @@ class NextTokenObjective(nn.Module):
             hidden = tensor.enter_region(hidden)
         ids, scale = targets.flatten(), None
         if self._is_weighted:
-            ids, scale = split_weights(ids, _wide_dtype(hidden.dtype))
+            dtype = _wide_dtype(hidden.dtype)
+            # Targets: int64 [T] -> (token ids, or what is below 0; what each counts, in `dtype`)
+            hundredths = ids >> SHIFT
+            weights = torch.where(hundredths > 0, hundredths.to(dtype) / PER_ONE, 1.0)
+            ids, scale = torch.where(ids < 0, ids, ids & ID_BITS), weights.to(dtype)
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             decoder.head_weight,
@@ -123,13 +127,6 @@ class NextTokenObjective(nn.Module):
                     length, model.vocab_size, dtype=logits_dtype, device=targets.device
                 )
                 self._loss_and_gradient(logits, targets[:length])
-
-
-def split_weights(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """targets: int64 [T] -> (token ids, or what is below 0; what each counts, in `dtype`)"""
-    hundredths = targets >> SHIFT
-    weights = torch.where(hundredths > 0, hundredths.to(dtype) / PER_ONE, 1.0)
-    return torch.where(targets < 0, targets, targets & ID_BITS), weights.to(dtype)
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:

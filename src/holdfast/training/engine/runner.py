@@ -137,9 +137,26 @@ class _SaveScheduler:
         captured = (bool(waits) or not wishes.has_no_slot) and self.saver.capture(
             step, engine.state(), waits, durable
         )
-        into = self._destinations(durable, last, wishes)
+        # The destinations of a capture. The state left behind at the end goes to all.
+        decided = PEERS in self.cadence.tiers.automatic
+        wanted = wishes.copy or self.is_copy_owed or self.is_in_danger()
+        copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
+        if decided and copied is None:
+            copied = False
+        every = self.config.checkpoint.bucket_every_seconds == 0
+        into = SaveDestinations(durable, copied, every or wishes.upload or last)
         if captured:
-            self._on_captured(step, into)
+            self.is_copy_owed = False
+            if into.is_durable:
+                self.saved_step, self.is_save_owed = step, False
+            reached = {
+                MEMORY: True,
+                PEERS: into.to_peers is not False,
+                DISK: into.is_durable,
+                BUCKET: into.is_durable and into.to_bucket,
+            }
+            present = self.cadence.tiers.present
+            self.cadence.record_save(self.timer.clock(), [t for t in present if reached[t]])
         else:
             self.is_last_step_uncaptured = last
             self.is_copy_owed = self.is_copy_owed or (wishes.copy and wishes.has_no_slot)
@@ -147,29 +164,6 @@ class _SaveScheduler:
                 self._record_owed_save(step, reason, wishes.has_no_slot and not last)
         self.timer.lap("capture")
         return into if captured else None
-
-    def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
-        """Return the destinations of a capture. The state left behind at the end goes to all."""
-        decided = PEERS in self.cadence.tiers.automatic
-        wanted = wishes.copy or self.is_copy_owed or self.is_in_danger()
-        copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
-        if decided and copied is None:
-            copied = False
-        every = self.config.checkpoint.bucket_every_seconds == 0
-        return SaveDestinations(durable, copied, every or wishes.upload or last)
-
-    def _on_captured(self, step: int, into: SaveDestinations) -> None:
-        self.is_copy_owed = False
-        if into.is_durable:
-            self.saved_step, self.is_save_owed = step, False
-        reached = {
-            MEMORY: True,
-            PEERS: into.to_peers is not False,
-            DISK: into.is_durable,
-            BUCKET: into.is_durable and into.to_bucket,
-        }
-        present = self.cadence.tiers.present
-        self.cadence.record_save(self.timer.clock(), [t for t in present if reached[t]])
 
     def _record_owed_save(self, step: int, reason: str | None, full: bool) -> None:
         """A durable save found no slot. What is owed is said once: it is tried at every step."""
@@ -291,7 +285,10 @@ class TrainingLoop:
         _, verdict = self.engine.history.applied_verdicts[-1]
         watch.lap("apply")
         self._check_replicas(step)
-        self._report_trace(step)
+        # Report the spans of the step that the run file asks for.
+        if self.recorder is not None and step == self.config.layout.trace_step:
+            found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
+            self.reporter.emit(StepTraced(self.rank, found, step=step))
         into = self.saves.capture(step, verdict.requests, self.engine)
         self._report(batch, verdict, rate)
         self.engine.history.unreported_step = 0
@@ -325,12 +322,6 @@ class TrainingLoop:
         if self.rank in odd:
             self.engine.status.is_torn = True
             raise HoldfastError(f"the state after step {step} is not that of the other ranks")
-
-    def _report_trace(self, step: int) -> None:
-        """Report the spans of the step that the run file asks for."""
-        if self.recorder is not None and step == self.config.layout.trace_step:
-            found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
-            self.reporter.emit(StepTraced(self.rank, found, step=step))
 
     def _reduce(self, step: int) -> StepVerdict:
         """Vote after the fence: a rank that has voted holds the snapshot before it completely."""

@@ -87,31 +87,27 @@ def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]
     ]
 
 
-def small_config(device: str, precision: str) -> RunConfig:
-    """A decoder with grouped heads."""
-    return RunConfig.model_validate(
-        {
-            "device": device,
-            "model": {
-                "preset": None,
-                "layers": 2,
-                "dim": 128,
-                "heads": 4,
-                "kv_heads": 2,
-                "ffn_dim": 256,
-                "vocab_size": 512,
-            },
-            "data": {"sequence_length": 128},
-            "train": {"batch_size": 4, "microbatch_size": 2, "precision": precision},
-        }
-    )
-
-
 def compare_steps(device: torch.device) -> tuple[int, list[str]]:
     """Number of tensors of both precisions, and the names of those that differ."""
     count, odd = 0, list[str]()
     for precision in ("fp32", "bf16"):
-        config = small_config(device.type, precision)
+        # A decoder with grouped heads.
+        config = RunConfig.model_validate(
+            {
+                "device": device.type,
+                "model": {
+                    "preset": None,
+                    "layers": 2,
+                    "dim": 128,
+                    "heads": 4,
+                    "kv_heads": 2,
+                    "ffn_dim": 256,
+                    "vocab_size": 512,
+                },
+                "data": {"sequence_length": 128},
+                "train": {"batch_size": 4, "microbatch_size": 2, "precision": precision},
+            }
+        )
         (_, one), (_, other) = (trained(config, device, STEPS) for _ in range(2))
         count += len(one)
         odd += [f"{name} in {precision}" for name in unequal(one, other)]

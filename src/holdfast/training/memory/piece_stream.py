@@ -65,7 +65,7 @@ class PieceStream:
     def staged_bytes(self) -> int:
         """Bytes of the device that all buffers take."""
         elements = staged_elements(self._pieces)
-        return sum(elements * _item_bytes(role) for role in self._staged_roles())
+        return sum(elements * _dtype_of(role).itemsize for role in self._staged_roles())
 
     def run(self, update: Update) -> None:
         """Update piece by piece. Raises StateMemoryError if a file fails; the state is void."""
@@ -207,7 +207,3 @@ def _cut(buffer: Tensor, part: PiecePart) -> Tensor:
 
 def _dtype_of(role: StagedTensors) -> torch.dtype:
     return next(tensor.dtype for tensor in role.tensors if tensor is not None)
-
-
-def _item_bytes(role: StagedTensors) -> int:
-    return _dtype_of(role).itemsize

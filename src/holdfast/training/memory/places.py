@@ -81,7 +81,19 @@ class StateMemory:
                 self.ledger.add(DEVICE, kind, dtype.itemsize * sum(map(prod, shapes)))
                 return [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
             sizes = [-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes]
-            flat = self._reserve(place, kind, max(ALIGNMENT, sum(sizes)), dtype)
+            elements = max(ALIGNMENT, sum(sizes))
+            # -> [elements], of zeros
+            file: ScratchFile | None = None
+            if place == HOST:
+                flat = torch.zeros(elements, dtype=dtype, pin_memory=self.device.type != "cpu")
+            else:
+                assert place == FILE, place
+                file = self.file(elements * dtype.itemsize)
+                flat = torch.frombuffer(file.map, dtype=dtype, count=elements)
+            start = flat.data_ptr()
+            added = _Region(kind, start, start + flat.nbytes, file)
+            with self._lock:  # buffers of messages are made by threads
+                self._regions = sorted([*self._regions, added], key=lambda region: region.start)
             self.ledger.add(place, kind, flat.nbytes)
             parts = zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)
             return [part[: prod(shape)].view(shape) for part, shape in parts]
@@ -137,21 +149,6 @@ class StateMemory:
             part.copy_(source)
         else:
             region.file.write(as_bytes(source), part.data_ptr() - region.start)
-
-    def _reserve(self, place: Place, kind: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """-> [elements], of zeros"""
-        file: ScratchFile | None = None
-        if place == HOST:
-            flat = torch.zeros(elements, dtype=dtype, pin_memory=self.device.type != "cpu")
-        else:
-            assert place == FILE, place
-            file = self.file(elements * dtype.itemsize)
-            flat = torch.frombuffer(file.map, dtype=dtype, count=elements)
-        start = flat.data_ptr()
-        added = _Region(kind, start, start + flat.nbytes, file)
-        with self._lock:  # buffers of messages are made by threads
-            self._regions = sorted([*self._regions, added], key=lambda region: region.start)
-        return flat
 
     def _region_of(self, tensor: Tensor) -> _Region | None:
         if tensor.device.type != "cpu":

@@ -77,16 +77,6 @@ class RecoveryResult:
     phases: dict[str, float]
 
 
-def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
-    """Apply the step that another rank has applied, or whose complete gradient all ranks hold."""
-    if found.verdict is None:
-        raise RuntimeError(f"nobody knows the verdict of step {found.resolution.step}")
-    if kept:
-        engine.apply(found.verdict)
-    else:  # what computes on copies follows when all is built
-        engine.update(found.verdict)
-
-
 def _discard_engine(engine: StepEngine | None) -> None:
     """Close an engine that never got its state: its groups would be in the way of the next."""
     if engine is not None:
@@ -153,7 +143,14 @@ class GenerationEntry:
         built: StepEngine | None = None
         try:
             if self.rank in found.resolution.appliers:
-                _catch_up(engine, found, kept)
+                # Apply the step that another rank has applied, or whose complete
+                # gradient all ranks hold.
+                if found.verdict is None:
+                    raise RuntimeError(f"nobody knows the verdict of step {found.resolution.step}")
+                if kept:
+                    engine.apply(found.verdict)
+                else:  # what computes on copies follows when all is built
+                    engine.update(found.verdict)
                 self.timer.lap("apply")
             if kept:
                 tensors = self.regroup(session, found, control)

@@ -136,7 +136,9 @@ def agree(
     state.
     """
     order = [rank for replica in topology.replicas for rank in replica.ranks]
-    plan = _rebuild_digest(topology, old_topology, came_from)
+    made_from = [topology.to_json(), old_topology.to_json(), list(came_from)]
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    plan = int(digest[:15], 16), int(digest[15:30], 16)
     record = torch.tensor([*plan, *_encode(statement, max_microbatches)], dtype=torch.int64)
     answers = exchange(control, record, [len(record)] * control.size, _AGREEMENT_TAG)
     words = dict(zip(order, (answer.tolist() for answer in answers), strict=True))
@@ -249,12 +251,6 @@ def _combined_norm(
         if len(places) == len(alike[0].ranks):
             return combine_norms(places)
     return None
-
-
-def _rebuild_digest(topology: Topology, before: Topology, came_from: CameFrom) -> tuple[int, int]:
-    made_from = [topology.to_json(), before.to_json(), list(came_from)]
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-    return int(digest[:15], 16), int(digest[15:30], 16)
 
 
 def _encode(said: RankStatement, most: int) -> list[int]:

@@ -9,10 +9,9 @@ compiler would make other kernels, with other bits.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import device_kind
@@ -62,7 +61,15 @@ def run_block(config: RunConfig, device: torch.device) -> None:
             Decoder(model), config.train.compile, config.data.chat.weights
         )
     decoder = objective.decoder
-    _prepare(alone, task.units(objective))
+    units = task.units(objective)
+    # Let units be compiled and run again as in a first stage: the standby's may be another one.
+    stages = max(degrees.pp for _, degrees in alone.layout.kinds)
+    policy = alone.recompute_policy(0, stages, 1)
+    if policy.word != "none":
+        apply_recompute(units, policy, is_random=False, is_compiled=alone.train.compile)
+    elif alone.train.compile:
+        for unit in units:
+            unit.compile()
     give_memory(decoder.layers.to(dtype), device)
     for parameter in decoder.layers.parameters():
         torch.nn.init.zeros_(parameter)
@@ -83,17 +90,6 @@ def run_block(config: RunConfig, device: torch.device) -> None:
     if not device_kind(device.type).is_host:
         torch.accelerator.synchronize(device)
         torch.accelerator.empty_cache()
-
-
-def _prepare(config: RunConfig, units: Sequence[nn.Module]) -> None:
-    """Let units be compiled and run again as in a first stage: the standby's may be another one."""
-    stages = max(degrees.pp for _, degrees in config.layout.kinds)
-    policy = config.recompute_policy(0, stages, 1)
-    if policy.word != "none":
-        apply_recompute(units, policy, is_random=False, is_compiled=config.train.compile)
-    elif config.train.compile:
-        for unit in units:
-            unit.compile()
 
 
 def _documents(config: RunConfig, tokens: Tensor) -> Tensor | None:

@@ -212,7 +212,15 @@ class Verifier:
             raise AuthError("the request's proof is wrong")
         now = self._clock()
         with self._lock:
-            self._forget(now)
+            # Forget the oldest stamps, not the first received. When a clock is set
+            # back, earlier stamps lie in the future. They must neither hide expired
+            # ones nor raise the floor above the present.
+            while self._order and self._order[0][0] + self._window < now:
+                self._seen_nonces.discard(heapq.heappop(self._order)[1])
+            while len(self._order) >= self._capacity:
+                stamp, nonce = heapq.heappop(self._order)
+                self._seen_nonces.discard(nonce)
+                self._floor = max(self._floor, stamp)
             # NaN compares false, so it is refused too.
             if not (abs(now - proof.time) <= self._window and proof.time > self._floor):
                 raise MisdirectedError(
@@ -229,17 +237,6 @@ class Verifier:
     def misdirected_answer(self) -> dict[str, Any]:
         """Return the content of the answer to a misdirected request."""
         return {"to": self.name, "now": self._clock()}
-
-    def _forget(self, now: float) -> None:
-        """Forget the oldest stamps, not the first received. When a clock is set back, earlier
-        stamps lie in the future. They must neither hide expired ones nor raise the floor above the
-        present."""
-        while self._order and self._order[0][0] + self._window < now:
-            self._seen_nonces.discard(heapq.heappop(self._order)[1])
-        while len(self._order) >= self._capacity:
-            stamp, nonce = heapq.heappop(self._order)
-            self._seen_nonces.discard(nonce)
-            self._floor = max(self._floor, stamp)
 
 
 def _digest(

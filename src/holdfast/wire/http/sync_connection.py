@@ -112,7 +112,11 @@ class ClientResponse:
         self._headers = said.headers
         self.status: int = parser.get_status_code()
         self.length = self.bytes_left = int(length)
-        self.keeps_alive = _keeps_alive(parser.get_http_version(), said.headers)
+        version = parser.get_http_version()
+        # Whether the connection stays open for another request; the parser has forgotten that by
+        # now.
+        options = said.headers.get("connection", "").lower().split(",")
+        self.keeps_alive = version == "1.1" and "close" not in map(str.strip, options)
 
     def header(self, name: str) -> str:
         """By its name in small letters; "" where it is missing."""
@@ -218,13 +222,6 @@ def _encrypt(sock: socket.socket, tls: ssl.SSLContext, address: str) -> socket.s
     except OSError:
         sock.close()
         raise
-
-
-def _keeps_alive(version: str, headers: Mapping[str, str]) -> bool:
-    """Return True if the connection stays open for another request; the parser has forgotten that
-    by now."""
-    options = headers.get("connection", "").lower().split(",")
-    return version == "1.1" and "close" not in map(str.strip, options)
 
 
 class _HeadParser(HeadFields):

@@ -206,7 +206,9 @@ class EncryptedStore:
     def _cipher_for(self, key: str, footer: bytes) -> _ObjectCipher:
         _, _, _, key_id, salt, _ = _FOOTER.unpack(footer)
         if key_id != self._key_id:
-            if self._has_sibling_with_our_key(key):
+            # Whether objects next to this one are sealed with our key: then the key is right.
+            beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
+            if any(self._footer_of(k) is not None for k in beside[:_MAX_SIBLINGS_CHECKED]):
                 raise CorruptError(f"{key}: its end names another key than the objects beside it")
             raise OtherKeyError(
                 f"{key} is sealed with another key",
@@ -217,12 +219,6 @@ class EncryptedStore:
         return _ObjectCipher(
             AESGCM(_derive(self._key, salt, b"holdfast object " + key.encode())), about
         )
-
-    def _has_sibling_with_our_key(self, key: str) -> bool:
-        """Return True if objects next to this one are sealed with our key: then the key is
-        right."""
-        beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
-        return any(self._footer_of(k) is not None for k in beside[:_MAX_SIBLINGS_CHECKED])
 
     def _encrypt_object(
         self, key: str, data: Iterable[memoryview], footer: bytes

@@ -238,9 +238,16 @@ def _object_store(bucket: BucketLocation) -> ObjectStore:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     endpoint = _endpoint(bucket)
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=bucket.timeout),
+        "connect_timeout": timedelta(seconds=min(5.0, bucket.timeout)),
+        "allow_http": endpoint.startswith("http://"),  # whatever the environment says
+    }
+    if bucket.ca:
+        options["root_certificate"] = _read_credentials(Path(bucket.ca), private=False)
     common: dict[str, Any] = {
         "prefix": bucket.prefix or None,
-        "client_options": _client_options(bucket, endpoint),
+        "client_options": options,
         "retry_config": {
             "max_retries": bucket.retries,
             "retry_timeout": timedelta(seconds=2 * bucket.timeout),
@@ -296,17 +303,6 @@ def _endpoint(bucket: BucketLocation) -> str:
             "the endpoint is no address", where=bucket.where, remedy="begin it with https://"
         )
     return found
-
-
-def _client_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "timeout": timedelta(seconds=bucket.timeout),
-        "connect_timeout": timedelta(seconds=min(5.0, bucket.timeout)),
-        "allow_http": endpoint.startswith("http://"),  # whatever the environment says
-    }
-    if bucket.ca:
-        options["root_certificate"] = _read_credentials(Path(bucket.ca), private=False)
-    return options
 
 
 def _s3_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:

@@ -70,7 +70,10 @@ class RealCampaign:
             if record is not None and is_resilient:
                 found[key] = record
             elif record is not None and key in found:
-                found[key] = replace(found[key], off_rate=_rate(record))
+                # Tokens a second, from the first commit to the last.
+                first, last = record.commits[0], record.commits[-1]
+                tokens = sum(commit.tokens for commit in record.commits[1:])
+                found[key] = replace(found[key], off_rate=(tokens / (last.t_s - first.t_s)))
         return list(found.values())
 
     def made(self, scenarios: Sequence[str], seeds: Sequence[int]) -> int:
@@ -154,10 +157,3 @@ def step_seconds(record: RunRecord) -> dict[int, float]:
         if one.workers == two.workers == three.workers:
             gaps.setdefault(three.workers, []).append(three.t_s - two.t_s)
     return {n: statistics.median(values) for n, values in sorted(gaps.items())}
-
-
-def _rate(record: RunRecord) -> float:
-    """Tokens a second, from the first commit to the last."""
-    first, last = record.commits[0], record.commits[-1]
-    tokens = sum(commit.tokens for commit in record.commits[1:])
-    return tokens / (last.t_s - first.t_s)

@@ -102,7 +102,18 @@ def _run(job: TrainerRun, run: ScenarioRun, network: NodeNetwork | None) -> RunR
     """run: with compressed times."""
     first = [e.node for e in run.events if e.kind == "join" and e.t_s == 0]
     if is_parked := isinstance(job, ParkingRun):
-        _park(job, [*first, *_later_nodes(run.events)])
+        # The nodes that join or are repaired after time 0, in order. A node that was slow and is
+        # repaired does not join.
+        found, gone = list[str](), set[str]()
+        for event in run.events:
+            if event.kind in ("preempt", "fail"):
+                gone.add(event.node)
+            elif event.t_s > 0 and (
+                event.kind == "join" or (event.kind == "recover" and event.node in gone)
+            ):
+                gone.discard(event.node)
+                found.append(event.node)
+        _park(job, [*first, *found])
     job.start(first)
     began = _wait_until_steady(job, len(first))
     deeds = _play(job, run, began, first, network)
@@ -121,21 +132,6 @@ def _park(job: ParkingRun, nodes: Sequence[str]) -> None:
                 f"{ready} of {len(nodes)} nodes were ready within {START_TIMEOUT_S:.0f} s"
             )
         time.sleep(_POLL_S)
-
-
-def _later_nodes(events: Sequence[TraceEvent]) -> list[str]:
-    """The nodes that join or are repaired after time 0, in order. A node that was slow and is
-    repaired does not join."""
-    found, gone = list[str](), set[str]()
-    for event in events:
-        if event.kind in ("preempt", "fail"):
-            gone.add(event.node)
-        elif event.t_s > 0 and (
-            event.kind == "join" or (event.kind == "recover" and event.node in gone)
-        ):
-            gone.discard(event.node)
-            found.append(event.node)
-    return found
 
 
 def _wait_until_steady(job: TrainerRun, nodes: int) -> float:

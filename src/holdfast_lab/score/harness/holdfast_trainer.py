@@ -7,7 +7,6 @@ with `cluster.recovery: restart`. No process survives a loss, and no state lies 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone
@@ -126,14 +125,10 @@ class _HoldfastRun(ParkedNodes):
     def corrupt_checkpoint(self) -> bool:
         if not list_commits(FolderStore(self._run_folder)):
             return False
-        return flip_bytes(_newest_blobs(self._run_folder))
-
-
-def _newest_blobs(folder: Path) -> list[Path]:
-    """The blobs of the newest checkpoint, which begin with its step."""
-    blobs = sorted(folder.glob("data/*/*.safetensors"), key=lambda path: path.name)
-    newest = blobs[-1].name.partition("-")[0] if blobs else ""
-    return [path for path in blobs if path.name.partition("-")[0] == newest]
+        # The blobs of the newest checkpoint, which begin with its step.
+        blobs = sorted(self._run_folder.glob("data/*/*.safetensors"), key=lambda path: path.name)
+        newest = blobs[-1].name.partition("-")[0] if blobs else ""
+        return flip_bytes([path for path in blobs if path.name.partition("-")[0] == newest])
 
 
 def commits_of_journal(records: Sequence[Record]) -> list[Commit]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from math import sqrt
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 from holdfast.errors import ConfigError
@@ -245,7 +245,12 @@ def trainer_named(name: str) -> Trainer:
 def _made_by_user(file: str, attribute: str) -> Trainer:
     """An object of a user's class. Raises ConfigError with the line of the file that failed."""
     try:
-        found = getattr(_module_of(file), attribute, None)
+        spec = importlib.util.spec_from_file_location("holdfast_score_adapter", file)
+        if spec is None or spec.loader is None:
+            raise ImportError("this is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = getattr(module, attribute, None)
         made: Any = found() if found is not None else None
     except Exception as error:
         from holdfast.tasks.task.loading import place_in_user_code  # it is slow to import
@@ -271,12 +276,3 @@ def _made_by_user(file: str, attribute: str) -> Trainer:
         )
     trainer: Trainer = made
     return trainer
-
-
-def _module_of(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("holdfast_score_adapter", file)
-    if spec is None or spec.loader is None:
-        raise ImportError("this is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -54,14 +54,17 @@ def main() -> None:
     if is_resilient():
         _train_resilient(replica, replicas, lighthouse, folder, address, model, inner)
     else:
-        _train_plain(replica, replicas, lighthouse, model, inner)
-
-
-def _wait_for_first(replica: int, replicas: int, folder: Path) -> None:
-    """Return once all replicas of the beginning have come. Later ones do not wait."""
-    (folder / f"first-{replica}").touch()
-    while not all((folder / f"first-{each}").exists() for each in range(replicas)):
-        time.sleep(0.02)
+        lines = Lines()
+        dist.init_process_group("gloo", init_method=lighthouse, rank=replica, world_size=replicas)
+        step = 0
+        while True:
+            inner.zero_grad(set_to_none=False)
+            ranges = share_of(step + 1, replica, replicas)
+            total = _gradients(model, ranges, BATCH // replicas)
+            _reduced(model, lambda whole: dist.all_reduce(whole.div_(replicas)))
+            inner.step()
+            step += 1
+            lines.write(step, 1, replica, replicas, ranges, float(total))
 
 
 def _train_resilient(
@@ -105,7 +108,10 @@ def _train_resilient(
         quorum_timeout=timedelta(seconds=_TIMEOUT_S),
     )
     optimizer = torchft.Optimizer(manager, inner)
-    _wait_for_first(replica, replicas, folder)
+    # Once all replicas of the beginning have come. Later ones do not wait.
+    (folder / f"first-{replica}").touch()
+    while not all((folder / f"first-{each}").exists() for each in range(replicas)):
+        time.sleep(0.02)
     while True:
         optimizer.zero_grad(set_to_none=False)
         step = int(manager.current_step()) + 1
@@ -127,22 +133,6 @@ def _state_transport(address: str) -> Any:
     metadata = transport.metadata
     transport.metadata = lambda: metadata().replace(f"//{socket.gethostname()}:", f"//{address}:")
     return transport
-
-
-def _train_plain(
-    replica: int, replicas: int, address: str, model: nn.Module, inner: torch.optim.Optimizer
-) -> None:
-    lines = Lines()
-    dist.init_process_group("gloo", init_method=address, rank=replica, world_size=replicas)
-    step = 0
-    while True:
-        inner.zero_grad(set_to_none=False)
-        ranges = share_of(step + 1, replica, replicas)
-        total = _gradients(model, ranges, BATCH // replicas)
-        _reduced(model, lambda whole: dist.all_reduce(whole.div_(replicas)))
-        inner.step()
-        step += 1
-        lines.write(step, 1, replica, replicas, ranges, float(total))
 
 
 def _gradients(model: nn.Module, ranges: list[tuple[int, int]], divisor: int) -> Tensor:

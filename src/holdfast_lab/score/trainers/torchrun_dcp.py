@@ -72,7 +72,14 @@ def train(folder: Path) -> None:
     lines = Lines()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_PEER_TIMEOUT_S))
     rank, world = dist.get_rank(), dist.get_world_size()
-    generation = _generation(folder, rank)
+    # A number that is higher than that of any group before, the same on all ranks.
+    number = torch.zeros((), dtype=torch.int64)
+    if rank == 0:
+        file = folder / "generation"
+        number += 1 + (int(file.read_text()) if file.exists() else 0)
+        file.write_text(str(int(number)))
+    dist.broadcast(number, 0)
+    generation = int(number)
     torch.manual_seed(1)
     model = nn.parallel.DistributedDataParallel(module())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -108,17 +115,6 @@ def _backward(model: nn.Module, start: int, stop: int, world: int) -> torch.Tens
     loss = summed_loss(model, *samples(start, stop))
     torch.autograd.backward([loss * world / BATCH])
     return loss.detach()
-
-
-def _generation(folder: Path, rank: int) -> int:
-    """A number that is higher than that of any group before, the same on all ranks."""
-    number = torch.zeros((), dtype=torch.int64)
-    if rank == 0:
-        file = folder / "generation"
-        number += 1 + (int(file.read_text()) if file.exists() else 0)
-        file.write_text(str(int(number)))
-    dist.broadcast(number, 0)
-    return int(number)
 
 
 def _complete(folder: Path) -> list[Path]:

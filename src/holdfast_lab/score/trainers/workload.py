@@ -43,15 +43,6 @@ def is_resilient() -> bool:
     return os.environ.get("HOLDFAST_SCORE_RESILIENT", "1") != "0"
 
 
-def wait_seconds(seconds: float) -> None:
-    """Sleep for so long, without the time for which the process was stopped."""
-    passed, now = 0.0, time.monotonic()
-    while passed < seconds:
-        time.sleep(min(_PART_S, seconds - passed))
-        before, now = now, time.monotonic()
-        passed += min(now - before, 4 * _PART_S)
-
-
 def sample(index: int) -> tuple[Tensor, Tensor]:
     """x [WIDTH] and y [1] of a sample of the global order."""
     x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
@@ -70,7 +61,13 @@ def module() -> nn.Module:
 
 def summed_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The sum over samples; takes the time of a microbatch."""
-    wait_seconds(microbatch_seconds())
+    seconds = microbatch_seconds()
+    # Sleep for so long, without the time for which the process was stopped.
+    passed, now = 0.0, time.monotonic()
+    while passed < seconds:
+        time.sleep(min(_PART_S, seconds - passed))
+        before, now = now, time.monotonic()
+        passed += min(now - before, 4 * _PART_S)
     return F.mse_loss(model(x), y, reduction="sum")
 
 

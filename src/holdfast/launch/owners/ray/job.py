@@ -155,8 +155,22 @@ def _submit(ray: Any, board: RayBoard, spec: RaySpec) -> RayAnswer:
     status = board.read_status()
     if _has_supervisor(ray, spec.job) and not (status is not None and status.is_over):
         raise RayRefusalError("running", spec.job)
-    _check_room(ray, spec)
-    _end_supervisor(ray, spec.job)
+    # Raises RayRefusalError if no machine has what a node takes, or one has room for two nodes.
+    machines = {str(n["NodeName"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
+    taken = ", ".join(f"{name}: {number:g}" for name, number in spec.bundle.items())
+    if not spec.is_autoscaled and not any(_times(has, spec.bundle) for has in machines.values()):
+        most = {n: max(has.get(n, 0) for has in machines.values()) for n in spec.bundle}
+        there = ", ".join(f"{name}: {number:g}" for name, number in most.items())
+        raise RayRefusalError("resources", f"{taken} (the most of each: {there})")
+    shared = [name for name, has in machines.items() if _times(has, spec.bundle) >= 2]
+    if len(spec.groups) > 1 and shared:
+        raise RayRefusalError("shared", f"{shared[0]} has room for {taken} more than once")
+    # End the supervisor of a job that is over, if it has not done so itself.
+    until = time.monotonic() + START_TIMEOUT_S
+    while _has_supervisor(ray, spec.job) and time.monotonic() < until:
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(spec.job, namespace=NAMESPACE), no_restart=True)
+        time.sleep(0.1)
     board.clear()
     board.write_spec(spec)
     from holdfast.launch.owners.ray.supervisor import Supervisor
@@ -188,28 +202,6 @@ def _has_supervisor(ray: Any, job: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _end_supervisor(ray: Any, job: str) -> None:
-    """End the supervisor of a job that is over, if it has not done so itself."""
-    until = time.monotonic() + START_TIMEOUT_S
-    while _has_supervisor(ray, job) and time.monotonic() < until:
-        with suppress(ValueError):
-            ray.kill(ray.get_actor(job, namespace=NAMESPACE), no_restart=True)
-        time.sleep(0.1)
-
-
-def _check_room(ray: Any, spec: RaySpec) -> None:
-    """Raises RayRefusalError if no machine has what a node takes, or one has room for two nodes."""
-    machines = {str(n["NodeName"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
-    taken = ", ".join(f"{name}: {number:g}" for name, number in spec.bundle.items())
-    if not spec.is_autoscaled and not any(_times(has, spec.bundle) for has in machines.values()):
-        most = {n: max(has.get(n, 0) for has in machines.values()) for n in spec.bundle}
-        there = ", ".join(f"{name}: {number:g}" for name, number in most.items())
-        raise RayRefusalError("resources", f"{taken} (the most of each: {there})")
-    shared = [name for name, has in machines.items() if _times(has, spec.bundle) >= 2]
-    if len(spec.groups) > 1 and shared:
-        raise RayRefusalError("shared", f"{shared[0]} has room for {taken} more than once")
 
 
 def _times(has: Mapping[str, float], bundle: Mapping[str, float]) -> int:

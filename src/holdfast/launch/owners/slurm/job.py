@@ -162,7 +162,12 @@ class Slurm:
         text = self.run("scontrol", "show", "job", self.job)
         if text is None:
             return None
-        fields = parse_fields(record_of(self.job, text))
+        # The record of one job in the output of `scontrol show job`. The number of an array is
+        # that of one of its jobs, too; then all of them are shown.
+        records = re.split(r"(?m)^(?=JobId=)", text)
+        fields = parse_fields(
+            next((each for each in records if each.startswith(f"JobId={self.job} ")), "")
+        )
         nodes = self.host_names(fields.get("NodeList", ""))
         if nodes is None:
             return None
@@ -188,15 +193,6 @@ class Slurm:
         text = self.run("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T") or ""
         parts = [line.split("|") for line in text.splitlines()]
         return {p[0] for p in parts if len(p) == 2 and p[1].startswith("drain")}
-
-
-def record_of(job: str, text: str) -> str:
-    """Return the record of one job in the output of `scontrol show job`.
-
-    The number of an array is that of one of its jobs, too; then all of them are shown.
-    """
-    records = re.split(r"(?m)^(?=JobId=)", text)
-    return next((each for each in records if each.startswith(f"JobId={job} ")), "")
 
 
 def parse_fields(text: str) -> dict[str, str]:

@@ -279,11 +279,8 @@ class SshHost:
                         reply["error"], where=f"host {self.host}", remedy=reply["remedy"]
                     )
                 return reply
-        raise self._failure(done.returncode, done.stderr)
-
-    def _failure(self, code: int, said: str) -> UserError:
-        what, remedy = self._explain(code, said)
-        return RunFolderError(what, where=f"host {self.host}", remedy=remedy)
+        what, remedy = self._explain(done.returncode, done.stderr)
+        raise RunFolderError(what, where=f"host {self.host}", remedy=remedy)
 
     def _explain(self, code: int, said: str) -> tuple[str, str]:
         for words, what, remedy in _FAILURES:
