@@ -80,11 +80,7 @@ def config_of(megabytes: int) -> RunConfig:
             "tied_embeddings": True,
         }
         config = RunConfig.model_validate(
-            {
-                "name": "export",
-                "model": shape,
-                "data": {"sources": [{"kind": "text", "path": "."}]},
-            }
+            {"name": "export", "model": shape, "data": {"sources": [{"kind": "text", "path": "."}]}}
         )
         if 4 * count_parameters(config.model) >= megabytes * MIB:
             return config

@@ -18,14 +18,7 @@ from collections.abc import Callable
 from benchmarks.runtime.accelerator.settings import RowResult, Settings
 from benchmarks.runtime.accelerator.table import Row, Suite
 
-SHAPES = (
-    "1b-mb4",
-    "1b-mb4-not-deterministic",
-    "1b-mb4-eager",
-    "1b-mb2",
-    "1b-mb8",
-    "1b-fp8",
-)
+SHAPES = ("1b-mb4", "1b-mb4-not-deterministic", "1b-mb4-eager", "1b-mb2", "1b-mb8", "1b-fp8")
 """In the order of `shape.VARIANTS`."""
 
 ROWS = (

@@ -78,12 +78,7 @@ class Curve:
 
 
 def curve_of(
-    name: str,
-    changes: Settings,
-    steps: int,
-    folder: Path,
-    rate: float | None = None,
-    seed: int = 1,
+    name: str, changes: Settings, steps: int, folder: Path, rate: float | None = None, seed: int = 1
 ) -> Curve:
     """Train the quickstart, and read the curve from its journal. In fp8 too, though the command
     refuses it on a CPU."""

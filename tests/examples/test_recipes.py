@@ -152,9 +152,7 @@ def answers(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": ASKED}],
-        tokenize=False,
-        add_generation_prompt=True,
+        [{"role": "user", "content": ASKED}], tokenize=False, add_generation_prompt=True
     )
     ids = tokenizer(asked, return_tensors="pt", add_special_tokens=False)
     out = model.generate(**ids, max_new_tokens=30, do_sample=False)

@@ -477,9 +477,7 @@ def message(connection: socket.socket) -> bytes | None:
 
 @contextmanager
 def tapped(
-    address: str,
-    change: Callable[[bytes], bytes] = lambda data: data,
-    tls: Secret | None = None,
+    address: str, change: Callable[[bytes], bytes] = lambda data: data, tls: Secret | None = None
 ) -> Iterator[Tap]:
     tap = Tap(address, change, tls)
     try:

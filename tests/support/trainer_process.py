@@ -118,10 +118,7 @@ class Trainer:
 
 @contextmanager
 def training(
-    folder: Path,
-    plan: dict[str, Any],
-    *overrides: str,
-    module: str = "tests.support.toy_trainer",
+    folder: Path, plan: dict[str, Any], *overrides: str, module: str = "tests.support.toy_trainer"
 ) -> Iterator[Trainer]:
     """Run a trainer that is ended afterwards, for any end of the test."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -44,14 +44,9 @@ def test_a_device_that_errs_bad_data_and_a_jump_of_the_loss(tmp_path: Path) -> N
         assert len(run.events(RunFinished)) == 1, run.story()
         assert run.events(WorkerLost) == [], "nobody is lost by it"
         begun = run.events(GenerationStarted)
-        assert [e.step for e in begun] == [
-            0,
-            DEVICE - 1,
-            DATA - 1,
-            DATA - 1,
-            JUMP - 1,
-            JUMP - 1,
-        ], run.story()
+        assert [e.step for e in begun] == [0, DEVICE - 1, DATA - 1, DATA - 1, JUMP - 1, JUMP - 1], (
+            run.story()
+        )
         assert [e.reason for e in begun[1:]] == ["non_finite"] * 3 + ["loss_jump"] * 2
         assert all((e.rung, e.came_from) == (1, [0, 1]) for e in begun[1:]), "nothing is read"
 

@@ -26,10 +26,7 @@ from tests.support.nodes import prepared
 from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 
 WHY_NOT = why_unavailable()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 LOG_TIME = re.compile(r"\d{4}-\d\d-\d\dT\S+Z ")
 LINE = re.compile(r"^    machine (\w+)\s+(holdfast .+)$", re.MULTILINE)

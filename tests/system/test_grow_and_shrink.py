@@ -31,12 +31,7 @@ NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
     ("axis", "come", "go"), [("tp", "c", 1), ("tp", "cde", 2), ("pp", "cde", 2)]
 )
 def test_two_nodes_become_more_and_then_fewer(
-    axis: str,
-    come: str,
-    go: int,
-    run_file: Path,
-    undisturbed: dict[int, float],
-    tmp_path: Path,
+    axis: str, come: str, go: int, run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     """They go no further than a gate while nodes come, and are lost."""
     gate = FaultOrders(tmp_path / "gate")

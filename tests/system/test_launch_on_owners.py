@@ -153,9 +153,7 @@ def machines_of_ray(root: Path) -> Iterator[tuple[str, ...]]:
     ],
 )
 def test_the_same_run_file_gives_the_same_parameters(
-    run: LaunchedRun,
-    tmp_path: Path,
-    way: Callable[[Path], AbstractContextManager[tuple[str, ...]]],
+    run: LaunchedRun, tmp_path: Path, way: Callable[[Path], AbstractContextManager[tuple[str, ...]]]
 ) -> None:
     """As `holdfast train` alone, bit for bit. torchrun, mpirun and srun: `test_launchers.py`.
 

@@ -25,14 +25,7 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.commands import (
-    apart,
-    peer_settings,
-    secret_file,
-    start,
-    within,
-    write_run_file,
-)
+from tests.support.commands import apart, peer_settings, secret_file, start, within, write_run_file
 from tests.support.followed_run import FollowedRun
 from tests.support.metadata_service import metadata_service
 

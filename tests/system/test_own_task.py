@@ -18,11 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast.events import (
-    Evaluated,
-    GenerationStarted,
-    RunFinished,
-)
+from holdfast.events import Evaluated, GenerationStarted, RunFinished
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks

@@ -35,8 +35,7 @@ PROGRAM = os.environ.get("HOLDFAST_PROMETHEUS") or shutil.which("prometheus")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        PROGRAM is None,
-        reason="no prometheus in PATH; HOLDFAST_PROMETHEUS=FILE names the program",
+        PROGRAM is None, reason="no prometheus in PATH; HOLDFAST_PROMETHEUS=FILE names the program"
     ),
 ]
 

@@ -60,10 +60,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
 
         begun = nodes.events(GenerationStarted)
         story = [(e.rung, e.step, set(e.topology["nodes"]), e.came_from) for e in begun[1:]]
-        assert story == [
-            (3, one, {stays, spare}, None),
-            (4, two, {stays}, None),
-        ], nodes.story()
+        assert story == [(3, one, {stays, spare}, None), (4, two, {stays}, None)], nodes.story()
         found = nodes.events(RestorePointFound)
         assert [(e.step, e.durable) for e in found] == [(one, False), (two, False)]
         restored = {(e.step, e.rank): set(e.sources) for e in nodes.events(CheckpointRestored)}

@@ -14,10 +14,7 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.format.manifest import parse_commit_key
-from holdfast.elastic.agent.run_folder_monitor import (
-    FOLDER_GONE_MESSAGE,
-    FOLDER_RETURN_TIMEOUT_S,
-)
+from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE, FOLDER_RETURN_TIMEOUT_S
 from holdfast.elastic.agent.shutdown import DEFAULT_LEAVE_TIMEOUT_S
 from holdfast.events import GenerationStarted
 from holdfast.wire.journal import read_journal

@@ -119,10 +119,7 @@ def _print(
 
 
 def predict(
-    asked: Sequence[Case],
-    pool: Sequence[Case],
-    devices: Mapping[str, DeviceType],
-    are_alike: bool,
+    asked: Sequence[Case], pool: Sequence[Case], devices: Mapping[str, DeviceType], are_alike: bool
 ) -> list[Prediction]:
     """Predict each row with constants from rows of other models."""
     found = dict[int, Prediction]()

@@ -91,10 +91,7 @@ def _constants(centre: Efficiency, point: Numbers) -> Efficiency:
 
 
 def _errors(
-    cases: Sequence[Case],
-    devices: Mapping[str, DeviceType],
-    centre: Efficiency,
-    point: Numbers,
+    cases: Sequence[Case], devices: Mapping[str, DeviceType], centre: Efficiency, point: Numbers
 ) -> Numbers:
     constants, known = _constants(centre, point), dict[object, float]()
     for case in cases:

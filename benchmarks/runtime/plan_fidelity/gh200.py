@@ -265,10 +265,7 @@ def report(sailor: Sailor, folder: Path, splits: int) -> Iterator[str]:
 
 
 def _sets(
-    rows: Sequence[Predictions],
-    fitted: Sequence[Predictions],
-    constants: Constants,
-    sailor: Sailor,
+    rows: Sequence[Predictions], fitted: Sequence[Predictions], constants: Constants, sailor: Sailor
 ) -> Iterator[str]:
     rest = [row for row in rows if row not in fitted]
     sets = (

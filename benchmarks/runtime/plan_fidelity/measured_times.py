@@ -180,7 +180,5 @@ def _row(path: Path, at: str, row: Any) -> tuple[float, float, float]:
 
 def _file_error(path: Path, message: str) -> DataError:
     return DataError(
-        message,
-        where=str(path),
-        remedy=f"give a profile of this model in the form {FORM}",
+        message, where=str(path), remedy=f"give a profile of this model in the form {FORM}"
     )

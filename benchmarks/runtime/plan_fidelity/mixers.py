@@ -62,10 +62,7 @@ class Scan:
         inner, states = self.heads * self.size, 2 * self.groups * self.state
         # a token meets half of its chunk, and the state twice, as it would meet keys
         return Part(
-            (
-                Product(dim, 2 * inner + states + self.heads, "columns"),
-                Product(inner, dim, "rows"),
-            ),
+            (Product(dim, 2 * inner + states + self.heads, "columns"), Product(inner, dim, "rows")),
             Attention(self.heads, self.groups, self.size, SCAN_CHUNK // 2 + self.state, False),
             whole_parameters=4 * (inner + states) + 3 * self.heads + inner,
             # The convolution and its copies, five kernels of the scan with states in fp32, the

@@ -28,11 +28,7 @@ class Peer:
     loop: str
 
 
-PEERS = (
-    Peer("torchft 0.2", "torchft"),
-    Peer("torchrun with DCP", "dcp"),
-    Peer("Ray Train", "ray"),
-)
+PEERS = (Peer("torchft 0.2", "torchft"), Peer("torchrun with DCP", "dcp"), Peer("Ray Train", "ray"))
 
 
 class Processes:

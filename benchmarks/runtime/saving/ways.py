@@ -47,10 +47,7 @@ class Dcp:
     """`dcp.save`; with `start`, an asynchronous save that it begins."""
 
     def __init__(
-        self,
-        task: Task,
-        state: State,
-        start: Callable[[dict[str, Any], str], Any] | None = None,
+        self, task: Task, state: State, start: Callable[[dict[str, Any], str], Any] | None = None
     ) -> None:
         self._folder, self._state, self._start = f"{task.folder}/dcp", dict(state), start
         self._saving: Future[Any] | None = None

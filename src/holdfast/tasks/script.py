@@ -98,10 +98,7 @@ class Script(Task):
         kept = self.run.kept
         given: dict[str, Any] = self.run._sizes | {"train.optimizer.clip_norm": kept.clip_norm}
         if (named := self.run.named_validation) is not None:
-            given |= {
-                "train.evaluate.every": named.every,
-                "train.evaluate.samples": named.samples,
-            }
+            given |= {"train.evaluate.every": named.every, "train.evaluate.samples": named.samples}
         fixed = {"train.schedule.kind": "constant", "train.schedule.warmup_steps": 0}
         given |= kept.optimizers.planned_values | fixed
         return {key: value for key, value in given.items() if value is not None}

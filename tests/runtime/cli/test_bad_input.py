@@ -318,9 +318,7 @@ def test_a_secret_in_a_buckets_address_is_written_nowhere(trained: Trained, tmp_
     ],
 )
 def test_a_variable_is_refused(
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SCRATCH", raising=False)
@@ -423,10 +421,7 @@ SHAPE = (
     ],
 )
 def test_refused_before_anything_starts(
-    overrides: list[str],
-    words: list[str],
-    command: tuple[str, ...],
-    tmp_path: Path,
+    overrides: list[str], words: list[str], command: tuple[str, ...], tmp_path: Path
 ) -> None:
     run_file = write_run_file(tmp_path)
     before = tree(tmp_path)

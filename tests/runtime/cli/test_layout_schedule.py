@@ -191,10 +191,7 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_sentence(
-    options: list[str],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     within("layout", "schedule", *options).refuses(*words)

@@ -29,10 +29,7 @@ OTHER = "another secret than is known here is the run's"
 @pytest.mark.slow
 @pytest.mark.parametrize("known", ["none", "of another run", "in the folder"])
 def test_a_trainer_is_found_whatever_secret_the_shell_names(
-    run_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    known: str,
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     folder = tmp_path / "run"
     own = known == "in the folder"

@@ -110,5 +110,5 @@ def child(folder: str, place: str, second: str, third: str, order: str, work: st
 
 
 KINDS: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "upload-killed": killed,
+    "upload-killed": killed
 }

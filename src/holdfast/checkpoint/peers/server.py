@@ -38,12 +38,7 @@ from holdfast.checkpoint.peers.client import (
     UNKNOWN,
     USE_COPY,
 )
-from holdfast.checkpoint.peers.messages import (
-    GenerationPlan,
-    Inventory,
-    NewestReply,
-    Offer,
-)
+from holdfast.checkpoint.peers.messages import GenerationPlan, Inventory, NewestReply, Offer
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket
 from holdfast.checkpoint.peers.receiver import SnapshotReceiver
 from holdfast.core.format.manifest import parse_blob_key

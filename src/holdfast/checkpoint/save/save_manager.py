@@ -219,11 +219,7 @@ class SaveManager:
                     with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
                         chunks = split_into_chunks(data)
                         write_sealed_part(
-                            self._store,
-                            generation,
-                            snapshot.part,
-                            snapshot.sealed_manifest,
-                            chunks,
+                            self._store, generation, snapshot.part, snapshot.sealed_manifest, chunks
                         )
             missing = {w.rank for w in commit.writers} - {s.part.rank for s in snapshots}
             for part, stored in find_parts(self._memories, commit, missing):

@@ -413,10 +413,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),
             model_type="gemma3_text",
             always=_GEMMA | {"norms": "both", "qk_norm": True},
-            fixed={
-                "attn_logit_softcapping": (None,),
-                "use_bidirectional_attention": (None, False),
-            },
+            fixed={"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
             names=_BOTH_NAMES,
         ),
     )

@@ -8,12 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from holdfast.config.huggingface.architectures import (
-    ARCHITECTURES,
-    BY_TYPE,
-    NEUTRAL,
-    Architecture,
-)
+from holdfast.config.huggingface.architectures import ARCHITECTURES, BY_TYPE, NEUTRAL, Architecture
 from holdfast.config.huggingface.rules import SCALING_KEYS, NotSupportedError
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError

@@ -292,10 +292,7 @@ ALL_TYPES = tuple(SCALING_KEYS)
 
 
 def rotary(
-    absent_theta: float = 10_000.0,
-    *,
-    scalings: tuple[str, ...] = ALL_TYPES,
-    partial: bool = False,
+    absent_theta: float = 10_000.0, *, scalings: tuple[str, ...] = ALL_TYPES, partial: bool = False
 ) -> Rule:
     """One base for all blocks. scalings: types that the architecture has. partial: it may turn a
     part of each head only."""

@@ -87,12 +87,7 @@ BUILT_IN = {
     ),
     "lion": BuiltIn({"betas": (0.9, 0.99), "weight_decay": 0.1} | _SHORT_STATE, (Slot("exp_avg"),)),
     "adafactor": BuiltIn(
-        {
-            "beta2_decay": -0.8,
-            "clip_threshold": 1.0,
-            "smallest_scale": 1e-3,
-            "weight_decay": 0.0,
-        },
+        {"beta2_decay": -0.8, "clip_threshold": 1.0, "smallest_scale": 1e-3, "weight_decay": 0.0},
         (
             Slot("row_var", ROWS, MATRICES),
             Slot("col_var", COLUMNS, MATRICES),

@@ -39,11 +39,7 @@ from holdfast.plan.objective.occupancy import (
 )
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
 from holdfast.policy.recovery.ladder import CONTINUES, FROM_MEMORY, FROM_STORE, LOSS_CLASSES
-from holdfast.policy.saving.interval import (
-    IntervalBounds,
-    TierCost,
-    lost_time_share,
-)
+from holdfast.policy.saving.interval import IntervalBounds, TierCost, lost_time_share
 from holdfast.policy.saving.tier_choice import decide_tiers
 from holdfast.policy.saving.tiers import DISK, PEERS
 

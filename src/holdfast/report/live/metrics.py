@@ -90,10 +90,7 @@ _HISTOGRAMS: dict[str, tuple[str, ...]] = {
         "Seconds of each step by phase; the phases add up to the step",
         "phase",
     ),
-    "recovery_duration_seconds": (
-        "Seconds from a loss to the first new step, by part",
-        "phase",
-    ),
+    "recovery_duration_seconds": ("Seconds from a loss to the first new step, by part", "phase"),
     "checkpoint_blocking_seconds": ("Seconds that training was blocked",),
     "checkpoint_duration_seconds": (
         "Seconds from the first captured header to the commit",

@@ -201,10 +201,7 @@ def _restored(
 
 
 def _layouts(
-    make: MakeOptimizer,
-    slots: Sequence[Slot],
-    expected: Sequence[Tensor],
-    config: OptimizerConfig,
+    make: MakeOptimizer, slots: Sequence[Slot], expected: Sequence[Tensor], config: OptimizerConfig
 ) -> tuple[str, ...]:
     """The axes under which each rank's update is the same as that of the complete parameters."""
     for index, whole in enumerate(expected):
@@ -223,9 +220,7 @@ def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _trained(
-    make: MakeOptimizer,
-    config: OptimizerConfig,
-    choose: Callable[[list[Tensor]], list[Tensor]],
+    make: MakeOptimizer, config: OptimizerConfig, choose: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
     """Some parameters, or parts of them, after as many updates."""
     parameters = [part.clone() for part in choose(_random(0))]

@@ -253,11 +253,7 @@ class TaskObjective(nn.Module):
     """
 
     def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        compute: torch.dtype,
-        always_used: Collection[str] = (),
+        self, task: Task, model: nn.Module, compute: torch.dtype, always_used: Collection[str] = ()
     ) -> None:
         super().__init__()
         self.model = model

@@ -11,12 +11,7 @@ from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, StoreError
-from holdfast.events import (
-    CheckpointCommitted,
-    CheckpointRemoved,
-    CheckpointUploaded,
-    UploadFailed,
-)
+from holdfast.events import CheckpointCommitted, CheckpointRemoved, CheckpointUploaded, UploadFailed
 from holdfast.wire.store.location import UnfitStoreError, open_store
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation

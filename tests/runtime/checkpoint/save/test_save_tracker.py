@@ -159,12 +159,7 @@ def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: P
     for step in range(failing, STEPS):
         service.accept_skip(1, 0, step, "no slot is free")
     saves = service._save_manager
-    for thing in (
-        service,
-        service.save_tracker,
-        saves.pending_parts,
-        saves.cleaner,
-    ):
+    for thing in (service, service.save_tracker, saves.pending_parts, saves.cleaner):
         assert max(sizes(thing).values()) <= BOUND, sizes(thing)
     assert not service.should_upload(commit_key(1, failing - 1))
     assert service.should_upload(commit_key(1, failing - 1)), "it is asked once"

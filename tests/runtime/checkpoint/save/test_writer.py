@@ -199,9 +199,7 @@ def test_an_endpoint_that_is_lost_during_a_restore_is_not_a_broken_checkpoint(
     assert newest_verified(store).step == 2
 
 
-def test_a_mover_killed_at_seeded_moments_never_breaks_the_newest(
-    start: Start,
-) -> None:
+def test_a_mover_killed_at_seeded_moments_never_breaks_the_newest(start: Start) -> None:
     """SIGKILL while four ranks' blobs are being written, at ten moments of one run."""
     table = (TensorSpec("w", "F32", (4096, 64), 0), TensorSpec("v", "F32", (300, 7), 0))
     moments = random.Random(3)

@@ -219,11 +219,7 @@ def test_one_that_stands_still_while_the_next_generation_is_made(drive: Drive) -
     ids=["dp2-shard2", "tp2-pp2", "shard2-shard2", "device-standby-joins"],
 )
 def test_a_pause_loses_nothing_and_saves_nothing(
-    drive: Drive,
-    before: Topology,
-    after: Topology,
-    came_from: list[int | None],
-    on_device: bool,
+    drive: Drive, before: Topology, after: Topology, came_from: list[int | None], on_device: bool
 ) -> None:
     """The workers adopt another topology, and a halt that comes too late changes nothing."""
 

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
-from holdfast.checkpoint.capture.reconnecting_capturer import (
-    ReconnectingCapturer,
-)
+from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverGoneError
 from holdfast.checkpoint.peers.client import PeerError
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single

@@ -145,10 +145,7 @@ def _job_spec(template: PodTemplate, pod: Object | None = None) -> Object:
     left = exits | {"operator": "In", "values": [LEFT_EXIT_CODE]}
     wrong = exits | {"operator": "In", "values": [USER_ERROR_EXIT_CODE]}
     rules = [
-        {
-            "action": "Ignore",
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        },
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": left},
         {"action": "FailIndex", "onExitCodes": wrong},
     ]
