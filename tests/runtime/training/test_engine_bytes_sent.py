@@ -114,8 +114,8 @@ def test_sums_and_parameters_send_what_the_papers_say(
 
 @pytest.mark.parametrize("name", ["shard2", in_campaign("shard4")])
 def test_sharded_parameters_send_what_the_paper_says(name: str) -> None:
-    """Rajbhandari et al., 2020, section 7: stage 3 gathers a second time, in the backward; of
-    that the last unit, all outside of the blocks, is spared: it begins where the forward ended."""
+    """Rajbhandari et al., 2020, section 7: stage 3 gathers a second time, in the backward. The
+    last unit, all outside of the blocks, is spared: the backward begins where the forward ended."""
     (model, ends), n = _sizes(name), case(name).world_size
     for sent in _sent_by_each(name):
         parts = {"scatter": model, "gather": 2 * model - ends}

@@ -1,5 +1,5 @@
-"""Promise 1 with each optimizer, and with state in bf16 and 8 bits: bit-equal on replicas, 1e-10
-under ZeRO, and across a restore in another layout."""
+"""Promise 1 with each optimizer, and with state in bf16 and 8 bits. It is bit-equal on replicas,
+1e-10 under ZeRO, and across a restore in another layout."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ A new replica takes the domain with the least sum, after the replicas that are p
 Tensor groups stay inside a node in any case (`PlacePool`). Nodes whose place is not
 known have no domains, so nothing is chosen, and the packing alone decides.
 
-The table of links is for one accelerator of a usual node with eight, and is assumed where nothing
-was measured: it ranks layouts, and times none. Sources of its rows: Calculon (Isaev et al., SC'23)
+The table of links is for one accelerator of a usual node with eight. It is assumed where nothing
+was measured. It ranks layouts, and times none. Sources of its rows: Calculon (Isaev et al., SC'23)
 for links in a node and between nodes of a rack. Sailor (SOSP'25) for zones and regions of one
 cloud. Racks share half of their nodes' bandwidth (an assumption: fat trees with 2:1 are usual).
 """

@@ -81,7 +81,7 @@ class StragglerLimits:
     normal_slowdown: float = 1.15  # that still counts as quick
     standby_slowdown: float = 2.0  # at which a slow worker gets no work
     standby_after_blocks: int = 4  # as slow as that
-    recover_after_blocks: int = 8  # as quick as the rest, until a worker is well again
+    recover_after_blocks: int = 8  # as quick as the rest: well again
     standby_blocks: int = 64  # on standby before a trial
 
     @property

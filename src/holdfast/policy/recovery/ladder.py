@@ -10,8 +10,8 @@ The coordinator, the planner and the simulator call it. No other module decides 
     5  more workers than before
     6  neither a process nor the memory of a node has the state: it comes from the run store
 
-A plan costs thousands of layouts, so it takes the chances of these outcomes, if nodes are lost at
-random, in place of drawn losses (`class_chances`).
+A plan costs thousands of layouts. In place of drawn losses it takes the chances of these outcomes,
+if nodes are lost at random (`class_chances`).
 """
 
 from __future__ import annotations
