@@ -302,8 +302,6 @@ def _wait_for_end(no_more: threading.Event) -> None:
     no_more.set()
 
 
-logger = logging.getLogger(__name__)
-
 CURSOR_FILE, LOCK_FILE = "cursor.json", "lock"
 _VERSION = 1
 
