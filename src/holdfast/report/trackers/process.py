@@ -302,12 +302,6 @@ def _wait_for_end(no_more: threading.Event) -> None:
     no_more.set()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-logger = logging.getLogger(__name__)
-
 CURSOR_FILE, LOCK_FILE = "cursor.json", "lock"
 _VERSION = 1
 
@@ -372,3 +366,7 @@ def lock_tracker(folder: Path) -> int | None:
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s)", folder, error.strerror)
     return descriptor
+
+
+if __name__ == "__main__":
+    sys.exit(main())
