@@ -24,7 +24,6 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from holdfast.errors import UserError
@@ -114,12 +113,7 @@ class Network:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.down()
 
     def up(self, names: Sequence[str]) -> None:

@@ -190,8 +190,7 @@ def parse_faults_option(text: str) -> tuple[int, list[str]]:
     return number, names
 
 
-_STEPS_BETWEEN_INSTANTS = 3
-"""Steps from one instant of a trace to the next."""
+_STEPS_BETWEEN_INSTANTS = 3  # steps from one instant of a trace to the next
 
 
 def draws_of_trace(shares: Iterable[float], seed: int, nodes: int) -> list[Draw]:

@@ -22,7 +22,7 @@ from holdfast.show.output import (
 from holdfast_lab.charts.study_charts import stacked_svg
 from holdfast_lab.commands.simulate_admission import admission
 from holdfast_lab.commands.simulate_mix import mix
-from holdfast_lab.commands.trace import read_each
+from holdfast_lab.commands.trace import Gpu, Zones, read_each
 from holdfast_lab.engine.interfaces import LABELS
 from holdfast_lab.engine.study import METRICS, Estimate, Outcome, estimate
 from holdfast_lab.traces.node_changes import ReadOptions
@@ -39,15 +39,6 @@ Traces = Annotated[
     typer.Option(
         help="a file of any kind that `holdfast trace` reads, also of prices or carbon; repeatable"
     ),
-]
-Zones = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--zone", help="a name for the zone of each file, or the choice of one; repeatable"
-    ),
-]
-Gpu = Annotated[
-    str, typer.Option("--gpu", help="a name for the type of device, or the choice of one")
 ]
 Maker = Annotated[
     Literal["spot", "gang", "lives", "failures"] | None,

@@ -33,8 +33,7 @@ the time since the last one."""
 SAME_RATE = 0.83
 """A rate within this factor moves no interval. An interval goes with the root of the rate, and
 `policy/saving/tier_choice.py` keeps one that would change by less than a tenth."""
-_MAX_LAYOUTS = 64
-"""Layouts whose saves are remembered."""
+_MAX_LAYOUTS = 64  # layouts whose saves are remembered
 
 
 def _are_near(rates: Mapping[int, float], before: Mapping[int, float]) -> bool:

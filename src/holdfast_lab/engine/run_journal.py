@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 MOST_LINES = 20_000
 """Steps that get a line of their own."""
 _WRITER = "simulated"
-_HELD = 4_000
-"""Lines that wait until no return to a save can split them."""
+_HELD = 4_000  # lines that wait until no return to a save can split them
 
 
 def _drop_unfinished(folder: Path) -> None:

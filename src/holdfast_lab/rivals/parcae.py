@@ -24,8 +24,7 @@ from holdfast_lab.rivals.liveput import INTERVAL_S, LOOK_AHEAD, LiveputOptimizer
 
 PAST = {14: 17, 12: 12, 10: 10, 9: 9, 8: 8, 7: 8, 5: 10}
 """Minutes that a forecast of so many minutes looks back."""
-_GROWTH = 3
-"""A forecast stays within so many nodes of its first value."""
+_GROWTH = 3  # A forecast stays within so many nodes of its first value
 _OUTLIER_MINUTES = (3, 2, 1)
 """Excursions of so many minutes that end where they began are smoothed away."""
 
@@ -142,8 +141,7 @@ def _poisson(mean: float, draw: random.Random) -> int:
 # --- the policy -----------------------------------------------------------------------------------
 GRADIENT_SHARE = 1 / 6
 """Bytes of a gradient in 16 bits, of those of a parameter and two moments in fp32."""
-_AFTER_EVENTS_S = 0.01
-"""A minute's decision comes so long after the events of its first instant."""
+_AFTER_EVENTS_S = 0.01  # A minute's decision comes so long after the events of its first instant
 
 Chooser = Callable[[int, Sequence[int], Sequence[int], Shape | None], Shape | None]
 """From the minute, nodes and lost nodes of each minute until now, and the layout at work."""

@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.config.sections.peers import is_loopback
 from holdfast.elastic.protocol.messages import handler_of
@@ -128,12 +127,7 @@ class Controller:
     def __enter__(self) -> Controller:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- for the program --------------------------------------------------------------------

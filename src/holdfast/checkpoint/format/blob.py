@@ -22,8 +22,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import CorruptError
 
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
-"""safetensors refuses longer headers."""
+_MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer headers
 
 Bytes = bytes | bytearray | memoryview
 

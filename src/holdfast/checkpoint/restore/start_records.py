@@ -13,8 +13,7 @@ from holdfast.wire.term import GENERATIONS_PREFIX, newest_generation, newest_num
 STARTS_PREFIX = "starts/"
 
 
-_CLOSED = b'{"step": null}\n'
-"""A note's place that was taken: see `settle`."""
+_CLOSED = b'{"step": null}\n'  # A note's place that was taken: see `settle`
 
 
 def record_start(store: RunStore, generation: int, step: int, is_from_store: bool = True) -> None:

@@ -174,8 +174,7 @@ def cells_of_rows(
     )
 
 
-_NOT_IN_NORM = -1
-"""The copy of a cell that no rank answers for."""
+_NOT_IN_NORM = -1  # the copy of a cell that no rank answers for
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ BUSY_CORE_SHARE = 0.1
 """Share of a core. A process that uses more, beyond its own small threads, computes and will
 return."""
 _SAMPLES = 10
-_DUMP_MARGIN_S = 0.5
-"""Seconds around the time of a stack dump in which it may be being written."""
+_DUMP_MARGIN_S = 0.5  # seconds around the time of a stack dump in which it may be being written
 # seconds: who looks so late was kept from running, and so was whom he looks at
 _LATE_SAMPLE_S = 0.2
 _ROOMS = Path(__file__).parents[2]

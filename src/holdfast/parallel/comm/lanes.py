@@ -23,8 +23,7 @@ from holdfast.errors import DeviceStuckError
 from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.torch_compat import Work
 
-_POLL_S = 0.0005
-"""Seconds between two looks at a device. A look costs some microseconds."""
+_POLL_S = 0.0005  # seconds between two looks at a device. A look costs some microseconds
 SETTLE_TIMEOUT_S = 10.0
 """Seconds in which a device has to end what a group that was given up had begun."""
 

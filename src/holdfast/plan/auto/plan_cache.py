@@ -37,10 +37,8 @@ from holdfast.plan.search.warm_start import first_layouts
 
 _ROOMS = ("plan", "core", "config")
 """Folders of the package whose sources decide what a search finds."""
-_TRIED = 4
-"""Plans of the same model that a search begins with, the latest ones."""
-_KEPT = 256
-"""Plans in the folder: the oldest ones are removed."""
+_TRIED = 4  # plans of the same model that a search begins with, the latest ones
+_KEPT = 256  # plans in the folder: the oldest ones are removed
 
 
 def plan_cache_folder() -> Path:

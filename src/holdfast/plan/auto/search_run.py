@@ -25,8 +25,7 @@ from holdfast.plan.search.search import Found, Limits, SearchResult, search
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 """Schedules that are tried: none of them changes the curve."""
-_SHORT = 40
-"""Groups of layouts that a search opens for a remedy."""
+_SHORT = 40  # groups of layouts that a search opens for a remedy
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,8 @@ from holdfast.plan.cost.compiled_schedule import (
     run_entries,
 )
 
-_TABLES = 3
-"""Tables of about as many microbatches that are compiled to leave microbatches out."""
-_SAME = 1e-11
-"""Share of a makespan by which equal times may differ, by rounding."""
+_TABLES = 3  # tables of about as many microbatches that are compiled to leave microbatches out
+_SAME = 1e-11  # share of a makespan by which equal times may differ, by rounding
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from holdfast.plan.search.search import Limits, SearchResult
 from holdfast.plan.search.splits import even_split
 
 _AXES = ("dp_replicate", *AXES)
-_SAME = 0.001
-"""Share of a step below which two layouts are equally fast."""
+_SAME = 0.001  # share of a step below which two layouts are equally fast
 
 
 @dataclass(frozen=True)

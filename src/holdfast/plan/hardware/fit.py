@@ -32,8 +32,7 @@ BEYOND_CACHES = 2**20
 HOST_BOUND = 2.0
 """Of an accelerator's operations in a queue, those up to so many times as long as the shortest one
 wait for the host."""
-_ROUNDS = 5
-"""Rounds that decide which products the memory bounds."""
+_ROUNDS = 5  # rounds that decide which products the memory bounds
 
 
 @dataclass(frozen=True)

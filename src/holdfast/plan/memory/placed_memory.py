@@ -24,8 +24,7 @@ from holdfast.plan.memory.gradient_buffers import gradient_buffers
 from holdfast.plan.memory.memory_use import RankMemory, contents_by_rank, known_parameters
 from holdfast.plan.step_microbatches import microbatches
 
-_ALL_COMPUTED = 64
-"""Ranks up to which each is computed by itself."""
+_ALL_COMPUTED = 64  # ranks up to which each is computed by itself
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from holdfast.plan.cost.pipeline_time import late_passes
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 from holdfast.plan.memory.pass_memory import FRAGMENTATION, logits_bytes, reduce_bytes
 
-_LOOKED_AT = 32
-"""Replicas whose shares are counted."""
+_LOOKED_AT = 32  # replicas whose shares are counted
 
 _SCORES = 2.5
 """Elements kept of each score by an attention without a fused kernel (Korthikanti et al., 2022).

@@ -43,8 +43,7 @@ _MARGIN = 0.02
 """A layout whose steps are not faster by more than this is not worth moving state, or leaving
 workers idle."""
 
-_RANKED = 6
-"""Meshes that are placed after the first ranking."""
+_RANKED = 6  # meshes that are placed after the first ranking
 
 _ALL_MESHES = 24
 """Workers up to which each possible mesh is ranked. Above, the search's meshes are, and if it finds

@@ -18,8 +18,7 @@ from holdfast.plan.search.space import Cut, Shape
 from holdfast.plan.search.splits import can_try_all
 
 _HALVINGS = 7
-_LINEAR = 0.5
-"""A tail has latencies that blocks share, so that of many blocks is less than the sum."""
+_LINEAR = 0.5  # A tail has latencies that blocks share, so that of many blocks is less than the sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from holdfast.plan.search.splits import every_split
 
 SMALL = 4
 """Pools with at most so many devices are searched completely."""
-_OFFERED = 3
-"""Shapes that a pool of a large fleet offers."""
+_OFFERED = 3  # shapes that a pool of a large fleet offers
 
 
 @dataclass(frozen=True, slots=True)

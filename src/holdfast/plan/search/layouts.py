@@ -29,8 +29,7 @@ from holdfast.plan.search.splits import (
     most_costly,
 )
 
-_ALL_WORDS = 32
-"""Words of recompute of all ranks up to which each choice of them is tried."""
+_ALL_WORDS = 32  # words of recompute of all ranks up to which each choice of them is tried
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from holdfast.plan.search.limits import DEGREES, Limits
 Fits = Callable[[Problem, Limits], Choice | None]
 """Returns any layout that fits."""
 
-_MOST_TIMES = 64
-"""Times as many nodes as the cluster has, up to which more nodes are tried."""
+_MOST_TIMES = 64  # times as many nodes as the cluster has, up to which more nodes are tried
 _FREE = dict.fromkeys(DEGREES, 0)
 
 

@@ -16,8 +16,7 @@ from holdfast.plan.search.limits import Limits
 from holdfast.plan.search.space import Shape
 
 _ROUNDING = 1e-6
-_SUMMED = 3
-"""Microbatches of a replica from which on it holds a partial sum too."""
+_SUMMED = 3  # microbatches of a replica from which on it holds a partial sum too
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,24 +39,16 @@ from holdfast.plan.search.space import (
 
 __all__ = ["Found", "Limits", "Objective", "SearchResult", "search", "step_seconds"]
 
-_PACE = 50
-"""Groups that are opened before a layout is executed out of turn."""
-_MOST_CHAINED = 4
-"""Pools up to which a pipeline may go through two of them."""
-_COMPLETE = 16
-"""Devices up to which a search continues until it has the best of all layouts."""
-_EFFORT = 250
-"""Groups of a large problem that are opened without a better layout."""
+_PACE = 50  # groups that are opened before a layout is executed out of turn
+_MOST_CHAINED = 4  # pools up to which a pipeline may go through two of them
+_COMPLETE = 16  # devices up to which a search continues until it has the best of all layouts
+_EFFORT = 250  # groups of a large problem that are opened without a better layout
 _SMALL_GAP = 0.15
 _SAME_GAP = 1.01
-_PATIENCE = 8
-"""Times as many groups are opened while the gap is not small."""
-_DESPERATE = 10
-"""Times as many groups a short search opens if nothing fits so far."""
-_SHORT = 40
-"""Groups that a short search opens: any layout will do."""
-_LAST = 16
-"""Layouts that are executed at the end of a search that could not open all groups."""
+_PATIENCE = 8  # times as many groups are opened while the gap is not small
+_DESPERATE = 10  # times as many groups a short search opens if nothing fits so far
+_SHORT = 40  # groups that a short search opens: any layout will do
+_LAST = 16  # layouts that are executed at the end of a search that could not open all groups
 
 
 def _allows_all(_: Choice) -> bool:

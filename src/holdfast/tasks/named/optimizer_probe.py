@@ -41,8 +41,7 @@ from holdfast.training.optimizers.torch_optimizer import (
 _STEPS, _RATE, _DECAY = 3, 0.01, 0.1
 Shapes = Sequence[tuple[int, ...]]
 _SHAPES: Shapes = ((6, 4), (5,))
-_NEAR = 1e-6
-"""Within which two updates of the same elements are equal, in float64."""
+_NEAR = 1e-6  # within which two updates of the same elements are equal, in float64
 
 
 def probe_optimizer(

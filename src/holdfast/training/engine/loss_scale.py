@@ -23,11 +23,9 @@ from holdfast.core.sharding.state_table import LOSS_SCALE_ROW
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.vote import StepVerdict
 
-_INITIAL_EXPONENT = 16
-"""log2 of the scale that a run begins with."""
+_INITIAL_EXPONENT = 16  # log2 of the scale that a run begins with
 
-_GOOD_STEPS = 2000
-"""Steps without an overflow after which the scale doubles."""
+_GOOD_STEPS = 2000  # steps without an overflow after which the scale doubles
 
 
 class LossScale:

@@ -41,12 +41,10 @@ FEWEST = 3
 """Repetitions of an operation, however long it takes."""
 QUANTILE = 0.2
 """Of an operation's times: other programs only ever add to them, and the fastest one is luck."""
-_MEETING_TIMEOUT_S = 60.0
-"""Bound of a wait for the other rank."""
+_MEETING_TIMEOUT_S = 60.0  # bound of a wait for the other rank
 _FEWEST_STEPS, _MOST_STEPS = 4, 60
 """Steps of a probe that are timed."""
-_CHAIN = 32
-"""Operations of a chain whose forward and backward give the time of a launch."""
+_CHAIN = 32  # operations of a chain whose forward and backward give the time of a launch
 _CPU_EDGES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CARD_EDGES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
 _CPU_ATTENTION = ((4, 32, 128), (8, 32, 256), (4, 64, 512))

@@ -26,8 +26,7 @@ from holdfast.training.memory.activation_rooms import Copier, Room, Spot, Ticket
 from holdfast.training.memory.places import StateMemory
 from holdfast.training.memory.tensor_account import plain_tensors
 
-_ALIGNMENT = 64
-"""Bytes that a memory's place in a piece is a multiple of."""
+_ALIGNMENT = 64  # bytes that a memory's place in a piece is a multiple of
 
 
 def move_activations(

@@ -17,8 +17,7 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 
-_RECIPE = "rowwise"
-"""torchao's own name. It calls this one stable."""
+_RECIPE = "rowwise"  # torchao's own name. It calls this one stable
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, is_emulated: bool) -> None:

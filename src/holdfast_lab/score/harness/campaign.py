@@ -24,8 +24,7 @@ from holdfast_lab.score.record import (
 from holdfast_lab.score.scenarios import LEVEL_1, ScenarioRun, draw_scenario
 from holdfast_lab.traces.events import TraceEvent
 
-_CALM_STEPS = 7
-"""Steps on each number of nodes, of which the first two are left out."""
+_CALM_STEPS = 7  # steps on each number of nodes, of which the first two are left out
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ MICROBATCHES = 12
 START_TIMEOUT_S = 120.0
 _STEADY_STEPS = 3
 _POLL_S = 0.05
-_PULSE_S = 0.06
-"""Period in which the processes of a slow node are stopped and continued."""
+_PULSE_S = 0.06  # period in which the processes of a slow node are stopped and continued
 
 
 class RunFailedError(HoldfastError):

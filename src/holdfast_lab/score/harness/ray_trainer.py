@@ -18,8 +18,7 @@ from holdfast_lab.score.harness.torchrun_trainer import flip_bytes, why_no_modul
 from holdfast_lab.score.harness.trainer import TrainerRun, Workplace
 from holdfast_lab.score.record import Commit
 
-_RESIZE_S = 60.0
-"""Ray Train's own default between two looks for new nodes, which is divided by k."""
+_RESIZE_S = 60.0  # ray Train's own default between two looks for new nodes, which is divided by k
 
 
 class RayTrainer:

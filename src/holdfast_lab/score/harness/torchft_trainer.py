@@ -18,8 +18,7 @@ _LIGHTHOUSE = (
     "server = L(bind='{address}:{port}', min_replicas=1, join_timeout_ms={join_ms}, "
     "quorum_tick_ms=20, heartbeat_timeout_ms=500)\nwhile True: time.sleep(60)"
 )
-_JOIN_TIMEOUT_MS = 60_000
-"""torchft's own default, which is divided by k."""
+_JOIN_TIMEOUT_MS = 60_000  # torchft's own default, which is divided by k
 
 
 class TorchftTrainer:

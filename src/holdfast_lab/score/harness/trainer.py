@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from math import sqrt
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 from holdfast.errors import ConfigError
@@ -52,12 +51,7 @@ class NodeNetwork:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._network.down()
 
     def command(self, node: str = _HELPERS) -> list[str]:

@@ -39,8 +39,7 @@ _SETTINGS = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-_STORE_BYTES = 80 * 2**20
-"""Of each raylet's object store: the least that Ray takes."""
+_STORE_BYTES = 80 * 2**20  # of each raylet's object store: the least that Ray takes
 
 
 def main() -> None:

@@ -37,8 +37,7 @@ from holdfast_lab.score.trainers.workload import (
     summed_loss,
 )
 
-_TIMEOUT_S = 10.0
-"""Of calls between replicas."""
+_TIMEOUT_S = 10.0  # of calls between replicas
 
 
 def main() -> None:

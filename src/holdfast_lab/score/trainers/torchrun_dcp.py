@@ -43,8 +43,7 @@ from holdfast_lab.score.trainers.workload import (
 )
 
 _KEPT = 3
-_PEER_TIMEOUT_S = 10.0
-"""How long a worker waits for its peers, longer than the longest step."""
+_PEER_TIMEOUT_S = 10.0  # how long a worker waits for its peers, longer than the longest step
 
 
 def main() -> None:

@@ -31,8 +31,7 @@ import holdfast
 MICROBATCHES, SAMPLES = 12, 2
 BATCH = MICROBATCHES * SAMPLES
 WIDTH = 16
-_PART_S = 0.005
-"""Seconds of one part of the sleep."""
+_PART_S = 0.005  # seconds of one part of the sleep
 
 
 def microbatch_seconds() -> float:
