@@ -194,5 +194,6 @@ def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob
 
 def _is_elsewhere(job: OwnedJob, wanted: LaunchConfig) -> bool:
     """Whether the run file names other machines than those of the job."""
-    address = wanted.ray.address or os.environ.get("RAY_ADDRESS", "")
+    is_ray = wanted.on == "ray"  # no other owner has an address
+    address = (wanted.ray.address or os.environ.get("RAY_ADDRESS", "")) if is_ray else ""
     return wanted.on != job.owner or address not in ("", job.details.get("address"))
