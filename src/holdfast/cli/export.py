@@ -100,7 +100,6 @@ def export(
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
     elif format is Format.PEFT:
         from holdfast.export.adapters import write_peft_folder
-        from holdfast.export.weights import with_checkpoint
 
         checkpoint, _ = with_checkpoint(
             found, step, lambda chosen: write_peft_folder(to, found, chosen), say

@@ -73,6 +73,7 @@ class _Parsed:
 
     absent_if_default: ClassVar[Set[str]] = frozenset()  # fields that travel only if they differ
     empty_if_none: ClassVar[Set[str]] = frozenset()  # fields whose None travels as {}
+    required: ClassVar[Set[str]] = frozenset()  # fields with a default that must travel
     merged: ClassVar[Set[str]] = frozenset()  # fields whose keys stand in the message's own object
 
     @classmethod
@@ -129,7 +130,7 @@ class JsonMessage(_Parsed):
                 values[name] = None if merged_keys.isdisjoint(value) else parse(value)
             elif key in value:
                 values[name] = parse(value[key])
-            elif default is MISSING:
+            elif default is MISSING or name in cls.required:
                 raise KeyError(key)
         return cls(**values)
 

@@ -109,12 +109,12 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
         _age_check(newest, age, history, lives),
         *checkpoints,
         *check_devices(contents.records),
-        *_open_complaints(contents.records, lives),
     ]
     if contents.unreadable:
         remedy = "training does not need it; reports and the audit lack what it held"
         found, first = contents.unreadable_sentence(), contents.unreadable[0]
         checks.append(Check("journal", "weak", found, remedy, first))
+    checks += _open_complaints(contents.records, lives)
     step = newest.step if newest is not None else 0
     return RunState(lives, history, step_age, step, age, size, checks)
 

@@ -20,8 +20,7 @@ from typing import Protocol
 from holdfast_lab.admission.board import Board, JobState, Phase
 from holdfast_lab.admission.preemption import Preemption, add_near, carry_out, pack, spread
 
-GROW_GAIN_RESIZES = 2.0
-"""A job grows if that saves at least so many times the pause of the change."""
+GROW_GAIN_RESIZES = 2.0  # A job grows if that saves at least so many times the pause of the change
 
 _NEWEST = Preemption()
 _CHEAPEST = Preemption(is_cheapest_first=True)

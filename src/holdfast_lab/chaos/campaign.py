@@ -49,8 +49,7 @@ from holdfast_lab.chaos.results import (
 from holdfast_lab.chaos.run_driver import STEPS_AFTER_LAST_FAULT
 from holdfast_lab.chaos.schedule import Draw, check_faults_possible, draw_faults, node_names
 
-MAX_FAULTS_PER_RUN = 25
-"""Faults of one run."""
+MAX_FAULTS_PER_RUN = 25  # faults of one run
 STEPS_PER_FAULT, EXTRA_STEPS_PER_SAVE_FAULT = 4, 8
 """Steps of a run for a fault, and how many more for one that is where the state is saved."""
 HEARTBEAT_S = 0.4

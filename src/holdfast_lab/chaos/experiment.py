@@ -35,10 +35,8 @@ from holdfast_lab.chaos.run_driver import (
 )
 from holdfast_lab.chaos.schedule import Draw, why_unfit
 
-HIT_TIMEOUT_S = 20.0
-"""Seconds within which the chosen worker has to reach its point."""
-ORDERS_PER_FAULT = 10
-"""Numbers of a fault's orders."""
+HIT_TIMEOUT_S = 20.0  # seconds within which the chosen worker has to reach its point
+ORDERS_PER_FAULT = 10  # numbers of a fault's orders
 
 
 class FaultTrigger:
@@ -174,8 +172,7 @@ class FaultTrigger:
 NODE_RETURN_TIMEOUT_S = 60.0
 JOURNAL_EVIDENCE_TIMEOUT_S = 5.0
 """Seconds within which the journal shows a fault's result, once the run continues."""
-MAX_REJECTED_IN_A_ROW = 1000
-"""Draws rejected in a row, after which no more are made."""
+MAX_REJECTED_IN_A_ROW = 1000  # draws rejected in a row, after which no more are made
 _LETHAL_ACTIONS = ("kill", "exit", "stop", "hang", "hang inside", "hold the GIL")
 
 

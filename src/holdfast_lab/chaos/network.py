@@ -48,8 +48,7 @@ SUBNET = "10.77.0"
 DEVICE = "eth0"
 MAX_NODES = 250
 FIRST_BRIDGE, SECOND_BRIDGE = "br0", "br1"
-UNREACHABLE_MAC = "02:00:00:00:00:01"
-"""A device that is not there."""
+UNREACHABLE_MAC = "02:00:00:00:00:01"  # A device that is not there
 _PROBE_COMMAND = "ip link add hfbr0 type bridge && ip link add hfp0 type veth peer name hfp1"
 _UNSHARE_OPTIONS: tuple[tuple[str, ...], ...] = (("--net",), ("--map-root-user", "--net"))
 _TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}

@@ -12,8 +12,7 @@ from typing import Any
 from holdfast_lab.chaos.run_driver import STEPS_AFTER_LAST_FAULT
 from holdfast_lab.chaos.schedule import Draw
 
-NOT_RECOVERED = "not recovered from"
-"""The outcome of a fault that a run did not survive."""
+NOT_RECOVERED = "not recovered from"  # the outcome of a fault that a run did not survive
 
 
 @dataclass

@@ -87,14 +87,12 @@ class JournalWatcher:
 
 # --- the run --------------------------------------------------------------------------------------
 POLL_S = 0.02
-RECOVERY_TIMEOUT_S = 90.0
-"""Without a step or a generation: the run is stuck."""
+RECOVERY_TIMEOUT_S = 90.0  # without a step or a generation: the run is stuck
 MAX_TIMEOUT_FACTOR = 6
 """Times as long that the run may continue without reaching what is waited for."""
 OUTAGE_SECONDS_PER_STEP = 5.0
 """Seconds after which the run may do one more step, while something stays bad for long."""
-STEPS_AFTER_LAST_FAULT = 4
-"""Steps after the last fault."""
+STEPS_AFTER_LAST_FAULT = 4  # steps after the last fault
 _USER_ERROR_EXIT_CODE = 2  # the exit code of what a person has to mend
 _RUN_END_GRACE_S = 5.0  # seconds that an agent may end before the run's end is in the journal
 _MAX_UNEXPECTED_ENDS = 20  # agents that ended although no fault touched them

@@ -32,8 +32,7 @@ from holdfast.plan.objective.goodput import GoodputModel
 
 RANKS, MICROBATCHES = 4, 8
 """Of the pipelines whose bubbles are computed."""
-SPOT_LOSSES_PER_DAY = 14.7
-"""Of one node: p3 of AWS, the trace of Bamboo."""
+SPOT_LOSSES_PER_DAY = 14.7  # of one node: p3 of AWS, the trace of Bamboo
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,7 @@ _STORE: Mapping[int, Holders | None] = {DISK: None}
 _PRICES = {rung: rung for rung in RUNG_S} | {5: 3}
 """By rung of a loss: the rung whose price it has. A loss to which a larger layout answers waits for
 new processes, as on rung 3."""
-FALSE_NOTICE_S = 60.0
-"""A node that is still there so long after its notice stays."""
+FALSE_NOTICE_S = 60.0  # A node that is still there so long after its notice stays
 
 
 def _stays(node: Node, now: float) -> bool:

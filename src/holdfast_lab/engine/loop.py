@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 _NO_WORK = LostWork(0.0, 0.0, 0.0, 0.0, 0.0)
 _TINY = 1e-9
-MIN_REVIEW_S = 0.1
-"""A policy is asked again no sooner than after so many seconds."""
+MIN_REVIEW_S = 0.1  # A policy is asked again no sooner than after so many seconds
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ from holdfast_lab.engine.progress import LostWork
 if TYPE_CHECKING:
     from holdfast.cli.plan_request import PlanRequest
 
-MOST_LINES = 20_000
-"""Steps that get a line of their own."""
+MOST_LINES = 20_000  # steps that get a line of their own
 _WRITER = "simulated"
 _HELD = 4_000  # lines that wait until no return to a save can split them
 

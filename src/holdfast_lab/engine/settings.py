@@ -21,8 +21,7 @@ COSTS = tuple(each.name for each in fields(Costs))
 RULES = tuple(each.name for each in fields(HoldfastRules) if each.name != "rung_s")
 NOTICES = ("notice_s", "missed_share", "false_per_node_day")
 FLEET = ("nodes", "spares")
-MOST_NODES = 100_000
-"""Nodes of a made trace."""
+MOST_NODES = 100_000  # nodes of a made trace
 _SWITCHES = ("peers", "staged", "replicas_go_on")
 _SHARES = ("missed_share", "sent_share")
 _POSITIVE = (

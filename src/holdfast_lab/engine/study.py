@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from holdfast_lab.engine.run_journal import JournalObserver
 
 RESAMPLES = 1000
-KEPT_SHARE = 0.75
-"""Length of a history that begins at another moment of a trace, of the trace's."""
+KEPT_SHARE = 0.75  # length of a history that begins at another moment of a trace, of the trace's
 
 
-MAX_SECONDS = 3650 * 86_400.0
-"""Time after which a run that is simulated to its end is given up."""
+MAX_SECONDS = 3650 * 86_400.0  # time after which a run that is simulated to its end is given up
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ BATCH = 256
 RATE = 3e-3
 WEIGHT_DECAY = 1e-3
 EPOCHS = 40
-MAX_BATCHES = 4000
-"""A large set gets fewer epochs: at most so many batches in all."""
-PATIENCE = 6
-"""Epochs without a better loss until training ends."""
+MAX_BATCHES = 4000  # A large set gets fewer epochs: at most so many batches in all
+PATIENCE = 6  # epochs without a better loss until training ends
 STOP_SHARE = 1 / 6
 
 

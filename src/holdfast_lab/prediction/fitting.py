@@ -36,10 +36,8 @@ from holdfast_lab.prediction.samples import (
 from holdfast_lab.traces.events import EventStream
 
 VALIDATION_SHARE = 0.2
-MIN_LOSSES = 20
-"""Losses that a fit needs. With fewer, not even a base rate is known to a fifth."""
-SHRINKAGE_LOSSES = 5.0
-"""Losses that the table of all zones is worth in the table of one."""
+MIN_LOSSES = 20  # losses that a fit needs. With fewer, not even a base rate is known to a fifth
+SHRINKAGE_LOSSES = 5.0  # losses that the table of all zones is worth in the table of one
 MAX_FIT_SAMPLES = 40_000
 _AGES_IN_HORIZONS = (
     *(0.0, 0.25, 0.5, 1, 2, 4, 6, 8, 12, 16, 20),

@@ -68,8 +68,7 @@ MEMCPY, LINK, STORAGE = 16e9, 1.25e9, 100e6
 COPY_PAUSE = 0.1 / 1e9
 """Seconds for each byte that training waits while a save is copied. DCP with a kept stager takes
 66.8 ms at 667 MB and 108.4 ms at 1.31 GB (`benchmarks.lab.acute`)."""
-ACUTE_PAUSE_SHARE = 1 - 0.531
-"""Of the baseline's pause that ACUTE keeps (not in its abstract)."""
+ACUTE_PAUSE_SHARE = 1 - 0.531  # of the baseline's pause that ACUTE keeps (not in its abstract)
 STORE = Level("storage", DISK, STORAGE)
 ACUTE = Hierarchy(
     "stable node, then storage (ACUTE)",

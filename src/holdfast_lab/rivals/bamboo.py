@@ -28,16 +28,12 @@ from holdfast_lab.rivals.grid_cost import (
     restart_s,
 )
 
-STAGES = 8
-"""`num_stages_target` for BERT and GPT-2 (uclasystem/bamboo, simulation/simulator.py)."""
+STAGES = 8  # `num_stages_target` for BERT and GPT-2 (uclasystem/bamboo, simulation/simulator.py)
 STAND_IN_SLOWDOWN = 1.5
 """`fallback_slowdown`: factor on the step while a node does the work of two stages."""
-RENDEZVOUS_S = 20.0
-"""`local_rendezvous_timeout_delta`: a planned reconfiguration after a step."""
-GLOBAL_RENDEZVOUS_S = 30.0
-"""`global_rendezvous_timeout_delta`: after a fatal failure."""
-RISK = 0.05
-"""It reconfigures when the share of nodes whose loss would be fatal is above this."""
+RENDEZVOUS_S = 20.0  # `local_rendezvous_timeout_delta`: a planned reconfiguration after a step
+GLOBAL_RENDEZVOUS_S = 30.0  # `global_rendezvous_timeout_delta`: after a fatal failure
+RISK = 0.05  # it reconfigures when the share of nodes whose loss would be fatal is above this
 
 
 @dataclass

@@ -22,8 +22,7 @@ from holdfast_lab.engine.interfaces import Costs
 from holdfast_lab.rivals.grid_cost import GridModel, Shape, regroup_s
 
 INTERVAL_S = 60.0
-LOOK_AHEAD = 12
-"""Intervals of the paper's evaluation."""
+LOOK_AHEAD = 12  # intervals of the paper's evaluation
 _MIN_SHARE = 0.8  # layouts far below the fastest on as many nodes are not looked at
 
 Matrix = NDArray[np.float64]

@@ -18,8 +18,7 @@ from typing import Any
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 
-FULL_SPEED_SHARE = 0.9
-"""Share of the ideal throughput from which a run counts as recovered (RTO)."""
+FULL_SPEED_SHARE = 0.9  # share of the ideal throughput from which a run counts as recovered (RTO)
 
 
 @dataclass(frozen=True, slots=True)

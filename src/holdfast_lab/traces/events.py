@@ -17,8 +17,7 @@ from holdfast_lab.traces.node_changes import NodeChange, Trace, sort_changes
 
 LONGEST_S = 1e11
 """The latest time of an event, in seconds: 3,000 years. A later one is an error of the file."""
-LARGEST_VALUE = 1e12
-"""The largest value of an event, in the unit of its kind."""
+LARGEST_VALUE = 1e12  # the largest value of an event, in the unit of its kind
 CONVERTER = "holdfast-trace-1"
 """Version of the readers; it changes when the same file would give other events."""
 

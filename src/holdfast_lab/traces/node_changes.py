@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-UNKNOWN_GAP_STEPS = 10
-"""A gap is unknown beyond this many usual steps between samples."""
+UNKNOWN_GAP_STEPS = 10  # A gap is unknown beyond this many usual steps between samples
 
 Victims = Literal["random", "lifo", "fifo"]
 """Which nodes of a count go: drawn from a seed, the youngest, or the oldest."""

@@ -137,6 +137,8 @@ def test_learning_rate_norm_and_memory_have_drawings() -> None:
     text = Reader(content).text
     for title in ("learning rate", "gradient norm", "memory of each worker"):
         assert title in text
+    history = build_history(run.records)
+    assert content.count('class="wash"') == 2 * len(history.breaks) > 0  # wide and narrow
     tips = [tip for points in points_of(content) for _, _, tip in points]
     assert "step 12, rank 1\n300.0 MiB" in tips
     assert "step 30\ngradient norm before clipping 1.5" in tips

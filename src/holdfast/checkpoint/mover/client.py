@@ -346,10 +346,11 @@ def wait_until_ended(
     end = time.monotonic() + timeout_s
     while True:
         keep_alive()
-        ended, reason = poll(max(0.0, min(end - time.monotonic(), poll_s)))
+        left = max(0.0, end - time.monotonic())
+        ended, reason = poll(min(left, poll_s))
         if ended:
             return reason
-        if time.monotonic() >= end:
+        if not left:  # asked once more after the wait: the mover may have been away
             return f"not committed after {timeout_s:g} s"
 
 

@@ -26,6 +26,7 @@ class StartState(JsonMessage):
     rendezvous      "host:port" where the generation's workers find each other
     """
 
+    required = frozenset({"step", "extra_sources", "rendezvous"})
     step: int = 0
     restore_point: Annotated[RestorePoint | None, Key("newest")] = None
     peers: Annotated[tuple[Peer, ...] | None, Key("machines")] = None

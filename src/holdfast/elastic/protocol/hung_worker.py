@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from holdfast.core.device_progress import GroupProgress
 from holdfast.core.json_parsing import Json, JsonMessage, JsonRow, Key
@@ -85,6 +86,11 @@ class StalledWorker(JsonRow):
     limit_factor: float
     is_blocked_in_collective: bool
     device_progress: tuple[GroupProgress, ...] = ()
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> Self:
+        """Parse a row. The values that a newer version adds at its end are dropped."""
+        return super().from_json(row[: len(cls.json_fields())])
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class WorkerReport(JsonMessage):
     absent_if_default = frozenset(
         {"stream_id", "compute_time", "step_time", "device_progress", "outcome"}
     )
+    required = frozenset({"first_number", "events", "is_sync"})
     rank: int
     step: int
     phase: str
@@ -96,6 +97,7 @@ class WorkerReply(JsonMessage):
 
     absent_if_default = frozenset({"durable_below", "is_in_danger"})
     merged = frozenset({"save", "tier_durations"})
+    required = frozenset({"should_stop", "newest_generation", "is_stored"})
     should_stop: Annotated[bool, Key("stop")] = False
     newest_generation: Annotated[int, Key("generation")] = 0
     is_stored: Annotated[bool, Key("stored")] = False

@@ -58,12 +58,10 @@ def timeline(history: History, canvas: Canvas) -> str:
     best = rates[min(len(rates) - 1, int(0.98 * len(rates)))] if rates else 1.0
     y = Scale(0, best * 1.15, bottom, top)
     parts = [text(0, 12, f"{history.unit}/s"), *_speed_axes(clock, x, y, canvas)]
-    parts = []
     for incident in history.breaks:
         start = x(clock(incident.began))
         stop = x(clock(incident.recovered if incident.recovered is not None else history.wall))
         parts.append(rect(start, top, max(1.5, stop - start), bottom - top, class_="wash"))
-    parts += ["".join(parts)]
     parts += _speed_lines(shown, clock, x, y)
     for piece in history.rework:
         ghost = [_point_position(p, clock, x, y) for p in piece if p.seconds > 0]

@@ -105,7 +105,7 @@ def _ask(question: Question) -> Any:
                 f"the process that imports {named} ended with status {done.returncode}: {words}",
                 remedy="import it in Python to see more",
             )
-        answer = TypeAdapter(Answer).validate_json(answer_file.read_bytes())
+        answer = TypeAdapter(Answer).validate_python(json.loads(answer_file.read_bytes()))
     if answer.message:
         raise TaskError(answer.message, where=answer.where, remedy=answer.remedy or None)
     return answer.result

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -55,7 +55,8 @@ class RaySpec:
     def from_json(value: Mapping[str, Any]) -> RaySpec:
         groups = tuple(tuple(group) for group in value["groups"])
         arguments = tuple(value["arguments"])
-        return RaySpec(**{**value, "groups": groups, "arguments": arguments})
+        ours = {each.name: value[each.name] for each in fields(RaySpec)}
+        return RaySpec(**{**ours, "groups": groups, "arguments": arguments})
 
 
 def make_groups(request: LaunchRequest) -> tuple[Group, ...]:
