@@ -69,7 +69,7 @@ def adopt_bucket_generation(folder: RunStore, bucket: RunStore, say: Callable[[s
             bucket.create(generation_key(own + 1), data)
             folder.create(generation_key(own + 1), data)
     except HoldfastError as error:
-        say(f"the run goes on without its bucket for now: {error}")
+        say(f"the run continues without its bucket for now: {error}")
 
 
 def copy_start_records(source: RunStore, target: RunStore) -> None:

@@ -44,7 +44,7 @@ def recover_folder(
     except StoreError as error:
         if here < 0 and not is_fresh:
             raise
-        say(f"the run goes on without its bucket for now: {error}")
+        say(f"the run continues without its bucket for now: {error}")
         return None
     if is_fresh and there:
         raise CheckpointError(
@@ -57,7 +57,7 @@ def recover_folder(
     except StoreError as error:
         if here < 0:
             raise
-        say(f"the run goes on without its bucket for now: {error}")
+        say(f"the run continues without its bucket for now: {error}")
         return None
     return bucket
 
