@@ -71,7 +71,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
     if json:
         print_json(described)
     elif rows:
-        print_table(rows, head=("step", "generation", "size", "commit object"))
+        print_table(rows, head=("step", "membership (generation)", "size", "commit object"))
     else:
         say(f"{found.folder} has no checkpoint")
 
@@ -113,7 +113,7 @@ def _facts(shown: dict[str, Any]) -> list[tuple[str, str]]:
     extents = {writer["extent_bytes"] for writer in shown["writers"]}
     return [
         ("step", str(shown["step"])),
-        ("generation", str(shown["generation"])),
+        ("membership (generation)", str(shown["generation"])),
         ("layout", "; ".join(map(_kind, shown["layout"]))),
         ("size", f"{format_bytes(shown['bytes'])} in {format_count(len(shown['writers']))} blobs"),
         (
@@ -362,7 +362,7 @@ def prune(
         print_json({"removed": gone, "kept": kept, "dry_run": dry_run})
         return
     if rows:
-        print_table(rows, head=("step", "generation", "size", "commit object"))
+        print_table(rows, head=("step", "membership (generation)", "size", "commit object"))
     verb = "would be removed" if dry_run else "removed"
     say(f"{len(gone)} checkpoints {verb}, {len(kept)} kept")
 

@@ -30,7 +30,7 @@ from holdfast.report.history.comparison import (
 )
 from holdfast.report.history.history import History, build_history, read_history
 from holdfast.report.history.summary import summary
-from holdfast.report.ledger.incidents import RECOVERY_RUNGS
+from holdfast.report.ledger.incidents import describe_rung
 from holdfast.report.ledger.timeledger import CLASSES
 from holdfast.report.page.page import REFRESH_S, render_page, write_result
 from holdfast.show.output import print_json, print_table, say
@@ -290,9 +290,8 @@ def _rows(found: RunComparison) -> list[tuple[str, ...]]:
         ("interruptions", "interruptions", _whole),
     ]
     for rung in sorted({*found.one.by_rung, *found.other.by_rung}):
-        words = RECOVERY_RUNGS.get(rung, "no recovery")
-        label = f"  rung {rung}: {words}" if rung >= 0 else f"  {words}"
-        names.append((label, f"by_rung.{rung}", _whole))
+        label = describe_rung(rung) if rung >= 0 else "no recovery"
+        names.append((f"  {label}", f"by_rung.{rung}", _whole))
     names += [("planned changes", "changes", _whole), ("steps lost", "lost_steps", _whole)]
     for label, name in _SPREADS:
         names += [(f"{label}, {key}", f"{name}.{key}", _number) for key in _QUANTILES]
@@ -344,7 +343,8 @@ def _percent(value: float) -> str:
 def _words_of_decisions(found: RunComparison) -> str:
     first = found.first
     if first is None:
-        return f"all {format_plural(found.decisions[0], 'decision')} agree: rung, nodes, steps lost"
+        number = format_plural(found.decisions[0], "decision")
+        return f"all {number} agree: recovery, nodes, steps lost"
     agree = f"{format_plural(first.index - 1, 'decision')} agree; " if first.index > 1 else ""
     return (
         f"{agree}decision {first.index} is the first that differs:\n"
@@ -355,9 +355,9 @@ def _words_of_decisions(found: RunComparison) -> str:
 def _decision_words(decision: Decision | None) -> str:
     if decision is None:
         return "none, the run has no more"
-    rung = f"rung {decision.rung}" if decision.rung >= 0 else "no rung"
+    how = describe_rung(decision.rung) if decision.rung >= 0 else "no recovery"
     return (
-        f"at {decision.elapsed:,.1f} s, generation {decision.generation} ({decision.reason}): "
-        f"{rung}, {format_plural(decision.nodes, 'node')}, after step {decision.step:,}, "
+        f"at {decision.elapsed:,.1f} s, membership {decision.generation} ({decision.reason}): "
+        f"{how}, {format_plural(decision.nodes, 'node')}, after step {decision.step:,}, "
         f"{format_plural(decision.lost_steps, 'step')} lost"
     )

@@ -121,7 +121,7 @@ def _print_kept(keeps: dict[str, Any], json: bool) -> None:
         print_line({"time": time.time(), **keeps})
         return
     steps = sorted({(g, s) for g, s, _ in keeps["snapshots"]}, reverse=True)
-    newest = f"step {steps[0][1]} of generation {steps[0][0]}" if steps else "nothing"
+    newest = f"step {steps[0][1]}, membership {steps[0][0]}" if steps else "nothing"
     say(
         f"{len(keeps['snapshots'])} snapshots, the newest of {newest}; {keeps['used'] / 1e9:.2f} "
         f"of {keeps['room'] / 1e9:.2f} GB, {keeps['pulled'] / 1e9:.2f} GB came, "

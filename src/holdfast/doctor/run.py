@@ -79,7 +79,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     )
     lives, found.state = looked.lives, looked.state
     found.checks += looked.checks
-    record, checks = within.run("generation", QUICK_S, lambda: _read_record(folder), no_record)
+    record, checks = within.run("membership", QUICK_S, lambda: _read_record(folder), no_record)
     found.checks += checks
     if lives:
         found.answers = ask_agents(_addresses(record, looked.holder), secrets or ())
@@ -171,7 +171,7 @@ def _read_record(folder: Path) -> tuple[GenerationRecord | None, list[Check]]:
     except HoldfastError as error:
         where = generation_key(newest)
         remedy = "the next start makes a newer one"
-        return None, [Check("generation", "weak", str(error), remedy, where)]
+        return None, [Check("membership", "weak", str(error), remedy, where)]
 
 
 def _addresses(

@@ -169,7 +169,7 @@ def test_a_real_run_beside_a_simulated_one(files: Path) -> None:
     assert (first["index"], first["one"]["nodes"], first["other"]["nodes"]) == (1, 2, 4)
     shown = within("report", "real", "--compare", "simulated").succeeds().out
     assert "A: real: golden, real, finished" in shown
-    assert "generation 1 (start): no rung, 2 nodes" in shown
+    assert "membership 1 (start): no recovery, 2 nodes" in shown
 
 
 PRICES = "date,machine_type,region,usd_per_hour_spot\n"

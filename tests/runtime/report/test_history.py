@@ -140,7 +140,12 @@ def test_nodes_that_are_lost_and_join_say_so_with_rung_and_price() -> None:
     assert history.time["rework"] == history.time["stopped"] == 0
     assert sum(history.time.values()) == pytest.approx(history.wall)
     page = render_page(history, {})
-    for words in ("c lost (not heard for 1.5 s)", "0: the others went on", "5: grown", "a, b, c"):
+    for words in (
+        "c lost (not heard for 1.5 s)",
+        "the other workers continued (rung 0)",
+        "workers joined (rung 5)",
+        "a, b, c",
+    ):
         assert words in page
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from holdfast.events import (
     WorkerLost,
 )
 from holdfast.report.history.progress import RunProgress
-from holdfast.report.live.braille import braille
+from holdfast.report.live.braille import braille, scale_top
 from holdfast.report.live.live import LiveView, picture, watch_run
 from tests.support.journal_builder import Scribe, lossy_run, started_run
 from tests.support.ranks import wait_until
@@ -53,11 +54,11 @@ def test_imported_weights_are_not_called_initial() -> None:
     event = GenerationStarted({"nodes": ["a"]}, "start", "commits/x", step=0)
     progress = RunProgress(30, imported_from="Llama-3.2-1B")
     (line,) = progress.observe(replace(record, event=event, generation=1))
-    assert line.text == "generation 1, 1 worker, from the weights imported from Llama-3.2-1B"
+    assert line.text == "1 worker from the weights imported from Llama-3.2-1B (generation 1)"
     adapters = RunProgress(30, first_weights="the base model and new adapters")
     begun = replace(event, restored_from=None)
     (line,) = adapters.observe(replace(record, event=begun, generation=1))
-    assert line.text == "generation 1, 1 worker, from the base model and new adapters"
+    assert line.text == "1 worker from the base model and new adapters (generation 1)"
     assert "from initial weights" in progress_of(lossy_run().records).lines[0].text
 
 
@@ -82,10 +83,10 @@ def test_plain_lines_tell_the_story_when_nobody_looks_on() -> None:
         view.say("a line of the agent's")
     text = out.getvalue()
     for part in (
-        "generation 1, 2 workers, from initial weights",
+        "2 workers from initial weights (generation 1)",
         "step 1/30  loss",
         "rank 1 lost: SIGKILL",
-        "generation 2, 2 workers, from the state after step 10",
+        "2 workers from the state after step 10 (generation 2)",
         "recovered in 2.2 s, 3 steps done again",
         "validation after step 30",
         "step 30/30",
@@ -118,12 +119,40 @@ def test_step_lines_come_as_often_as_asked() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [(200, 60), (100, 30), (60, 24), (36, 16), (20, 8)])
+@pytest.mark.parametrize("size", [(200, 60), (100, 30), (80, 24), (60, 20), (36, 16), (20, 8)])
 def test_the_picture_fits_any_terminal(size: tuple[int, int]) -> None:
     width, height = size
-    text = screen(progress_of(until_step(25)), width, height)
-    assert max(len(line) for line in text.splitlines()) <= width
+    run = Scribe()
+    run.start()
+    run.among("a", "b", "c")
+    run.steps(1, 20)
+    run.evaluate(20)
+    for number in range(3):
+        run.write(CheckpointSkipped(0, f"{number}: the disk of this node is full " * 2, step=20))
+    run.write(WorkerLost(2, 7, "not heard for 1.5 s", "heartbeat", node="c"))
+    run.open_generation()
+    run.among("a", "b", step=20, reason="worker_lost", rung=0)
+    run.steps(21, 25)
+    text = screen(progress_of(run.records), width, height)
+    lines = text.splitlines()
+    assert max(len(line) for line in lines) <= width
+    assert len(lines) < height
+    assert lines[-1].startswith("╰")
     assert "step 25/30" in text or width < 24
+    if width >= 60:  # the newest events with their cause, and every figure
+        told = " ".join(text.replace("│", " ").split())
+        for part in ("(generation 2); left out: c", "continued (rung 0)", "again", "bits/byte"):
+            assert part in told
+        assert "goodput" in text
+
+
+def test_the_first_steps_and_single_peaks_do_not_rule_the_scale() -> None:
+    losses = [11.0, 9.0, *(3.0 - 0.01 * n for n in range(100))]
+    losses[60] = 40.0
+    assert 2.8 < scale_top(losses) < 3.0
+    assert scale_top([math.nan, 2.0]) == 2.0
+    top = braille(losses, 40, 4, scale_top(losses))[0]
+    assert sum(cell != chr(0x2800) for cell in top) > 5
 
 
 def test_the_picture_shows_the_run_as_it_is() -> None:
@@ -160,15 +189,15 @@ def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
         for record in run.records:
             view.observe(record)
     for part in (
-        "3 workers, from initial weights, on a, b, c",
+        "3 workers from initial weights (generation 1), on a, b, c",
         "rank 2 of c lost: SIGKILL",
-        "from the state after step 5; left out: c",
-        "recovered by rung 0",
+        "from the state after step 5 (generation 2); left out: c",
+        "recovered: the other workers continued (rung 0), ",
         "stood still for 2.0 s, 0 steps done again",
     ):
         assert part in out.getvalue()
     text = screen(progress_of(run.records), 100, 40)
-    for part in ("● a", "● b", "✗ c", "rung 0: the others went on"):
+    for part in ("● a", "● b", "✗ c", "the other workers continued (rung 0)"):
         assert part in text
     run.open_generation()
     run.among("a", "b", "c", step=8, reason="node_joined", rung=5)
@@ -261,7 +290,7 @@ def test_a_resumed_run_goes_on_with_its_curve() -> None:
         for record in records[len(past) :]:
             view.observe(record)
     assert [step for step, _ in view.progress.curve] == list(range(1, 31))
-    assert "generation 3, 2 workers, from the state after step 20" in out.getvalue()
+    assert "2 workers from the state after step 20 (generation 3)" in out.getvalue()
 
 
 def test_watch_follows_until_the_run_has_ended() -> None:

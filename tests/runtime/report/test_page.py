@@ -94,7 +94,7 @@ def test_it_says_what_happened() -> None:
         "rework",
         "bigram counts 1.94",
         "goodput",
-        "generation 3",
+        "membership 3",
         "wall time",
     ):
         assert part in text

@@ -36,7 +36,7 @@ from holdfast.report.formatting import (
     format_validation,
 )
 from holdfast.report.history.history import unit_of
-from holdfast.report.ledger.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
+from holdfast.report.ledger.incidents import Incident, IncidentBook, WorkerLoss, describe_rung
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.timeledger import TimeLedger
 
@@ -221,7 +221,7 @@ class RunProgress:
             origin = f"from {self.first_weights}"
             if event.restored_from is not None:
                 origin = f"from the weights imported from {self.imported_from or 'another trainer'}"
-        text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"
+        text = f"{format_plural(len(self.workers), 'worker')} {origin} (generation {number})"
         text += _describe_node_changes(before, set(ranks)) if before else _describe_nodes(ranks)
         text += f"; cause: {_shorten(event.cause)}" if event.cause else ""
         return ProgressLine(elapsed, text, "plain" if again or not event.step else "good")
@@ -249,8 +249,7 @@ def _incident_cost(ended: Incident) -> str:
         return f"recovered in {format_duration(seconds)}, {lost} done again"
     if ended.is_planned:
         return f"{ended.title}: training stood still for {cost}"
-    how = f"rung {ended.rung} ({RECOVERY_RUNGS[ended.rung]})"
-    return f"recovered by {how}, stood still for {cost}, {lost} done again"
+    return f"recovered: {describe_rung(ended.rung)}, stood still for {cost}, {lost} done again"
 
 
 def _describe_nodes(ranks: Iterable[str]) -> str:

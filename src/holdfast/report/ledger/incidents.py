@@ -54,15 +54,20 @@ _PAUSED_TEXT = "paused after step "  # a worker's reason if it has ended its ste
 _RESUMED_KIND = "resumed"  # kind of an incident: a session continued from an older state
 
 RECOVERY_RUNGS = {
-    0: "the others went on",
+    0: "the other workers continued",
     1: "the same processes continued",
     2: "a standby took the place",
     3: "a spare node took the place",
-    4: "another layout of what was left",
-    5: "grown",
-    6: "from the run store",
+    4: "the workers that were left took another layout",
+    5: "workers joined",
+    6: "new processes, from the run store",
 }
 """The recovery ladder, in a few words each."""
+
+
+def describe_rung(rung: int) -> str:
+    """Return how a loss was survived, the plain words first."""
+    return f"{RECOVERY_RUNGS.get(rung, 'no recovery')} (rung {rung})"
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def braille(values: Sequence[float], width: int, height: int) -> list[str]:
+def braille(values: Sequence[float], width: int, height: int, high: float = math.inf) -> list[str]:
     """The values as a curve, width x height characters, low values at the bottom.
 
     Each column of dots shows the mean of its share of the values; values that are not finite are
-    left out.
+    left out. Values above `high` are drawn at the top.
     """
     columns, rows = width * 2, height * 4
-    means = _bins([v for v in values if math.isfinite(v)], columns)
+    means = [min(v, high) for v in _bins([v for v in values if math.isfinite(v)], columns)]
     if not means:
         return [" " * width] * height
     low, high = min(means), max(means)
@@ -30,6 +30,13 @@ def braille(values: Sequence[float], width: int, height: int) -> list[str]:
             cells[each // 4][column // 2] |= _DOTS[each % 4][column % 2]
         before = row
     return ["".join(chr(0x2800 + bits) for bits in line) for line in cells]
+
+
+def scale_top(values: Sequence[float]) -> float:
+    """Return the top of a curve's scale, which neither the first tenth nor single peaks rule."""
+    finite = [v for v in values if math.isfinite(v)]
+    later = sorted(finite[len(finite) // 10 :]) or [math.nan]
+    return later[max(0, math.ceil(len(later) * 0.98) - 1)]
 
 
 def _between(before: int, row: int) -> range:

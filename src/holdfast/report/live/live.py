@@ -10,6 +10,7 @@ second at most, so a slow terminal slows nothing but itself.
 
 from __future__ import annotations
 
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -30,10 +31,10 @@ from holdfast.report.formatting import (
     format_si,
 )
 from holdfast.report.history.progress import ProgressLine, RunProgress
-from holdfast.report.ledger.incidents import RECOVERY_RUNGS
+from holdfast.report.ledger.incidents import describe_rung
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.live.background import BackgroundQueue
-from holdfast.report.live.braille import braille, split_bar
+from holdfast.report.live.braille import braille, scale_top, split_bar
 
 _MOODS = {"good": "green", "bad": "bold red", "plain": "default"}
 _WORKERS = {
@@ -154,35 +155,29 @@ def step_line(progress: RunProgress) -> str:
 
 
 def picture(progress: RunProgress, width: int, height: int) -> RenderableType:
-    """The full view for a terminal of that size; narrow and low ones get less of it."""
+    """The full view for a terminal of that size, one line lower than it; low ones get less."""
     inner = max(20, min(width, 110) - 4)
-    parts: list[RenderableType] = [_bar_line(progress, inner), _numbers(progress, inner)]
-    rest = height - 12 - (len(progress.nodes) > 1)
-    if rest >= 4 and len(progress.curve) > 1:
-        parts += ["", *_curve(progress, inner, min(9, rest - 2))]
-    pieces: list[tuple[str, str] | str] = [("workers  ", "dim")]
-    wide = inner >= 14 * len(progress.workers) + 9
-    for rank, state in sorted(progress.workers.items()):
-        sign, style = _WORKERS[state]
-        pieces += [(sign, style), f" {rank} {state}   " if wide else " "]
-    if not wide:
-        alive = sum(state != "lost" for state in progress.workers.values())
-        pieces.append(f" {format_plural(alive, 'worker')}")
-    parts += ["", _line(*pieces, width=inner)]
-    parts += [_nodes(progress, inner)] if len(progress.nodes) > 1 else []
-    parts += [_saved(progress, inner)]
-    most = max(1, min(6, height - 18))
-    newest = list(progress.lines)[-most:]
-    events = [
-        _line((f"{format_clock(h.at):>7}  ", "dim"), (h.text, _MOODS[h.mood]), width=inner)
-        for h in newest
-    ]
-    parts += ["", *events] if events else []
+    status = [_workers(progress, inner), _saved(progress, inner)]
+    status += [_nodes(progress, inner)] if len(progress.nodes) > 1 else []
+    top: list[RenderableType] = [_bar_line(progress, inner), *_numbers(progress, inner)]
+    rest = height - 3 - len(top)  # lines; two of the frame and one below it
+    status = status[: max(0, rest - 1)]
+    rest -= len(status)
+    blank = [""] if rest >= 6 else []
+    rest -= 2 * len(blank)
+    curve = min(9, rest // 3) if rest >= 8 and len(progress.curve) > 1 else 0
+    parts = [*top, *blank]
+    parts += [*_curve(progress, inner, curve), ""] if curve else []
+    parts += status
+    events = _events(progress, inner, min(12, rest - curve - (curve > 0)))
+    parts += [*blank, *events] if events else []
     title = Text.assemble(
         (progress.run or "holdfast", "bold"),
         "  ",
         (progress.state, _STATES.get(progress.state, "default")),
-        f"  generation {progress.generation}" if width >= 50 and progress.generation else "",
+        f"  {format_plural(len(progress.workers), 'worker')} (generation {progress.generation})"
+        if width >= 60 and progress.generation
+        else "",
     )
     return Panel(
         Group(*parts),
@@ -192,6 +187,22 @@ def picture(progress: RunProgress, width: int, height: int) -> RenderableType:
         width=min(width, 110),
         padding=(0, 1),
     )
+
+
+def _events(progress: RunProgress, width: int, lines: int) -> list[Text]:
+    """Return the newest events on at most so many lines, each with its cause on lines below."""
+    out: list[Text] = []
+    for event in reversed(progress.lines):
+        free = lines - len(out)
+        text = textwrap.wrap(event.text, width - 9, max_lines=min(4, free), placeholder=" …")
+        if not free or (out and len(text) == free and text[-1].endswith("…")):
+            break
+        clocks = [f"{format_clock(event.at):>7}", *[" " * 7] * (len(text) - 1)]
+        out[:0] = [
+            _line((f"{clock}  ", "dim"), (line, _MOODS[event.mood]), width=width)
+            for clock, line in zip(clocks, text, strict=True)
+        ]
+    return out
 
 
 def _line(*pieces: tuple[str, str] | str, width: int) -> Text:
@@ -210,8 +221,8 @@ def _bar_line(progress: RunProgress, width: int) -> Text:
     return _line(left, (done, "green"), (rest, "dim"), right, width=width)
 
 
-def _numbers(progress: RunProgress, width: int) -> Text:
-    """Return as many of the figures as fit, the most important first."""
+def _numbers(progress: RunProgress, width: int) -> list[Text]:
+    """Return the figures on one line, or on two of a narrow terminal."""
     figures: list[tuple[str, str]] = []
     found: Evaluated | None = progress.validation
     if progress.curve:
@@ -224,32 +235,45 @@ def _numbers(progress: RunProgress, width: int) -> Text:
         figures.append((f"{progress.unit}/s", format_si(progress.tokens_per_second)))
     if progress.curve:
         figures.append(("goodput", format_percent(progress.ledger.goodput_running)))
-    text = Text()
+    lines = [Text()]
     for name, value in figures:
-        if len(text) + len(name) + len(value) + 1 > width:
-            break
-        text.append(f"{name} ", "dim").append(f"{value}   ")
-    return text
+        if len(lines[-1]) + len(name) + len(value) + 1 > width:
+            lines.append(Text())
+        lines[-1].append(f"{name} ", "dim").append(f"{value}   ")
+    return lines[:2]
 
 
 def _curve(progress: RunProgress, width: int, height: int) -> list[Text]:
-    """The loss so far, with its highest and lowest value next to it."""
+    """The loss so far, with the top and the bottom of its scale next to it."""
     losses = [loss for _, loss in progress.curve]
-    rows = braille(losses, max(8, width - 8), height)
-    marks = {0: f"{max(losses):7.3f}", height - 1: f"{min(losses):7.3f}"}
+    top = scale_top(losses)
+    rows = braille(losses, max(8, width - 8), height, top)
+    marks = {0: f"{top:7.3f}", height - 1: f"{min(losses):7.3f}"}
     return [
         _line((marks.get(row, " " * 7), "dim"), " ", (cells, "cyan"), width=width)
         for row, cells in enumerate(rows)
     ]
 
 
+def _workers(progress: RunProgress, width: int) -> Text:
+    pieces: list[tuple[str, str] | str] = [("workers  ", "dim")]
+    wide = width >= 14 * len(progress.workers) + 9
+    for rank, state in sorted(progress.workers.items()):
+        sign, style = _WORKERS[state]
+        pieces += [(sign, style), f" {rank} {state}   " if wide else " "]
+    if not wide:
+        alive = sum(state != "lost" for state in progress.workers.values())
+        pieces.append(f" {format_plural(alive, 'worker')}")
+    return _line(*pieces, width=width)
+
+
 def _nodes(progress: RunProgress, width: int) -> Text:
-    """Present and past members, and the rung by which the generation came about."""
+    """Present and past members, and how the newest change was survived."""
     pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
     for name, there in progress.nodes.items():
         pieces.append((f"● {name}   ", "green") if there else (f"✗ {name}   ", "dim red"))
     if progress.rung >= 0:
-        pieces.append((f"rung {progress.rung}: {RECOVERY_RUNGS[progress.rung]}", "dim"))
+        pieces.append((describe_rung(progress.rung), "dim"))
     return _line(*pieces, width=width)
 
 

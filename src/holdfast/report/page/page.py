@@ -101,8 +101,8 @@ def render_page(
         parts.append(
             _section(
                 "What happened when",
-                "Throughput, and beneath it each generation, incident, change of nodes, "
-                "checkpoint and validation. Pauses between sessions are cut out.",
+                "Throughput, and beneath it each membership (generation), incident, change of "
+                "nodes, checkpoint and validation. Pauses between sessions are cut out.",
                 on_both(lambda canvas: timeline.timeline(history, canvas)),
             )
         )
@@ -156,7 +156,7 @@ def _header(history: History, written_at: float | None) -> str:
     words = [
         began,
         format_plural(len(history.sessions), "session"),
-        format_plural(len(history.generations), "generation"),
+        format_plural(len(history.generations), "membership"),
         escape(reason),
     ]
     return (
@@ -248,7 +248,7 @@ def _records(history: History) -> list[str]:
     out = []
     if history.plan is not None:
         note = (
-            f"Generation {history.plan.generation}: medians of "
+            f"The membership of generation {history.plan.generation}: medians of "
             f"{format_plural(history.plan.steps, 'step')} of rank 0. Speeds of devices: "
             f"{history.plan.source}."
         )

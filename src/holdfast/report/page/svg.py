@@ -210,7 +210,7 @@ def step_tip(point: StepPoint, ratio: float | None) -> str:
         f"\n{format_si(point.tokens / point.seconds)} {point.unit}/s" if point.seconds > 0 else ""
     )
     return (
-        f"step {point.step:,}, generation {point.generation}"
+        f"step {point.step:,}, membership {point.generation}"
         f"\n{point.loss:.4f} {point.loss_unit}{bits}"
         f"\ngradient norm {point.grad_norm:.3g}, learning rate {point.learning_rate:.3g}{rate}"
     )

@@ -15,7 +15,7 @@ from holdfast.report.formatting import (
     format_plural,
 )
 from holdfast.report.history.history import Generation, History
-from holdfast.report.ledger.incidents import RECOVERY_RUNGS, Incident
+from holdfast.report.ledger.incidents import Incident, describe_rung
 from holdfast.report.ledger.planned import PlanComparison
 from holdfast.report.ledger.timeledger import CLASSES
 from holdfast.report.page.css import class_colour
@@ -117,7 +117,7 @@ def incidents_table(history: History) -> str:
     head = (
         "at",
         "what happened",
-        "rung",
+        "recovery",
         "after step",
         "steps done again",
         "until a new step",
@@ -138,13 +138,12 @@ def changes_table(history: History) -> str:
         )
         for i in history.changes
     ]
-    head = ("at", "what changed", "rung", "after step", "training waited")
+    head = ("at", "what changed", "how", "after step", "training waited")
     return _folded_table(head, rows, (0, 3, 4))
 
 
 def _rung(incident: Incident) -> str:
-    rung = incident.rung
-    return f"{rung}: {RECOVERY_RUNGS[rung]}" if rung in RECOVERY_RUNGS else ""
+    return describe_rung(incident.rung) if incident.rung >= 0 else ""
 
 
 def checkpoints_table(history: History) -> str:
@@ -162,7 +161,7 @@ def checkpoints_table(history: History) -> str:
                 f'<span class="soft">{", ".join(fate)}</span>',
             )
         )
-    head = ("step", "generation", "size", "training blocked", "until committed", "")
+    head = ("step", "membership (generation)", "size", "training blocked", "until committed", "")
     return _folded_table(head, rows, (0, 1, 2, 3, 4))
 
 
@@ -192,7 +191,7 @@ def generations_table(history: History) -> str:
         )
         for g in reversed(history.generations)
     ]
-    head = ("generation", "because of", "workers", "nodes", "steps", "began from")
+    head = ("membership (generation)", "because of", "workers", "nodes", "steps", "began from")
     return _folded_table(head, rows, (0, 2))
 
 
@@ -206,7 +205,7 @@ def notices_table(history: History) -> str:
     rows = [
         (format_duration(n.elapsed), str(n.generation), escape(n.text)) for n in history.notices
     ]
-    return _folded_table(("at", "generation", "what"), rows, (0, 1))
+    return _folded_table(("at", "membership", "what"), rows, (0, 1))
 
 
 def configuration_table(resolved: Mapping[str, Any]) -> str:

@@ -118,15 +118,15 @@ def _lanes(
         ends += [s.until for s in history.sessions if s.until > starts[index]]
         ends += starts[index + 1 : index + 2]
         stop = x(clock(min(ends, default=history.wall)))
-        label = f"{generation.number}" if stop - start < 120 else f"generation {generation.number}"
+        label = f"{generation.number}" if stop - start < 120 else f"membership {generation.number}"
         kind = "lane alt" if index % 2 else "lane"
         box = rect(start, y, max(1.0, stop - start - 1), 18.0, rx=3, class_=kind)
         if stop - start > 16:
             box += text(start + 6, y + 13, label, class_="on-lane")
         steps = f"steps {generation.first} to {generation.last}" if generation.last else "no step"
         tip = (
-            f"generation {generation.number} ({generation.reason.replace('_', ' ')})\n"
-            f"{format_plural(generation.workers, 'worker')}, {steps}"
+            f"{format_plural(generation.workers, 'worker')}, {steps}\n"
+            f"generation {generation.number} ({generation.reason.replace('_', ' ')})"
         )
         parts.append(tag("g", box, data_tip=tip))
     y += 30
