@@ -10,6 +10,9 @@
 # make gpus         the same for all accelerators of this machine
 # make exhaustive   what takes hours and many GiB (marker exhaustive)
 # make chaos      over 1,000 faults of a run that several nodes train (docs/studies/chaos.md); SHARD=1/4
+# make wheel        dist/: a wheel and the sources; installs the wheel afresh and tries it
+# make docs-site    the documentation as a site in build/site, with strict links
+# make pictures     the pictures of README.md, from a run in which a worker is killed
 # make corrupt-checkpoints  faults of checkpoints: cut short, corrupt, killed at every point
 
 PYTHON ?= python3
@@ -32,7 +35,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest flaky test-torch campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs clean
+.PHONY: install install-dev quickstart test lint pytest flaky test-torch campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel pictures clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -82,7 +85,7 @@ flaky: $(VENV)/.installed-dev
 	$(if $(TESTS),,$(error TESTS is missing: make flaky TESTS=tests/runtime/wire N=20))
 	$(ONE_THREAD) $(BIN)/python tools/flaky.py repeat $(N) $(TESTS)
 
-campaign: $(VENV)/.installed-dev
+campaign: $(VENV)/.installed-dev docs-site
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
 	$(MAKE) --no-print-directory campaign-bucket campaign-ceph
 
@@ -123,5 +126,29 @@ $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 docs: $(VENV)/.installed
 	$(BIN)/holdfast config schema --markdown > docs/reference/run-file.md
 
+# The site needs no torch: it reads the sources.
+docs-site: $(VENV)-docs/.installed
+	$(VENV)-docs/bin/mkdocs build --strict --quiet
+	@echo "the site: build/site/index.html"
+
+DOCS_EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb")) \
+	["project"]["optional-dependencies"]["docs"], sep="\n")
+
+$(VENV)-docs/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m venv $(@D)
+	$(VENV)/bin/python -c '$(DOCS_EXTRA)' > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -r $(@D)/requirements.txt
+	@touch $@
+
+# The tests build a wheel of their own from the same files.
+wheel: $(VENV)/.installed-dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/system/test_wheel.py
+	@ls dist
+
+pictures: $(VENV)/.installed
+	$(BIN)/python tools/pictures.py
+
 clean:
-	rm -rf $(VENV) $(VENV)-torch* build dist
+	rm -rf $(VENV) $(VENV)-torch* $(VENV)-docs build dist
