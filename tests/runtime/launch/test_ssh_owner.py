@@ -188,18 +188,18 @@ def test_each_host_of_a_file_is_one_node_with_its_places(form: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("n1:4", "4, which may be a port or a number of places; .*slots=4"),
+        ("n1:4", "ends with a port or a number of places; .*slots=4"),
         ("n1 4 all.q@n1", "list:2: this has the word '4' that Holdfast does not know"),
         ("n1 slots=", "slots= is no number"),
-        ("n1 slots=8 max_slots=4", "slots=8 is more than max_slots=4"),
-        ("n1 slots=1 slots=2", "is there twice"),
+        ("n1 slots=8 max_slots=4", "slots is more than max_slots"),
+        ("n1 slots=1 slots=2", "named twice"),
         ("n1 port=70000", "port=70000 is no number from 1 to 65535"),
         ("me@n1 user=you", "named twice"),
         ("n1:2222 port=22", "named twice"),
-        ("n[4-1]", "from the larger number"),
+        ("n[4-1]", "is no range"),
         ("[::g]:2222", "is no host"),
         ("-oProxyCommand=x", "is no host"),
-        ("other@n0", "another user here than in .*list:1"),
+        ("other@n0", "list:2: other@n0 had another user"),
         *(
             (f"n1 {name}={value}", f"list:2: this has the word '{name}'")
             for name, value in unknown_entries(HOSTS_LINE).items()

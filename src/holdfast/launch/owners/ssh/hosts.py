@@ -1,8 +1,4 @@
-"""Hosts as a list names them: in `launch.ssh.hosts`, or in a file with one host a line.
-
-A file may have what mpirun, DeepSpeed and PBS write: `HOST slots=N max_slots=N`, `#` comments, and
-a host on several lines. The lines of one host are one node, whose places add up.
-"""
+"""Hosts as `launch.ssh.hosts` names them, or a file as mpirun, DeepSpeed and PBS write it."""
 
 from __future__ import annotations
 
@@ -20,16 +16,13 @@ from holdfast.errors import ConfigError
 HOSTS_LINE = Border(
     "a line of a hosts file", frozenset({"slots", "max_slots", "port", "user"}), entry="word"
 )
-HOST_REMEDY = "write HOST, USER@HOST or USER@HOST:PORT, such as gpu-1"
-MIN_PLAIN_PORT = 1024
-"""Smallest port that HOST:PORT may have, besides 22. mpirun writes HOST:PLACES."""
-MAX_PORT = 65535
-MAX_RANGE = MAX_PLACES = 10_000
-USER = r"([A-Za-z0-9_][A-Za-z0-9_.-]*)?"
+REMEDY = "write HOST or USER@HOST:PORT, and in a file also 'slots=4 port=2222 user=me', each once"
+MAX_PLACES = MAX_RANGE = 10_000
+MIN_PORT, MAX_PORT = 1024, 65535  # of HOST:PORT, besides 22; mpirun also writes HOST:PLACES
 _ADDRESS = re.compile(
-    r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
-    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*))"
-    r"(?::(?P<port>\d+))?"
+    r"(?:(?P<user>\w[\w.-]*)@)?"
+    r"(?:\[(?P<v6>[\w.:]+(?:%[\w.-]+)?)\]|(?P<name>\w[\w.-]*))(?::(?P<port>\d{1,5}))?",
+    re.ASCII,
 )
 _RANGE = re.compile(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]")
 
@@ -44,14 +37,12 @@ class Host:
     places: int = 0  # workers that fit on it; 0 for cluster.places of the run
 
     def __str__(self) -> str:
-        """Return the text that `read_host` reads."""
         name = f"[{self.name}]" if ":" in self.name else self.name
-        user = f"{self.user}@" if self.user else ""
-        return f"{user}{name}:{self.port}" if self.port else f"{user}{name}"
+        return (f"{self.user}@" * bool(self.user)) + name + f":{self.port}" * bool(self.port)
 
     @property
     def arguments(self) -> list[str]:
-        """Return the arguments of ssh that name the host."""
+        """Return the arguments of ssh that name the host; the host itself is the last one."""
         port = ["-p", str(self.port)] if self.port else []
         return [*port, f"{self.user}@{self.name}" if self.user else self.name]
 
@@ -65,18 +56,13 @@ class Host:
 
 def hosts_of(settings: SshConfig) -> list[Host]:
     """Return the hosts in their order, each once. Raises ConfigError."""
-    if not settings.hosts and settings.hosts_file:
+    where, found = "launch.ssh.hosts", []
+    if settings.hosts_file:
         found = _read_file(Path(settings.hosts_file))
-    else:
-        where = "launch.ssh.hosts"
-        found = [host for text in settings.hosts for host in read_hosts(text, where)]
-        for index, host in enumerate(found):
-            if host.machine in [each.machine for each in found[:index]]:
-                raise ConfigError(
-                    f"{host} is named twice, and each host gets one node",
-                    where=where,
-                    remedy="name it once; cluster.places has the workers of a node",
-                )
+    for host in (each for text in settings.hosts for each in read_hosts(text, where)):
+        if host.machine in [each.machine for each in found]:
+            raise ConfigError(f"{host} is named twice", where=where, remedy="name each host once")
+        found.append(host)
     return [replace(host, user=host.user or settings.user) for host in found]
 
 
@@ -86,115 +72,89 @@ def read_hosts(text: str, where: str) -> Iterator[Host]:
     user, at, name = text.rpartition("@")
     if name.count(":") > 1 and not name.startswith("["):
         name = f"[{name}]"  # an IPv6 address
-    for spelled in _expand(name, where):
-        yield read_host(f"{user}{at}{spelled}", where, is_stored=False)
-
-
-def read_host(text: str, where: str, *, is_stored: bool = True) -> Host:
-    """Return the one host of a text. is_stored: `str(Host)` wrote it. Raises ConfigError."""
-    parts = _ADDRESS.fullmatch(text)
-    if parts is None or (parts["v6"] and not _is_v6(parts["v6"])):
-        raise ConfigError(f"{text!r} is no host", where=where, remedy=HOST_REMEDY)
-    port = int(parts["port"] or 0)
-    if parts["port"] and not is_stored and port != 22 and not MIN_PLAIN_PORT <= port <= MAX_PORT:
-        name = text.rpartition(":")[0]
-        raise ConfigError(
-            f"{text!r} ends with {port}, which may be a port or a number of places",
-            where=where,
-            remedy=f"write '{name} slots={port}' or '{name} port={port}' in launch.ssh.hosts_file",
-        )
-    return Host(parts["v6"] or parts["name"], parts["user"] or "", port)
-
-
-def _is_v6(text: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(text).version == 6
-    return False
-
-
-def _expand(text: str, where: str) -> Iterator[str]:
-    """Yield the names of a text with ranges, such as gpu[1-2,7]; leading zeros are kept."""
-    found = _RANGE.search(text)
-    if found is None:
-        yield text
+    if ranges := _RANGE.search(name):
+        for part in ranges[1].split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            if not 0 < len(numbers) <= MAX_RANGE:
+                raise ConfigError(f"{text!r} is no range", where=where, remedy="use gpu[1-4]")
+            for number in numbers:
+                digits = str(number).zfill(len(first) if first.startswith("0") else 0)
+                yield from read_hosts(f"{user}{at}{_RANGE.sub(digits, name, count=1)}", where)
         return
-    for part in found[1].split(","):
-        first, _, last = part.partition("-")
-        count = int(last or first) - int(first)
-        if not 0 <= count < MAX_RANGE:
-            raise ConfigError(
-                f"the range [{part}] of {text!r} goes from the larger number to the smaller, or "
-                f"has more than {MAX_RANGE} hosts",
-                where=where,
-                remedy="write a range as gpu[1-4]",
-            )
-        for number in range(int(first), int(first) + count + 1):
-            digits = f"{number:0{len(first)}d}" if first.startswith("0") else str(number)
-            yield from _expand(text[: found.start()] + digits + text[found.end() :], where)
+    host = read_host(f"{user}{at}{name}", where)
+    if host.port not in (0, 22) and host.port < MIN_PORT:
+        raise ConfigError(
+            f"{text!r} ends with a port or a number of places",
+            where=where,
+            remedy=f"write 'slots={host.port}' or 'port={host.port}' in launch.ssh.hosts_file",
+        )
+    yield host
 
 
-# --- files --------------------------------------------------------------------------------------
+def read_host(text: str, where: str) -> Host:
+    """Return the host of a text that `str(Host)` wrote. Raises ConfigError."""
+    parts = _ADDRESS.fullmatch(text)
+    with suppress(ValueError):
+        if parts and int(parts["port"] or 0) <= MAX_PORT:
+            name = parts["name"] or str(ipaddress.IPv6Address(parts["v6"]))
+            return Host(name, parts["user"] or "", int(parts["port"] or 0))
+    raise ConfigError(f"{text!r} is no host", where=where, remedy=REMEDY)
+
+
 def _read_file(path: Path) -> list[Host]:
     try:
-        text = path.read_text("utf-8-sig")
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the list of hosts cannot be read ({error})",
             where="launch.ssh.hosts_file",
             remedy="name a text file (UTF-8) with one host a line",
         ) from None
-    found: dict[tuple[str, int], tuple[Host, int, str]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0]
-        for host in _read_line(words, f"{path}:{number}") if words.strip() else ():
-            before, times, place = found.get(host.machine, (host, 0, f"{path}:{number}"))
-            if times and before.user != host.user:
-                raise ConfigError(
-                    f"{host.name} has another user here than in {place}",
-                    where=f"{path}:{number}",
-                    remedy="name one user for the host: each host gets one node",
-                )
+    found: dict[tuple[str, int], Host] = {}
+    for number, line in enumerate(lines, 1):
+        where, words = f"{path}:{number}", re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        for host in _read_line(words, where) if words else ():
+            before = found.get(host.machine, host)
+            if before.user != host.user:
+                raise ConfigError(f"{host} had another user", where=where, remedy=REMEDY)
             # A line without slots is one place if the host has further lines, as in PBS' files.
-            places = (before.places or 1) + (host.places or 1) if times else host.places
-            found[host.machine] = replace(before, places=places), times + 1, place
-    return [host for host, _, _ in found.values()]
+            places = host.places if before is host else (before.places or 1) + (host.places or 1)
+            found[host.machine] = replace(before, places=places)
+    return list(found.values())
 
 
-def _read_line(words: str, where: str) -> Iterator[Host]:
-    name, *more = re.sub(r"\s*=\s*", "=", words).split()
-    pairs = [word.partition("=") for word in more]
+def _read_line(words: list[str], where: str) -> Iterator[Host]:
+    pairs = [word.partition("=") for word in words[1:]]
     given = {key.lower().replace("-", "_"): value for key, mark, value in pairs if mark}
-    said = {key: value or "nothing" for key, value in given.items()}
-    said |= {word: "nothing" for word, mark, _ in pairs if not mark}
-    remedy = "write HOST slots=N port=N user=NAME, each key once; # begins a comment"
-    HOSTS_LINE.check(said, where, ConfigError, remedy)
-    if len(given) < len(more):
-        raise ConfigError("a key has no =, or is there twice", where=where, remedy=remedy)
-    numbers = {key: _number(key, given[key], where) for key in given if key != "user"}
-    places, largest = numbers.get("slots", 0), numbers.get("max_slots", MAX_PLACES)
-    if places > largest:
-        raise ConfigError(
-            f"slots={places} is more than max_slots={largest}",
-            where=where,
-            remedy=f"use slots={largest}",
+    said = given | {word: "" for word, mark, _ in pairs if not mark}
+    HOSTS_LINE.check({k: v or "nothing" for k, v in said.items()}, where, ConfigError, REMEDY)
+    limit, places, port = (
+        _number(key, given.get(key), where, largest)
+        for key, largest in (("max_slots", MAX_PLACES), ("slots", MAX_PLACES), ("port", MAX_PORT))
+    )
+    for host in read_hosts(words[0], where):
+        user, port = given.get("user", host.user), port or host.port
+        is_once = len(given) == len(pairs) and (host.user or user, host.port or port) == (
+            user,
+            port,
         )
-    for host in read_hosts(name, where):
-        user, port = given.get("user", host.user), numbers.get("port", host.port)
-        if (
-            not re.fullmatch(USER, user)
-            or host.user not in ("", user)
-            or host.port not in (0, port)
-        ):
+        if not is_once or places > (limit or places):
             raise ConfigError(
-                "user or port of this line is empty, or named twice", where=where, remedy=remedy
+                "user, port or a key is named twice, or slots is more than max_slots",
+                where=where,
+                remedy=REMEDY,
             )
-        yield Host(host.name, user, port, places)
+        named = read_host(str(replace(host, user=user, port=port)), where)
+        yield replace(named, places=places)
 
 
-def _number(key: str, text: str, where: str) -> int:
-    largest = MAX_PORT if key == "port" else MAX_PLACES
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= largest:
+def _number(key: str, text: str | None, where: str, largest: int) -> int:
+    """Return a number from 1 on; 0 if there is none."""
+    if text is None:
+        return 0
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= largest):
         raise ConfigError(
-            f"{key}={text} is no number from 1 to {largest}", where=where, remedy=f"use {key}=4"
+            f"{key}={text} is no number from 1 to {largest}", where=where, remedy=REMEDY
         )
     return int(text)
