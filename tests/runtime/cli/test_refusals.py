@@ -84,8 +84,8 @@ NO_KEYS = ("holdfast", "torch", "run", "self", "step", "metadata", "my_task", "t
 NO_SETTINGS = frozenset(
     {"allow_http", "args", "ca", "collate", "compress", "credentials", "cycle_momentum"}
     | {"endpoint", "eval_strategy", "format", "key", "lost", "mode", "nodes", "nofile", "on"}
-    | {"red", "reduction", "region", "report_to", "requires_grad", "retries", "seal", "timeout"}
-    | {"store_interval_s", "tp", "user", "version", "virtual_host", "workers"}
+    | {"port", "red", "reduction", "region", "report_to", "requires_grad", "retries", "seal"}
+    | {"slots", "store_interval_s", "timeout", "tp", "user", "version", "virtual_host", "workers"}
 )
 """Names before `=` of other things than the run file: of addresses, of Python, of a layout."""
 MORE_KEYS = {"model.from", "lora.from", "model.code", "model.dropout"}

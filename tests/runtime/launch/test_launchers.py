@@ -10,12 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, UserError
-from holdfast.launch.ranks import roll_call
+from holdfast.launch.ranks import launchers, roll_call
 from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
 from holdfast.launch.ranks.local_ranks import agent_socket, as_one_node
 from holdfast.launch.start.facts import Facts
@@ -108,6 +110,30 @@ def test_without_a_launcher_and_for_one_process_a_run_starts_alone() -> None:
     for environ in ({}, batch_script, one_pod, {"WORLD_SIZE": "4"}):
         assert read_launcher(environ) is None
         assert as_one_node(lambda none: 7 if none is None else 1, environ) == 7
+
+
+@pytest.mark.parametrize(
+    ("parents", "is_shell"),
+    [(["bash", "sshd"], True), (["slurmstepd"], False), (["bash", "slurmstepd"], False)],
+    ids=["a-shell", "a-task-of-srun-in-it", "a-script-of-such-a-task"],
+)
+def test_a_shell_of_srun_is_refused_at_once_and_what_srun_starts_in_it_is_not(
+    parents: list[str], is_shell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Process:
+        def parents(self) -> list[Any]:
+            return [SimpleNamespace(name=lambda each=each: each) for each in parents]
+
+    monkeypatch.setattr(launchers.psutil, "Process", Process)
+    monkeypatch.setattr(launchers, "_has_terminal", lambda: False)
+    shell = SRUN | {"SLURM_PTY_PORT": "40001", "PMI_RANK": "4", "PMI_SIZE": "5"}
+    if not is_shell:
+        launchers.refuse_shell(place(shell), shell)
+        return
+    with pytest.raises(ConfigError, match=r"shell of srun.* 5 tasks.*unset SLURM_PROCID PMI_RANK"):
+        as_one_node(never, shell)
+    alone = {k: v for k, v in shell.items() if k not in ("SLURM_PROCID", "PMI_RANK")}
+    assert as_one_node(lambda none: 7 if none is None else 1, alone) == 7
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.config.loading.load import load_config
-from holdfast.errors import UserError
+from holdfast.config.sections.launch import SshConfig
+from holdfast.errors import ConfigError, UserError
 from holdfast.launch.owners.owner import LaunchRequest, OwnedJob
+from holdfast.launch.owners.ssh.hosts import HOSTS_LINE, hosts_of, read_host
 from holdfast.launch.owners.ssh.owner import SshOwner
+from tests.support.borders import unknown_entries
 from tests.support.commands import secret_file, write_run_file
 from tests.support.ranks import wait_until
 
@@ -120,8 +124,14 @@ def test_a_shared_run_folder_is_compared_and_the_secret_in_it_not_sent(hosts: Ho
     ("host", "words"),
     [
         ("unknown.example", "host unknown.example: no host of this name is known"),
-        ("changed", "host changed: its host key is not the one .* ssh-keygen -R changed"),
-        ("locked", "host locked: it accepts no key of this user; .*launch.ssh.user"),
+        (
+            "changed",
+            r"host changed: its host key has changed .* -f /k/hosts -R '\[127.0.0.1\]:2299'",
+        ),
+        ("new", r"host new: its host key is not known .*ssh-keyscan -p 2299 127.0.0.1 >> /k/hosts"),
+        ("new", r"""launch.ssh.options=\["-o", "StrictHostKeyChecking=accept-new", "-v"\]"""),
+        ("new-by-proxy", "accept it once with: ssh -v new-by-proxy,"),
+        ("locked", "host locked: it accepts no key.* ssh-copy-id -v locked, .*launch.ssh.user"),
         ("off", "host off: ssh cannot connect .*Connection refused"),
         ("bare", "host bare: .* there has no Holdfast, or an older one; .*launch.ssh.python"),
     ],
@@ -130,7 +140,9 @@ def test_what_a_host_lacks_is_one_sentence_with_its_name(
     hosts: Hosts, host: str, words: str
 ) -> None:
     with pytest.raises(UserError, match=words) as refused:
-        OWNER.submit(hosts.request(f"launch.ssh.hosts=[{host}]", nodes=1))
+        OWNER.submit(
+            hosts.request(f"launch.ssh.hosts=[{host}]", "launch.ssh.options=[-v]", nodes=1)
+        )
     assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
 
@@ -144,6 +156,68 @@ def test_another_version_or_no_python_and_the_other_hosts_are_given_back(hosts: 
     with pytest.raises(UserError, match=r"host b: .*has Holdfast 0.0.1, and the run"):
         OWNER.submit(hosts.request("launch.ssh.hosts=[a, b]"))
     hosts.wait(lambda: list(hosts.ssh.home("a").glob(".holdfast/*/a.exit")))
+
+
+LISTS = {
+    "as mpirun writes it": (
+        "# a list\r\nn1 slots=4\r\n\r\nn2 slots=2 max-slots=8 # b\r\n",
+        "n1 4 n2 2",
+    ),
+    "as PBS writes it, with a mark": ("\ufeffn1\nn1\nn2\nN1.\nn2\n", "n1 3 n2 2"),
+    "one line with places": ("n1 slots = 4\nn1\n", "n1 5"),
+    "ranges": (
+        "n[1-2,07-08]-ib port=2222 user=me\n",
+        " 0 ".join(f"me@n{n}-ib:2222" for n in ("1", "2", "07", "08")) + " 0",
+    ),
+    "addresses": (
+        "me@::1\n[fe80::1%eth0]:2222 slots=1\n10.0.0.1:22\n10.0.0.1:2222\n",
+        "me@[::1] 0 [fe80::1%eth0]:2222 1 10.0.0.1:22 0 10.0.0.1:2222 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", LISTS)
+def test_each_host_of_a_file_is_one_node_with_its_places(form: str, tmp_path: Path) -> None:
+    text, expected = LISTS[form]
+    (tmp_path / "list").write_bytes(text.encode())
+    found = hosts_of(SshConfig.model_validate({"hosts_file": str(tmp_path / "list")}))
+    assert " ".join(f"{host} {host.places}" for host in found) == expected
+    assert [replace(read_host(str(host), ""), places=host.places) for host in found] == found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("n1:4", "ends with a port or a number of places; .*slots=4"),
+        ("n1 4 all.q@n1", "list:2: this has the word '4' that Holdfast does not know"),
+        ("n1 slots=", "slots= is no number"),
+        ("n1 slots=8 max_slots=4", "slots is more than max_slots"),
+        ("n1 slots=1 slots=2", "named twice"),
+        ("n1 port=70000", "port=70000 is no number from 1 to 65535"),
+        ("me@n1 user=you", "named twice"),
+        ("n1:2222 port=22", "named twice"),
+        ("n[4-1]", "is no range"),
+        ("[::g]:2222", "is no host"),
+        ("-oProxyCommand=x", "is no host"),
+        ("other@n0", "list:2: other@n0 had another user"),
+        *(
+            (f"n1 {name}={value}", f"list:2: this has the word '{name}'")
+            for name, value in unknown_entries(HOSTS_LINE).items()
+        ),
+    ],
+)
+def test_what_a_line_of_hosts_says_and_no_list_names_is_refused(
+    line: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "list").write_text(f"n0\n{line.replace(' [', '[')}\n")
+    with pytest.raises(ConfigError, match=words):
+        hosts_of(SshConfig.model_validate({"hosts_file": str(tmp_path / "list")}))
+
+
+@pytest.mark.parametrize("twice", [("n1", "N1"), ("n[1-2]", "me@n2"), ("::1", "[0::1]")])
+def test_a_list_of_the_run_file_names_each_host_once(twice: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"launch.ssh.hosts: .* is named twice"):
+        hosts_of(SshConfig.model_validate({"hosts": twice}))
 
 
 def test_too_few_hosts_are_refused_and_a_dry_run_asks_none(hosts: Hosts) -> None:
@@ -169,10 +243,17 @@ def test_too_few_hosts_are_refused_and_a_dry_run_asks_none(hosts: Hosts) -> None
 _SSH = """\
 #!/bin/sh
 # The host is the last word but one. Names of hosts are faults of ssh.
+case "$*" in
+  *-by-proxy) [ "$1" = -G ] && {{ echo "hostname 10.0.0.1"; echo "proxyjump gate"; exit 0; }};;
+esac
+[ "$1" = -G ] && {{
+  printf 'hostname 127.0.0.1\\nport 2299\\nuserknownhostsfile /k/hosts\\n'; exit 0; }}
 while [ $# -gt 2 ]; do shift; done
 case "$1" in
   unknown*) echo "ssh: Could not resolve hostname $1: Name or service not known" >&2; exit 255;;
-  changed*) echo "Host key verification failed." >&2; exit 255;;
+  new*) echo "Host key verification failed." >&2; exit 255;;
+  changed*) printf '@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\\n' >&2
+    printf 'Offending ED25519 key in /k/hosts:3\\nHost key verification failed.\\n' >&2; exit 255;;
   locked*) echo "$1: Permission denied (publickey)." >&2; exit 255;;
   off*) echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255;;
   bare*) set -- "$1" "exec env -i {bare} -P -m holdfast.launch.owners.ssh.node_host";;

@@ -14,19 +14,21 @@ from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section, check_each
 
-HOST = r"[A-Za-z0-9_][A-Za-z0-9._:@-]*"
-"""A host's name or address, or USER@HOST. An option of ssh is none."""
+HOST = r"[A-Za-z0-9_:\[][A-Za-z0-9._:@%,\[\]-]*"
+"""Characters of hosts; `launch/owners/ssh/hosts.py` reads them. An option of ssh is none."""
 
 
 class SshConfig(Section):
     hosts: Annotated[
         tuple[str, ...], check_each(HOST, "is no host: use HOST or USER@HOST, such as gpu-1")
     ] = ()
-    """hosts of the nodes, each as HOST or USER@HOST; each gets one node"""
+    """hosts of the nodes, each as HOST, USER@HOST, USER@HOST:PORT or gpu[1-4]; each gets one
+    node"""
     hosts_file: str = ""
-    """path of a file with one host a line, in place of hosts; `HOST slots=N`, as for mpirun, sets
-    cluster.places of that node"""
-    user: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    """path of a file with one host a line, in place of hosts: `HOST slots=N port=N user=NAME`.
+    slots is cluster.places of that node. The lines of one host are one node, and their places add
+    up"""
+    user: str = Field("", pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*)?$")
     """user on hosts that name none; empty: ssh's"""
     python: str = ""
     """Python on the hosts that has Holdfast; empty: the path of the Python that runs this
@@ -34,6 +36,10 @@ class SshConfig(Section):
     folder: str = Field(".holdfast", min_length=1)
     """folder on the hosts for logs and secrets of nodes; it starts at the home"""
     options: tuple[str, ...] = Field((), description='further options of ssh, as ["-p", "2222"]')
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.hosts and self.hosts_file:
+            yield "launch.ssh.hosts and hosts_file both name hosts: leave one of them out"
 
 
 class SlurmConfig(Section):

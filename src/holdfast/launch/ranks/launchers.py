@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+
+import psutil
 
 from holdfast.config.sections.cluster import MAX_NAME_LENGTH
 from holdfast.errors import ConfigError
 from holdfast.launch.node.node_name import default_node_name
+
+INTERACTIVE_STEP = str(2**32 - 6)  # number of the step in which salloc starts a shell
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,39 @@ def read_launcher(environ: Mapping[str, str]) -> LauncherPlace | None:
                 continue
             return _read(names, environ)
     return None
+
+
+def unset_words(environ: Mapping[str, str]) -> str:
+    """Return the command after which this process is no launcher's."""
+    ranks = [n.rank for n in _LAUNCHERS if n.rank in environ and n.world in environ]
+    return f"unset {' '.join(ranks)}"
+
+
+def refuse_shell(place: LauncherPlace, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError in a shell of `srun --pty` or salloc: its other tasks start nothing.
+
+    A step that is started from such a shell inherits the shell's variables. Its processes have no
+    terminal, and slurmstepd is their parent."""
+    is_shell = "SLURM_PTY_PORT" in environ or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
+    if place.launcher != "srun" or not is_shell:
+        return
+    parents = [each.name() for each in psutil.Process().parents()]
+    if "slurmstepd" in parents and (parents[0] == "slurmstepd" or not _has_terminal()):
+        return
+    raise ConfigError(
+        f"this is an interactive shell of srun or salloc, whose step has {place.world} tasks, and "
+        "the other tasks start nothing",
+        where="environment",
+        remedy=f"train in this shell alone after: {unset_words(environ)}. Or start all tasks with: "
+        f"srun --overlap -n {place.world} holdfast train RUN_FILE",
+    )
+
+
+def _has_terminal() -> bool:
+    with suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    return False
 
 
 def _read(names: _Variables, environ: Mapping[str, str]) -> LauncherPlace | None:

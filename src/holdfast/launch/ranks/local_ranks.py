@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from holdfast.errors import ConfigError, UserError
-from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher
+from holdfast.launch.ranks.launchers import LauncherPlace, read_launcher, refuse_shell, unset_words
 
 GATHER_TIMEOUT_S = 60.0  # Seconds in which all processes of a node must have started
 _RETRY_S = 0.05
@@ -39,6 +39,7 @@ def as_one_node(
     place = read_launcher(environ)
     if place is None:
         return start(None)
+    refuse_shell(place, environ)
     if place.local_rank:
         return _wait_for_agent(place, timeout_s)
     with ExitStack() as open_until_end:
@@ -47,7 +48,7 @@ def as_one_node(
         peers: list[socket.socket] = []
         try:
             ranks: dict[int, int] = {place.local_rank: place.rank}
-            for peer in _accept_all(listener, place, ranks, timeout_s):
+            for peer in _accept_all(listener, place, ranks, timeout_s, environ):
                 peers.append(open_until_end.enter_context(peer))
             code = start(replace(place, ranks=tuple(sorted(ranks.values()))))
             return code
@@ -77,7 +78,11 @@ def agent_socket(place: LauncherPlace) -> Iterator[socket.socket]:
 
 
 def _accept_all(
-    listener: socket.socket, place: LauncherPlace, ranks: dict[int, int], timeout_s: float
+    listener: socket.socket,
+    place: LauncherPlace,
+    ranks: dict[int, int],
+    timeout_s: float,
+    environ: Mapping[str, str],
 ) -> Iterator[socket.socket]:
     """Yield a connection to each other process of the node, and add its rank to `ranks`, by local
     rank. Raises ConfigError."""
@@ -91,7 +96,8 @@ def _accept_all(
                 f"{place.launcher} has {place.local_world} processes on this node, and only "
                 f"{len(ranks)} of them came within {timeout_s:g} s",
                 where="environment",
-                remedy="start the same command in all of them",
+                remedy="start the same command in all of them, or one process alone after: "
+                + unset_words(environ),
             ) from None
         if not _is_ours(peer):
             peer.close()

@@ -7,6 +7,7 @@ So only a status, a code of the store's, or a known kind of failure is passed on
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 from holdfast.errors import HoldfastError, OutOfSpaceError, StoreError
 
@@ -19,6 +20,7 @@ _REFUSED_CODES = (
     "SignatureDoesNotMatch",
     "ExpiredToken",
     "InvalidToken",
+    "RequestTimeTooSkewed",
     "AuthenticationFailed",
     "AuthorizationFailure",
 )
@@ -28,10 +30,25 @@ _REGION_CODES = (
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 )
-_CREDENTIALS_REMEDY = (
-    "set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3), or name a "
-    "file of them with ?credentials=<path>"
+_CLOCK = re.compile(
+    "RequestTimeTooSkewed|RequestExpired|RequestInTheFuture|Signature not yet current|"
+    "Signature expired|date header (?:too old|is too old)|difference between the request time|"
+    "Token must be a short-lived"
 )
+"""What S3, Azure and Google say of a request that is signed at another time than the server's."""
+_TOKEN = re.compile(
+    "ExpiredToken|TokenRefreshRequired|InvalidToken|TokenExpired|[Tt]oken (?:has|is) expired|"
+    "expired or revoked|not valid in the specified time frame|Lifetime validation failed|"
+    "invalid_grant|Invalid Credentials|authError|InvalidAuthenticationInfo"
+)
+"""What they say of a session token, an OAuth token or a SAS that ran out."""
+_SERVER_TIME = re.compile(r"<ServerTime>([0-9TZ:.-]{1,40})</ServerTime>")
+_VARIABLES = {
+    "s3": ("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "gcloud auth application-default login"),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
+}
+"""Scheme -> variables of credentials; where a token comes from."""
 _AUTHORITY_REMEDY = "name the file of its authority's certificate with ?ca=<path>"
 # the first that fits; as obstore's debug text names them
 _KINDS = tuple(
@@ -65,24 +82,53 @@ def translate_error(error: Exception, where: str, *, missing: bool = False) -> H
             "there is no such bucket", where=where, remedy="create it, or name another"
         )
     if "169.254.169.254" in text or "metadata.google" in text or "169.254.170." in text:
-        return StoreError("no credentials were found", where=where, remedy=_CREDENTIALS_REMEDY)
+        return StoreError("no credentials were found", where=where, remedy=_set_credentials(where))
     if code in _REGION_CODES or "incorrectly configured region" in text:
         return StoreError(
             "the bucket is in another region, or behind another endpoint",
             where=where,
             remedy="name them with ?region=<its region> and ?endpoint=<its address>",
         )
-    refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403")
-    if refused or code in _REFUSED_CODES:
-        said = f" ({code})" if code else ""
-        return StoreError(
-            f"the bucket refuses these credentials{said}", where=where, remedy=_CREDENTIALS_REMEDY
-        )
+    is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError")
+    if is_refused or status in ("401", "403") or code in _REFUSED_CODES:
+        return _refused_error(text, code, status, where)
+    if status == "400" and (_CLOCK.search(text) or _TOKEN.search(text)):
+        return _refused_error(text, code, status, where)
     if code in _FULL_CODES or status == "507":
         return OutOfSpaceError(
             "the bucket is full", where=where, remedy="free some space, or use another bucket"
         )
     return _unreachable_error(text, code, status, where)
+
+
+def _refused_error(text: str, code: str, status: str, where: str) -> StoreError:
+    """Return the error of a request that the store does not admit: clock, token or credentials."""
+    said = f" ({code or status})" if code or status else ""
+    if _CLOCK.search(text):
+        there = match[1] if (match := _SERVER_TIME.search(text)) else ""
+        here = f"it is {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} here"
+        return StoreError(
+            f"the bucket refuses requests by this machine's clock{said}: {here}"
+            + (f", and {there} there" if there else ""),
+            where=where,
+            remedy="set the clock, as with: timedatectl set-ntp true",
+        )
+    _, token = _VARIABLES.get(where.partition(":")[0], _VARIABLES["s3"])
+    if _TOKEN.search(text):
+        return StoreError(
+            f"the token of these credentials has expired, or is no longer valid{said}",
+            where=where,
+            remedy=f"renew it ({token}), together with the credentials that belong to it",
+        )
+    return StoreError(
+        f"the bucket refuses these credentials{said}", where=where, remedy=_set_credentials(where)
+    )
+
+
+def _set_credentials(where: str) -> str:
+    scheme = where.partition(":")[0]
+    names, _ = _VARIABLES.get(scheme, _VARIABLES["s3"])
+    return f"set them in the environment ({names}), or name a file of them with ?credentials=<path>"
 
 
 def is_bucket_missing(text: str) -> bool:

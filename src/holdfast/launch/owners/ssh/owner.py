@@ -12,10 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from holdfast.config.sections.launch import HOST
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.launch.owners.owner import (
@@ -25,27 +23,28 @@ from holdfast.launch.owners.owner import (
     OwnedJob,
     chosen_nodes,
 )
+from holdfast.launch.owners.ssh.host_keys import explain_host_key
+from holdfast.launch.owners.ssh.hosts import Host, hosts_of, read_host
 from holdfast.launch.owners.ssh.node_host import REPLY_MARK, HostRequest
 from holdfast.launch.run.run_folder import run_id
 from holdfast.wire.child_command import module_command
 from holdfast.wire.secret import read_secret
 
-_SLOTS = re.compile(r"(?:^|\s)slots=(\d+)")
-
 
 @dataclass(frozen=True)
 class _Node:
-    """A node and its host. places: "" for those of the run. process: "" before its start."""
+    """A node and its host. process: "" before its start."""
 
     name: str
-    host: str
-    places: str = ""
+    host: Host
     process: str = ""
 
 
 class SshOwner:
-    """Implements `MachineOwner`. The details of a job have `node NAME` -> `HOST PID@START`, and how
-    the hosts are reached, whatever the run file says later."""
+    """Implements `MachineOwner` and `CheckingOwner`.
+
+    The details of a job have `node NAME` -> `HOST PID@START`, and how the hosts are reached,
+    whatever the run file says later."""
 
     def describe(self, request: LaunchRequest) -> str:
         details = _way_to_hosts(request)
@@ -55,6 +54,9 @@ class SshOwner:
             shown = f"\n  starts: holdfast {shlex.join(sent.arguments)}"
             lines.append(shlex.join(_host(node, details).command()) + shown)
         return "\n".join(lines) + "\n"
+
+    def check(self, request: LaunchRequest) -> None:
+        _nodes_of(request)
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         return self._started(request, {})
@@ -119,7 +121,7 @@ class SshOwner:
 
 def _nodes_of(request: LaunchRequest) -> list[_Node]:
     """Return the nodes of the request. Raises ConfigError if there are too few hosts."""
-    hosts = _hosts_of(request)
+    hosts = hosts_of(request.config.launch.ssh)
     if len(hosts) < request.all_nodes:
         raise ConfigError(
             f"{request.all_nodes} nodes need as many hosts, and launch.ssh has {len(hosts)}",
@@ -129,41 +131,14 @@ def _nodes_of(request: LaunchRequest) -> list[_Node]:
             else "name them there, or in launch.ssh.hosts_file",
         )
     nodes: dict[str, _Node] = {}
-    for host, places in hosts[: request.all_nodes]:
-        plain = re.sub(r"[^A-Za-z0-9._-]", "-", host.rpartition("@")[2])[:50]
+    for host in hosts[: request.all_nodes]:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "-", host.name).strip("-.")[:50] or "host"
         name, number = plain, 1
         while name in nodes:
             number += 1
             name = f"{plain}-{number}"
-        nodes[name] = _Node(name, host, places)
+        nodes[name] = _Node(name, host)
     return list(nodes.values())
-
-
-def _hosts_of(request: LaunchRequest) -> list[tuple[str, str]]:
-    """Return (host, places) in their order. Raises ConfigError for a file that cannot be read."""
-    settings = request.config.launch.ssh
-    found = [(host, "") for host in settings.hosts]
-    if not found and settings.hosts_file:
-        try:
-            text = Path(settings.hosts_file).read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the list of hosts cannot be read ({error})",
-                where="launch.ssh.hosts_file",
-                remedy="name a file with one host a line",
-            ) from None
-        for line in text.splitlines():
-            words = line.partition("#")[0].split()
-            slots = _SLOTS.search(line.partition("#")[0])
-            if words and not re.fullmatch(HOST, words[0]):
-                raise ConfigError(
-                    f"{words[0]!r} is no host",
-                    where=settings.hosts_file,
-                    remedy="write HOST or USER@HOST, such as gpu-1, at the beginning of a line",
-                )
-            found += [(words[0], slots[1] if slots else "")] if words else []
-    user = f"{settings.user}@" if settings.user else ""
-    return [(host if "@" in host else user + host, places) for host, places in found]
 
 
 def _way_to_hosts(request: LaunchRequest) -> dict[str, str]:
@@ -177,7 +152,7 @@ def _way_to_hosts(request: LaunchRequest) -> dict[str, str]:
 
 
 def _start_request(request: LaunchRequest, node: _Node, folder: str, secret: str) -> HostRequest:
-    more = [f"cluster.places={node.places}"] if node.places else []
+    more = [f"cluster.places={node.host.places}"] if node.host.places else []
     return HostRequest(
         "start",
         node.name,
@@ -205,7 +180,7 @@ def _nodes_in(job: OwnedJob) -> dict[str, _Node]:
     for key, value in job.details.items():
         if key.startswith("node "):
             name, (host, _, process) = key.removeprefix("node "), value.partition(" ")
-            found[name] = _Node(name, host, process=process)
+            found[name] = _Node(name, read_host(host, "launch.json"), process)
     return found
 
 
@@ -218,37 +193,19 @@ def _ask_nodes(
 
 
 def _detail(node: _Node, detail: str) -> str:
-    return f"{node.host}: {detail}" if detail else node.host
+    return f"{node.host}: {detail}" if detail else str(node.host)
 
 
 OWN_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 """After the user's, because ssh takes the first value of an option."""
 CONNECTION_FAILED = 255  # ssh's own exit code
-_FAILURES = (
-    (
-        "Host key verification failed",
-        "its host key is not the one that is known here",
-        "connect once with ssh to see both keys, and remove the old one with: ssh-keygen -R {host}",
-    ),
-    (
-        "Could not resolve hostname",
-        "no host of this name is known here",
-        "correct it in launch.ssh",
-    ),
-    (
-        "Permission denied",
-        "it accepts no key of this user",
-        "add one with ssh-copy-id, or name the user in launch.ssh.user",
-    ),
-)
-"""What ssh prints -> what it means, what to do."""
 
 
 @dataclass(frozen=True)
 class SshHost:
-    """host: as ssh takes it. python: its Python. options: further ones of ssh."""
+    """python: its Python. options: further ones of ssh; the port of the host comes before them."""
 
-    host: str
+    host: Host
     python: str
     options: tuple[str, ...] = ()
 
@@ -257,7 +214,8 @@ class SshHost:
         remote = shlex.join(
             module_command("holdfast.launch.owners.ssh.node_host", python=self.python)
         )
-        return ["ssh", *self.options, *OWN_OPTIONS, "-T", self.host, remote]
+        *port, host = self.host.arguments
+        return ["ssh", *port, *self.options, *OWN_OPTIONS, "-T", host, remote]
 
     def ask(self, request: HostRequest) -> dict[str, Any]:
         """Return the host's reply. Raises UserError, which names the host."""
@@ -283,12 +241,20 @@ class SshHost:
         raise RunFolderError(what, where=f"host {self.host}", remedy=remedy)
 
     def _explain(self, code: int, said: str) -> tuple[str, str]:
-        for words, what, remedy in _FAILURES:
-            if code == CONNECTION_FAILED and words in said:
-                return what, remedy.format(host=self.host.rpartition("@")[2])
         last = (said.strip().splitlines() or ["ssh said nothing"])[-1]
-        tried = shlex.join(["ssh", *self.options, self.host])
+        *port, host = self.host.arguments
+        words = [*port, *self.options, host]
+        tried = shlex.join(["ssh", *words])
         if code == CONNECTION_FAILED:
+            if "Host key verification failed" in said:
+                return explain_host_key(said, self.options, self.host)
+            if "Could not resolve hostname" in said:
+                return "no host of this name is known here", "correct it in launch.ssh"
+            if "Permission denied" in said:
+                copy = shlex.join(["ssh-copy-id", *words])
+                return "it accepts no key of this user", (
+                    f"add one with: {copy}, or name the user in launch.ssh.user"
+                )
             return f"ssh cannot connect to it ({last})", f"find out why with: {tried}"
         if "No module named" in said and "holdfast" in said:
             return f"{self.python} there has no Holdfast, or an older one", _other_python()
