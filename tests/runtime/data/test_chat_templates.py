@@ -6,7 +6,6 @@ Each is from a public report or from the FAQ of axolotl.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 
 from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.read.chat_borders import LEFT_OUT, REPLY, ChatNotes
 from holdfast.data.read.chat_documents import (
     NO_REPLY,
-    REPLY,
     SPELLS_TOKEN,
     ChatDocument,
     ChatFormat,
@@ -53,12 +52,11 @@ def read(
     template: str = CHATML,
     rows: str = "messages",
     train_on: tuple[str, ...] = ("assistant",),
-    left_out: Counter[str] | None = None,
+    notes: ChatNotes | None = None,
     weights: bool = False,
 ) -> ChatDocument:
     form = ChatFormat(template, VARIABLES, SPECIAL, train_on, weights)
-    counter: Counter[str] = Counter() if left_out is None else left_out
-    text = ChatReader(rows, "text", form, counter).read(row, "rows.jsonl:3")
+    text = ChatReader(rows, "text", form, notes or ChatNotes()).read(row, "rows.jsonl:3")
     return ChatDocument.decode(text) if text else ChatDocument("", ())
 
 
@@ -198,14 +196,15 @@ def test_masks_are_those_of_transformers(tmp_path: Path) -> None:
 
 # --- rows that are left out --------------------------------------------------------------------
 def test_rows_without_a_reply_or_with_a_special_token_are_left_out_and_counted() -> None:
-    left_out: Counter[str] = Counter()
+    notes = ChatNotes()
     for talk in (
         TALK[:2],
         [TALK[1], TALK[2] | {"weight": 0}],
         [TALK[1] | {"content": "Say <|im_end|>"}, TALK[2]],
     ):
-        assert not read({"messages": talk}, left_out=left_out).text
-    assert left_out == {NO_REPLY: 2, SPELLS_TOKEN: 1}
+        assert not read({"messages": talk}, notes=notes).text
+    where = "rows.jsonl:3"
+    assert notes.seen == {LEFT_OUT: {NO_REPLY: (2, where), SPELLS_TOKEN: (1, where)}}
 
 
 # --- tools -------------------------------------------------------------------------------------

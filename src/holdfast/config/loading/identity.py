@@ -25,6 +25,7 @@ from holdfast.errors import START_OVER, RunFolderError
 DATASET_KEYS = (
     "data.chat.template",
     "data.chat.template_file",
+    "data.chat.template_name",
     "data.deduplicate",
     "model.vocab_size",
 )
@@ -38,7 +39,7 @@ LATER_KEYS = frozenset(
     f"{section}.{name}".lstrip(".")
     for section, names in {
         "": ("branch_of",),
-        "data.chat": ("long_rows", "train_on", "weights"),
+        "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
         "lora": ("adapter_checksum", "alpha", "base_checksum", "dropout", "rank", "targets"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
@@ -65,7 +66,7 @@ SOURCE_KEYS = {
     "train.schedule.source": "train.schedule.kind",
 }
 """Digest -> the key that names what it is of."""
-OPEN_SECTIONS = ("task.args.", "train.optimizer.args.")
+OPEN_SECTIONS = ("data.chat.template_kwargs.", "task.args.", "train.optimizer.args.")
 """Their keys are the user's own: one that is missing has no default."""
 
 EXPERTS = "model.experts."

@@ -252,6 +252,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
+        other = bool(chat.template_file) or chat.template != "folder"
+        rules.append(("data.chat.template_name", other, "data.chat.template or template_file"))
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
         whole = source.kind in ("text", "python-stdlib")

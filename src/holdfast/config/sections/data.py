@@ -83,6 +83,12 @@ class ChatConfig(Section):
     """folder: the one next to the tokenizer; the other values: one by name"""
     template_file: str | None = None
     """path of a jinja file; none: what `template` says"""
+    template_name: str | None = None
+    """which template of the folder, if it has several by name; none: default, and tool_use for rows
+    with tools"""
+    template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """what the template is given besides, as enable_thinking: false; a row's chat_template_kwargs
+    count before"""
     train_on: tuple[str, ...] = Field(("assistant",), min_length=1)
     """roles whose messages carry loss"""
     weights: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +11,19 @@ import numpy as np
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.read import vocabulary
+from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_format import (
     compile_template,
     read_chat_format,
     special_tokens,
     stop_tokens,
 )
-from holdfast.data.read.chat_templates import TEMPLATE_FILE
+from holdfast.data.read.chat_templates import TEMPLATE_FILE, joined
 from holdfast.data.read.files import write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
-from holdfast.data.stages.chat_gate import check_masks, describe_left_out
+from holdfast.data.stages.chat_gate import check_masks
 from holdfast.data.stages.chat_tokens import ChatCounts
-from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_left_out, read_tokens
+from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_notes, read_tokens
 from holdfast.data.stream.dataset import FORMAT
 from holdfast.errors import DataError
 
@@ -61,13 +61,13 @@ class ChatPreparation:
             return 1
         return FORMAT if self.format.weights else FORMAT - 1
 
-    def left_out(self, plan: SourcePlan, path_of: PathOf) -> Iterator[str]:
-        """A line about the rows that a source leaves out."""
-        found: Counter[str] = Counter()
+    def notes(self, plan: SourcePlan, path_of: PathOf) -> Iterator[str]:
+        """Lines about what the rows of a source say that is not trained on."""
+        notes = ChatNotes()
         for unit in plan.units:
-            found += read_left_out(path_of("scan", unit))
-        if found:
-            yield f"{plan.name}: {describe_left_out(found)}"
+            notes.merge(read_notes(path_of("scan", unit)))
+        for line in notes.lines():
+            yield f"{plan.name}: {line}"
 
     def check(
         self, plans: Sequence[SourcePlan], path_of: PathOf, tokenizer_path: Path
@@ -129,8 +129,10 @@ class ChatPreparation:
         """Write the template next to the tokenizer; returns what the manifest says of it."""
         if self.format is None or not self.format.template:
             return {}
-        text = self.format.template.encode()
-        digest = write_atomic(folder / TEMPLATE_FILE, [text], sync=True)
+        text = self.format.template
+        if self.format.tool_template:
+            text = joined(text, self.format.tool_template)
+        digest = write_atomic(folder / TEMPLATE_FILE, [text.encode()], sync=True)
         return {"chat": {"template": digest, "variables": dict(self.format.variables)}}
 
 

@@ -20,6 +20,7 @@ from holdfast.core.data.special_tokens import KNOWN_ENDS
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
+from holdfast.data.read.chat_templates import TOOL_USE
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.sources import count_files, plan_source, read_unit, source_names
 from holdfast.data.stages.unit_tasks import hash_document
@@ -93,6 +94,9 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         if key == "tokenizer" and config.tokenizer.place is not None:
             continue
         now = wanted.get(key, True)
+        if isinstance(now, dict) and isinstance(before, dict) and key == "chat":
+            # An older program rendered rows with tools by the default template, too.
+            now = {name: now[name] for name in now if name in before or name != TOOL_USE}
         if before != now:
             raise DataError(
                 f"the dataset there was prepared with another data.{key} "

@@ -293,7 +293,7 @@ class _Preparation:
             self.say(f"{plan.name}: {describe_count(count, self.config.deduplicate)}")
             if plan.unread:
                 self.say(f"{plan.name}: {plan.unread}")
-            for line in self.chat.left_out(plan, self._path):
+            for line in self.chat.notes(plan, self._path):
                 self.say(line)
 
     def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:

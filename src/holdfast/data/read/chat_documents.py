@@ -10,24 +10,41 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from holdfast.borders import says_nothing
 from holdfast.core.json_parsing import parse_json
-from holdfast.data.read.chat_render import ChatTemplate, Span, compiled, has_marks
+from holdfast.data.read.chat_borders import (
+    COLUMNS,
+    KWARGS,
+    LEFT_OUT,
+    MESSAGE_KEYS,
+    REPLY,
+    TEMPLATE,
+    TEMPLATE_KWARGS,
+    THOUGHTS,
+    TWO_TEXTS,
+    ChatNotes,
+    read_columns,
+    refuse_role,
+)
+from holdfast.data.read.chat_render import ChatTemplate, Rendered, Span, compiled, has_marks
 from holdfast.data.read.chat_rows import FORMS, Completion, Conversation, field_of
 from holdfast.data.read.chat_templates import NAME_THE_TEMPLATE
 from holdfast.data.read.text_sources import clean_text
 from holdfast.errors import DataError
 
-REPLY = "assistant"
-PROMPTS = ("system", "developer", "user")
 SHOWN = 60  # characters of a text in a refusal
 TAIL = 40  # characters of a reply that must be found in the text
 NO_REPLY = "have no message to train on"
+EMPTY_REPLY = "have an empty reply"
 SPELLS_TOKEN = "spell a special token in a message"
+FIRST_REPLY = (
+    "give it weight: 0, put a message before it, or mark replies with {% generation %} in a copy "
+    "of the template"
+)
 OWN_TEMPLATE = "mend the template in a copy of the folder, or name another in data.chat"
 
 
@@ -35,16 +52,19 @@ OWN_TEMPLATE = "mend the template in a copy of the folder, or name another in da
 class ChatFormat:
     """How the rows of a run's chat sources become text. JSON-safe.
 
-    template: "" if no row needs one. variables: what the template knows of the tokenizer.
-    special: spellings of special tokens. train_on: roles whose messages carry loss. weights:
-    whether messages may have weights other than 0 and 1.
+    template: "" if no row needs one. variables: what the template knows of the tokenizer and the
+    run file. special: spellings of special tokens. train_on: roles whose messages carry loss.
+    weights: whether messages may have weights other than 0 and 1. tool_template: of rows with
+    tools; "": `template`. others: names of templates of the folder that no row takes.
     """
 
     template: str
-    variables: tuple[tuple[str, str], ...]
+    variables: tuple[tuple[str, Any], ...]
     special: tuple[str, ...]
     train_on: tuple[str, ...]
     weights: bool = False
+    tool_template: str = ""
+    others: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "weights" or value}
@@ -53,10 +73,12 @@ class ChatFormat:
     def from_json(value: Mapping[str, Any]) -> ChatFormat:
         return ChatFormat(
             value["template"],
-            tuple((str(k), str(v)) for k, v in value["variables"]),
+            tuple((str(k), v) for k, v in value["variables"]),
             tuple(value["special"]),
             tuple(value["train_on"]),
             bool(value.get("weights")),
+            value["tool_template"],
+            tuple(value["others"]),
         )
 
 
@@ -85,57 +107,99 @@ class ChatDocument:
 
 
 class ChatReader:
-    """Reads the rows of one source. left_out: counts rows that are left out, by reason."""
+    """Reads the rows of one source. notes: counts what is not trained on."""
 
-    def __init__(self, rows: str, field: str, format: ChatFormat, left_out: Counter[str]):
-        self._form, self._field = FORMS[rows], field_of(rows, field)
-        self._format, self._left_out = format, left_out
+    def __init__(self, rows: str, field: str, format: ChatFormat, notes: ChatNotes):
+        self._rows, self._field = rows, field_of(rows, field)
+        self._format, self._notes = format, notes
+        self._known_keys: set[str] = set()  # of messages, that a template was seen to read
 
     def read(self, value: Any, where: str, *, bare: bool = False) -> str:
         """A document as `ChatDocument.encode` spells it, or "" for a row that is left out. Raises
         DataError for a row of another form, and for a template that does not fit."""
         if not isinstance(value, Mapping):
             raise DataError("the row is no object", where=where, remedy="write one object a row")
-        found = _cleaned(self._form.read(value, self._field, where), where)
+        found = _cleaned(FORMS[self._rows].read(value, self._field, where), where)
+        self._read_columns(value, found, where)
         if any(any(token in text for token in self._format.special) for text in _texts(found)):
-            self._left_out[SPELLS_TOKEN] += 1
-            return ""
-        if isinstance(found, Completion):
-            document = _completion(found)
+            reason = SPELLS_TOKEN
+        elif isinstance(found, Completion):
+            if found.completion.strip():
+                text = found.prompt + found.completion
+                return ChatDocument(text, ((len(found.prompt), len(text)),), True).encode()
+            reason = EMPTY_REPLY
         else:
             document = self._conversation(found, where)
-        if document is None:
-            self._left_out[NO_REPLY] += 1
-            return ""
-        return document.encode()
+            if isinstance(document, ChatDocument):
+                return document.encode()
+            reason = document
+        self._notes.add(LEFT_OUT, reason, where)
+        return ""
 
-    def _conversation(self, found: Conversation, where: str) -> ChatDocument | None:
+    def _template_of(self, found: Conversation) -> str:
+        return (self._format.tool_template if found.tools else "") or self._format.template
+
+    def _read_columns(
+        self, row: Mapping[str, Any], found: Conversation | Completion, where: str
+    ) -> None:
+        form, read = TWO_TEXTS, frozenset[str]()
+        if isinstance(found, Conversation):
+            form = self._rows
+            if text := self._template_of(found):
+                read = compiled(text, self._format.variables).variables
+        border = COLUMNS[form]
+        for name in read_columns(border, row, self._field, read, where):
+            self._notes.add(border.name, name, where)
+        kwargs = found.kwargs if isinstance(found, Conversation) else {}
+        TEMPLATE_KWARGS.check(kwargs, where, DataError, f"take it out of {KWARGS}")
+        for name, given in kwargs.items():
+            if name not in read and given is not None:
+                self._notes.add(TEMPLATE_KWARGS.name, name, where)
+
+    def _conversation(self, found: Conversation, where: str) -> ChatDocument | str:
+        """The document, or the reason why the row is left out."""
+        format = self._format
+        text = self._template_of(found)
+        spelt = compiled(text, format.variables).spelt if text else frozenset[str]()
+        for place, message in enumerate(found.messages):
+            refuse_role(message["role"], place, {*spelt, *format.train_on}, where)
         trained = [
             place
             for place, message in enumerate(found.messages)
-            if message["role"] in self._format.train_on and found.weights.get(place) != 0
+            if message["role"] in format.train_on and found.weights.get(place) != 0
         ]
         if not trained:
-            return None
+            return NO_REPLY
+        if any(_is_empty(found.messages[place]) for place in trained):
+            return EMPTY_REPLY
         weights = tuple(found.weights.get(place, 1) for place in trained)
-        if max(weights) > 1 and not self._format.weights:
+        if max(weights) > 1 and not format.weights:
             raise DataError(
                 "a message has a weight other than 0 and 1",
                 where=where,
                 remedy="use 1, or 0 for one without loss, or set data.chat.weights=true",
             )
-        if not self._format.template:
+        if not text:
             raise DataError(
                 "the row has messages, and the tokenizer's folder has no chat template",
                 where=where,
                 remedy=NAME_THE_TEMPLATE,
             )
-        template = compiled(self._format.template, self._format.variables)
-        spans = _Spans(template, found, self._format, where)
-        marked = template.marks_replies and self._format.train_on == (REPLY,)
+        template = compiled(text, format.variables)
+        spans = _Spans(template, found, format, where)
+        marked = template.marks_replies and format.train_on == (REPLY,)
         document = spans.marked(trained) if marked else spans.derived(trained)
         spans.require_prompts()
+        for name in spans.unread_keys(self._known_keys):
+            self._notes.add(MESSAGE_KEYS.name, name, where)
+        if format.tool_template:
+            self._notes.add(TEMPLATE, "tool_use" if found.tools else "default", where)
         return replace(document, weights=weights) if max(weights) > 1 else document
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    said = (message["content"], *(message.get(key) for key in (*THOUGHTS, "tool_calls")))
+    return not any(one.strip() if isinstance(one, str) else one for one in said)
 
 
 class _Spans:
@@ -145,22 +209,84 @@ class _Spans:
         self, template: ChatTemplate, conversation: Conversation, format: ChatFormat, where: str
     ):
         self._template, self._where, self._format = template, where, format
-        self._messages, self._tools = conversation.messages, conversation.tools
-        self._full = template.render(self._messages, where, tools=self._tools)
+        self._row, self._messages = conversation, conversation.messages
+        self._full = self._render(self._messages)
+        self._bare = _without_spaces(self._full.text)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], begins_reply: bool = False
+    ) -> Rendered:
+        row = self._row
+        asked = {place: self._template.asks_null & {*keys} for place, keys in row.nulls.items()}
+        given = [{**m, **dict.fromkeys(asked.get(i, ()))} for i, m in enumerate(messages)]
+        return self._template.render(
+            given,
+            self._where,
+            tools=row.tools,
+            documents=row.documents,
+            kwargs=row.kwargs,
+            begins_reply=begins_reply,
+        )
 
     def require_prompts(self) -> None:
-        """Raises DataError for a message or a tool that the template leaves out."""
-        text = _without_spaces(self._full.text)
-        for function in _functions(self._tools):
-            if (name := function["name"]) not in self._full.text:
-                raise self._refusal(f"the template leaves out the tool {name!r} of the row")
+        """Raises DataError for a text of the row that the template leaves out: of a message, a
+        call, a tool or a document."""
+        for tool in self._row.tools or ():
+            for text in _tool_texts(tool):
+                self._require(text, f"the tool {_name(tool)!r} of the row, or a part of it")
+        for number, document in enumerate(self._row.documents or (), start=1):
+            for text in _texts(document):
+                self._require(text, f"document {number} of the row, or a part of it")
         for place, message in enumerate(self._messages):
-            content = message["content"]
-            if message["role"] in PROMPTS and _without_spaces(content) not in text:
-                raise self._refusal(
-                    f"the template leaves out message {place + 1} of the role {message['role']}, "
-                    f"or a part of it: {content[:SHOWN]!r}"
-                )
+            content, role = message["content"], message["role"]
+            if role == REPLY:  # of an earlier one its thoughts may be missing
+                content = content.strip()[-TAIL:]
+            self._require(content, f"message {place + 1} of the role {role}, or a part of it")
+            for function in _functions(message.get("tool_calls")):
+                self._require_call(place, self._full.text, function)
+
+    def _require(self, text: str, what: str) -> None:
+        if not _holds(self._bare, text):
+            remedy = OWN_TEMPLATE
+            if self._format.others:
+                remedy += f" (data.chat.template_name: {' or '.join(self._format.others)})"
+            raise self._refusal(f"the template leaves out {what}: {text[:SHOWN]!r}", remedy)
+
+    def unread_keys(self, known: set[str]) -> Iterator[str]:
+        """Keys of messages that change nothing of the text; once for each message that has one.
+        known: keys that were seen to change one. Raises DataError for a key whose text or medium
+        would be missing."""
+        extra = [
+            (place, key)
+            for place, message in enumerate(self._messages)
+            for key in MESSAGE_KEYS.unread(message) + tuple(MESSAGE_KEYS.plain)
+            if not says_nothing(message.get(key)) and key not in known
+        ]
+        last_user = max((i for i, m in enumerate(self._messages) if m["role"] == "user"), default=0)
+        for key in dict.fromkeys(key for _, key in extra):
+            places = [place for place, name in extra if name == key]
+            if key in THOUGHTS:
+                places = [i for i in places if not _holds(self._bare, str(self._messages[i][key]))]
+                if places and places[-1] < last_user:
+                    yield from [f"{key} of earlier replies"] * len(places)
+                    continue
+            elif self._changes_text(key):
+                known.add(key)
+                continue
+            for place in places:
+                if problems := MESSAGE_KEYS.problems({key: self._messages[place][key]}):
+                    self._require_key(place, problems[0])
+                yield key
+
+    def _changes_text(self, key: str) -> bool:
+        without = [{k: v for k, v in m.items() if k != key} for m in self._messages]
+        try:
+            return self._render(without).text != self._full.text
+        except DataError:
+            return True
+
+    def _require_key(self, place: int, problem: str) -> None:
+        raise self._refusal(f"the template leaves out a key of message {place + 1}: {problem}")
 
     def marked(self, trained: list[int]) -> ChatDocument:
         """By `{% generation %}`."""
@@ -183,7 +309,7 @@ class _Spans:
         text, chosen = self._full.text, []
         for place in trained:
             is_reply = self._messages[place]["role"] == REPLY
-            before = self._beginning(place, begins_reply=is_reply) if place else ""
+            before = self._beginning(place, is_reply) if place or is_reply else ""
             after = self._beginning(place + 1)
             for part, what in ((before, "before"), (after, "up to the end of")):
                 if not text.startswith(part):
@@ -198,10 +324,15 @@ class _Spans:
     def _beginning(self, messages: int, begins_reply: bool = False) -> str:
         if messages == len(self._messages) and not begins_reply:
             return self._full.text
-        part = self._messages[:messages]
-        return self._template.render(
-            part, self._where, tools=self._tools, begins_reply=begins_reply
-        ).text
+        try:
+            return self._render(self._messages[:messages], begins_reply).text
+        except DataError as error:
+            if messages:
+                raise
+            raise self._refusal(
+                f"the row begins with a reply, and without a message before it {error.message}",
+                FIRST_REPLY,
+            ) from None
 
     def _check_reply(self, place: int, part: str) -> None:
         """The reply is there, and its header is not: that comes from the prompt."""
@@ -211,9 +342,12 @@ class _Spans:
         header = part[: max(at, 0)]
         named = re.search(rf"\b{REPLY}\b", header, re.IGNORECASE)
         if named or any(token in header for token in self._format.special):
+            what = f"the text of message {place + 1} begins with {header[:SHOWN]!r}, because the "
+            if place == 0:
+                what += "template begins no reply as the first message of a row"
+                raise self._refusal(what, FIRST_REPLY)
             raise self._refusal(
-                f"the text of message {place + 1} begins with {header[:SHOWN]!r}, because the "
-                "template does not begin a reply when add_generation_prompt is true"
+                what + "template does not begin a reply when add_generation_prompt is true"
             )
 
     def _require_reply(self, place: int, part: str, what: str) -> None:
@@ -239,6 +373,13 @@ class _Spans:
         if name not in part:
             raise self._refusal(
                 f"the template leaves out the call of {name!r} in message {place + 1}"
+            )
+        python = str(arguments) if isinstance(arguments, Mapping) and arguments else ""
+        if python and python != json.dumps(arguments, ensure_ascii=False) and python in part:
+            raise self._refusal(
+                f"the template writes the arguments of {name!r} in message {place + 1} as Python, "
+                f"not as JSON: {python[:SHOWN]}",
+                "write arguments as a text of JSON",
             )
         if isinstance(arguments, str) and '"' in arguments and _quoted(arguments) in part:
             raise self._refusal(
@@ -273,6 +414,26 @@ def _functions(tools: Any) -> Iterator[Mapping[str, Any]]:
             yield function
 
 
+def _name(tool: Mapping[str, Any]) -> str:
+    return next((str(function["name"]) for function in _functions([tool])), "without a name")
+
+
+def _tool_texts(tool: Any) -> Iterator[str]:
+    """Names and descriptions of a tool and of its parameters."""
+    for key, value in tool.items() if isinstance(tool, Mapping) else ():
+        if key in ("name", "description") and isinstance(value, str):
+            yield value
+        if key == "properties" and isinstance(value, Mapping):
+            yield from value
+        for inner in value if isinstance(value, list) else (value,):
+            yield from _tool_texts(inner)
+
+
+def _holds(bare: str, text: str) -> bool:
+    """Return True if a text, or what JSON makes of it, is in one without spaces."""
+    return any(_without_spaces(said) in bare for said in (text, _quoted(text)[1:-1]))
+
+
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -281,19 +442,15 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _completion(found: Completion) -> ChatDocument | None:
-    if not found.completion.strip():
-        return None
-    text = found.prompt + found.completion
-    return ChatDocument(text, ((len(found.prompt), len(text)),), is_framed=True)
-
-
 def _cleaned(found: Conversation | Completion, where: str) -> Conversation | Completion:
     """With all texts in normal form."""
     if isinstance(found, Completion):
         return Completion(_clean(found.prompt, where), _clean(found.completion, where))
-    messages = tuple({k: _clean(v, where) for k, v in m.items()} for m in found.messages)
-    return Conversation(messages, found.weights, _clean(found.tools, where))
+    messages, tools, documents, kwargs = (
+        _clean(one, where)
+        for one in (list(found.messages), found.tools, found.documents, found.kwargs)
+    )
+    return Conversation(tuple(messages), found.weights, found.nulls, tools, documents, kwargs)
 
 
 def _clean(value: Any, where: str) -> Any:
@@ -306,7 +463,7 @@ def _clean(value: Any, where: str) -> Any:
             )
         return clean_text(value, where)
     if isinstance(value, Mapping):
-        return {key: _clean(inner, where) for key, inner in value.items() if inner is not None}
+        return {key: _clean(inner, where) for key, inner in value.items()}
     if isinstance(value, list):
         return [_clean(inner, where) for inner in value]
     return value
@@ -319,8 +476,8 @@ def _texts(found: Any) -> Iterator[str]:
     elif isinstance(found, Completion):
         yield from (found.prompt, found.completion)
     elif isinstance(found, Conversation):
-        yield from _texts(list(found.messages))
-        yield from _texts(found.tools)
+        for part in (list(found.messages), found.tools, found.documents, found.kwargs):
+            yield from _texts(part)
     elif isinstance(found, Mapping):
         for inner in found.values():
             yield from _texts(inner)

@@ -12,7 +12,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_render import compiled
-from holdfast.data.read.chat_templates import read_template
+from holdfast.data.read.chat_templates import DEFAULT, TOOL_USE, read_templates
 from holdfast.data.read.files import canonical_json, checksum
 from holdfast.errors import DataError
 
@@ -27,12 +27,13 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
     path = vocabulary.tokenizer_file(config.tokenizer.place)
     tokenizer = vocabulary.load_tokenizer(path)
     needs_template = any(s.rows not in ("text", "prompt") for s in config.sources)
+    chat = config.chat
     try:
-        template = read_template(config.chat.template, config.chat.template_file, path.parent)
+        named = read_templates(chat.template, chat.template_file, path.parent, chat.template_name)
     except DataError:
-        if needs_template or config.chat.template_file is not None:
+        if needs_template or chat.template_file is not None:
             raise
-        template = ""
+        named = {DEFAULT: ""}
     neighbours = vocabulary.read_neighbours(path)
     found = {"bos_token": "", "eos_token": vocabulary.describe_tokenizer(tokenizer, path).end_token}
     for settings in (_read_object(path.parent / "special_tokens_map.json"), neighbours.settings):
@@ -42,24 +43,31 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
             if isinstance(text, str):
                 found[key] = text
     return ChatFormat(
-        template,
-        tuple(sorted(found.items())),
+        named[DEFAULT],
+        tuple(sorted({**found, **chat.template_kwargs}.items())),
         tuple(sorted(special_tokens(tokenizer))),
-        config.chat.train_on,
-        config.chat.weights,
+        chat.train_on,
+        chat.weights,
+        named.get(TOOL_USE, ""),
+        tuple(name for name in named if name not in (DEFAULT, TOOL_USE)),
     )
 
 
 def compile_template(chat: ChatFormat) -> None:
     """Raises DataError if jinja2 is missing, or the template is none."""
-    if chat.template:
-        compiled(chat.template, chat.variables)
+    for template in filter(None, (chat.template, chat.tool_template)):
+        compiled(template, chat.variables)
 
 
 def chat_settings(chat: ChatFormat) -> dict[str, Any]:
     """What of it decides the content of a dataset."""
     template = {"text": chat.template, "variables": dict(chat.variables)}
-    found = {"template": checksum(canonical_json(template)), "train_on": list(chat.train_on)}
+    found: dict[str, Any] = {
+        "template": checksum(canonical_json(template)),
+        "train_on": list(chat.train_on),
+    }
+    if chat.tool_template:
+        found[TOOL_USE] = checksum(chat.tool_template.encode())
     return found | ({"weights": True} if chat.weights else {})
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from holdfast.data.read.chat_borders import THOUGHTS
 from holdfast.errors import DataError
 
 NEEDED = (3, 1, 6)
@@ -39,7 +40,7 @@ class Rendered:
 class ChatTemplate:
     """A compiled template. Raises DataError if jinja2 is missing, or cannot compile it."""
 
-    def __init__(self, text: str, variables: Mapping[str, str]):
+    def __init__(self, text: str, variables: Mapping[str, Any]):
         self._variables = dict(variables)
         jinja = _jinja()
         try:
@@ -51,6 +52,14 @@ class ChatTemplate:
                 remedy="mend it, or name another in data.chat",
             ) from None
         self.marks_replies = bool(re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text))
+        tree = _environment().parse(text)
+        self.variables: frozenset[str] = frozenset(jinja.meta.find_undeclared_variables(tree))
+        """Names that the template asks the caller for."""
+        texts = tree.find_all(jinja.nodes.Const)
+        self.spelt = frozenset(one.value for one in texts if isinstance(one.value, str))
+        """Texts that the template compares or writes, such as roles."""
+        self.asks_null = _compared_with_null(tree, jinja.nodes)
+        """Keys of which the template tells null from what is missing."""
 
     def render(
         self,
@@ -58,17 +67,19 @@ class ChatTemplate:
         where: str,
         *,
         tools: Any = None,
+        documents: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
         begins_reply: bool = False,
     ) -> Rendered:
         """begins_reply: up to where the model would begin its reply. Raises DataError, with the
         row's place and the template's line, if the template fails."""
         try:
             marked: str = self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=[_with_thoughts(message) for message in messages],
                 tools=tools,
-                documents=None,
+                documents=documents,
                 add_generation_prompt=begins_reply,
-                **self._variables,
+                **{**self._variables, **(kwargs or {})},
             )
         except Exception as error:  # a template can fail in any way that Python can
             raise DataError(
@@ -90,12 +101,30 @@ class ChatTemplate:
         return Rendered("".join(text), tuple(spans))
 
 
+def _compared_with_null(tree: Any, nodes: Any) -> frozenset[str]:
+    asked = [one.node for one in tree.find_all(nodes.Test) if one.name == "none"]
+    for one in tree.find_all(nodes.Compare):
+        if any(isinstance(o.expr, nodes.Const) and o.expr.value is None for o in one.ops):
+            asked.append(one.expr)
+    names = [getattr(one, "attr", getattr(one, "name", None)) for one in asked]
+    names += [getattr(getattr(one, "arg", None), "value", None) for one in asked]
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers does: thoughts have both of the names that templates read."""
+    said = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
+    if said is None:
+        return dict(message)
+    return {"thinking": said, **message, "reasoning_content": said}
+
+
 def has_marks(text: str) -> bool:
     return _MARKS.search(text) is not None
 
 
 @cache
-def compiled(text: str, variables: tuple[tuple[str, str], ...]) -> ChatTemplate:
+def compiled(text: str, variables: tuple[tuple[str, Any], ...]) -> ChatTemplate:
     """Each template once in a process."""
     return ChatTemplate(text, dict(variables))
 
@@ -114,6 +143,7 @@ def _remedy(error: Exception) -> str:
 def _jinja() -> Any:
     try:
         import jinja2
+        import jinja2.meta
     except ImportError:
         found: tuple[int, ...] = ()
     else:

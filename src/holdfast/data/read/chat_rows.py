@@ -8,36 +8,28 @@ prompt        {"prompt", "completion"}: two texts, or two lists of messages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.data.target_weights import byte_of
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import DataError
-
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
+from holdfast.data.read.chat_borders import KWARGS, ROLES_OF_SHAREGPT, refuse_loss_keys
+from holdfast.errors import DataError, nearest_of
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages with `role` and `content`. weights: place -> byte of its weight
-    (`core.data.target_weights`), of those that do not count once. tools: what the row says of
-    tools, for the template."""
+    (`core.data.target_weights`), of those that do not count once. nulls: place -> keys of which the
+    row says null. tools, documents, kwargs: what the row gives to the template."""
 
     messages: tuple[dict[str, Any], ...]
     weights: Mapping[int, int] = field(default_factory=dict)
-    tools: Any = None
+    nulls: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    tools: list[Mapping[str, Any]] | None = None
+    documents: list[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,26 +66,33 @@ def _text(row: Mapping[str, Any], key: str, where: str, *, needed: bool = True) 
 _FORM_REMEDY = "mend the row, or set rows in data.sources to its form (docs/guide/fine-tuning.md)"
 
 
+def _parsed(value: Any, key: str, where: str) -> Any:
+    """A list or an object, which many tables have as a text of JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except ValueError:
+        raise _refusal(f"{key!r} is a text, and no JSON", where, _FORM_REMEDY) from None
+
+
+def _objects(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]] | None:
+    given = _parsed(row.get(key), key, where)
+    if isinstance(given, list):
+        given = [_parsed(one, key, where) for one in given]
+        if all(isinstance(one, Mapping) for one in given):
+            return given
+    if given is None:
+        return None
+    raise _refusal(f"{key!r} is no list of objects", where, _FORM_REMEDY)
+
+
 def _list(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
-    value = row.get(key)
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+    if not isinstance(row.get(key), str | list) or (given := _objects(row, key, where)) is None:
         raise _refusal(
             f"{key!r} is no list of messages; the row has {sorted(row)}", where, _FORM_REMEDY
         )
-    return value
-
-
-def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """What the row says of tools: a list, which some files have as a text of JSON."""
-    given = row.get("tools")
-    if isinstance(given, str):
-        try:
-            given = parse_json(given) if given.strip() else None
-        except ValueError:
-            raise _refusal("'tools' is a text, and no JSON", where, _FORM_REMEDY) from None
-    if given is None or (isinstance(given, list) and all(isinstance(t, Mapping) for t in given)):
-        return given
-    raise _refusal("'tools' is no list of objects", where, _FORM_REMEDY)
+    return given
 
 
 def _content(value: Any, where: str) -> str:
@@ -103,25 +102,28 @@ def _content(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value
+        isinstance(part, Mapping)
+        and isinstance(part.get("text"), str)
+        and part.get("type", "text") in ("text", "input_text", "output_text")
+        for part in value
     ):
+        for part in value:
+            refuse_loss_keys(part, where, "a part of a message")
         return "".join(part["text"] for part in value)
     raise _refusal("a message's content is no text", where, "leave out rows with other media")
 
 
-def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role = given.get("role")
-    if not isinstance(role, str) or not role:
-        raise _refusal(f"a message has no role; it has {sorted(given)}", where, _FORM_REMEDY)
-    # A table fills in what a row does not have.
-    known = {key: value for key, value in given.items() if value is not None and key != "weight"}
-    return known | {"content": _content(given.get("content"), where)}
-
-
-def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
-    given = _list(row, field, where)
-    weights = {}
+def _conversation(
+    given: Sequence[Mapping[str, Any]], row: Mapping[str, Any], where: str
+) -> Conversation:
+    """Of messages with `role` and `content`."""
+    messages, weights, nulls = [], {}, {}
     for place, message in enumerate(given):
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            remedy = "set rows: sharegpt in data.sources" if "from" in message else _FORM_REMEDY
+            raise _refusal(f"a message has no role; it has {sorted(message)}", where, remedy)
+        refuse_loss_keys(message, where, f"message {place + 1}", "weight")
         weight = message.get("weight")
         byte = 1 if weight is None else byte_of(weight)
         if byte is None:
@@ -132,32 +134,58 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
             )
         if byte != 1:
             weights[place] = byte
-    messages = tuple(_message(message, where) for message in given)
-    return Conversation(messages, weights, _tools(row, where))
+        if missing := tuple(k for k, value in message.items() if value is None and k != "weight"):
+            nulls[place] = missing
+        read = {k: value for k, value in message.items() if value is not None and k != "weight"}
+        if calls := _objects(message, "tool_calls", where):
+            for call in calls:
+                refuse_loss_keys(call, where, f"a call in message {place + 1}")
+            read["tool_calls"] = calls
+        messages.append(read | {"content": _content(message.get("content"), where)})
+    kwargs = _parsed(row.get(KWARGS), KWARGS, where) or {}
+    if not isinstance(kwargs, Mapping):
+        raise _refusal(f"{KWARGS!r} is no object", where, _FORM_REMEDY)
+    tools, documents = (_objects(row, key, where) for key in ("tools", "documents"))
+    return Conversation(tuple(messages), weights, nulls, tools, documents, kwargs)
+
+
+def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
+    return _conversation(_list(row, field, where), row, where)
 
 
 def _sharegpt(row: Mapping[str, Any], field: str, where: str) -> Conversation:
-    messages = []
-    if system := _text(row, "system", where, needed=False):
-        messages.append({"role": "system", "content": system})
+    messages = _system(row, where)
     for given in _list(row, field, where):
-        role = SHAREGPT_ROLES.get(str(given.get("from")))
+        role = ROLES_OF_SHAREGPT.get(str(given.get("from")))
         if role is None:
+            name = str(given.get("from"))
+            near = nearest_of(name, ROLES_OF_SHAREGPT)
+            remedy = f"did you mean {near}?" if near else "rename it"
+            if "from" not in given and "role" in given:
+                remedy = f"set rows: messages and field: {field}"
             raise _refusal(
                 f"a message is from {given.get('from')!r}, and the known ones are "
-                f"{', '.join(SHAREGPT_ROLES)}",
+                f"{', '.join(ROLES_OF_SHAREGPT)}",
                 where,
-                "rename it, or use rows: messages, which takes any role",
+                remedy,
             )
-        messages.append({"role": role, "content": _text(given, "value", where)})
-    return Conversation(tuple(messages), tools=_tools(row, where))
+        more = {key: value for key, value in given.items() if key not in ("from", "value")}
+        if twice := sorted({"role", "content"} & more.keys()):
+            what = f"a message has from and value, and {' and '.join(twice)} as well"
+            raise _refusal(what, where, _FORM_REMEDY)
+        messages.append({**more, "role": role, "content": _text(given, "value", where)})
+    return _conversation(messages, row, where)
+
+
+def _system(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    system = _text(row, "system", where, needed=False)
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _instruction(row: Mapping[str, Any], field: str, where: str) -> Conversation:
-    messages = []
-    if system := _text(row, "system", where, needed=False):
-        messages.append({"role": "system", "content": system})
-    for pair in row.get("history") or ():
+    messages = _system(row, where)
+    history = _parsed(row.get("history"), "history", where) or []
+    for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_text, pair)):
             raise _refusal("'history' is no list of two texts each", where, _FORM_REMEDY)
         messages.append({"role": "user", "content": pair[0]})
@@ -165,7 +193,7 @@ def _instruction(row: Mapping[str, Any], field: str, where: str) -> Conversation
     parts = [_text(row, "instruction", where), _text(row, "input", where, needed=False)]
     messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
     messages.append({"role": "assistant", "content": _text(row, "output", where)})
-    return Conversation(tuple(messages), tools=_tools(row, where))
+    return _conversation(messages, row, where)
 
 
 def _is_text(value: Any) -> bool:
@@ -173,13 +201,31 @@ def _is_text(value: Any) -> bool:
 
 
 def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Completion:
-    if isinstance(row.get("prompt"), list):
-        first = _messages(row, "prompt", where).messages
-        then = _messages(row, "completion", where)
-        weights = dict.fromkeys(range(len(first)), 0)
-        weights |= {place + len(first): byte for place, byte in then.weights.items()}
-        return Conversation((*first, *then.messages), weights, _tools(row, where))
-    return Completion(_text(row, "prompt", where), _text(row, "completion", where))
+    kinds = [_holds_messages(row.get(key)) for key in ("prompt", "completion")]
+    if kinds[0] != kinds[1]:
+        what = "one of 'prompt' and 'completion' is a list of messages, the other is none"
+        raise _refusal(what, where, _FORM_REMEDY)
+    if not kinds[0]:
+        return Completion(_text(row, "prompt", where), _text(row, "completion", where))
+    first, then = _list(row, "prompt", where), _list(row, "completion", where)
+    if any(message.get("weight") not in (None, 0) for message in first):
+        raise _refusal(
+            "a message of 'prompt' has a weight, and loss lies on 'completion' alone",
+            where,
+            "leave the weight out, or use rows: messages",
+        )
+    return _conversation([*(m | {"weight": 0} for m in map(dict, first)), *then], row, where)
+
+
+def _holds_messages(value: Any) -> bool:
+    """Return True for a list, and for a text of JSON that is a list of messages."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = parse_json(value)
+        except ValueError:
+            return False
+        return bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
+    return isinstance(value, list)
 
 
 FORMS = {

@@ -7,6 +7,7 @@ it. So no mask has to be derived.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
@@ -50,11 +51,20 @@ BY_KEY = {
 """`data.chat.template`: the forms of ChatML, of Llama 3 and of Alpaca."""
 
 
-def read_template(key: str, file: str | None, folder: Path) -> str:
-    """The text of a template: of `file`, by `key`, or of a model's folder. Raises DataError."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates that are taken by themselves: for rows, and for rows with tools."""
+FOLDERS = ("chat_templates", "additional_chat_templates")
+"""Where transformers keeps templates by name: once, and since release 4.53."""
+
+
+def read_templates(
+    key: str, file: str | None, folder: Path, name: str | None = None
+) -> dict[str, str]:
+    """Return template by name: that of `file`, by `key`, or those of a model's folder. The one that
+    rows take is the default: if the run file has a `name`, of that name. Raises DataError."""
     if file is not None:
         try:
-            return Path(file).read_text("utf-8")
+            return {DEFAULT: Path(file).read_text("utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise DataError(
@@ -63,27 +73,46 @@ def read_template(key: str, file: str | None, folder: Path) -> str:
                 remedy="name a file with a chat template",
             ) from None
     if key != "folder":
-        return BY_KEY[key]
-    found = _folder_template(folder)
-    if found is None:
-        raise DataError(
-            f"{folder} has no chat template, neither {TEMPLATE_FILE} nor in tokenizer_config.json",
-            where="data.chat.template",
-            remedy=NAME_THE_TEMPLATE,
-        )
-    return found
+        return {DEFAULT: BY_KEY[key]}
+    named = _folder_templates(folder)
+    if name is not None and name in named:
+        return {DEFAULT: named[name]}
+    if name is None and DEFAULT in named:
+        return named
+    what, remedy = f", neither {TEMPLATE_FILE} nor in tokenizer_config.json", NAME_THE_TEMPLATE
+    if named:
+        what = f" of the name {name or DEFAULT}"
+        remedy = f"set data.chat.template_name to {' or '.join(named)}"
+    what = f"{folder} has no chat template{what}"
+    raise DataError(what, where="data.chat.template", remedy=remedy)
 
 
-def _folder_template(folder: Path) -> str | None:
-    """`chat_template.jinja` counts before `tokenizer_config.json`, as in transformers."""
+def _folder_templates(folder: Path) -> dict[str, str]:
+    """Files count before `tokenizer_config.json`, as in transformers."""
+    files = {path.stem: path for name in FOLDERS for path in (folder / name).glob("*.jinja")}
+    if (folder / TEMPLATE_FILE).is_file():
+        files[DEFAULT] = folder / TEMPLATE_FILE
     try:
-        if (folder / TEMPLATE_FILE).is_file():
-            return (folder / TEMPLATE_FILE).read_text("utf-8")
-        settings = parse_json((folder / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = settings.get("chat_template") if isinstance(settings, dict) else None
-    if isinstance(found, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        if files:
+            return {name: path.read_text("utf-8") for name, path in sorted(files.items())}
+        found = [_setting(folder / f"{n}.json") for n in ("tokenizer_config", "chat_template")]
+        found = found[0] or found[1]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"a chat template cannot be read ({error})", where=str(folder), remedy=NAME_THE_TEMPLATE
+        ) from None
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    named = found if isinstance(found, dict) else {DEFAULT: found}
+    return {str(name): text for name, text in named.items() if isinstance(text, str)}
+
+
+def _setting(path: Path) -> Any:
+    settings = parse_json(path.read_text("utf-8")) if path.is_file() else None
+    return settings.get("chat_template") if isinstance(settings, dict) else None
+
+
+def joined(default: str, tool_use: str) -> str:
+    """One template that does what the two do. The signs keep white space as it is."""
+    default, tool_use = (text.removesuffix("\n") for text in (default, tool_use))
+    return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"

@@ -333,7 +333,14 @@ def read_records(
         if len(raw) > limit:
             raise too_long_error(place, limit, "the row is longer than")
         seen.update(raw + b"\n")
-        yield take(value, place)
+        yield take(_without_nulls(value), place)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A cell without the keys that a table fills in because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _rows(

@@ -14,7 +14,6 @@ and skips them.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_128
 
 from holdfast.data.read import columnar_sources, text_sources
+from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
 from holdfast.data.read.chat_rows import FORMS, field_of
 from holdfast.data.read.containers import empty_error, is_compressed, read_head
@@ -230,22 +230,20 @@ def read_unit(
     limit: int,
     seen: xxh3_128,
     refused: list[DataError] | None = None,
-    left_out: Counter[str] | None = None,
+    notes: ChatNotes | None = None,
 ) -> Iterator[str]:
     """The documents of a unit in order, in normal form; `seen` takes in every byte read.
 
     No document or line longer than `limit` bytes is ever held. Raises DataError for what is not
     UTF-8 text, for what is too long, and for a missing field; each names source, file, place and
     column. With `refused`, such an error is appended to it, and the next part is read. A
-    document of chat data is spelt as by `ChatDocument.encode`; `left_out` counts its empty ones by
-    reason.
+    document of chat data is spelt as by `ChatDocument.encode`; `notes` counts what is not trained
+    on.
     """
     column = "" if unit.kind == "text" or unit.is_chat else unit.field
     chat = None
     if unit.chat is not None:
-        chat = ChatReader(
-            unit.rows, unit.field, unit.chat, Counter() if left_out is None else left_out
-        )
+        chat = ChatReader(unit.rows, unit.field, unit.chat, notes or ChatNotes())
     for path, start, stop in unit.parts:
         try:
             if chat is not None:

@@ -215,6 +215,12 @@ def _line_number(path: str, offset: int) -> int:
     return lines
 
 
+def with_line(where: str) -> str:
+    """The place of a line that was known by its offset, "file:@offset", as file and line."""
+    path, _, offset = where.rpartition(":@")
+    return f"{path}:{_line_number(path, int(offset))}" if path and offset.isdecimal() else where
+
+
 def _line_document(line: bytes, path: str, at: int, take: TakeDocument, number: int | None) -> str:
     try:
         text = normal_form(line, path, at, number)
@@ -227,7 +233,7 @@ def _line_document(line: bytes, path: str, at: int, take: TakeDocument, number: 
     if not text.strip():
         return ""
     try:
-        return take(parse_json(text), f"{path}:{number}")
+        return take(parse_json(text), f"{path}:{number or f'@{at}'}")
     except ValueError as error:
         what, remedy = _not_json(text, error)
     except DataError as error:

@@ -8,7 +8,6 @@ refused there.)
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,10 +20,6 @@ from holdfast.errors import DataError
 
 SHOWN = 1200  # characters of the sample
 LAST = 8  # tokens of a sample's end in a refusal
-
-
-def describe_left_out(left_out: Counter[str]) -> str:
-    return "left out: " + ", ".join(f"{n:,} rows that {why}" for why, n in sorted(left_out.items()))
 
 
 def check_masks(

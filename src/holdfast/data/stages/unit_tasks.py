@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -28,8 +27,10 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_intdigest
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.files import READ_BYTES, write_atomic
 from holdfast.data.read.sources import Unit, encode_document, read_unit, unit_label
+from holdfast.data.read.text_sources import with_line
 from holdfast.data.stages.chat_tokens import ChatCounts, Encoder, encode_documents
 from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
 from holdfast.errors import CorruptError, DataError
@@ -98,14 +99,17 @@ def scan_unit(unit: Unit, limit: int, out: Path) -> None:
     be read, `out` says so of all of them."""
     seen, rows = xxh3_128(), array("Q")
     refused: list[DataError] = []
-    left_out: Counter[str] = Counter()
+    notes = ChatNotes()
     label = f"source {unit.name or unit.kind!r}: {unit_label(unit)}"
-    for text in read_unit(unit, limit, seen, refused, left_out):
+    for text in read_unit(unit, limit, seen, refused, notes):
         rows.extend(hash_document(text, label))
     table = np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
     header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest()}
-    if left_out:
-        header["left_out"] = dict(left_out)
+    if notes.seen:
+        header["notes"] = {
+            kind: {name: (count, with_line(where)) for name, (count, where) in names.items()}
+            for kind, names in notes.seen.items()
+        }
     if refused:
         header["refused"] = [(e.message, e.where, e.remedy) for e in refused]
     write_result(out, header, lambda: iter([table.tobytes()]))
@@ -137,10 +141,10 @@ def read_refused(path: Path) -> list[DataError]:
     ]
 
 
-def read_left_out(path: Path) -> Counter[str]:
-    """Rows of chat data that a unit leaves out, by reason."""
+def read_notes(path: Path) -> dict[str, dict[str, tuple[int, str]]]:
+    """What the rows of a unit of chat data say that is not trained on (`ChatNotes.seen`)."""
     header, _ = read_result(path)
-    return Counter(header.get("left_out", {}))
+    return header.get("notes", {})  # type: ignore[no-any-return]
 
 
 def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
