@@ -71,6 +71,7 @@ def import_(
     from holdfast.launch.local import resume_command
     from holdfast.launch.run.auto_layout import by_microbatch_size
     from holdfast.launch.run.holder import HolderWatch
+    from holdfast.launch.run.lora_run import as_imported
     from holdfast.launch.run.run_folder import refuse_in_use, refuse_other
     from holdfast.launch.run.runs import read_resolved
     from holdfast.launch.run.task_run import ask_named
@@ -91,6 +92,7 @@ def import_(
     loaded = _with_folder_vocabulary(loaded, dataset, source, size)
     loaded = loaded.with_values(ask_named(loaded))
     facts = replace(facts, stored=read_resolved(folder))
+    loaded = loaded.with_values(as_imported())
     loaded = resolve(loaded, facts, (by_microbatch_size,)).validated()
     refuse_other(folder, loaded, dataset.version)
     row = _begin_run(loaded, facts.hardware, dataset, source, weights_only)
@@ -225,7 +227,7 @@ def _imported(
         optimizer=config.train.optimizer,
         **identity,
     )
-    from holdfast.model.huggingface_tokenizer import keep_settings
+    from holdfast.config.huggingface.folder import keep_settings
 
     has_tokenizer = (source / "tokenizer.json").is_file()  # which is the dataset's
     keep_settings(source, Path(config.run_folder) / IMPORTED_FOLDER, has_tokenizer)

@@ -26,7 +26,7 @@ from holdfast.launch.node.node_place import MACHINE_KEYS, by_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.lora_run import joining_base
+from holdfast.launch.run.lora_run import joining_weights
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
@@ -36,7 +36,12 @@ from holdfast.launch.start.data import prepare_and_check_dataset
 from holdfast.launch.start.facts import Facts, resolve
 from holdfast.launch.start.machine import by_device, refuse_unfit_machine
 from holdfast.show.output import say
-from holdfast.wire.store.run_location import bucket_of_run, location_of_run, where_of_run
+from holdfast.wire.store.run_location import (
+    bucket_of_run,
+    location_of_run,
+    store_of_run,
+    where_of_run,
+)
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
 
@@ -140,7 +145,7 @@ def _with_data(
     if loaded is not before:
         loaded = loaded.validated()
         refuse_other_run(stored["config"], loaded.config, str(folder))
-    loaded = loaded.with_values(joining_base(loaded)).validated()
+    loaded = loaded.with_values(joining_weights(loaded, store_of_run(folder))).validated()
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
     if bucket_of_run(folder):  # no disk is shared, so this node may have to prepare its own
@@ -163,6 +168,7 @@ def _own(overrides: list[str]) -> list[str]:
             "data.cache_gb",
             "checkpoint.peer_advertise",
             "task.folder",
+            "model.weights",
             "lora.base",
             *ADDRESS_KEYS,
             *MACHINE_KEYS,

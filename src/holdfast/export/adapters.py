@@ -21,10 +21,12 @@ class MergedWeights:
     in full or in part. Raises ModelFolderError for another base than the run's."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
-        from holdfast.training.engine.lora_task import open_base
+        from holdfast.training.engine.task import open_weights
 
         config = run.config
-        self._base, self._scale = open_base(config), config.lora.scale
+        lora, self._scale = config.lora, config.lora.scale
+        folder = Path(lora.base)
+        self._base = open_weights(config.model, folder, lora.base_checksum, "lora.base")
         self._adapters = CheckpointWeights(run, checkpoint)
         self._layers = frozenset(adapted_layers(config.model, config.lora))
         self._rows = {row.name: row for row in decoder_parameters(config.model)}

@@ -237,7 +237,9 @@ def write_folder(
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_files, load_tokenizer(tokenizer))
-    base = run.config.lora.base
+    base, kept = run.config.lora.base, run.folder / IMPORTED_FOLDER
+    if not kept.is_dir():  # a run in a bucket, on another node than its first one
+        base = base or run.config.model.weights
     export_folder(
         to,
         run.config.model,
@@ -246,7 +248,7 @@ def write_folder(
         dtype=cast,
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
-        imported=Path(base) if base else run.folder / IMPORTED_FOLDER,
+        imported=Path(base) if base else kept,
         chat_template=chat_template,
     )
 

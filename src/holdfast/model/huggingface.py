@@ -23,6 +23,7 @@ from torch import Tensor
 
 from holdfast.config.huggingface.convert import to_their_config
 from holdfast.config.huggingface.folder import (
+    CHAT_TEMPLATE,
     FETCH_AGAIN,
     read_folder_model,
     read_json_object,
@@ -32,7 +33,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.errors import ModelFolderError
 from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files
-from holdfast.model.huggingface_tokenizer import CHAT_TEMPLATE, copy_tokenizer, give_back
+from holdfast.model.huggingface_tokenizer import copy_tokenizer, give_back
 from holdfast.model.new_folder import new_folder
 
 SHARD_BYTES = 5_000_000_000

@@ -7,29 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.huggingface.folder import read_json_object
+from holdfast.config.huggingface.folder import KEPT_FILES, TOKENIZER_SETTINGS, read_json_object
 from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ModelFolderError
-
-CHAT_TEMPLATE = "chat_template.jinja"
-_ALONGSIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    CHAT_TEMPLATE,
-)
-KEPT_FILES = ("config.json", "generation_config.json", *_ALONGSIDE)
-"""What a run keeps of the folder that its weights came from."""
-
-
-def keep_settings(source: Path, folder: Path, tokenizer: bool) -> None:
-    """Copy the settings of a model's folder to `folder`. tokenizer: those of the tokenizer too,
-    because it is the run's."""
-    folder.mkdir(exist_ok=True)
-    for name in KEPT_FILES if tokenizer else KEPT_FILES[:2]:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def give_back(kept: Path | None, folder: Path, tokenizer: bool) -> dict[str, Any]:
@@ -72,7 +53,7 @@ def copy_tokenizer(
             remedy="name a file that the tokenizers library wrote",
         ) from error
     shutil.copyfile(path, folder / "tokenizer.json")
-    for name in _ALONGSIDE:
+    for name in TOKENIZER_SETTINGS:
         if source.is_dir() and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     settings_path = folder / "tokenizer_config.json"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.config.huggingface.folder import keep_settings
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 from holdfast.model.decoder import Decoder
 from holdfast.model.huggingface import export_folder, import_folder
-from holdfast.model.huggingface_tokenizer import keep_settings
 from tests.support.models import SCALING, SHAPES, config, lively, tokens, train_tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,10 @@ from holdfast.config.huggingface.rules import SCALING_KEYS, NotSupportedError
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 
-FREE_KEYS = ("preset", "family", "vocab_multiple", "max_position", "init_std")
+FREE_KEYS = (
+    *("preset", "family", "vocab_multiple", "max_position", "init_std"),
+    *("weights", "weights_checksum"),
+)
 """Keys of `model:` that do not decide which numbers the same weights compute."""
 
 EXPERT_SHAPE = (

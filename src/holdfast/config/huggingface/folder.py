@@ -6,6 +6,7 @@ A git-lfs pointer is a small text in place of a file that was not fetched.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,26 @@ CONFIG = "config.json"
 FETCH_AGAIN = "fetch it again"
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 16 * 2**20  # a config.json has some thousands
+
+
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+)
+KEPT_FILES = (CONFIG, "generation_config.json", *TOKENIZER_SETTINGS)
+"""What a run keeps of the folder that its weights came from."""
+
+
+def keep_settings(source: Path, folder: Path, tokenizer: bool) -> None:
+    """Copy the settings of a model's folder to `folder`. tokenizer: those of the tokenizer too,
+    because it is the run's."""
+    folder.mkdir(exist_ok=True)
+    for name in KEPT_FILES if tokenizer else KEPT_FILES[:2]:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def read_folder_model(folder: Path) -> ModelConfig:

@@ -21,13 +21,15 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.base import Change
 from holdfast.errors import START_OVER, RunFolderError
 
-# The dataset's version stands for these: they are a part of it, and the last is its vocabulary.
+# The dataset's version stands for these: they are a part of it, or its vocabulary. A checksum
+# stands for the last.
 DATASET_KEYS = (
     "data.chat.template",
     "data.chat.template_file",
     "data.chat.template_name",
     "data.deduplicate",
     "model.vocab_size",
+    "model.weights",
 )
 
 SCHEDULE_STEPS = "train.schedule.steps"
@@ -46,7 +48,7 @@ LATER_KEYS = frozenset(
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),
             *("no_rope_layers", "norm_plus_one", "norms", "qk_norm_width"),
             *("residual_multiplier", "rope_fraction", "window", "window_layers"),
-            "window_rope_theta",
+            *("weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "task": ("args", "data", "name", "parameters", "samples", "source"),

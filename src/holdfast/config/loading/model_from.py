@@ -1,8 +1,9 @@
-"""`model.from: FOLDER`: shape and tokenizer out of a folder in Hugging Face form.
+"""`model.from: FOLDER`: shape, tokenizer and weights out of a folder in Hugging Face form.
 
 The folder's `config.json` gives every key of `model:` that the run file does not, and its
 tokenizer.json is the run's unless `data.tokenizer.path` names another. Loading expands the key like
-a preset. A run keeps the numbers, so only the first start needs the folder.
+a preset, and gives `model.weights` the folder. With `model.weights: false` the folder's weights are
+not read. Adapters read them as `lora.base`, and transformers' code reads them itself.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ Differences = Mapping[str, tuple[Any, Any]]
 """The run file's value, and the folder's, by key of a section."""
 KEY = "model.from"
 CODE_KEY = "model.code"
+WEIGHTS_KEY = "model.weights"
 TRANSFORMERS = "transformers"
 TRANSFORMERS_TASK = "holdfast.tasks.huggingface:CausalLM"
 MEANING = (
-    "folder in Hugging Face form: gives every other key of `model`, and the tokenizer; its weights "
-    "come by `holdfast checkpoint import`"
+    "folder in Hugging Face form: gives every other key of `model`, the tokenizer, and the weights "
+    "that the run begins with"
 )
 CODE_MEANING = (
     "transformers: the folder of `model.from` is trained by its own modelling code, from its "
@@ -59,15 +61,17 @@ def expand(
     for a preset next to it.
     """
     section = data.get("model")
-    if not isinstance(section, dict) or not {"from", "code"} & set(section):
+    if not isinstance(section, dict) or not {"from", "code", "weights"} & set(section):
         return data, None
     own = {key: value for key, value in section.items() if key not in ("from", "code")}
     named, code = section.get("from"), section.get("code")
     if code not in (None, TRANSFORMERS):
         raise ConfigError(f"{CODE_KEY} {code!r} is unknown", remedy=f"use {TRANSFORMERS}")
     if named is None:
-        if code is not None:
-            raise ConfigError(f"{CODE_KEY} needs {KEY}", remedy=f"name a folder in {KEY}")
+        switched = own.get("weights") in (True, "true") and WEIGHTS_KEY
+        if needs := CODE_KEY if code is not None else switched:
+            raise ConfigError(f"{needs} needs {KEY}", remedy=f"name a folder in {KEY}")
+        _takes_weights(own)
         return {**data, "model": own}, None
     path = folder_at(KEY, named, base)
     if own.get("preset") is not None:
@@ -75,12 +79,22 @@ def expand(
             f"model.preset {own['preset']} and {KEY} {named} both give the shape",
             remedy="use one of the two",
         )
+    has_weights = _takes_weights(own)
     if code is not None:
-        return _as_task({**data, "model": own}, given, path)
+        return _as_task({**data, "model": own}, given, path, has_weights)
     model = read_folder_model(path)
     if own.get("vocab_size") == 0:
         del own["vocab_size"]
     values = model.model_dump(mode="json")
+    adapters = data.get("lora")
+    if isinstance(adapters, dict) and (adapters.get("rank") or adapters.get("from")):
+        if not has_weights:
+            raise ConfigError(
+                f"adapters are trained on the weights of {named}, and {WEIGHTS_KEY} is false",
+                remedy=f"remove {WEIGHTS_KEY}",
+            )
+    elif has_weights and "weights" not in own:
+        values["weights"] = str(path)
     taken = [f"model.{key}" for key in values if key not in own]
     if isinstance(own.get("experts"), dict) and values["experts"]:
         own["experts"] = values["experts"] | own["experts"]
@@ -96,8 +110,16 @@ def folder_at(key: str, named: Any, base: str) -> Path:
     return Path(join_base(base, expand_path(named)))
 
 
+def _takes_weights(own: dict[str, Any]) -> bool:
+    """Return False for `weights: false`. Leave only a path in `own`."""
+    value = own.get("weights")
+    if value in (None, True, False, "true", "false"):
+        own.pop("weights", None)
+    return value not in (False, "false")
+
+
 def _as_task(
-    data: dict[str, Any], given: Mapping[str, Any], path: Path
+    data: dict[str, Any], given: Mapping[str, Any], path: Path, has_weights: bool
 ) -> tuple[dict[str, Any], ModelFolder]:
     """The run file's values with the folder's model as the task. Raises ConfigError."""
     task = data.get("task") or {}
@@ -109,7 +131,8 @@ def _as_task(
         raise ConfigError(
             f"model.{unused[0]} has no effect with {CODE_KEY} {TRANSFORMERS}", remedy="remove it"
         )
-    args = {**(task.get("args") or {}), "folder": os.path.abspath(path)}
+    chosen = {} if has_weights else {"pretrained": False}
+    args = {**chosen, **(task.get("args") or {}), "folder": os.path.abspath(path)}
     out = {key: value for key, value in data.items() if key != "model"}
     out["task"] = {**task, "name": TRANSFORMERS_TASK, "args": args}
     taken = _take_tokenizer(out, given, path / TOKENIZER)

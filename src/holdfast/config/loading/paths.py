@@ -33,6 +33,7 @@ FREE_PATHS = (
     "launch.ssh.hosts_file",
     "plan.cluster",
     "task.folder",
+    "model.weights",
     "lora.base",
     "lora.adapter",
     "train.memory.folder",

@@ -167,6 +167,11 @@ class ModelConfig(Section):
     """One decoder. `vocab_size` 0 means: the prepared dataset's (planned)."""
 
     preset: str | None = Field("tiny", description="a shape of the table below; null: none")
+    weights: str = ""
+    """folder in Hugging Face form whose weights the run begins with: that of model.from, unless
+    this is false; it may move. Empty: initial weights"""
+    weights_checksum: str = ""
+    """of the weights that the run began with; other ones are refused (planned)"""
     family: Family = Field("llama", description="the architecture that an export prefers")
     layers: int = Field(ge=1, le=MAX_PARTS, description="blocks")
     dim: int = Field(ge=1, description="model dim D")

@@ -14,11 +14,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE_FILES = ("model.safetensors", "adapter_model.safetensors")
 
 
-def weights_checksum(folder: Path) -> str:
-    """xxh3-128 of names and bytes of the folder's safetensors files. Raises ModelFolderError."""
+def weights_checksum(folder: Path, remedy: str = "") -> str:
+    """xxh3-128 of names and bytes of the folder's safetensors files. remedy: if there are none.
+    Raises ModelFolderError."""
     total = xxhash.xxh3_128()
     try:
-        for name in _weight_files(folder):
+        for name in _weight_files(folder, remedy):
             total.update(f"{name}\0{file_checksum(folder / name)}\0".encode())
     except OSError as error:
         raise ModelFolderError(
@@ -42,7 +43,7 @@ def refuse_other_weights(folder: Path, checksum: str, key: str) -> None:
         )
 
 
-def _weight_files(folder: Path) -> list[str]:
+def _weight_files(folder: Path, remedy: str) -> list[str]:
     """Names of the files, in order."""
     if (folder / INDEX).is_file():
         try:
@@ -59,6 +60,6 @@ def _weight_files(folder: Path) -> list[str]:
         raise ModelFolderError(
             "there are no safetensors files of weights here",
             where=str(folder),
-            remedy="name a folder that has them",
+            remedy=remedy or "name a folder that has them",
         )
     return found

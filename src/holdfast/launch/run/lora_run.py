@@ -1,4 +1,4 @@
-"""A run of adapters: what has to be known of its base before the run begins."""
+"""A run that begins with weights of a folder, or trains adapters of them: the checks of a start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.huggingface.folder import read_folder_model
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
@@ -18,6 +19,13 @@ from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.read.weight_files import refuse_other_weights, weights_checksum
 from holdfast.errors import ConfigError
+from holdfast.report.formatting import format_count
+from holdfast.wire.store.run_store import RunStore
+
+IMPORTED = "imported"
+"""The checksum's place in a run whose first weights `holdfast checkpoint import` wrote."""
+NO_WEIGHTS = "name a folder that has them, or take the shape alone with model.weights=false"
+"""Remedy for a folder of model.from without weights."""
 
 
 def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
@@ -46,15 +54,57 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
         )
     before = LoraConfig.model_validate(stored["lora"]) if stored.get("lora") else None
     values = _checked(loaded, "base", before)
-    return values | _checked(loaded, "adapter", before) if lora.adapter else values
+    return {**values, **_checked(loaded, "adapter", before)} if lora.adapter else values
 
 
-def joining_base(loaded: LoadedConfig) -> PlannedValues:
-    """Return the base of a node that joins. It is compared before the node takes part: a worker
-    that finds another one ends the run. Raises UserError."""
-    if not loaded.config.lora.rank or loaded.config.task.name:
+def check_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+    """Check the folder of `model.weights`, and return its place, checksum and vocabulary.
+
+    stored: values of the run that continues; none for a new one. If its first weights are from
+    another source (`holdfast checkpoint import`, or a version without the key), the folder is not
+    read. Raises UserError."""
+    checksum = stored["model"].get("weights_checksum", "") if "model" in stored else None
+    if checksum == IMPORTED or (checksum == "" and "weights" not in stored["model"]):
+        return as_imported(checksum)
+    model, key = loaded.config.model, "model.weights"
+    if not model.weights:
         return {}
-    return _checked(loaded, "base", None)
+    folder = Path(model.weights)
+    if not loaded.config.data.tokenizer.path:
+        raise ConfigError(
+            "the run would make a tokenizer of its own, and the weights know another one",
+            where=str(folder),
+            remedy="put tokenizer.json there, or name the model's own in data.tokenizer.path",
+        )
+    found = read_folder_model(folder)
+    if not model.vocab_size:
+        model = model.model_copy(update={"vocab_size": found.vocab_size})
+    if differences := shape_differences(model, found):
+        raise ConfigError(
+            describe_differences(differences, str(folder)),
+            where=loaded.where(key),
+            remedy="give the shape with model.from, or name weights of that shape",
+        )
+    values = _folder_values(folder, key, model.weights_checksum or checksum or "", NO_WEIGHTS)
+    return {**values, "model.vocab_size": (model.vocab_size, "the folder's")}
+
+
+def as_imported(checksum: str = IMPORTED) -> PlannedValues:
+    """Return the keys of a run whose first weights are from another source than its run file."""
+    values = {"model.weights": "", "model.weights_checksum": checksum}
+    return {key: (value, "the run's") for key, value in values.items()}
+
+
+def joining_weights(loaded: LoadedConfig, store: RunStore) -> PlannedValues:
+    """Return the folders of a node that joins. They are compared before the node takes part: a
+    worker that finds other weights ends the run. Raises UserError."""
+    config = loaded.config
+    if config.lora.rank and not config.task.name:
+        return _checked(loaded, "base", None)
+    folder = Path(config.model.weights)
+    if not config.model.weights or (not folder.is_dir() and list_commits(store)):
+        return {}  # the node takes its state from a checkpoint
+    return _folder_values(folder, "model.weights", config.model.weights_checksum)
 
 
 def describe_lora(config: RunConfig) -> list[str]:
@@ -62,7 +112,7 @@ def describe_lora(config: RunConfig) -> list[str]:
     lora = config.lora
     if not lora.rank:
         return []
-    trained = sum(row.size for row in run_parameters(config))
+    trained = format_count(sum(row.size for row in run_parameters(config)))
     if config.task.name:
         return [
             f"lora: trains {trained} parameters of adapters; those of {config.task.name} itself "
@@ -72,9 +122,23 @@ def describe_lora(config: RunConfig) -> list[str]:
     return [
         f"lora: trains {trained} parameters of adapters in "
         f"{len(adapted_layers(config.model, lora))} layers{begins}; "
-        f"the {count_parameters(config.model)} of {lora.base} stay "
+        f"the {format_count(count_parameters(config.model))} of {lora.base} stay "
         f"(checksum {lora.base_checksum})"
     ]
+
+
+def describe_weights(loaded: LoadedConfig) -> list[str]:
+    """A line about the weights that a new run of the full model begins with."""
+    config, origin = loaded.config, loaded.origins["model.dim"]
+    if config.model.weights:
+        count = format_count(count_parameters(config.model))
+        return [
+            f"the run begins with the {count} parameters of {config.model.weights} "
+            f"(checksum {config.model.weights_checksum})"
+        ]
+    if origin.kind != "model folder" or config.lora.rank:
+        return []
+    return [f"model.weights is false: {origin.place} gives the shape, and weights are initial ones"]
 
 
 def describe_first_weights(config: RunConfig) -> str:
@@ -84,20 +148,27 @@ def describe_first_weights(config: RunConfig) -> str:
             f"the adapters of {config.lora.adapter}" if config.lora.adapter else "new adapters"
         )
         return f"the base model and {adapters}"
+    if config.model.weights:
+        return f"the weights of {config.model.weights}"
     task = config.task
     if task.name == TRANSFORMERS_TASK and task.args.get("pretrained", True):
         return f"the weights of {task.args['folder']}"
     return "initial weights"
 
 
-def _checked(
-    loaded: LoadedConfig, part: str, stored: LoraConfig | None
-) -> dict[str, tuple[str, str]]:
+def _checked(loaded: LoadedConfig, part: str, stored: LoraConfig | None) -> PlannedValues:
     """The place and the checksum of the base's folder, or the adapter's."""
     lora, key = loaded.config.lora, f"{part}_checksum"
-    folder = Path(os.path.abspath(getattr(lora, part)))
     expected = getattr(lora, key) or (getattr(stored, key) if stored is not None else "")
+    return _folder_values(Path(getattr(lora, part)), f"lora.{part}", expected)
+
+
+def _folder_values(folder: Path, key: str, expected: str, remedy: str = "") -> PlannedValues:
+    """The place and the checksum of a folder of weights, which must be `expected` if that is
+    known. remedy: if there are none. Raises ModelFolderError."""
+    folder = Path(os.path.abspath(folder))
     if expected:
-        refuse_other_weights(folder, expected, "lora.from" if part == "adapter" else "lora.base")
-    values = {f"lora.{part}": str(folder), f"lora.{key}": expected or weights_checksum(folder)}
+        named = "lora.from" if key == "lora.adapter" else key
+        refuse_other_weights(folder, expected, named)
+    values = {key: str(folder), f"{key}_checksum": expected or weights_checksum(folder, remedy)}
     return {name: (value, "the folder's") for name, value in values.items()}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from holdfast.config.huggingface.folder import keep_settings
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.loading.no_effect import find_without_effect
 from holdfast.core.data.lineage import split_effective
@@ -20,7 +19,7 @@ from holdfast.launch.run.bucket_run import (
     require_secret,
 )
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.lora_run import describe_lora
+from holdfast.launch.run.lora_run import describe_lora, describe_weights
 from holdfast.launch.run.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -38,7 +37,7 @@ from holdfast.launch.run.run_folder import (
     set_aside,
     write_description,
 )
-from holdfast.launch.run.runs import read_resolved
+from holdfast.launch.run.runs import IMPORTED_FOLDER, read_resolved
 from holdfast.launch.start.data import RunData, prepare_run_data
 from holdfast.launch.start.facts import Facts, Screen, resolve
 from holdfast.options.registry import option_keys
@@ -118,8 +117,7 @@ def _describe_run(start: Start, data: RunData) -> None:
         say(line)
     if begins and not start.yes:
         start.screen.confirm_cost(loaded, facts.layout.usd)
-    lora = describe_lora(loaded.config)
-    origin = list(_describe_model_origin(loaded)) if begins and not lora else []
+    lora, origin = describe_lora(loaded.config), describe_weights(loaded) if begins else []
     size, devices = describe_microbatch(loaded), describe_devices(loaded)
     bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
     lines = [*find_without_effect(loaded), *size, *data.use, *origin, *lora, *devices, *bits]
@@ -128,25 +126,10 @@ def _describe_run(start: Start, data: RunData) -> None:
     begun = write_description(folder, loaded, facts.hardware, data.location, data.version)
     if not begun and facts.several:
         require_secret(folder)  # another node may have begun the run just now
+    if begun and loaded.config.model.weights:
+        keep_settings(Path(loaded.config.model.weights), folder / IMPORTED_FOLDER, tokenizer=True)
     for line in lines:
         say(line)
-
-
-def _describe_model_origin(loaded: LoadedConfig) -> Iterator[str]:
-    """A line for a run that takes its model's shape, and so far no weights, from a folder."""
-    origin = loaded.origins["model.dim"]
-    if origin.kind != "model folder":
-        return
-    overrides = [text for text in loaded.overrides if not text.startswith("folder=")]
-    command = [
-        *("holdfast", "checkpoint", "import", loaded.name, "--from", origin.place),
-        *overrides,
-        f"folder={loaded.config.run_folder}-imported",
-    ]
-    yield (
-        "model.from gives the shape alone: this run begins from initial weights. Those of "
-        f"{origin.place} come into a run of their own by: {shlex.join(command)}"
-    )
 
 
 def finished_step(folder: Path, steps: int) -> int | None:

@@ -16,7 +16,7 @@ from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
-from holdfast.launch.run.lora_run import check_base
+from holdfast.launch.run.lora_run import check_base, check_weights
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
@@ -132,6 +132,8 @@ def prepare_run_data(
         loaded = with_planned(loaded, ask_task(loaded))
     loaded = with_planned(loaded, ask_named(loaded))
     dataset = None
+    if not loaded.config.task.name:
+        loaded = with_planned(loaded, check_weights(loaded, facts.stored_config))
     if not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:
@@ -139,6 +141,8 @@ def prepare_run_data(
         loaded = with_planned(loaded, _vocabulary(loaded, dataset, stored))
         for line in describe_vocabulary(loaded, dataset):
             screen.say(line)
+        if loaded.config.model.weights:
+            refuse_other_tokenizer(Path(loaded.config.model.weights), dataset)
         if loaded.config.lora.rank:
             base = check_base(loaded, facts.stored_config)
             refuse_other_tokenizer(Path(str(base["lora.base"][0])), dataset)

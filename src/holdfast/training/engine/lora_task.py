@@ -13,8 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.huggingface.convert import shape_differences
-from holdfast.config.loading.model_from import describe_differences
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.adapters import adapted_layers
 from holdfast.core.sharding.boxes import Box
@@ -22,9 +20,7 @@ from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
-from holdfast.errors import ModelFolderError
 from holdfast.model.decoder import Decoder
-from holdfast.model.huggingface import FolderTensors, import_folder
 from holdfast.model.lora import add_adapters, set_base
 from holdfast.model.peft_folder import read_adapter
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -32,7 +28,7 @@ from holdfast.training.engine.executors import Executor, SingleStageExecutor, to
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.state import InitialBox
-from holdfast.training.engine.task import DecoderTask, TaskBatchSource
+from holdfast.training.engine.task import DecoderTask, TaskBatchSource, open_weights
 from holdfast.training.optimizers.make_optimizer import UserParts
 
 
@@ -77,7 +73,8 @@ class LoraTask(DecoderTask):
         """Give the module what a decoder gets, and the base's weights. Raises ModelFolderError."""
         super().fill_constants(objective, device)
         if not self._base:
-            folder = open_base(self._config)
+            model, lora = self._config.model, self._config.lora
+            folder = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
             self._base = {
                 name: folder[name].to(device, self._compute, copy=True) for name in folder
             }
@@ -110,16 +107,6 @@ class LoraTask(DecoderTask):
     ) -> Loader:
         seed = self._config.seed if self._config.lora.dropout else None
         return Loader(cast(Batches, batches), share, seed=seed, **where)
-
-
-def open_base(config: RunConfig) -> FolderTensors:
-    """Return the base's weights, by our names. Raises ModelFolderError for other ones."""
-    folder = Path(config.lora.base)
-    refuse_other_weights(folder, config.lora.base_checksum, "lora.base")
-    found, tensors = import_folder(folder, config.model.vocab_multiple)
-    if differences := shape_differences(config.model, found):
-        raise ModelFolderError(describe_differences(differences, str(folder)))
-    return tensors
 
 
 def _keyed_arguments(batch: Any) -> tuple[Any, ...]:

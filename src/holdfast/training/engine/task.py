@@ -9,22 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from holdfast.config.huggingface.convert import shape_differences
+from holdfast.config.loading.model_from import describe_differences
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.data.skips import Skips
 from holdfast.core.data.target_weights import target_ids, target_weights
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
+from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.batch import Batches, Microbatch
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.loader import Loader
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, ModelFolderError
 from holdfast.model.decoder import Decoder
 from holdfast.model.documents import choose_document_attention
+from holdfast.model.huggingface import FolderTensors, import_folder
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.options.registry import hooks
@@ -197,7 +203,12 @@ class DecoderTask:
         cast(NextTokenObjective, objective).decoder.document_attention = how
 
     def initial_values(self, seed: int) -> InitialBox:
-        return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
+        """Those of the folder of `model.weights`, or new ones."""
+        model = self._config.model
+        if not model.weights:
+            return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
+        tensors = open_weights(model, Path(model.weights), model.weights_checksum, "model.weights")
+        return lambda row, box: tensors.box(row.name, box.offsets, box.lengths)
 
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
@@ -241,6 +252,16 @@ class DecoderTask:
         rows = {row.name: replace(row, shard_dim=None) for row in table}
         names = [name for name, _ in decoder.named_parameters()]
         return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
+
+
+def open_weights(model: ModelConfig, folder: Path, checksum: str, key: str) -> FolderTensors:
+    """Return a folder's weights, by our names. key: of the run file, which names the folder. Raises
+    ModelFolderError for another model, and for weights of another checksum."""
+    refuse_other_weights(folder, checksum, key)
+    found, tensors = import_folder(folder, model.vocab_multiple)
+    if differences := shape_differences(model, found):
+        raise ModelFolderError(describe_differences(differences, str(folder)))
+    return tensors
 
 
 def _named_tensors(read: Microbatch, is_weighted: bool) -> dict[str, Tensor]:

@@ -1,0 +1,75 @@
+"""Runs that begin with the weights of `model.from`: by the real commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import StepDone
+from holdfast.launch.run.runs import read_resolved
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.adapters import GOLDEN, write_base, write_run
+from tests.support.commands import within
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, its dataset, and a run file that trains the full model. Tests leave them."""
+    folder = tmp_path_factory.mktemp("weights")
+    path = write_run(folder)
+    text = "".join(line for line in path.read_text().splitlines(True) if "lora" not in line)
+    path.write_text(text.replace("steps: 20", "steps: 2"))
+    within("data", "prepare", path).succeeds()
+    return folder
+
+
+def _first_loss(run: Path) -> float:
+    events = [record.event for record in read_journal(FolderStore(run))]
+    return next(e.loss for e in events if isinstance(e, StepDone) and e.step == 1)
+
+
+@pytest.mark.parametrize("layout", ["{workers: 1}", "{workers: 2, dp_shard: 2}", "{pp: 2}"])
+def test_the_first_loss_is_that_of_the_folder_s_model(root: Path, layout: str) -> None:
+    """New adapters add nothing, so the first loss of PEFT and TRL is the base's."""
+    run = root / f"run {len(layout)}"
+    given = f"folder={run}", "train.steps=1", f"layout={layout}"
+    done = within("train", root / "run.yaml", *given).succeeds()
+    assert f"of {root / 'base'} (checksum " in done.err
+    assert f"from the weights of {root / 'base'}" in done.out
+    expected = json.loads(GOLDEN.read_text())
+    assert expected
+    for losses in expected.values():
+        assert _first_loss(run) == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_a_run_keeps_the_weights_that_it_began_with(root: Path, tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(root / "base", base)
+    command = "train", root / "run.yaml", f"model.from={base}", f"folder={run}"
+    within(*command, "train.steps=1").succeeds()
+    assert len((read_resolved(run) or {})["config"]["model"]["weights_checksum"]) == 32
+    shutil.rmtree(base)
+    write_base(base, seed=4)
+    within(*command).refuses_last("not those that the run was begun with", "model.weights")
+    within(*command, "model.weights=false").refuses_last("weights_checksum was")
+    moved = f"model.from={root / 'base'}"
+    again = within("train", root / "run.yaml", moved, f"folder={run}").succeeds()
+    assert "from the state after step 1" in again.out
+    assert (run / "imported" / "config.json").is_file()
+
+
+def test_the_shape_alone_is_a_key(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "shape").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(root / "base" / name, tmp_path / "shape" / name)
+    given = f"model.from={tmp_path / 'shape'}", f"folder={tmp_path / 'run'}", "train.steps=1"
+    command = "train", root / "run.yaml", *given
+    within(*command).refuses_last("no safetensors files of weights", "model.weights=false")
+    assert not (tmp_path / "run").exists()
+    done = within(*command, "model.weights=false").succeeds()
+    assert "model.weights is false" in done.err
+    assert "from initial weights" in done.out
