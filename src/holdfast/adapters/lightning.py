@@ -8,39 +8,64 @@ recovery and checkpoints are Holdfast's. A hook that could change the curve is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from dataclasses import replace
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from holdfast.adapters.overrides import names, refuse_overridden
+from holdfast.borders import Border
 from holdfast.errors import TaskError
 from holdfast.tasks.scripts.own_loop import MapDataset, run
 
 _WHERE = "holdfast.adapters.lightning"
 
-_REFUSED_HOOKS = (
-    "backward",
-    "configure_callbacks",
-    "configure_gradient_clipping",
-    "configure_model",
-    "lr_scheduler_step",
-    "on_after_backward",
-    "on_after_batch_transfer",
-    "on_before_backward",
-    "on_before_batch_transfer",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "on_train_batch_start",
-    "on_train_epoch_end",
-    "on_train_epoch_start",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "transfer_batch_to_device",
+_PACKAGES = ("lightning", "pytorch_lightning")
+_LOOP_OF_ONES_OWN = "remove it, or write the loop yourself with holdfast.run()"
+
+LIGHTNING_HOOKS = Border(
+    "methods of a LightningModule",
+    used=names(
+        "cpu cuda double dtype float forward half to type configure_optimizers training_step "
+        "automatic_optimization prepare_data setup configure_model on_fit_start on_train_start "
+        "on_train_end on_fit_end teardown"
+    ),
+    # What its author calls, and what belongs to validations, tests, files and names.
+    harmless=names(
+        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
+        "_set_hparams _to_hparams_dict all_gather example_input_array freeze hparams "
+        "hparams_initial load_from_checkpoint log log_dict logger loggers lr_schedulers "
+        "manual_backward on_predict_batch_end on_predict_batch_start on_predict_end "
+        "on_predict_epoch_end on_predict_epoch_start on_predict_model_eval on_predict_start "
+        "on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start "
+        "on_test_model_eval on_test_model_train on_test_start optimizers predict_dataloader "
+        "predict_step print remove_ignored_hparams save_hyperparameters strict_loading "
+        "test_dataloader test_step to_onnx to_tensorrt to_torchscript toggle_optimizer "
+        "toggled_optimizer train_dataloader unfreeze untoggle_optimizer"
+    ),
+    entry="method",
 )
-"""Hooks that Lightning's trainer calls in training, and Holdfast does not."""
+_OF_VALIDATION = names(
+    "on_validation_batch_end on_validation_batch_start on_validation_end on_validation_epoch_end "
+    "on_validation_epoch_start on_validation_model_eval on_validation_model_train "
+    "on_validation_model_zero_grad on_validation_start val_dataloader validation_step"
+)
+"""Hooks of a validation by Lightning: the run says that it calls none."""
+
+SCHEDULER_KEYS = Border(
+    "lr_scheduler of a LightningModule",
+    used=frozenset({"scheduler"}),
+    harmless=frozenset({"name", "monitor", "strict"}),  # monitor: of ReduceLROnPlateau alone
+    plain={"interval": ("step",), "frequency": (1,), "reduce_on_plateau": ()},
+)
+OPTIMIZER_KEYS = Border(
+    "configure_optimizers of a LightningModule",
+    used=frozenset({"optimizer", "lr_scheduler"}),
+    harmless=frozenset({"monitor"}),
+)
 
 Weight = Callable[[Any], int]
 Collate = Callable[[Any], Any]
@@ -71,27 +96,19 @@ def fit(
         clip_norm: largest global norm of the gradient; 0: no clipping.
     """
     current = run()
-    base = import_module("lightning.pytorch").LightningModule
-    if not isinstance(module, base):
-        raise _refused(f"{type(module).__name__} is no LightningModule", "derive it from that")
-    if not module.automatic_optimization:
-        raise _refused(
-            "the module sets automatic_optimization=False",
-            "write the loop yourself with holdfast.run()",
-        )
-    for name in _REFUSED_HOOKS:
-        if getattr(type(module), name) is not getattr(base, name):
-            raise _refused(
-                f"{type(module).__name__}.{name} is not called by Holdfast, and could change the "
-                "curve",
-                "remove it, or write the loop yourself with holdfast.run()",
-            )
+    _check_module(module)
     kind, done = type(module), [0]
     counters = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
     module.__class__ = type(kind.__name__, (kind,), counters)
     module.to(current.device)
     module.train()
+    module.prepare_data()
+    module.setup("fit")
+    module.configure_model()
     optimizer, scheduler = _chosen_optimizer(module.configure_optimizers())
+    module.on_fit_start()
+    module.on_train_start()
+    takes_index = _takes_index(module)
     current.keep(module, optimizer, scheduler, clip_norm=clip_norm)
     for step in current.steps(steps, batch_size=batch_size, microbatch_size=microbatch_size):
         done[0] = step.number - 1
@@ -101,12 +118,59 @@ def fit(
         for tensors in named:
             batch = _as_collated(tensors)
             parts = len(next(iter(tensors.values()))) if weight is None else weight(batch)
-            step.backward(_loss(module.training_step(batch, step.number - 1)) * parts, parts)
+            index = (step.number - 1,) if takes_index else ()
+            step.backward(_loss(module.training_step(batch, *index)) * parts, parts)
         step.apply()
+    module.on_train_end()
+    module.on_fit_end()
+    module.teardown("fit")
     module.__class__ = kind
     module.eval()
 
 
+def _check_module(module: Any) -> None:
+    """Raises TaskError for a module that this loop would train otherwise than Lightning does."""
+    kinds = type(module).__mro__
+    if not any(k.__name__ == "LightningModule" and _is_lightnings(k) for k in kinds):
+        raise _refused(f"{type(module).__name__} is no LightningModule", "derive it from that")
+    if not module.automatic_optimization:
+        raise _refused(
+            "the module sets automatic_optimization=False",
+            "write the loop yourself with holdfast.run()",
+        )
+    if getattr(module, "_trainer", None) is not None:
+        raise _refused(
+            "the module has a Trainer, whose arguments and callbacks Holdfast does not use",
+            "remove it, and give steps, batch_size and clip_norm to fit()",
+        )
+    hooks = replace(LIGHTNING_HOOKS, harmless=LIGHTNING_HOOKS.harmless | _OF_VALIDATION)
+    found = refuse_overridden(module, _PACKAGES, hooks, _WHERE, _LOOP_OF_ONES_OWN)
+    if unread := [found[name] for name in sorted(_OF_VALIDATION & found.keys())]:
+        run().note(
+            f"not called: {', '.join(unread)}; name a validation with holdfast.run().validate()"
+        )
+
+
+def _is_lightnings(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _PACKAGES
+
+
+def _takes_index(module: Any) -> bool:
+    """Return True if `training_step` takes the number of steps before, too. Raises TaskError for
+    other arguments."""
+    arguments = signature(module.training_step).parameters.values()
+    listed = [one for one in arguments if one.kind is Parameter.VAR_POSITIONAL]
+    named = [one for one in arguments if one.kind in _POSITIONAL]
+    required = [one.name for one in named if one.default is Parameter.empty]
+    if len(required) > 2 or any(one.name == "dataloader_iter" for one in named):
+        raise _refused(
+            f"training_step() takes {', '.join(required)}",
+            "let it take a batch and the number of steps before",
+        )
+    return bool(listed) or len(named) > 1
+
+
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _POSITION, _SINGLE = "item ", "batch"
 """Names of the tensors of a batch that is a sequence of tensors, or one tensor."""
 
@@ -144,8 +208,12 @@ def _as_collated(tensors: Mapping[str, Tensor]) -> Any:
 def _chosen_optimizer(answer: Any) -> tuple[Optimizer, Any]:
     """Return the optimizer and the scheduler, or None, of `configure_optimizers`. Raises
     TaskError for more than one, and for a scheduler that does not count steps."""
+    if isinstance(answer, list | tuple) and len(answer) == 1 and isinstance(answer[0], Mapping):
+        answer = answer[0]
     optimizers, schedulers = answer, None
     if isinstance(answer, Mapping):
+        remedy = 'return {"optimizer": ..., "lr_scheduler": ...}'
+        OPTIMIZER_KEYS.check(answer, _WHERE, TaskError, remedy)
         optimizers, schedulers = answer.get("optimizer"), answer.get("lr_scheduler")
     elif isinstance(answer, tuple) and not all(isinstance(one, Optimizer) for one in answer):
         if len(answer) != 2:
@@ -155,19 +223,19 @@ def _chosen_optimizer(answer: Any) -> tuple[Optimizer, Any]:
             )
         optimizers, schedulers = answer
     optimizer, scheduler = _single(optimizers, "optimizer"), _single(schedulers, "lr_scheduler")
-    interval = "epoch"
-    if isinstance(scheduler, Mapping):
-        scheduler, interval = scheduler["scheduler"], scheduler.get("interval", interval)
     if not isinstance(optimizer, Optimizer):
         raise _refused(
             f"configure_optimizers() returned {type(answer).__name__}", "return an optimizer"
         )
-    if scheduler is not None and interval != "step":
-        raise _refused(
-            f"the interval of the lr_scheduler is {interval!r}",
-            'return {"scheduler": ..., "interval": "step"}',
-        )
-    return optimizer, scheduler
+    if scheduler is None:
+        return optimizer, None
+    keys = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+    remedy = (
+        'return {"scheduler": ..., "interval": "step"}; the scheduler itself can count several '
+        "steps as one, as StepLR(optimizer, 4) does"
+    )
+    SCHEDULER_KEYS.check({"interval": "epoch", **keys}, _WHERE, TaskError, remedy)
+    return optimizer, keys["scheduler"]
 
 
 def _single(found: Any, what: str) -> Any:

@@ -47,6 +47,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
     found["flops"] = known_flops(task)
     found["sharding"] = [] if lora.rank else list(sharding_rows(task, meta_module(task)))
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
+    found["notes"] = task.run.notes if isinstance(task, Script) else []
     if not lora.rank:
         return found
     frozen = frozen_values(task, first_values(task, config.seed))

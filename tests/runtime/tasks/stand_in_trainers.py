@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +24,7 @@ from holdfast.tasks.scripts.own_loop import (
 from holdfast.tasks.task.batches import TaskMicrobatch
 from holdfast.training.engine.loss_scale import NOT_SCALED
 from tests.runtime.tasks.test_own_loop_steps import Listener
+from tests.support.borders import unknown_entries
 
 
 class Trainer:
@@ -78,6 +77,7 @@ class Masking:
 class LightningModule(nn.Module):
     """What Holdfast asks of a `lightning.pytorch.LightningModule`."""
 
+    __module__ = "lightning.pytorch"
     automatic_optimization = True
     device = "cpu"
 
@@ -85,6 +85,7 @@ class LightningModule(nn.Module):
         super().__init__()
         self.layer, self.given = nn.Linear(3, 1), given
         self.automatic_optimization = given.get("automatic", True)
+        self._trainer = given.get("trainer")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters())
@@ -96,16 +97,21 @@ class LightningModule(nn.Module):
         return self.given.get("answer", lambda one: one)(loss)
 
 
-for hook in lightning._REFUSED_HOOKS:
-    setattr(LightningModule, hook, lambda self: None)
+CALLED_HOOKS = ("prepare_data", "setup", "configure_model", "on_fit_start", "on_train_start")
+CALLED_AFTERWARDS = ("on_train_end", "on_fit_end", "teardown")
+LISTED = {*lightning.LIGHTNING_HOOKS.harmless, *lightning._OF_VALIDATION}
+OTHER_HOOKS = unknown_entries(lightning.LIGHTNING_HOOKS)
+for hook in {*LISTED, *OTHER_HOOKS, *CALLED_HOOKS, *CALLED_AFTERWARDS}:
+    setattr(LightningModule, hook, lambda self, *stage: None)
 
 
-class Hooked(LightningModule):
-    def on_train_batch_end(self) -> None: ...
+def overriding(base: type, name: str, module: str = "a_user") -> type:
+    """A class of a user that overrides one method of a framework's class."""
+    return type("Own", (base,), {"__module__": module, name: lambda self, *rest: None})
 
 
-def run_script(script: Callable[[], object]) -> None:
-    """Run a script as one rank does, with two microbatches in each step."""
+def run_script(script: Callable[[], object]) -> list[str]:
+    """Run a script as one rank does, with two microbatches in each step. Return its notes."""
     current = Run(torch.device("cpu"), torch.float32, 0, "")
 
     def enter() -> None:
@@ -118,6 +124,7 @@ def run_script(script: Callable[[], object]) -> None:
         answer = _next(current, answer, steps)
     if answer.error is not None:
         raise answer.error
+    return current.notes
 
 
 def _next(current: Run, answer: Answer, steps: int) -> Answer:
@@ -134,9 +141,6 @@ def train_trainer(made: Any) -> None:
     run_script(lambda: hf_trainer.train(made, version="1", weight=lambda batch: int(made.label)))
 
 
-def fit_module(made: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        package = SimpleNamespace(LightningModule=LightningModule)
-        patch.setitem(sys.modules, "lightning.pytorch", package)
-        sizes = {"steps": 2, "batch_size": 4, "microbatch_size": 2}
-        run_script(lambda: lightning.fit(made, [0] * 8, version="1", **sizes))
+def fit_module(made: Any) -> list[str]:
+    sizes = {"steps": 2, "batch_size": 4, "microbatch_size": 2}
+    return run_script(lambda: lightning.fit(made, [0] * 8, version="1", **sizes))

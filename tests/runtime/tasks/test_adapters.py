@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.adapters import hf_trainer
+from holdfast.adapters import hf_trainer, lightning
 from holdfast.errors import TaskError
 from holdfast.tasks.scripts.own_loop import NamedValidation, Run, enter_run
 from tests.runtime.tasks.stand_in_trainers import (
+    CALLED_AFTERWARDS,
+    CALLED_HOOKS,
+    LISTED,
+    OTHER_HOOKS,
     EarlyStopping,
-    Hooked,
     LightningModule,
     Masking,
     OwnLoss,
@@ -21,8 +24,10 @@ from tests.runtime.tasks.stand_in_trainers import (
     ProgressCallback,
     Trainer,
     fit_module,
+    overriding,
     train_trainer,
 )
+from tests.support.borders import unknown_entries
 
 
 def named_validation(**given: Any) -> NamedValidation | None:
@@ -73,10 +78,49 @@ def test_a_lightning_module_reads_the_steps_before() -> None:
     assert type(made) is LightningModule
 
 
-def scheduled(interval: str) -> LightningModule:
+@pytest.mark.parametrize("name", OTHER_HOOKS)
+def test_a_hook_that_holdfast_does_not_call_is_refused_by_its_place(name: str) -> None:
+    with pytest.raises(TaskError, match=rf"Own\.{name} \(\w+\.py:\d+\) is not called"):
+        fit_module(overriding(LightningModule, name)())
+    bound = LightningModule()
+    setattr(bound, name, print)  # by its instance
+    with pytest.raises(TaskError, match=rf"LightningModule\.{name} is not called"):
+        fit_module(bound)
+
+
+def test_hooks_are_called_in_lightnings_order() -> None:
+    calls: list[str] = []
+    for name in (*CALLED_HOOKS, *CALLED_AFTERWARDS):
+        kind = overriding(LightningModule, name)
+        setattr(kind, name, lambda self, *stage, name=name: calls.append(name))
+        assert fit_module(kind()) == []
+    assert calls == [*CALLED_HOOKS, *CALLED_AFTERWARDS]
+
+
+@pytest.mark.parametrize("name", sorted(LISTED))
+def test_a_harmless_hook_passes_and_one_of_a_validation_is_named(name: str) -> None:
+    notes = fit_module(overriding(LightningModule, name)())
+    assert bool(notes) == (name in lightning._OF_VALIDATION)
+    assert not notes or f"Own.{name} (stand_in_trainers.py:" in notes[0]
+
+
+def test_keys_of_optimizers_and_schedulers_are_known_or_refused() -> None:
+    for name, value in unknown_entries(lightning.SCHEDULER_KEYS).items():
+        with pytest.raises(TaskError, match=name):
+            fit_module(scheduled("step", **{name: value}))
+    for name, value in unknown_entries(lightning.OPTIMIZER_KEYS).items():
+        with pytest.raises(TaskError, match=name):
+            fit_module(
+                LightningModule(optimizers=lambda one, k=name, v=value: {"optimizer": one, k: v})
+            )
+    fit_module(LightningModule(optimizers=lambda one: [{"optimizer": one, "monitor": "loss"}]))
+    fit_module(scheduled("step", frequency=1, name="rate", strict=True, monitor="loss"))
+
+
+def scheduled(interval: str, **keys: Any) -> LightningModule:
     def both(optimizer: Any) -> Any:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+        return [optimizer], [{"scheduler": scheduler, "interval": interval, **keys}]
 
     return LightningModule(optimizers=both)
 
@@ -104,12 +148,14 @@ def masked() -> Trainer:
         (LightningModule(reads=lambda one: one.current_epoch), "global_step"),
         (nn.Linear(3, 1), "derive it"),
         (LightningModule(automatic=False), "holdfast.run()"),
-        (Hooked(), "remove it"),
         (LightningModule(optimizers=lambda one: None), "return an optimizer"),
         (LightningModule(optimizers=lambda one: [one, one]), "return one"),
         (LightningModule(optimizers=lambda one: (one, one)), "return one"),
         (LightningModule(optimizers=lambda one: (one, None, None)), "([optimizer], [scheduler])"),
         (scheduled("epoch"), '"interval": "step"'),
+        (scheduled("step", frequency=4), "StepLR(optimizer, 4)"),
+        (scheduled("step", reduce_on_plateau=True), '"interval": "step"'),
+        (LightningModule(trainer=object()), "to fit()"),
         (LightningModule(answer=lambda loss: 1.0), "return the loss"),
     ],
 )

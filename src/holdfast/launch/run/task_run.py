@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -16,15 +16,17 @@ from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.task.ask import BASE_CHECKSUM, OPTIMIZER_KEY, describe_named, describe_task
 
 PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters", "sharding")
+Say = Callable[[str], None]
 _GIVEN = ("file", "command line")  # kinds of origins
 _BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")
 _OF_THE_DECODER = ("model.", "data.")
 _CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers
 
 
-def ask_task(loaded: LoadedConfig) -> PlannedValues:
+def ask_task(loaded: LoadedConfig, say: Say = lambda line: None) -> PlannedValues:
     """Return what a child process finds out about the task: its parameters, its data and the
-    digest of its source. Raises TaskError, and ConfigError for a run file that gives them."""
+    digest of its source. `say` gets what the user should know of a script. Raises TaskError, and
+    ConfigError for a run file that gives them."""
     for key in PLANNED_KEYS:
         origin = loaded.origins[f"task.{key}"]
         if origin.kind in _GIVEN:
@@ -40,7 +42,7 @@ def ask_task(loaded: LoadedConfig) -> PlannedValues:
                 where=loaded.where(f"lora.{key}"),
                 remedy="return the values from initial(), and remove lora.from and lora.base",
             )
-    values = describe_in(loaded, loaded.config.task.folder or loaded.base or ".")
+    values = describe_in(loaded, loaded.config.task.folder or loaded.base or ".", say)
     if loaded.config.task.name == SCRIPT_TASK:
         _refuse_keys_of_the_script(loaded)
     return values
@@ -65,7 +67,7 @@ def _refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
             )
 
 
-def describe_in(loaded: LoadedConfig, folder: str) -> PlannedValues:
+def describe_in(loaded: LoadedConfig, folder: str, say: Say = lambda line: None) -> PlannedValues:
     """Return the same for the task in `folder`, whatever the run file gives. Raises TaskError."""
     is_script = loaded.config.task.name == SCRIPT_TASK
     place = {"task.folder": (os.path.abspath(folder), "the run file's folder")}
@@ -80,6 +82,8 @@ def describe_in(loaded: LoadedConfig, folder: str) -> PlannedValues:
         if is_script:  # a line of the script, or what it may not ask for
             where = str(loaded.config.task.args["script"]) if key == "task" else key
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
+    for line in found["notes"]:
+        say(line)
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
     for key, value in found["train"].items():
         if loaded.origins[key].kind not in _GIVEN:  # a given value comes before the script's

@@ -129,7 +129,7 @@ def prepare_run_data(
     A later question needs an earlier answer, so their order counts. The caller validates the result
     once, at the end."""
     if loaded.config.task.name:
-        loaded = with_planned(loaded, ask_task(loaded))
+        loaded = with_planned(loaded, ask_task(loaded, screen.say))
     loaded = with_planned(loaded, ask_named(loaded))
     dataset = None
     if not loaded.config.task.name:

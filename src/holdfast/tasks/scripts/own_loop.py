@@ -183,6 +183,7 @@ class Run:
         self._data: NamedData | None = None
         self._sizes: dict[str, int | None] = {}  # key of the run file -> argument of `steps`
         self.named_validation: NamedValidation | None = None
+        self.notes: list[str] = []  # what the user is told before the start
         self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
 
@@ -273,6 +274,10 @@ class Run:
             step = Step(self, order.step)
             yield step
             order = step._close()
+
+    def note(self, line: str) -> None:
+        """Tell the user a line before the start, once for the whole run."""
+        self.notes.append(line)
 
     # --- for the runner ---------------------------------------------------------------------
     def _cast(self, tensor: Tensor) -> Tensor:
