@@ -316,6 +316,15 @@ class CheckpointFailed(Event, kind="checkpoint_failed"):
     generation: int = 0  # that captured it; a newer one than that made it fail, where it is older
 
 
+class SaveWaiting(Event, kind="save_waiting"):
+    """The run store does not take the last step's save, which waits; written once a minute."""
+
+    reason: str
+    folder: str  # "": the reason says it
+    remedy: str  # "": the wait ends by itself
+    missing_bytes: int  # 0: not known
+
+
 class CheckpointRestored(Event, kind="checkpoint_restored"):
     rank: int
     key: str

@@ -133,8 +133,9 @@ def run_result(
         (end.missing_upload for end in node_outcomes if end.missing_upload is not None), None
     )
     if unsaved is not None:
+        lost = f"; steps {committed_step + 1} to {step} are lost" if step > committed_step else ""
         return _stopped_result(
-            committed_step, f"the state after step {step} could not be saved: {unsaved}", 1
+            committed_step, f"the state after step {step} could not be saved: {unsaved}{lost}", 1
         )
     if not finished:
         return _stopped_result(

@@ -241,7 +241,7 @@ class ReconnectingCapturer:
     ) -> str | None:
         """Wait as `Capturer.wait_until_committed` does. If the mover is replaced meanwhile, the new
         one reports the outcome."""
-        poll = partial(self._poll_save_end, step)
+        poll = partial(self.poll_save_end, step)
         return wait_until_ended(poll, timeout_s, keep_alive, COMMIT_POLL_S)
 
     def _wait_until_handed_over(self, timeout_s: float) -> bool:
@@ -249,8 +249,9 @@ class ReconnectingCapturer:
             lambda: not self._queue and not self._is_handing_over, timeout_s
         )
 
-    def _poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
-        """Ask the mover once, or wait if there is no connection to a mover."""
+    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
+        """Ask the mover once, or wait if there is no connection to a mover. Return as
+        `MoverClient.poll_save_end` does."""
         with self._change:
             if self._capturer is None and self._replacement is None:
                 return True, _NO_ARENA

@@ -277,7 +277,7 @@ class MoverClient:
 
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Wait up to `wait_s` seconds for the save of `step`. Return True if it has ended, and why
-        it is not committed, or None if it is."""
+        it is not committed, or None if it is. If it has not ended: the cause of a wait, or None."""
         request = messages.SaveEndRequest(step, wait_s)
         reply = self._ask(request, messages.SaveEndReply, wait_s + TRAINING_ANSWER_TIMEOUT_S)
         return reply.ended, reply.reason

@@ -117,7 +117,7 @@ class SaveEndRequest(Request):
 @dataclass(frozen=True)
 class SaveEndReply(JsonMessage):
     ended: bool
-    reason: str | None  # why it is not committed; None: it is, or has not ended
+    reason: str | None  # why it is not committed, or why it waits; None: it is, or is under way
 
 
 @dataclass(frozen=True)

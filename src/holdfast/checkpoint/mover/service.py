@@ -71,6 +71,7 @@ class MoverSettings:
     extent_bytes: int = 16 * 2**20
     bucket: str = ""  # location; "": no tier 3
     bucket_keep_last: int = 3
+    last_step: int = 0  # of the run: its save waits for a run store that cannot take it; 0: none
 
 
 _Ordered = TypeVar("_Ordered", int, SaveId)
@@ -125,6 +126,7 @@ class MoverService:
             self._change,
             retention.RetentionRules(settings.keep_last, settings.keep_every),
             self.memories,
+            settings.last_step,
         )
         self._restore_search = RestoreSearch(
             store,

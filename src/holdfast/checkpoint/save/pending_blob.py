@@ -36,6 +36,7 @@ class PendingBlob:
     def __init__(self, memory: MemoryFile, slot: int, header: SlotHeader, rank: int) -> None:
         self.save: SaveId = (header.generation, header.step)
         self._memory, self._slot, self._header = memory, slot, header
+        self.rank, self.nbytes, self.has_been_tried = rank, header.length, False
         self._key = blob_key(header.generation, header.step, writer_name(rank))
         self._sealed_snapshot: Future[Snapshot] = Future()
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class PendingBlob:
         """
         with self._lock:
             self._check_needed(why_useless)
-            self._is_reading = True
+            self._is_reading = self.has_been_tried = True
         try:
             with self._memory.arena.reading(self._slot, self._header) as data:
                 write_blob(store, self.save[0], self._key, self._chunks(data, why_useless))

@@ -38,14 +38,16 @@ def apply_retention(
     verified_steps: Collection[int],
     rejected_keys: Collection[str],
     in_use_keys: Collection[str] = (),
+    coming_step: int | None = None,
 ) -> list[str]:
     """Remove what need not be kept; the keys of the commit objects that went.
 
-    in_use_keys: keys that a reader uses just now; they are removed the next time.
+    in_use_keys: keys that a reader uses just now; they are removed the next time. coming_step: as
+    in `removable_commits`.
     """
     gone = [
         key
-        for key in removable_commits(store, rules, verified_steps, rejected_keys)
+        for key in removable_commits(store, rules, verified_steps, rejected_keys, coming_step)
         if key not in in_use_keys
     ]
     for key in gone:
@@ -60,15 +62,19 @@ def removable_commits(
     rules: RetentionRules,
     verified_steps: Collection[int],
     rejected_keys: Collection[str],
+    coming_step: int | None = None,
 ) -> list[str]:
     """The commit objects that `retain` would remove, newest first.
 
+    coming_step: as if this step had a checkpoint too, but for the newest good one that there is.
     A checkpoint that was rejected counts for nothing; it stays as evidence for as long as an
     older one that is kept.
     """
     keys = [(position, key) for key in list_commits(store) if (position := parse_commit_key(key))]
     good = {step for (step, _), key in keys if key not in rejected_keys}
-    gone = set(removable_steps(good, rules.keep_last, rules.keep_every, verified_steps))
+    coming = set() if coming_step is None else {coming_step}
+    gone = set(removable_steps(good | coming, rules.keep_last, rules.keep_every, verified_steps))
+    gone -= coming and {max(good, default=0)}
     oldest = min(good - gone, default=0)
     return [
         key for (step, _), key in keys if step in gone or (key in rejected_keys and step < oldest)

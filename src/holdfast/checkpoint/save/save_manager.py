@@ -25,6 +25,7 @@ from holdfast.checkpoint.restore import catalog, reader
 from holdfast.checkpoint.restore.sources import FallbackReader, MemorySource
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.commit_protocol import CommitProtocol
+from holdfast.checkpoint.save.held_save import HeldSave
 from holdfast.checkpoint.save.pending_blob import PendingBlob
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
 from holdfast.checkpoint.save.store_cleaner import PendingParts, StoreCleaner
@@ -47,7 +48,7 @@ from holdfast.core.format.manifest import (
     writer_name,
 )
 from holdfast.errors import HoldfastError
-from holdfast.wire.store.run_store import MissingKeyError, RunStore
+from holdfast.wire.store.run_store import MissingKeyError, RunStore, free_bytes
 
 SAVE_THREADS = 2
 FENCED_SAVE_TIMEOUT_S = 600.0
@@ -65,9 +66,10 @@ class SaveManager:
         change: threading.Condition,
         retention: retention.RetentionRules,
         memories: Sequence[MemorySource] = (),
+        last_step: int = 0,
     ) -> None:
         """`change` guards `pending_parts` and is notified when a save has ended; `memories` are
-        asked for what a promotion does not find on the shelf."""
+        asked for what a promotion does not find on the shelf. last_step: as in `HeldSave`."""
         self.pending_parts = PendingParts(change)
         self._store, self._snapshot_store, self._save_tracker = store, snapshot_store, save_tracker
         self._change, self._memories = change, memories
@@ -76,6 +78,14 @@ class SaveManager:
         self._commit_lock = threading.Lock()
         self._newest_committed: SaveId | None = None  # that was committed, under `_committing`
         self.cleaner = StoreCleaner(store, retention, save_tracker, self.commit_protocol)
+        self._held_save = HeldSave(
+            store,
+            last_step,
+            save_tracker,
+            self._make_room,
+            lambda: self.cleaner.removed_count,
+            lambda: self.cleaner.started_from[0],
+        )
         self._sweep_done = threading.Event()  # what older generations left was removed
         self._sweep_done.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
@@ -130,6 +140,7 @@ class SaveManager:
 
     def close(self) -> None:
         self.commit_protocol.close()
+        self._held_save.close()
         self._threads.shutdown(wait=True)
 
     def _sweep_and_adopt(self, plan: SaveContext, sweep_done: threading.Event) -> None:
@@ -183,20 +194,41 @@ class SaveManager:
         try:
             try:  # a save that another rank's failure has made useless ends there
                 sweep_done.wait()
-                blob.write(self._store, partial(self._save_tracker.failure_reason, save))
+                self._make_room_ahead(plan, save[1])
+                write = partial(self._store_blob_and_part, blob)
+                self._held_save.attempt(save, blob.nbytes, write)
             finally:
                 snapshot = blob.wait_sealed()
                 self._snapshot_store.unpin(snapshot)
-            store_part(self._store, snapshot.part, snapshot.sealed_manifest)
             if (reason := self._save_tracker.failure_reason(save)) is not None:
                 raise HoldfastError(reason)  # meanwhile, of another rank's part
             if self.commit_protocol.record_stored(save, snapshot.part.rank):
-                self._commit(plan, save[1])
+                self._held_save.attempt(save, 0, partial(self._commit, plan, save[1]))
         except Exception as error:
             self.fail_save(save, error)
         finally:
             self.pending_parts.remove(save)
             self._abandon_overtaken(plan)
+
+    def _store_blob_and_part(self, blob: PendingBlob) -> None:
+        if blob.has_been_tried:  # a disk that fails may have kept half of it
+            retention.discard_rank_parts(self._store, *blob.save, [blob.rank])
+        blob.write(self._store, partial(self._save_tracker.failure_reason, blob.save))
+        snapshot = blob.wait_sealed()
+        store_part(self._store, snapshot.part, snapshot.sealed_manifest)
+
+    def _make_room_ahead(self, plan: SaveContext, step: int) -> None:
+        """Make room for a step before it is written: other nodes' parts need it, too."""
+        free, wanted = free_bytes(self._store), sum(spec.nbytes for spec in plan.table)
+        if free is not None and free < wanted:
+            self._make_room(step)
+
+    def _make_room(self, step: int) -> None:
+        """Remove what retention would remove once `step` is committed, but for the newest good
+        checkpoint."""
+        if self.commit_protocol.is_leader:
+            with self._commit_lock:
+                self.cleaner.apply_retention(step)
 
     def _promote(
         self,
@@ -288,7 +320,7 @@ class SaveManager:
 
     def _commit_or_fail(self, plan: SaveContext, save: SaveId) -> None:
         try:
-            self._commit(plan, save[1])
+            self._held_save.attempt(save, 0, partial(self._commit, plan, save[1]))
         except Exception as error:
             self.fail_save(save, error)
 

@@ -42,6 +42,7 @@ class SaveTracker:
         self._committed_keys: dict[SaveId, str] = {}
         self._failure_reasons: dict[SaveId, str] = {}
         self._restarted: set[SaveId] = set()
+        self._waiting_reasons: dict[SaveId, str] = {}  # saves that the store does not take now
         self._forgotten_counts = {"committed": 0, "failed": 0}  # of those that were forgotten
         self._newest_forgotten: SaveId = (0, -1)  # the newest of them
         self._warnings: deque[str] = deque(maxlen=16)
@@ -93,6 +94,14 @@ class SaveTracker:
         for listener in self.failure_listeners if emit_event else ():
             listener(save, reason)
 
+    def set_waiting(self, save: SaveId, reason: str | None) -> None:
+        """Note why a save waits; None: it waits no longer."""
+        with self._change:
+            if reason is None:
+                self._waiting_reasons.pop(save, None)
+            else:
+                self._waiting_reasons[save] = reason
+
     def restart(self, save: SaveId) -> None:
         """Note that a save is repeated by other means. Whatever the first attempt's result, its
         waiters now wait for the end of this one (`record_commit` or `abort`)."""
@@ -138,7 +147,8 @@ class SaveTracker:
             self._append_event(event)
 
     def wait_until_ended(self, save: SaveId, wait_s: float) -> tuple[bool, str | None]:
-        """(whether the save has ended within `wait_s` seconds, why it is not committed)."""
+        """(whether the save has ended within `wait_s` seconds, why it is not committed). If it has
+        not ended, the reason is the cause of a wait that has no end yet, or None."""
         with self._change:
             done = self._change.wait_for(
                 lambda: (
@@ -149,7 +159,7 @@ class SaveTracker:
                 wait_s,
             )
             if not done:
-                return False, None
+                return False, self._waiting_reasons.get(save)
             if self._is_forgotten(save):
                 return True, "it is too long ago to say what became of it"
             return True, None if save in self._committed_keys else self._failure_reasons[save]

@@ -63,6 +63,7 @@ class StoreCleaner:
     ) -> None:
         self.verified_steps: set[int] = set()  # steps of checkpoints that were read back in full
         self.in_use_keys: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
+        self.removed_count = 0  # checkpoints that retention has removed
         self.rejected_keys: dict[str, str] = {}  # keys of those that were passed over, and why
         self._store, self._rules, self._save_tracker = store, rules, save_tracker
         self._commit_protocol = commit_protocol
@@ -70,8 +71,9 @@ class StoreCleaner:
         # The present generation, and the step that it began from.
         self.started_from: tuple[int, int | None] = (0, None)
 
-    def apply_retention(self) -> None:
-        """Remove the checkpoints that need not be kept."""
+    def apply_retention(self, coming_step: int | None = None) -> None:
+        """Remove the checkpoints that need not be kept. coming_step: as if it had a checkpoint
+        already, which needs their room."""
         try:
             # A step that this generation has left behind counts for nothing, whenever it came.
             left = retention.superseded_commits(self._store, *self.started_from)
@@ -81,7 +83,9 @@ class StoreCleaner:
                 self.verified_steps,
                 {*self.rejected_keys, *left},
                 self.in_use_keys(),
+                coming_step,
             ):
+                self.removed_count += 1
                 self._save_tracker.emit(CheckpointRemoved(key, step=catalog.step_of(key)))
         except HoldfastError as error:
             self._save_tracker.warn(f"old checkpoints could not be removed: {error}")

@@ -116,7 +116,9 @@ class RequestHandlers:
         current, progress = self.parts.node_runner.worker_group, self.parts.records.progress
         return HealthStatus(
             health.describe_state(
-                self.parts.node_runner.stage, bool(self.parts.shutdown_controller.stop_reason)
+                self.parts.node_runner.stage,
+                bool(self.parts.shutdown_controller.stop_reason),
+                progress.is_save_waiting,
             ),
             self.parts.role_loop.state.term,
             str(self.parts.role_loop.state.role),

@@ -11,7 +11,14 @@ from holdfast.elastic.event_log import EventLog, Observer, Say
 from holdfast.elastic.notices.handler import NoticeHandler
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError
-from holdfast.events import CheckpointCommitted, Event, Record, StepDone
+from holdfast.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Event,
+    Record,
+    SaveWaiting,
+    StepDone,
+)
 from holdfast.policy.saving.failure_classes import FailureHistory
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.wire.journal import read_journal
@@ -57,6 +64,8 @@ class LearntProgress:
         self.newest_generation = 0
         self.has_stepped = False
         """True once a step was done in this session."""
+        self.is_save_waiting = False
+        """True while the run's last save waits for a run store that takes it."""
         self._restored_step = 0
         self._committed_step = 0
         self._event_log = event_log
@@ -78,6 +87,8 @@ class LearntProgress:
 
     def observe(self, record: Record) -> None:
         self.has_stepped = self.has_stepped or isinstance(record.event, StepDone)
+        if isinstance(record.event, SaveWaiting | CheckpointCommitted | CheckpointFailed):
+            self.is_save_waiting = isinstance(record.event, SaveWaiting)
 
     def on_mover_event(self, event: Event) -> None:
         """Note what the mover has committed, and emit its event."""

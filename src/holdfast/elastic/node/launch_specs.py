@@ -71,6 +71,7 @@ def make_mover_settings(config: RunConfig, config_hash: str, dataset_version: st
         extent_bytes=checkpoint.extent_mb << 20,
         bucket=checkpoint.bucket,
         bucket_keep_last=checkpoint.bucket_keep_last,
+        last_step=config.train.steps,
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
@@ -18,12 +19,13 @@ from holdfast.checkpoint.capture.chunked_copy import CopyTiming
 from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import COMMIT_POLL_S, MoverGoneError
+from holdfast.checkpoint.save.held_save import MESSAGE_INTERVAL_S
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, NoRoomError, UserError
-from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated
+from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated, SaveWaiting
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 from holdfast.training.engine.build import TrainingSession
 from holdfast.training.engine.runner import TrainingOutcome
@@ -36,8 +38,9 @@ _MOVER_RETURN_TIMEOUT_S = 30.0  # that a mover which is gone is given to come ba
 _MOVER_RETRY_DELAY_S = 0.1
 _ANNOUNCEMENT_POLL_S = 0.005, 0.2  # seconds between two looks: at first, and at most
 
-# seconds for the last save, as in `training/engine/runner.py`
-_LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (60.0, 600.0)
+LAST_COMMIT_TIMEOUT_S = 600.0
+"""Seconds for the last save of a run that was asked to stop, while its disk takes it."""
+_LEDGER_UNSTORED = "the agent could not store the last reports"
 
 
 def make_with_fewer_slots(
@@ -117,7 +120,7 @@ class SnapshotSaver:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`check` raises if the wait must end."""
-        self._check = check
+        self._check, self._said_at = check, -inf
         self._capturer, self._reporter, self._rank = capturer, reporter, rank
         self._copies_in_background = config.checkpoint.hidden
         self._schedule = BatchSchedule(
@@ -130,9 +133,12 @@ class SnapshotSaver:
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         """Capture `state`, whose storage must be the storage that the capturer was made with."""
-        made = (self._capturer.begin if self._copies_in_background else self._capturer.capture)(
-            step, wait
-        )
+        begin = self._capturer.begin if self._copies_in_background else self._capturer.capture
+        made = begin(step, COMMIT_POLL_S if wait == inf else wait)
+        while wait == inf and isinstance(made, SkippedCapture) and not self._is_stopping:
+            self._report_waiting(step, made.reason)
+            _report_alive(self._reporter, step, self._check)
+            made = begin(step, COMMIT_POLL_S)
         if isinstance(made, SkippedCapture):
             self._reporter.emit(CheckpointSkipped(self._rank, made.reason, step=step))
             return False
@@ -153,6 +159,16 @@ class SnapshotSaver:
         self._capturer.call_when_copied(step, tell)
         self._reporter.expect_callback()
         return True
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._reporter.requests.should_stop
+
+    def _report_waiting(self, step: int, reason: str) -> None:
+        """Report once a minute that the last step's save has not begun."""
+        if self._rank == 0 and time.monotonic() - self._said_at >= MESSAGE_INTERVAL_S:
+            self._said_at = time.monotonic()
+            self._reporter.emit(SaveWaiting(reason, "", "", 0, step=step))
 
     def fence(self) -> float:
         return self._capturer.fence()
@@ -178,6 +194,8 @@ class SnapshotSaver:
 
     def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         """Wait for the save's end. A slow disk is not a hang, so report progress meanwhile."""
+        if seconds == inf:
+            return self._hold_until_committed(step)
         deadline = time.monotonic() + seconds
         self._capturer.fence()
         unsaved = wait_until_stored(self._reporter, step, deadline, self._check)
@@ -187,6 +205,26 @@ class SnapshotSaver:
         return self._capturer.wait_until_committed(
             step, max(0.0, deadline - time.monotonic()), alive
         )
+
+    def _hold_until_committed(self, step: int) -> str | None:
+        """Wait for the end of the run's last save. If the run store takes no write, wait until it
+        does or the run is asked to stop."""
+        alive, deadline = partial(_report_alive, self._reporter, step, self._check), inf
+        self._capturer.fence()
+        while not self._reporter.flush(COMMIT_POLL_S):
+            if self._reporter.is_fenced or self._is_stopping:
+                return _LEDGER_UNSTORED
+            self._report_waiting(step, _LEDGER_UNSTORED)
+            alive()
+        while True:
+            alive()
+            ended, reason = self._capturer.poll_save_end(step, COMMIT_POLL_S)
+            if ended:
+                return reason
+            if self._is_stopping:
+                deadline = min(deadline, time.monotonic() + LAST_COMMIT_TIMEOUT_S)
+                if reason is not None or time.monotonic() >= deadline:
+                    return reason or f"not committed {LAST_COMMIT_TIMEOUT_S:g} s after the stop"
 
 
 def wait_until_stored(
@@ -199,7 +237,7 @@ def wait_until_stored(
     """
     while not reporter.flush(min(COMMIT_POLL_S, deadline - time.monotonic())):
         if reporter.is_fenced or time.monotonic() >= deadline:
-            return "the agent could not store the last reports"
+            return _LEDGER_UNSTORED
         _report_alive(reporter, step, check)
     return None
 
@@ -222,7 +260,7 @@ def save_last_step(
 
     verdict: of that step, if it is known. waking: within it, a halt wakes the evaluation.
     """
-    captured = saver.capture(step, session.engine.state(), _LAST_SLOT_TIMEOUT_S, True)
+    captured = saver.capture(step, session.engine.state(), inf, True)
     begun = time.monotonic()
     with waking:
         found = session.evaluator.run(lambda: reporter.progress(step, "evaluate"))
@@ -234,6 +272,4 @@ def save_last_step(
         return TrainingOutcome("finished", step, "no snapshot could be made of it")
     known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
     saver.announce(step, known, DURABLE)
-    return TrainingOutcome(
-        "finished", step, saver.wait_until_committed(step, _LAST_COMMIT_TIMEOUT_S)
-    )
+    return TrainingOutcome("finished", step, saver.wait_until_committed(step, inf))

@@ -16,12 +16,14 @@ from holdfast.events import (
     RunBranched,
     RunFailed,
     SaveInterval,
+    SaveWaiting,
     SettingIgnored,
     ShardAwaited,
     SourceRejected,
     StopRequested,
     UploadFailed,
 )
+from holdfast.report.formatting import format_bytes
 
 
 def notice_text(event: Event) -> str:
@@ -30,6 +32,16 @@ def notice_text(event: Event) -> str:
         return f"the checkpoint of step {event.step} failed: {event.reason}"
     if isinstance(event, CheckpointSkipped):
         return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
+    if isinstance(event, SaveWaiting):
+        missing = (
+            f", {format_bytes(event.missing_bytes)} are missing" if event.missing_bytes else ""
+        )
+        place = f"{event.folder}: " if event.folder else ""
+        remedy = f"; {event.remedy}" if event.remedy else ""
+        return (
+            f"the state after step {event.step} is not saved and waits in memory: {place}"
+            f"{event.reason}{missing}{remedy}. Ctrl-C gives it up"
+        )
     if isinstance(event, ShardAwaited):
         return event.text
     if isinstance(event, CheckpointRejected):

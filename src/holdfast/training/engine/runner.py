@@ -42,7 +42,7 @@ from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
 from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
-_FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where a capture must not be skipped
+_FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where the run was asked to stop
 _LEAVING_SLOT_TIMEOUT_S = 10.0  # and where a node is about to leave, which has twenty
 _NO_SLOT_REASON = "a rank has no free slot: every one is still being saved"
 
@@ -132,7 +132,7 @@ class _SaveScheduler:
             return None
         last = reason in ("end", "stop")
         waits = _LEAVING_SLOT_TIMEOUT_S if wishes.is_node_leaving else 0.0
-        waits = _FINAL_SLOT_TIMEOUT_S if last else waits
+        waits = (inf if reason == "end" else _FINAL_SLOT_TIMEOUT_S) if last else waits
         self.reporter.progress(step, "capture")
         captured = (bool(waits) or not wishes.has_no_slot) and self.saver.capture(
             step, engine.state(), waits, durable
@@ -254,12 +254,12 @@ class TrainingLoop:
                 # A save that never began has no end to wait for. Reports are stored anyway.
                 saves = self.saves
                 waits = not (saves.ends_with_snapshot or saves.is_last_step_uncaptured)
-                unsaved = self.saver.wait_until_committed(
-                    batch.step, self.settle_seconds, durable=waits
-                )
+                finished = batch.step >= last_step
+                # Nothing continues after the last step, so its save may take as long as it takes.
+                limit = inf if finished and waits else self.settle_seconds
+                unsaved = self.saver.wait_until_committed(batch.step, limit, durable=waits)
                 if saves.is_last_step_uncaptured and unsaved is None:
                     unsaved = "no snapshot could be made of it"
-                finished = batch.step >= last_step
                 return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
             if self.is_pausing:
                 return TrainingOutcome("paused", batch.step)

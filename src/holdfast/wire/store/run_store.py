@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -121,6 +122,15 @@ def segment_sizes(store: RunStore, prefix: str) -> dict[str, int]:
         with suppress(MissingKeyError):  # removed meanwhile
             sizes[key] = store.size(key)
     return sizes
+
+
+def free_bytes(store: RunStore) -> int | None:
+    """Return the bytes that a folder's file system has left; None if that is not known."""
+    folder = getattr(getattr(store, "inner", store), "folder", None)
+    try:
+        return None if folder is None else shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def append_interval(store: RunStore) -> float:

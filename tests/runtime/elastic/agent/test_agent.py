@@ -198,7 +198,8 @@ def test_a_run_whose_last_state_is_not_durable_is_not_finished(tmp_path: Path) -
         assert trainer.end() == 1
     assert trainer.events(RunFinished) == []
     (stopped,) = trainer.events(RunStopped)
-    assert stopped.reason == "the state after step 3 could not be saved: the disk is full"
+    cause = "the state after step 3 could not be saved: the disk is full"
+    assert stopped.reason == f"{cause}; steps 1 to 3 are lost"
     assert "resume with: holdfast train" in trainer.said
 
 
