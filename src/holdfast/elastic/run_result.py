@@ -6,15 +6,13 @@ report of how its workers ended. Only the coordinator's agent writes the event i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from holdfast.elastic.event_log import EventLog, Say
-from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
-from holdfast.elastic.protocol.generation_outcome import FailedOutcome, FinishedOutcome, LeftOutcome
+from holdfast.elastic.protocol.generation_outcome import FinishedOutcome, LeftOutcome
 from holdfast.errors import CannotGoOnError, HoldfastError, RunFolderError, UserError
 from holdfast.events import Event, RunFailed, RunFinished, RunStopped
 from holdfast.wire.secret import Secret
@@ -51,16 +49,6 @@ class ReplacedError(RunEndedError):
             "are to take part, give each its own name (cluster.node=NAME)",
             EndReason.REPLACED,
         )
-
-
-def raise_if_failed(known: Iterable[NodeReport]) -> None:
-    """Raises RunEndedError if a node's workers failed in a way that a restart would not fix."""
-    for one in known:
-        ending = None if one.node_outcome is None else one.node_outcome.ending
-        if isinstance(ending, FailedOutcome) and ending.sentence:
-            is_user_error = ending.exit_code == exit_codes.USER_ERROR
-            kind = EndReason.USER_ERROR if is_user_error else EndReason.FAILED
-            raise RunEndedError(ending.sentence, kind)
 
 
 def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderError:

@@ -137,6 +137,7 @@ class AgentParts:
             on_restored=progress.on_restored,
             has_stepped=lambda: progress.has_stepped,
             identity=lambda: self.role_loop.identity,
+            give_up_lead=lambda: self.role_loop.give_up_lead(),
         )
         return RunController(
             self.context,

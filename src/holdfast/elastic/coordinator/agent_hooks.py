@@ -18,7 +18,8 @@ class AgentHooks:
     here. stop_reason: returns why all of the run must stop, "" while it continues. committed_step:
     returns the newest committed step. on_restored: receives the step of each durable checkpoint
     that a generation begins from. has_stepped: returns whether this session has done a step.
-    identity: returns what of this node decides the bits that it computes; None: not known."""
+    identity: returns what of this node decides the bits that it computes; None: not known.
+    give_up_lead: ends this agent's coordinator, whose term was closed."""
 
     rendezvous_address: str
     ensure_mover: Callable[[], Awaitable[None]]
@@ -29,3 +30,4 @@ class AgentHooks:
     on_restored: Callable[[int], None]
     has_stepped: Callable[[], bool] = lambda: True
     identity: Callable[[], NodeIdentity | None] = lambda: None
+    give_up_lead: Callable[[], None] = lambda: None

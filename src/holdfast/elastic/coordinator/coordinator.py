@@ -34,6 +34,8 @@ from holdfast.elastic.protocol.coordinator_messages import (
     RunEnd,
     StartState,
 )
+from holdfast.elastic.protocol.exit_codes import USER_ERROR
+from holdfast.elastic.protocol.generation_outcome import FailedOutcome
 from holdfast.elastic.protocol.hung_worker import HungWorkers
 from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
@@ -170,6 +172,8 @@ class Coordinator:
         self.stragglers = StragglerTracker()
         self.refuse_joiner: Callable[[JoinRequest], str] = lambda asked: ""
         self.on_pace_change: Callable[[Sequence[PaceChange]], None] = lambda changes: None
+        self.on_outsider_failed: Callable[[str, str], None] = lambda name, sentence: None
+        """Receives a node that takes no part and reports a fault of its own, with its sentence."""
 
     # --- decisions of other parts ---------------------------------------------------------------
     def halt(self, reason: str, *, at_step_end: bool = False) -> None:
@@ -185,6 +189,13 @@ class Coordinator:
     def declare_lost(self, name: str, cause: str) -> None:
         """Count a node as lost."""
         self._set_state(transitions.node_lost(self.state, name, cause, self._now, self._rules))
+
+    def leave_out(self, name: str, why: str) -> None:
+        """End a node's part in the run. Its agent receives `why`; a later process may join."""
+        if (node := self.state.node(name)) is not None:
+            self._replies.refusals[name, node.incarnation] = f"{name} is {why}"
+            self.node_reports[name].node_outcome = None
+            self.declare_lost(name, why)
 
     def suspect(self, address: str) -> None:
         """Suspect the node of the previous coordinator, which listened there and fell silent."""
@@ -231,6 +242,7 @@ class Coordinator:
         self._unreachable.forget(name)  # reports may concern an earlier process
         self._set_state(transitions.node_joined(self.state, new, now, self._rules))
         self._wakeup.set()  # the new node has its own settling time
+        self._check_outsider(name)
         return self._make_reply(name)
 
     async def handle_heartbeat(self, _: int, said: Heartbeat) -> HeartbeatReply:
@@ -244,6 +256,7 @@ class Coordinator:
         known = self.node_reports.get(name)
         if known is not None and said.held is not None:
             known.node_outcome, known.generation = said.held, said.at
+            self._check_outsider(name)
         if said.leaving:
             self.mark_leaving(name, said.leaving)
         self._record_unreachable(name, mark, said.misses)
@@ -259,6 +272,15 @@ class Coordinator:
         if blamed := self._hang_watch.take_hung_workers(name):
             return replace(answer, hung=HungWorkers(report.generation, tuple(blamed)))
         return answer
+
+    def _check_outsider(self, name: str) -> None:
+        """Pass a failure on if no generation uses the node; otherwise the next plan sees it."""
+        outcome = self.node_reports[name].node_outcome
+        ending = None if outcome is None else outcome.ending
+        if self.state.phase is not Phase.TRAINING or name in self.state.members:
+            return
+        if isinstance(ending, FailedOutcome) and ending.exit_code == USER_ERROR:
+            self.on_outsider_failed(name, ending.sentence)
 
     def _make_reply(self, name: str, incarnation: str | None = None) -> HeartbeatReply:
         answer = self._replies.write(self.state, name, incarnation, self.end_reason)
@@ -418,6 +440,8 @@ class ReplyWriter:
         """
         self.nodes_to_leave: set[str] = set()
         """Nodes to leave once the rest works without them."""
+        self.refusals: dict[tuple[str, str], str] = {}
+        """Why nodes were left out, by name and incarnation."""
         self.dismissed_nodes: set[str] = set()
         """Nodes that know that the run is over."""
 
@@ -428,6 +452,8 @@ class ReplyWriter:
 
         incarnation: the agent's process; None if it joins. end_reason: why the run ended."""
         node, term = state.node(name), state.term
+        if refusal := self.refusals.get((name, incarnation or "")):
+            return HeartbeatReply(term, REFUSED_COMMAND, reason=refusal)
         over = state.phase in TERMINAL_PHASES
         if not over and (
             node is None or (incarnation is not None and node.incarnation != incarnation)

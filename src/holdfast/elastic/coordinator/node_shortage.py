@@ -7,12 +7,13 @@ generation of the present nodes saves their state.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.event_log import Say
-from holdfast.elastic.run_result import EndReason, RunEndedError, raise_if_failed
+from holdfast.elastic.run_result import EndReason, RunEndedError
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.queries import is_staying
 from holdfast.policy.membership.state import SelectNodes
@@ -20,6 +21,10 @@ from holdfast.policy.membership.transitions import Phase
 
 ENOUGH_CHECK_INTERVAL_S = 1.0
 """Seconds between two looks whether the nodes that are here still suffice."""
+
+
+async def _leave_none_out() -> bool:
+    return False
 
 
 class NodeShortage:
@@ -36,6 +41,10 @@ class NodeShortage:
         """select_nodes: the planner's answer, under the limit of `least_nodes`."""
         self.closing_reason = ""
         """Why the next generation is the last one; "" while the run continues."""
+        self.node_fault = ""
+        """Why a node was left out without which too few are here; "" for none."""
+        self.leave_out_failed: Callable[[], Awaitable[bool]] = _leave_none_out
+        """Leaves out nodes whose workers refuse to work; see `NodeFaults`."""
         self.coordinator: Coordinator | None = None
         """The newest coordinator of this agent."""
         self._cluster, self._hooks, self._say = cluster, hooks, say
@@ -53,11 +62,13 @@ class NodeShortage:
         coordinator = self.coordinator
         assert coordinator is not None, "nodes gather only once a coordinator exists"
         try:
-            raise_if_failed(coordinator.node_reports.values())
+            await self.leave_out_failed()
         except RunEndedError as error:
             coordinator.finish(str(error), error.reason)
             return
-        if (why := self._hooks.stop_reason()) or self._cluster.below_minimum == "leave":
+        if self.node_fault:
+            self.stop_waiting(f"{self.node_fault}; {self._describe()}")
+        elif (why := self._hooks.stop_reason()) or self._cluster.below_minimum == "leave":
             patience = 0.0 if why else self._cluster.below_minimum_seconds
             if not why:
                 self._say(f"{self._describe()}; leaving in {patience:g} s if no node joins")

@@ -19,10 +19,11 @@ from typing import Any
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
-from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.coordinator import Coordinator, PlanOutdatedError
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
 from holdfast.elastic.coordinator.generation_store import start_term
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
+from holdfast.elastic.coordinator.node_faults import NodeFaults
 from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.coordinator.stragglers import worker_of
 from holdfast.elastic.event_log import EventLog, Say
@@ -36,7 +37,6 @@ from holdfast.elastic.run_result import (
     ResultReporter,
     RunEndedError,
     RunResult,
-    raise_if_failed,
     run_result,
 )
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, UserError
@@ -243,7 +243,18 @@ class RunController:
             wait_for_members=not alone,
             on_creation_refused=self._on_creation_refused,
         )
+        faults = NodeFaults(
+            it.node,
+            term,
+            self.coordinator,
+            self.select_nodes,
+            self._node_shortage,
+            self._hooks.give_up_lead,
+            self._say,
+        )
         self._node_shortage.coordinator = self.coordinator
+        self._node_shortage.leave_out_failed = faults.leave_out_failed
+        self.coordinator.on_outsider_failed = faults.on_outsider_failed
         self.coordinator.refuse_joiner = self._join_gate.refuse
         self.coordinator.on_pace_change = partial(
             apply_pace_changes, self.coordinator, lead, self._event_log
@@ -279,7 +290,8 @@ class RunController:
     ) -> GenerationRecord:
         """Return the record of the next generation. Raises RunEndedError if there must be none."""
         assert self._generation_planner is not None
-        raise_if_failed(node_reports.values())
+        if await self._node_shortage.leave_out_failed():
+            raise PlanOutdatedError("a node that cannot work is left out")
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
         losses = [loss for loss in ended if loss is not None]
         cause = self._generation_planner.cause = describe_cause(losses, state)

@@ -32,7 +32,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
     RunEnd,
     StartState,
 )
-from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.elastic.protocol.generation_outcome import FailedOutcome, NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.run_result import EndReason, ReplacedError, RunEndedError
 from holdfast.errors import HoldfastError
@@ -291,10 +291,12 @@ class NodeStatus:
         stage = self._workload.stage
         if stage is NodeStage.HELD and self._reachability_probe.is_probing:
             stage = NodeStage.WORKING  # the next generation has only nodes that reach each other
-        return stage, self._workload.node_outcome if stage in (
-            NodeStage.HELD,
-            NodeStage.DONE,
-        ) else None
+        outcome = self._workload.node_outcome
+        has_failed = isinstance(outcome.ending, FailedOutcome)
+        is_due = stage in (NodeStage.HELD, NodeStage.DONE) or (
+            stage is NodeStage.IDLE and has_failed
+        )
+        return stage, outcome if is_due else None
 
 
 class OpenRequests:

@@ -82,6 +82,7 @@ class NodeRunner:
         self._context, self._process_manager, self._mover = context, process_manager, mover
         process_manager.find_group = self._find_group
         process_manager.on_worker_held = self.on_worker_held
+        process_manager.on_standby_refused = self._on_standby_refused
         self._replaces_all_workers = context.config.cluster.replaces_all_workers
         self._event_log, self._say = event_log, say
         self._on_generation_started = on_generation_started
@@ -202,6 +203,12 @@ class NodeRunner:
             return
         self._set_stage(NodeStage.BROKEN, LostOutcome("", str(error)))
 
+    def _on_standby_refused(self, sentence: str) -> None:
+        """Report that this node cannot work, if the run goes on without it: a standby refused."""
+        has_workers = bool(self._process_manager.workers)
+        if self.stage in (NodeStage.IDLE, NodeStage.HELD) and not has_workers:
+            self._set_stage(self.stage, FailedOutcome(sentence, exit_codes.USER_ERROR))
+
     # --- one generation -------------------------------------------------------------------------
     async def _run_generation(
         self, generation: int, record: GenerationRecord, start_state: StartState
@@ -282,10 +289,10 @@ class NodeRunner:
 
     async def _halt_workers(self, generation: int) -> None:
         """Stop all workers, whatever the stage; none works when this returns."""
-        current = self.worker_group
+        current = self._find_group(generation)
         seconds = WORKER_HALT_TIMEOUT_S
         inside: list[int] = []
-        if current is not None and current.generation == generation:
+        if current is not None:
             seconds += 3 * current.longest_step_s
             inside = _bereft_ranks(current)
         if self._replaces_all_workers or isinstance(self._outcome, FailedOutcome):
@@ -296,7 +303,8 @@ class NodeRunner:
         if self._is_only_node:  # the next generation fences what is being saved
             with suppress(HoldfastError):
                 await self._mover.drain_saves(generation)
-        self._set_stage(NodeStage.HELD, self._outcome)
+        refusal = None if current is None else current.refusal
+        self._set_stage(NodeStage.HELD, refusal or self._outcome)
 
 
 async def _verify_final_state(

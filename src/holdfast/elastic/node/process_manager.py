@@ -31,6 +31,7 @@ from holdfast.elastic.node.fork_server_supervisor import ForkServerSupervisor
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
+from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -98,6 +99,8 @@ class ProcessManager:
         """Returns the workers of a generation, if it is the present one."""
         self.on_worker_held: Callable[[int, HeldState], None] = lambda rank, held_state: None
         """Called after the worker group: a worker of the present generation waits for commands."""
+        self.on_standby_refused: Callable[[str], None] = lambda sentence: None
+        """Receives what a standby says that ends because the user must correct something."""
         self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
         self.handle_command_poll = self._command_server.handle_poll
         log = folder / "logs" / f"fork_server{mover.node_suffix}.log"
@@ -291,6 +294,8 @@ class ProcessManager:
         logger.info("worker %d of rank %d exited with %d", process.pid, process.rank, exit_code)
         if process.rank == STANDBY_RANK:
             self._command_server.forget(process.pid)
+            if exit_code == exit_codes.USER_ERROR:
+                self.on_standby_refused(process.log.last_lines(1) or "a worker refused to start")
         else:
             self._report_exit(process)
         self.on_ready_change()

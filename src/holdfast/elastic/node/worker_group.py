@@ -67,6 +67,8 @@ class WorkerGroup:
         self.workers = WorkerTable(topology.generation, len(here), event_cursors)
         self.outcome: asyncio.Future[GenerationOutcome] = self._loop.create_future()
         self.topology = topology
+        self.refusal: FailedOutcome | None = None
+        """A worker's refusal of something that the user must correct on this node."""
         self._cluster = cluster
         self._event_log = event_log
         self._say = say
@@ -124,13 +126,16 @@ class WorkerGroup:
         member = self.workers.on_exited(rank, pid, exit_code)
         if member is None or member.is_loss_reported:
             return
+        if exit_code == exit_codes.USER_ERROR and member.outcome is None:
+            words = log.last_lines(1) or "a worker refused to start"
+            self.refusal = FailedOutcome(words, exit_codes.USER_ERROR)
         if not self.outcome.done():
             self._decide_after_exit(member, log)
         elif kill_reason:
             self._report_loss(member, kill_reason, "halt")
         elif (
             member.outcome is None
-            and exit_code != exit_codes.PEER_LOST
+            and exit_code not in (exit_codes.PEER_LOST, exit_codes.USER_ERROR)
             and self._can_survivors_continue
         ):
             self._report_dead_worker(member, log, "exit")  # a second fault
@@ -178,8 +183,8 @@ class WorkerGroup:
             return
         match worker.exit_code:
             case exit_codes.USER_ERROR:
-                words = log.last_lines(1) or "a worker refused to start"
-                self.decide(FailedOutcome(words, exit_codes.USER_ERROR))
+                assert self.refusal is not None
+                self.decide(self.refusal)
             case exit_codes.PEER_LOST:
                 # The worker that really died is reported at the same moment. Only if none is, this
                 # worker's report counts.

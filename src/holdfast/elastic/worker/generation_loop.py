@@ -6,8 +6,8 @@
     |            v
     '---------- hold: stop, keep session and state, report what is held, wait --> end
 
-A failure within a generation does not end the process. The exception is a UserError on the way into
-a generation that begins from a checkpoint or from nothing: the user must correct it. A ScriptError
+A failure within a generation does not end the process. The exception is a UserError of a process
+that brings no state, on its way into a generation: the user must correct it. A ScriptError
 ends the process in any case, as a script cannot be run twice in it. So does a StateMemoryError: the
 state has no place.
 """
@@ -72,7 +72,8 @@ def _run_until_end(worker: Worker, spec: WorkerSpec, commands: CommandClient) ->
         order = commands.wait_for_command(held)
         if isinstance(order, End):
             return _close_worker(worker)
-        fresh = order.came_from is None
+        # a newcomer has no state that another generation could need
+        fresh = order.came_from is None or order.came_from[order.spec.rank] is None
         held = _run_generation(
             worker, commands, partial(worker.apply_command, order), is_fresh=fresh
         )
@@ -90,8 +91,7 @@ def _run_generation(
 ) -> HeldState | None:
     """Run one generation; return the state held after it, or None at the end of the run.
 
-    is_fresh: it begins from a checkpoint or initial weights, so the user must correct an error
-    there.
+    is_fresh: this process brings no state, so the user must correct an error on the way in.
     """
     try:
         enter()
