@@ -93,7 +93,6 @@ def _source(source: str) -> str:
 
 def _row(request: PlanRequest, found: Found, is_chosen: bool) -> list[str]:
     figures = request.figures(found)
-    is_priced = figures.usd_per_hour > 0
     return [
         words_of_layout(found.choice, request.problem.cluster),
         *words_of_way(found.choice),
@@ -102,11 +101,15 @@ def _row(request: PlanRequest, found: Found, is_chosen: bool) -> list[str]:
         format_si(figures.tokens_per_second),
         format_percent(figures.mfu) if figures.mfu else _UNKNOWN,
         format_bytes(figures.peak_bytes),
-        f"{figures.usd_per_hour:,.2f}" if is_priced else _UNKNOWN,
-        f"{figures.usd_per_tokens:,.2f}" if is_priced else _UNKNOWN,
+        _money(figures.usd_per_hour),
+        _money(figures.usd_per_tokens),
         format_si(figures.kwh_per_tokens) if figures.kwh_per_hour else _UNKNOWN,
         "<- chosen" if is_chosen else "",
     ]
+
+
+def _money(usd: float | None) -> str:
+    return _UNKNOWN if usd is None else f"{usd:,.2f}"
 
 
 def _parts(found: Found) -> str:
@@ -260,7 +263,7 @@ def print_comparison(requests: list[tuple[str, PlanRequest]]) -> None:
         ["tokens/s", *(format_si(each.tokens_per_second) for each in figures)],
         ["MFU", *(format_percent(each.mfu) if each.mfu else "?" for each in figures)],
         ["memory", *(format_bytes(each.peak_bytes) for each in figures)],
-        ["$/1e9 tokens", *(f"{e.usd_per_tokens:,.2f}" if e.usd_per_hour else "?" for e in figures)],
+        ["$/1e9 tokens", *(_money(each.usd_per_tokens) for each in figures)],
         ["kWh/1e9 tokens", *(format_si(each.kwh_per_tokens) for each in figures)],
     ]
     print_table(rows, ["", *(name for name, _ in requests)])

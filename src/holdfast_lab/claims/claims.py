@@ -147,7 +147,7 @@ def spot_price() -> Said:
     choice = Choice((ReplicaChoice(8, 1, 8, 1, 1, (), (name,), 8, ("full",)),), 8, zero=3)
     usd = {}
     for market, price in (("kept", machine.on_demand), ("spot", machine.spot)):
-        pool = replace(read_cluster("8x8xA100-40").pools[0], name=name, usd_per_hour=price or 0.0)
+        pool = replace(read_cluster("8x8xA100-40").pools[0], name=name, usd_per_hour=price)
         if market == "spot":
             pool = replace(pool, is_spot=True, losses_per_day=SPOT_LOSSES_PER_DAY, burst=2.1)
         problem = Problem(workload, Cluster((pool,)), load_devices())

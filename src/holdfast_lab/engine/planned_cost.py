@@ -131,8 +131,8 @@ def costs_of_plan(model: GoodputModel, choice: Choice) -> Costs:
         peer_bandwidth=peer,
         save_pause_s=recovery.save_pause_s,
         sent_share=recovery.sent_share,
-        usd_per_node_hour=sum(pool.usd_per_hour * nodes[pool.name] for pool in pools) / total,
-        grams_co2_per_kwh=sum(p.grams_co2_per_kwh * nodes[p.name] for p in pools) / total,
+        usd_per_node_hour=sum((p.usd_per_hour or 0.0) * nodes[p.name] for p in pools) / total,
+        grams_co2_per_kwh=sum((p.grams_co2_per_kwh or 0.0) * nodes[p.name] for p in pools) / total,
         busy_watts=max(d.power_w * p.devices for d, p in zip(devices, pools, strict=True)),
         idle_watts=max(d.idle_w * p.devices for d, p in zip(devices, pools, strict=True)),
     )

@@ -14,7 +14,7 @@ from holdfast.layout import AXES
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem, StepCost
 from holdfast.plan.hardware.cluster import Cluster
-from holdfast.plan.objective.energy import COMPUTING, WAITING, usd_per_hour
+from holdfast.plan.objective.energy import COMPUTING, WAITING, pools_without_price, usd_per_hour
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.objectives import TOKENS
 from holdfast.plan.objective.recovery_costs import RecoveryCosts
@@ -131,7 +131,7 @@ def _point(problem: Problem, best: Found, devices: int, costs: RecoveryCosts) ->
         _share(best.cost, lambda part: part not in (*COMPUTING, *WAITING)),
         _share(best.cost, lambda part: part in WAITING),
         expected.availability,
-        hourly / 3600 / rate * TOKENS if hourly else None,
+        None if pools_without_price(problem.cluster) else hourly / 3600 / rate * TOKENS,
     )
 
 

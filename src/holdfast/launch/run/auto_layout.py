@@ -120,10 +120,10 @@ def _figures_in_words(config: RunConfig, figures: Figures) -> list[str]:
         f"planned: {format_duration(figures.step_s)} a step{where}, {rate} tokens/s, "
         f"{format_bytes(figures.peak_bytes)} of {format_bytes(figures.room)} on a device"
     ]
-    if usd := figures.usd_of(config.train.steps):
+    if figures.usd_per_hour is not None:
         lines.append(
-            f"cost: ${usd:,.2f} for {format_count(config.train.steps)} steps, at "
-            f"${figures.usd_per_hour:,.2f} an hour"
+            f"cost: ${figures.usd_of(config.train.steps):,.2f} for "
+            f"{format_count(config.train.steps)} steps, at ${figures.usd_per_hour:,.2f} an hour"
         )
     return lines
 

@@ -30,9 +30,9 @@ class Figures:
     nodes: int
     memory: tuple[tuple[float, ...], ...]  # bytes of the fullest rank, by replica and pp
     rooms: tuple[tuple[float, ...], ...]  # bytes that their devices have
-    usd_per_hour: float  # of all nodes used; 0 if a price is unknown
+    usd_per_hour: float | None  # of all nodes used; None if a price is unknown
     kwh_per_hour: float  # at the devices' limits of power
-    grams_co2_per_hour: float
+    grams_co2_per_hour: float | None  # None if an intensity is unknown
 
     @property
     def peak_bytes(self) -> float:
@@ -50,29 +50,26 @@ class Figures:
         return TOKENS / self.tokens_per_second / HOUR_S
 
     @property
-    def usd_per_tokens(self) -> float:
-        """US dollars for 1e9 tokens; 0 if a price is unknown."""
-        return self.usd_per_hour * self.hours_per_tokens
+    def usd_per_tokens(self) -> float | None:
+        """US dollars for 1e9 tokens; None if a price is unknown."""
+        return None if self.usd_per_hour is None else self.usd_per_hour * self.hours_per_tokens
 
     @property
     def kwh_per_tokens(self) -> float:
         return self.kwh_per_hour * self.hours_per_tokens
 
     def usd_of(self, steps: int) -> float:
-        """US dollars for so many steps."""
-        return self.usd_per_hour * self.step_s * steps / HOUR_S
+        """US dollars for so many steps; 0 if a price is unknown."""
+        return (self.usd_per_hour or 0.0) * self.step_s * steps / HOUR_S
 
     def to_json(self) -> dict[str, Any]:
         """The same, with what follows from it. What is unknown is None."""
-        known = self.usd_per_hour > 0
         return asdict(self) | {
             "mfu": self.mfu or None,
             "peak_bytes": self.peak_bytes,
             "room": self.room,
-            "usd_per_hour": self.usd_per_hour if known else None,
-            "usd_per_1e9_tokens": self.usd_per_tokens if known else None,
+            "usd_per_1e9_tokens": self.usd_per_tokens,
             "kwh_per_1e9_tokens": self.kwh_per_tokens,
-            "grams_co2_per_hour": self.grams_co2_per_hour or None,
         }
 
 
@@ -81,16 +78,17 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
     workload, devices = problem.workload, problem.devices
     used = choice.devices_by_pool
     peak = usd = watts = grams = 0.0
-    nodes, is_priced = 0, True
+    nodes, is_priced, has_grams = 0, True, True
     for pool in (each for each in problem.cluster.pools if used.get(each.name)):
         device, count = pool.device_type(devices), used[pool.name]
         number = ceil(count / pool.devices)
         nodes += number
         peak += count * device.flops.get(workload.precision, 0.0)
-        usd += number * pool.usd_per_hour
-        is_priced = is_priced and pool.usd_per_hour > 0
+        usd += number * (pool.usd_per_hour or 0.0)
+        is_priced = is_priced and pool.usd_per_hour is not None
+        has_grams = has_grams and pool.grams_co2_per_kwh is not None
         watts += count * device.power_w
-        grams += count * device.power_w / 1000 * pool.grams_co2_per_kwh
+        grams += count * device.power_w / 1000 * (pool.grams_co2_per_kwh or 0.0)
     tokens, rooms = workload.step_tokens / cost.step_s, Evaluator(problem).room
     return Figures(
         cost.step_s,
@@ -100,9 +98,9 @@ def figures_of(problem: Problem, choice: Choice, cost: StepCost, flops_per_token
         nodes,
         tuple(tuple(stage.peak for stage in group.memory) for group in cost.groups),
         tuple(tuple(rooms(each.pool_at(n)) for n in range(each.pp)) for each in choice.replicas),
-        usd if is_priced else 0.0,
+        usd if is_priced else None,
         watts / 1000,
-        grams,
+        grams if has_grams else None,
     )
 
 

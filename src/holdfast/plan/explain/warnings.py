@@ -9,6 +9,7 @@ from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.group_links import group_links
 from holdfast.plan.hardware.cluster import ACROSS_ZONES
 from holdfast.plan.hardware.devices import device_named
+from holdfast.plan.objective.energy import pools_without_price
 from holdfast.plan.search.search import Found
 
 _SMALL_SHARE = 0.5
@@ -20,7 +21,7 @@ def warnings_of(problem: Problem, machines: Machines, found: Found, gap: float =
     return [
         *_assumed(problem),
         *_zones(problem),
-        *_prices(problem),
+        *_prices(problem, found),
         *_slow_links(problem, found),
         *_small(found),
         *_idle(problem, found, gap),
@@ -51,8 +52,13 @@ def _zones(problem: Problem) -> Iterator[str]:
         )
 
 
-def _prices(problem: Problem) -> Iterator[str]:
-    unknown = [pool.name for pool in problem.cluster.pools if not pool.usd_per_hour]
+def _prices(problem: Problem, found: Found) -> Iterator[str]:
+    unknown, pools = pools_without_price(problem.cluster), found.choice.devices_by_pool
+    if free := [name for name in pools if problem.cluster.pool(name).usd_per_hour == 0]:
+        rest = ": this layout costs nothing" if len(free) == len(pools) else ""
+        yield f"usd_per_hour of {', '.join(free)} is 0{rest}"
+    if any(problem.cluster.usd_per_gb.values()) and len(pools) > 1:
+        yield "usd_per_gb is not counted: no cost here has the traffic between zones"
     if unknown and len(unknown) < len(problem.cluster.pools):
         yield (
             f"the price of {', '.join(unknown)} is unknown, so no cost is shown: give "

@@ -29,10 +29,10 @@ class NodePool:
     nodes_per_rack: int = 0  # 0: racks are not known
     across_racks: Link | None = None
     is_spot: bool = False
-    usd_per_hour: float = 0.0  # of one node
+    usd_per_hour: float | None = None  # of one node; None: not known
     losses_per_day: float = 0.0  # of one node
     burst: float = 1.0  # nodes that an interruption takes on average
-    grams_co2_per_kwh: float = 0.0
+    grams_co2_per_kwh: float | None = None  # None: not known
     nodes_per_power_domain: int = 0  # 0: not known
     priced: str = ""  # date of the price
     ways: tuple[tuple[str, Link], ...] = ()

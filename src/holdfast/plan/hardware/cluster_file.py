@@ -65,7 +65,9 @@ class BetweenSection(LinkSection):
     zones: Annotated[tuple[str, ...], Field(min_length=2, max_length=2)] = Field(
         description="two zones that pools name", examples=["[zone-a, zone-b]"]
     )
-    usd_per_gb: float = Field(0.0, ge=0, description="price of 1e9 bytes that leave a zone")
+    usd_per_gb: float = Field(
+        0.0, ge=0, description="price of 1e9 bytes that leave a zone; no objective counts it"
+    )
 
 
 class PoolSection(Section):
@@ -107,7 +109,10 @@ class PoolSection(Section):
         "on-demand", description="spot: the cloud may take nodes back"
     )
     usd_per_hour: float | None = Field(
-        None, ge=0, description="of one node; left out: the machine's, or 0", examples=[27.4]
+        None,
+        ge=0,
+        description="of one node; left out: the machine's, or not known. 0 is a price",
+        examples=[27.4],
     )
     priced: str = Field("", description="date of the price", examples=["2026-07-22"])
     losses_per_day: float | None = Field(
@@ -118,7 +123,9 @@ class PoolSection(Section):
         examples=[2.4],
     )
     burst: float = Field(1.0, ge=1, description="nodes that one interruption takes on average")
-    grams_co2_per_kwh: float = Field(0.0, ge=0, description="of the zone's power")
+    grams_co2_per_kwh: float | None = Field(
+        None, ge=0, description="of the zone's power; left out: not known", examples=[400]
+    )
     power_w: float | None = Field(
         None, gt=0, description="limit of one device, at most the type's", examples=[300]
     )
@@ -277,7 +284,9 @@ def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePo
         link, gbit = tables.networks[machine.type]
         outside = LinkSection(type=link, gbit_s=gbit, per="node")
     across = given.across_racks
-    price = machine and (machine.spot if given.market == "spot" else machine.on_demand)
+    price = given.usd_per_hour
+    if price is None and machine is not None:
+        price = machine.spot if given.market == "spot" else machine.on_demand
     return NodePool(
         name,
         given.nodes,
@@ -289,7 +298,7 @@ def _pool(name: str, given: PoolSection, where: Where, tables: Tables) -> NodePo
         given.nodes_per_rack,
         _link(across, count, (*path, "across_racks"), where, tables) if across else None,
         given.market == "spot",
-        given.usd_per_hour if given.usd_per_hour is not None else price or 0.0,
+        price,
         _losses(name, given, machine, where(path)),
         given.burst,
         given.grams_co2_per_kwh,

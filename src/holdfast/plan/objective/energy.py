@@ -2,7 +2,7 @@
 
 A device takes its busy power while it computes, its idle power while it waits, and something in
 between while it communicates. Only devices count: no host, no cooling, no network. A price that is
-not known is refused, never 0.
+not known is refused; 0 is a price.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def co2_kg_per_step(problem: Problem, choice: Choice, cost: StepCost) -> float:
     """By the carbon intensity of each pool's power."""
     joules = step_joules(problem, choice, cost)
     return sum(
-        energy / JOULES_PER_KWH * problem.cluster.pool(name).grams_co2_per_kwh / 1e3
+        energy / JOULES_PER_KWH * (problem.cluster.pool(name).grams_co2_per_kwh or 0.0) / 1e3
         for name, energy in joules.items()
     )
 
@@ -70,12 +70,12 @@ def idle_watts(problem: Problem, choice: Choice) -> dict[str, float]:
 
 
 def pools_without_price(cluster: Cluster) -> tuple[str, ...]:
-    return tuple(pool.name for pool in cluster.pools if pool.usd_per_hour <= 0)
+    return tuple(pool.name for pool in cluster.pools if pool.usd_per_hour is None)
 
 
 def refuse_without(key: str, cluster: Cluster, objective: str) -> None:
     """Raises ConfigError if a pool does not give a key: its price, or the CO2 of its power."""
-    if pools := [pool.name for pool in cluster.pools if getattr(pool, key) <= 0]:
+    if pools := [pool.name for pool in cluster.pools if getattr(pool, key) is None]:
         raise ConfigError(
             f"the objective {objective} needs {key}, which the cluster does not have for "
             f"{', '.join(pools)}",
@@ -90,6 +90,6 @@ def usd_per_hour(
     """Of the nodes that have a rank. present: share of its time in which a node of the pool is
     there; a node that is lost is not paid for."""
     return sum(
-        number * cluster.pool(name).usd_per_hour * (present or {}).get(name, 1.0)
+        number * (cluster.pool(name).usd_per_hour or 0.0) * (present or {}).get(name, 1.0)
         for name, number in nodes_used(cluster, choice).items()
     )

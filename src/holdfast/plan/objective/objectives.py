@@ -30,6 +30,9 @@ from holdfast.plan.objective.recovery_costs import RecoveryCosts
 
 _EXPECTED = ("goodput", "goodput_per_usd", "finish_by")
 OBJECTIVES = ("time", "tokens_per_usd", "tokens_per_kwh", "tokens_per_kg_co2", *_EXPECTED)
+FREE = 1e-9
+"""The price of an hour, or the grams of a second, of a layout that costs nothing: of several such
+layouts the fastest is the best."""
 TOKENS = 1e9
 """Prices and energy are of so many tokens."""
 LATE = 1e15
@@ -93,7 +96,7 @@ class Simple:
         if self.name == "tokens_per_kwh":
             return kwh_per_step(self.problem, choice, cost) / tokens
         if self.name == "tokens_per_kg_co2":
-            return co2_kg_per_step(self.problem, choice, cost) / tokens
+            return (co2_kg_per_step(self.problem, choice, cost) or FREE * cost.step_s) / tokens
         return self.least(choice, cost.step_s)
 
     def least(self, choice: Choice, step_s: float) -> float:
@@ -104,12 +107,14 @@ class Simple:
         if self.name == "time":
             return step_s
         if self.name == "tokens_per_usd":
-            return usd_per_hour(problem.cluster, choice) * step_s / 3600 / tokens
+            return (usd_per_hour(problem.cluster, choice) or FREE) * step_s / 3600 / tokens
         watts = idle_watts(problem, choice)
         if self.name == "tokens_per_kwh":
             return sum(watts.values()) * step_s / JOULES_PER_KWH / tokens
-        grams = sum(w * problem.cluster.pool(name).grams_co2_per_kwh for name, w in watts.items())
-        return grams / 1e3 * step_s / JOULES_PER_KWH / tokens
+        grams = sum(
+            w * (problem.cluster.pool(name).grams_co2_per_kwh or 0.0) for name, w in watts.items()
+        )
+        return (grams / 1e3 / JOULES_PER_KWH or FREE) * step_s / tokens
 
 
 @dataclass
@@ -139,7 +144,7 @@ class Goodput:
             return problem.workload.step_tokens / tokens_per_s
         present = self.model.present_of(choice)
         usd = usd_per_hour(problem.cluster, choice, present)
-        return usd / 3600 / tokens_per_s * TOKENS
+        return (usd or FREE) / 3600 / tokens_per_s * TOKENS
 
 
 @dataclass
@@ -154,6 +159,7 @@ class FinishBy:
         if not cost.fits:
             return float("inf")
         seconds, usd = self.forecast(choice, cost)
+        usd = usd or FREE * seconds
         return usd if seconds <= self.deadline.hours * 3600 else LATE + seconds
 
     def least(self, choice: Choice, step_s: float) -> float:
@@ -162,7 +168,8 @@ class FinishBy:
         if seconds > self.deadline.hours * 3600:
             return LATE + seconds
         present = self.model.present_of(choice)
-        return seconds / 3600 * usd_per_hour(self.model.problem.cluster, choice, present)
+        usd = usd_per_hour(self.model.problem.cluster, choice, present)
+        return seconds / 3600 * usd or FREE * seconds
 
     def forecast(self, choice: Choice, cost: StepCost) -> tuple[float, float]:
         """(seconds, dollars) of the run, expected."""

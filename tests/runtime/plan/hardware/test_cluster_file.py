@@ -104,10 +104,10 @@ def test_the_examples_are_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "pools"),
     [
-        ("16x8xH100-80", [("H100-80", 16, 8, False, 0.0)]),
-        ("8xH100", [("H100-80", 1, 8, False, 0.0)]),
-        ("2x8xH100@500W,70GiB", [("H100-80@500W,70GiB", 2, 8, False, 0.0)]),
-        ("4x8xA100-80+2x4xV100-16", [("A100-80", 4, 8, False, 0.0), ("V100-16", 2, 4, False, 0.0)]),
+        ("16x8xH100-80", [("H100-80", 16, 8, False, None)]),
+        ("8xH100", [("H100-80", 1, 8, False, None)]),
+        ("2x8xH100@500W,70GiB", [("H100-80@500W,70GiB", 2, 8, False, None)]),
+        ("4x8xA100-80+2x4xT4", [("A100-80", 4, 8, False, None), ("T4", 2, 4, False, None)]),
         ("16xaws/us-east-2/p5.48xlarge:spot", [("H100-80", 16, 8, True, 21.47)]),
         ("3xaws/us-east-2/p5.48xlarge", [("H100-80", 3, 8, False, 55.04)]),
     ],

@@ -54,14 +54,23 @@ def test_a_device_that_waits_takes_less_power() -> None:
 
 @pytest.mark.parametrize("name", ["tokens_per_usd", "goodput_per_usd", "finish_by"])
 def test_a_pool_without_a_price_is_named_and_refused(name: str) -> None:
-    given = problem(pool(), pool("other", usd_per_hour=0.0))
+    given = problem(pool(), pool("other", usd_per_hour=None))
     with pytest.raises(ConfigError, match=r"pools\.other\.usd_per_hour.*does not have for other"):
         objective_named(name, given, deadline=Deadline(10, 1.0))
 
 
+@pytest.mark.parametrize("name", ["tokens_per_usd", "goodput_per_usd", "finish_by"])
+def test_0_is_a_price_and_of_free_layouts_the_fastest_is_the_best(name: str) -> None:
+    given = problem(pool(usd_per_hour=0.0), pool("paid", usd_per_hour=7.5))
+    score, evaluator = objective_named(name, given, deadline=Deadline(10, 99.0)), Evaluator(given)
+    slow, fast = (layout(2, 1, 32), layout(16, 1, 4))
+    found = [score(each, evaluator.cost(each)) for each in (fast, slow)]
+    assert 0 < found[0] < found[1] < 1e-3
+
+
 def test_a_pool_without_carbon_is_named_and_refused() -> None:
     with pytest.raises(ConfigError, match=r"grams_co2_per_kwh.*does not have for spot"):
-        objective_named("tokens_per_kg_co2", problem(pool(grams_co2_per_kwh=0.0)))
+        objective_named("tokens_per_kg_co2", problem(pool(grams_co2_per_kwh=None)))
 
 
 def test_unknown_objectives_and_missing_dates_are_refused() -> None:
