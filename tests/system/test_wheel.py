@@ -80,7 +80,8 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name for name in names if ".dist-info/" not in name} == present
-    assert "holdfast/py.typed" in present
+    for package in ("holdfast", "holdfast_lab", "holdfast_platform"):
+        assert f"{package}/py.typed" in present
 
 
 def test_the_installed_package_knows_its_version(fresh: Path, tmp_path: Path) -> None:
@@ -91,6 +92,15 @@ def test_the_installed_package_knows_its_version(fresh: Path, tmp_path: Path) ->
     assert Path(place).is_relative_to(fresh.parent)
     assert Path(place).with_name("py.typed").is_file()
     assert run([fresh / "holdfast", "--version"], tmp_path) == f"holdfast {version}\n"
+
+
+def test_the_installed_commands_of_all_packages_are_there(fresh: Path, tmp_path: Path) -> None:
+    shown = run([fresh / "holdfast", "--help"], tmp_path)
+    for command in ("train", "simulate", "cloud"):  # of the runtime, the lab, the platform
+        assert f"\n  {command} " in shown
+    run([fresh / "holdfast", "init"], tmp_path)
+    plan = run([fresh / "holdfast", "plan", "run.yaml", "--cluster", "2x8xH100-80"], tmp_path)
+    assert "tokens/s" in plan
 
 
 def test_the_installed_command_trains_to_the_end(fresh: Path, tmp_path: Path) -> None:
