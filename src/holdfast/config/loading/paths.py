@@ -10,6 +10,7 @@ a run's identity. `place` of their sections says where they lie. All other paths
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from holdfast.config.loading.fields import as_path, field_at, value_at, with_value
@@ -53,6 +54,11 @@ def expand_path(text: str) -> str:
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise ConfigError(
             f"{text!r} has a control character", remedy="write a path of visible characters"
+        )
+    if found := re.match("(s3|gs|az|file):(?!//)", text, re.IGNORECASE):
+        raise ConfigError(
+            f"{text!r} is an address without its //",
+            remedy=f"write {found[1].lower()}://... for an address, or ./{text} for a folder",
         )
     path = os.path.expanduser(text)
     if path.startswith("~"):

@@ -42,6 +42,7 @@ from holdfast.launch.start.data import RunData, prepare_run_data
 from holdfast.launch.start.facts import Facts, Screen, resolve
 from holdfast.options.registry import option_keys
 from holdfast.wire.journal import read_journal
+from holdfast.wire.store.location import check_location
 from holdfast.wire.store.run_location import store_of_run, where_of_run
 
 
@@ -73,6 +74,7 @@ def begin_run(start: Start) -> BegunRun:
     If the run has several nodes, one of them may be at work already. Raises UserError."""
     folder, fresh, say = start.folder, start.fresh, start.screen.say
     several = start.facts.several
+    check_location(start.loaded.config.checkpoint.bucket)
     probe_run_store(folder)  # before anything is read or written in the run folder
     refuse_old_base(start.loaded)
     refuse_branch_without_state(folder, start.loaded, fresh)

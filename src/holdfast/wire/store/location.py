@@ -18,16 +18,18 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import os
+import re
 import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
+from holdfast.borders import Border
 from holdfast.errors import CorruptError, StoreError
 from holdfast.wire.store.run_store import (
     AlreadyExistsError,
@@ -40,7 +42,17 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az")
-FILE_OPTIONS = ("seal", "compress")
+FILE_OPTIONS = frozenset({"seal", "compress"})
+_ALL_OPTIONS = FILE_OPTIONS | {"credentials", "ca", "timeout", "retries"}
+ADDRESS_OPTIONS = {
+    scheme: Border(f"options of a {scheme}:// address", options, entry="option")
+    for scheme, options in (
+        ("s3", _ALL_OPTIONS | {"endpoint", "region", "virtual_host", "allow_http", "profile"}),
+        ("gs", _ALL_OPTIONS),
+        ("az", _ALL_OPTIONS | {"endpoint", "account", "allow_http"}),
+        ("file", FILE_OPTIONS),
+    )
+}
 SEAL_KEY_VARIABLE = "HOLDFAST_SEAL_KEY"
 """The environment's variable that `seal=env` reads."""
 _SECRET_WORDS = ("key", "secret", "token", "password", "sas")
@@ -81,9 +93,6 @@ class BucketLocation:
     @property
     def where(self) -> str:
         return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
-
-
-OPTIONS = tuple(field.name for field in fields(BucketLocation))[3:]  # after the prefix
 
 
 def open_store(location: str | Path) -> RunStore:
@@ -143,43 +152,71 @@ def _wrap_encrypted(bucket: BucketLocation, store: RunStore) -> RunStore:
 
 def parse_location(location: str) -> BucketLocation:
     """Raises StoreError naming what is wrong; never repeats an option's value."""
-    parts = urlsplit(location)
-    where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    if parts.scheme == "file" and (parts.netloc not in ("", "localhost") or not parts.path):
+    where = re.sub("://[^/]*@", "://", re.split("[?#]", location)[0])
+    try:
+        parts = urlsplit(location)
+        path = unquote(parts.path, errors="strict")
+    except ValueError:  # of brackets, and of bytes that are not UTF-8
         raise StoreError(
-            "a file's address has no host and a whole path",
-            where=where,
-            remedy="write file:///shared/runs/mine",
-        )
-    if parts.scheme not in ("file", *SCHEMES):
-        raise StoreError(
-            f"{parts.scheme}:// is no kind of run store",
-            where=where,
-            remedy="use a folder, or an address that begins with s3://, gs:// or az://",
-        )
-    if "@" in parts.netloc:
+            "this is no address", where=where, remedy="write s3://bucket/prefix, and % as %25"
+        ) from None
+    scheme, is_file = parts.scheme, parts.scheme == "file"
+    prefix = path.strip("/") if is_file else path.removeprefix("/").removesuffix("/")
+    pairs = [pair.partition("=") for pair in parts.query.split("&") if pair]
+    options = {unquote(name): unquote(value) for name, _, value in pairs}
+    if "@" in parts.netloc or any(
+        word in name.lower()
+        for word in _SECRET_WORDS
+        for name in options.keys() - ADDRESS_OPTIONS.get(scheme, ADDRESS_OPTIONS["s3"]).used
+    ):
         raise _secret_in_location_error(where)
-    if not parts.netloc and parts.scheme != "file":
-        raise StoreError(
+    for is_wrong, what, remedy in (
+        (
+            scheme not in ADDRESS_OPTIONS,
+            f"{scheme}:// is no kind of run store",
+            "use a folder, or an address that begins with s3://, gs:// or az://",
+        ),
+        (
+            is_file and (parts.netloc not in ("", "localhost") or not path),
+            "a file's address has no host and a whole path",
+            "write file:///shared/runs/mine",
+        ),
+        (
+            not is_file and not parts.netloc,
             "the bucket's name is missing",
-            where=where,
-            remedy=f"write {parts.scheme}://bucket/prefix",
-        )
-    prefix = unquote(parts.path).strip("/")
-    options: dict[str, Any] = {}
-    options_of_scheme = FILE_OPTIONS if parts.scheme == "file" else OPTIONS
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in options_of_scheme:
-            if any(word in name.lower() for word in _SECRET_WORDS):
-                raise _secret_in_location_error(where)
-            raise StoreError(
-                f"there is no option {name!r}",
-                where=where,
-                remedy=f"the options are {', '.join(options_of_scheme)}",
-            )
-        options[name] = _value(name, value, where)
-    _check_plain_address(options.get("endpoint", ""), where)
-    return BucketLocation(parts.scheme, parts.netloc, prefix, **options)
+            f"write {scheme}://bucket/prefix",
+        ),
+        (
+            not is_file and not re.fullmatch(r"\w[\w.-]*", parts.netloc),
+            f"{parts.netloc!r} is no name of a bucket",
+            "write a server as ?endpoint=https://HOST:PORT, and the bucket without a port",
+        ),
+        ("#" in location, "what follows # would be left out", "write a # of a name as %23"),
+        (
+            re.search("%(?![0-9A-Fa-f]{2})", location),
+            "a % has no two hexadecimal digits after it",
+            "write a % of a name as %25",
+        ),
+        (
+            re.search(r"[\x00-\x1f\x7f]", location + path) or location != location.strip(),
+            "the address has a control character, or a space at its beginning or end",
+            "leave it out",
+        ),
+        (
+            not is_file and prefix and {"", ".", ".."}.intersection(prefix.split("/")),
+            "the prefix has //, . or .. in it, which a bucket does not resolve",
+            "write the prefix that is meant",
+        ),
+        (len(options) < len(pairs), "an option is named twice", "name each option once"),
+    ):
+        if is_wrong:
+            raise StoreError(what, where=where, remedy=remedy)
+    border = ADDRESS_OPTIONS[scheme]
+    remedy = f"the options of {scheme}:// are {', '.join(sorted(border.used))}"
+    border.check(dict.fromkeys(options, True), where, StoreError, remedy)
+    values: dict[str, Any] = {name: _value(name, each, where) for name, each in options.items()}
+    _check_endpoint(values.get("endpoint", ""), where)
+    return BucketLocation(scheme, parts.netloc, prefix, **values)
 
 
 def _value(name: str, value: str, where: str) -> Any:
@@ -209,7 +246,7 @@ def check_location(location: str) -> None:
         parse_location(location)
 
 
-def _check_plain_address(endpoint: str, where: str) -> None:
+def _check_endpoint(endpoint: str, where: str) -> None:
     """An endpoint is shown in messages and kept in the run file."""
     if any(sign in endpoint for sign in "@?#"):
         raise StoreError(
@@ -217,6 +254,13 @@ def _check_plain_address(endpoint: str, where: str) -> None:
             where=where,
             remedy="leave users, passwords and signatures to the environment or a credentials file",
         )
+    with suppress(ValueError):  # of a port, or of brackets
+        parts, begins = urlsplit(endpoint), re.match(r"https?://\S+$", endpoint)
+        if not endpoint or (begins and parts.hostname and parts.port != 0):
+            return
+    raise StoreError(
+        "the endpoint is no address", where=where, remedy="write it as https://HOST:PORT"
+    )
 
 
 def _secret_in_location_error(where: str) -> StoreError:
@@ -288,19 +332,12 @@ def _endpoint(bucket: BucketLocation) -> str:
                 where=empty,
                 remedy="unset it, or write the endpoint's address into it",
             )
-    if bucket.endpoint and bucket.scheme == "gs":
-        raise StoreError("gs:// takes no endpoint", where=bucket.where, remedy="use s3:// for it")
-    _check_plain_address(found, bucket.where)  # the environment's, too
-    if found.startswith("http://"):
-        if not bucket.allow_http:
-            raise StoreError(
-                "the endpoint is not encrypted",
-                where=bucket.where,
-                remedy="use https://, or add allow_http=true where everybody on the way may read",
-            )
-    elif found and not found.startswith("https://"):
+    _check_endpoint(found, bucket.where)  # the environment's, too
+    if found.startswith("http://") and not bucket.allow_http:
         raise StoreError(
-            "the endpoint is no address", where=bucket.where, remedy="begin it with https://"
+            "the endpoint is not encrypted",
+            where=bucket.where,
+            remedy="use https://, or add allow_http=true where everybody on the way may read",
         )
     return found
 
@@ -323,6 +360,12 @@ def _s3_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:
         path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "")
     if path:
         config |= _aws_file(Path(path), bucket.profile)
+    elif bucket.profile != "default":
+        raise StoreError(
+            f"there is no file with the profile {bucket.profile}",
+            where=bucket.where,
+            remedy="name it with ?credentials=<path>, or leave out profile",
+        )
     return config
 
 

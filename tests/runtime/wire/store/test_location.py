@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.wire.store.location import BucketLocation, open_store, parse_location, probe_store
+from holdfast.wire.store.location import (
+    ADDRESS_OPTIONS,
+    BucketLocation,
+    open_store,
+    parse_location,
+    probe_store,
+)
 from holdfast.wire.store.run_store import FolderStore
+from tests.support.borders import unknown_entries
 from tests.support.memory_store import MemoryStore
 
 
@@ -49,16 +56,35 @@ def test_a_bucket_and_its_options() -> None:
         ("ftp://host/x", "ftp:// is no kind of run store"),
         ("s3:///x", "the bucket's name is missing; write s3://bucket/prefix"),
         ("file://host/x", "a file's address has no host"),
-        ("s3://b/x?colour=red", "there is no option 'colour'"),
+        ("s3://b/x?colour=red", "the option 'colour' that Holdfast does not know"),
         ("s3://b/x?timeout=soon", "timeout is not a number of seconds"),
         ("s3://b/x?retries=-1", "retries is not a number"),
         ("s3://b/x?compress=gzip", "compress knows zstd only"),
-        ("file:///x?region=eu", "there is no option 'region'"),
+        ("file:///x?region=eu", "the option 'region'"),
         ("s3://b/x?allow_http=yes", "allow_http is not true or false"),
         ("s3://b/x?endpoint=http://h", "the endpoint is not encrypted"),
         ("s3://b/x?endpoint=h:9000", "the endpoint is no address"),
-        ("gs://b/x?endpoint=https://h", "gs:// takes no endpoint"),
+        ("gs://b/x?endpoint=https://h", "the option 'endpoint'"),
         ("s3://b/x?credentials=/not/there", "/not/there: there is no such file"),
+        ("s3://b/my#run", "b/my: what follows # would be left out; write a # of a name as %23"),
+        ("file:///a#b", "what follows #"),
+        ("s3://b/x?region=a&region=b", "named twice"),
+        ("s3://b/x?regoin=a", "did you mean region?"),
+        ("s3://b/x?profile=p", "no file with the profile p"),
+        ("gs://b/x?virtual_host=true", "the option 'virtual_host'"),
+        ("s3://host:9000/b/x", "'host:9000' is no name of a bucket; write a server as ?endpoint"),
+        ("s3://[::1]/b", "'[::1]' is no name of a bucket"),
+        ("s3://[b/x", "this is no address"),
+        ("s3://b/100%", "a % of a name as %25"),
+        ("s3://b/%ff", "this is no address"),
+        ("s3://b/x%0ay", "control character"),
+        ("s3://b/x ", "a space at its beginning or end"),
+        ("s3://b/a/../x", "has //, . or .. in it"),
+        ("s3://b//x", "has //, . or .. in it"),
+        ("s3://b/x?endpoint=https://h:99999", "the endpoint is no address"),
+        ("s3://b/x?endpoint=https://[::1", "the endpoint is no address"),
+        ("s3://b/x?endpoint=HTTP://h", "the endpoint is no address"),
+        ("s3://b/x?endpoint=https:///p", "the endpoint is no address"),
         ("s3://AKIA:hunter2@b/x", "a location must hold no secret"),
         ("s3://b/x?secret_access_key=hunter2", "a location must hold no secret"),
         ("s3://b/x?session_token=hunter2", "a location must hold no secret"),
@@ -74,6 +100,24 @@ def test_what_cannot_be_right_is_one_sentence_without_secrets(location: str, sai
     assert said in text
     assert "hunter2" not in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("scheme", ADDRESS_OPTIONS)
+def test_an_option_that_no_scheme_knows_is_refused_with_its_name(scheme: str) -> None:
+    place = "file:///x" if scheme == "file" else f"{scheme}://b/x"
+    for name, value in unknown_entries(ADDRESS_OPTIONS[scheme]).items():
+        with pytest.raises(StoreError, match=f"{name}|must hold no secret") as caught:
+            parse_location(f"{place}?{name}={value}")
+        assert "the options of" in str(caught.value) or "no secret" in str(caught.value)
+
+
+def test_what_an_address_says_reaches_the_client_as_it_is() -> None:
+    found = parse_location(
+        "s3://b/my%20run%23%2B/x/?endpoint=https://[::1]:9000/p&credentials=/a+b"
+    )
+    assert (found.prefix, found.endpoint) == ("my run#+/x", "https://[::1]:9000/p")
+    assert found.credentials == "/a+b"
+    assert parse_location("S3://b/run") == parse_location("s3://b/run/?region=")
 
 
 def test_an_unencrypted_endpoint_of_the_environment_is_refused_too(
