@@ -122,9 +122,17 @@ def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:
 
     if is_dcp(source):
         return 0
-    from holdfast.model.huggingface import import_folder
+    from holdfast.config.huggingface.folder import read_folder_model
+    from holdfast.config.huggingface.weight_files import describe_unread
+    from holdfast.core.format.hf_names import huggingface_map
+    from holdfast.core.format.stored_weights import check_weights
+    from holdfast.data.read.weight_files import refuse_not_finite
 
-    model, _ = import_folder(source)
+    model = read_folder_model(source)
+    tensors = check_weights(source, huggingface_map(model)).values()
+    refuse_not_finite(tensors)
+    for line in describe_unread(source, tensors):
+        say(line)
     if not (source / "tokenizer.json").is_file() and not tokenizer_unchecked:
         raise DataError(
             "there is no tokenizer.json here, so nothing shows that the dataset's tokens are those "

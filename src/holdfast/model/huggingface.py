@@ -22,22 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.config.huggingface.convert import to_their_config
-from holdfast.config.huggingface.folder import (
-    CHAT_TEMPLATE,
-    FETCH_AGAIN,
-    read_folder_model,
-    read_json_object,
-    refuse_pointer,
-)
+from holdfast.config.huggingface.folder import CHAT_TEMPLATE, FETCH_AGAIN, read_folder_model
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
+from holdfast.core.format.stored_weights import check_weights
 from holdfast.errors import ModelFolderError
-from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files
+from holdfast.model.huggingface_files import TensorReader, WholeTensors, write_files
 from holdfast.model.huggingface_tokenizer import copy_tokenizer, give_back
 from holdfast.model.new_folder import new_folder
 
 SHARD_BYTES = 5_000_000_000
-READABLE = ("F64", "F32", "BF16", "F16")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """All are written, for without one an architecture has a number of its own in mind."""
 
@@ -100,9 +94,11 @@ class FolderTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path, names: NameMap):
         self._folder = folder
         self._places = names.all_places()
-        self._files: dict[str, Any] = {}
-        self._file_of = _index_files(folder)
-        self._check(names)
+        self._files: dict[Path, Any] = {}
+        self._stored = check_weights(folder, names)
+        for entry in names.entries:
+            if entry.alias_of is not None and entry.theirs in self._stored:
+                self._check_tied(entry.theirs, entry.alias_of)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -140,48 +136,10 @@ class FolderTensors(Mapping[str, Tensor]):
         return extract_piece(self._slice(entry.theirs), part)
 
     def _slice(self, theirs: str) -> Any:
-        return self._open(self._file_of[theirs]).get_slice(theirs)
-
-    def _open(self, file: str) -> Any:
+        file = self._stored[theirs].file
         if file not in self._files:
-            self._files[file] = _opened(self._folder / file)
-        return self._files[file]
-
-    def _check(self, names: NameMap) -> None:
-        """Everything of the map is there in its shape, and nothing else with numbers in it."""
-        known = names.to_ours()
-        for entry in names.stored_entries:
-            if entry.theirs not in self._file_of:
-                raise ModelFolderError(
-                    f"tensor {entry.theirs} is missing", where=str(self._folder), remedy=FETCH_AGAIN
-                )
-            found = self._slice(entry.theirs)
-            shape = tuple(found.get_shape())
-            if found.get_dtype() not in READABLE:
-                raise ModelFolderError(
-                    f"tensor {entry.theirs} is of dtype {found.get_dtype()}, which is not among "
-                    f"{', '.join(READABLE)}",
-                    where=str(self._folder),
-                    remedy="convert the weights to bfloat16 or float32",
-                )
-            if shape != entry.shape:
-                raise ModelFolderError(
-                    f"tensor {entry.theirs} has shape {list(shape)} but config.json says "
-                    f"{list(entry.shape)}",
-                    where=str(self._folder),
-                    remedy=FETCH_AGAIN,
-                )
-        for theirs in self._file_of:
-            # Old exports carry the rotary frequencies; they follow from the config.
-            if theirs not in known and not theirs.endswith("rotary_emb.inv_freq"):
-                raise ModelFolderError(
-                    f"tensor {theirs} belongs to no part of the decoder",
-                    where=str(self._folder),
-                    remedy="name a folder of one of the families in docs/guide/models.md",
-                )
-        for theirs, entry in known.items():
-            if entry.alias_of is not None and theirs in self._file_of:
-                self._check_tied(theirs, entry.alias_of)
+            self._files[file] = _opened(file)
+        return self._files[file].get_slice(theirs)
 
     def _check_tied(self, alias: str, original: str) -> None:
         shapes = [self._slice(name).get_shape() for name in (alias, original)]
@@ -195,68 +153,8 @@ class FolderTensors(Mapping[str, Tensor]):
             )
 
 
-def _index_files(folder: Path) -> dict[str, str]:
-    """Their tensor name -> file name."""
-    if (folder / INDEX).is_file():
-        return _indexed_files(folder)
-    if (folder / SINGLE).is_file():
-        return dict.fromkeys(_tensor_names(folder / SINGLE), SINGLE)
-    if next(folder.glob("*.bin"), None) or next(folder.glob("*.pt*"), None):
-        raise ModelFolderError(
-            "the weights are a pickle, which could run code when it is read",
-            where=str(folder),
-            remedy="convert them to safetensors (save_pretrained does) and try again",
-        )
-    raise ModelFolderError(
-        "there is no model.safetensors here",
-        where=str(folder),
-        remedy="name the folder of a model in Hugging Face form",
-    )
-
-
-def _indexed_files(folder: Path) -> dict[str, str]:
-    """By the index, which must name exactly what is in the files."""
-    where = str(folder / INDEX)
-    located = read_json_object(folder / INDEX).get("weight_map")
-    if not isinstance(located, dict) or not all(isinstance(f, str) for f in located.values()):
-        raise ModelFolderError(
-            "this index has no weight_map from tensors to files", where=where, remedy=FETCH_AGAIN
-        )
-    files: dict[str, set[str]] = {}
-    for tensor, file in located.items():
-        files.setdefault(file, set()).add(tensor)
-    for file, named in files.items():
-        if Path(file).name != file or not (folder / file).is_file():
-            raise ModelFolderError(
-                f"the index names {file}, which is not in the folder",
-                where=where,
-                remedy=FETCH_AGAIN,
-            )
-        inside = set(_tensor_names(folder / file))
-        if named - inside:
-            raise ModelFolderError(
-                f"the index looks for {min(named - inside)} in {file}, which has no such tensor",
-                where=where,
-                remedy=FETCH_AGAIN,
-            )
-        if inside - named:
-            raise ModelFolderError(
-                f"{file} has {min(inside - named)}, which the index does not name there",
-                where=where,
-                remedy=FETCH_AGAIN,
-            )
-    return located
-
-
-def _tensor_names(path: Path) -> list[str]:
-    """What a safetensors file says that it holds."""
-    with _opened(path) as file:
-        return list(file.keys())
-
-
 def _opened(path: Path) -> Any:
     try:
-        refuse_pointer(path)
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(

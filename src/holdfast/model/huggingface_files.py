@@ -17,11 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from holdfast.config.huggingface.weight_files import INDEX, SINGLE
 from holdfast.core.format.hf_names import NameMap, Piece, TensorMapping
 from holdfast.core.sharding.boxes import Box
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 BLOCK_BYTES = 16 * 2**20
 
 _THEIR_DTYPE = {

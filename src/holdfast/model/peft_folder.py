@@ -15,70 +15,30 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from holdfast.config.huggingface.weight_files import ADAPTER
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers, lora_parameters
+from holdfast.core.format.stored_weights import PREFIX, check_adapter, peft_names
+from holdfast.core.sharding.adapters import adapted_layers, linear_layers
 from holdfast.errors import ModelFolderError
 from holdfast.model.new_folder import new_folder
 
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 VERSION_FILE = "holdfast.json"
-
-
-def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
-    """Our parameter name -> PEFT's, of every row. Raises ModelFolderError if one layer of Hugging
-    Face is several of ours."""
-    layers = linear_layers(model)
-    theirs = [name for name, _ in layers.values()]
-    found: dict[str, str] = {}
-    for ours in adapted_layers(model, lora):
-        name = layers[ours][0]
-        if theirs.count(name) > 1:
-            raise ModelFolderError(
-                f"{name} is one layer for PEFT and several of Holdfast's, so their adapters do not "
-                "fit each other",
-                remedy="export the merged model with --format hf",
-            )
-        for matrix in (DOWN, UP):
-            found[f"{ours}.{matrix}"] = f"{PREFIX}{name}.{matrix}.weight"
-    return found
 
 
 def read_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
     """Our parameter name -> value, of every row. Raises ModelFolderError for a folder that does not
     hold exactly the adapters of the run file."""
-    path = folder / WEIGHTS
-    names = peft_names(model, lora)
+    path, stored = folder / ADAPTER, check_adapter(folder, model, lora)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            there = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {ours: file.get_tensor(each.name) for ours, each in stored.items()}
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(
             f"this is not a complete safetensors file ({error})",
             where=str(path),
             remedy="fetch it again",
         ) from error
-    shapes = {row.name: row.shape for row in lora_parameters(model, lora)}
-    missing = [theirs for theirs in names.values() if theirs not in there]
-    unknown = sorted(there.keys() - set(names.values()))
-    wrong = [
-        theirs
-        for ours, theirs in names.items()
-        if theirs in there and tuple(there[theirs].shape) != shapes[ours]
-    ]
-    for what, found in (
-        ("is missing", missing),
-        ("belongs to no layer with an adapter", unknown),
-        ("has another shape than the base's layer and lora.rank give it", wrong),
-    ):
-        if found:
-            raise ModelFolderError(
-                f"tensor {found[0]} {what}",
-                where=str(path),
-                remedy="name the base that the adapter was trained on in model.from",
-            )
-    return {ours: there[theirs] for ours, theirs in names.items()}
 
 
 def write_adapter(
@@ -122,7 +82,7 @@ def _write(
     with new_folder(folder) as partial:
         metadata = {f"holdfast.{key}": str(value) for key, value in version.items()}
         values = {name: value.contiguous() for name, value in named.items()}
-        (partial / WEIGHTS).write_bytes(save(values, {"format": "pt", **metadata}))
+        (partial / ADAPTER).write_bytes(save(values, {"format": "pt", **metadata}))
         for name, content in ((VERSION_FILE, version), ("adapter_config.json", config)):
             (partial / name).write_text(json.dumps(dict(content), indent=2) + "\n", "utf-8")
 

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
+from holdfast.config.huggingface.architectures import BORDERS
+from holdfast.config.huggingface.convert import from_their_config
 from holdfast.config.loading.identity import config_hash
 from holdfast.config.loading.load import LoadedConfig, resolve_config
-from holdfast.config.loading.lora_from import PLAIN, read_adapter_config
+from holdfast.config.loading.lora_from import KEYS, read_adapter_config
 from holdfast.config.loading.model_from import as_overrides, describe_differences
 from holdfast.config.loading.no_effect import find_without_effect
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError, ModelFolderError, UserError
+from tests.support.borders import unknown_entries
 
 ADAPTER: dict[str, Any] = {
     "peft_type": "LORA",
@@ -88,10 +91,12 @@ def test_values_that_differ_from_the_folder_s_are_one_message(root: Path) -> Non
     [
         ({"use_dora": True, "bias": "all"}, ("bias all", "use_dora true")),
         ({"use_rslora": True}, ("use_rslora true",)),
-        ({"modules_to_save": ["lm_head"]}, ("modules_to_save [lm_head]",)),
-        ({"rank_pattern": {"q_proj": 2}}, ("rank_pattern {q_proj: 2}",)),
+        ({"modules_to_save": ["lm_head"]}, ("modules_to_save ['lm_head']",)),
+        ({"rank_pattern": {"q_proj": 2}}, ("rank_pattern {'q_proj': 2}",)),
         ({"peft_type": "ADALORA"}, ("peft_type ADALORA",)),
         ({"target_modules": ".*q_proj"}, ("target_modules",)),
+        ({"init_lora_weights": "pissa_niter_4"}, ("path_initial_model_for_weight_conversion",)),
+        ({"layers_to_transform": 0}, ("layers_to_transform 0",)),
     ],
 )
 def test_an_adapter_that_is_no_plain_one_is_refused_with_all_keys(
@@ -104,9 +109,19 @@ def test_an_adapter_that_is_no_plain_one_is_refused_with_all_keys(
 
 
 def test_each_plain_value_is_taken(root: Path) -> None:
-    for key, plain in PLAIN.items():
-        for value in (*plain, None):
+    for key, plain in KEYS.plain.items():
+        for value in (*plain, None, False, []):
             read_adapter_config(_write_adapter(root, ADAPTER | {key: value}))
+
+
+def test_a_key_that_no_list_has_is_refused(root: Path) -> None:
+    for name, value in unknown_entries(KEYS).items():
+        with pytest.raises(ModelFolderError, match=name):
+            read_adapter_config(_write_adapter(root, ADAPTER | {name: value}))
+    for kind, border in BORDERS.items():
+        for name, value in unknown_entries(border).items():
+            with pytest.raises(ModelFolderError, match=rf"key {name} is not understood.* {kind} "):
+                from_their_config(BASE | {"model_type": kind, name: value}, "config.json")
 
 
 @pytest.mark.parametrize(

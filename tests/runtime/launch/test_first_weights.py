@@ -68,7 +68,7 @@ def test_the_shape_alone_is_a_key(root: Path, tmp_path: Path) -> None:
         shutil.copyfile(root / "base" / name, tmp_path / "shape" / name)
     given = f"model.from={tmp_path / 'shape'}", f"folder={tmp_path / 'run'}", "train.steps=1"
     command = "train", root / "run.yaml", *given
-    within(*command).refuses_last("no safetensors files of weights", "model.weights=false")
+    within(*command).refuses_last("there is no model.safetensors here", "model.weights=false")
     assert not (tmp_path / "run").exists()
     done = within(*command, "model.weights=false").succeeds()
     assert "model.weights is false" in done.err

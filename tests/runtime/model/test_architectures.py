@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"model_type": "llama", "mup": 3}, "key mup is not understood"),
     "several": (
         {"model_type": "llama", "mup": 3, "mlp_bias": True, "hidden_act": "relu"},
-        "mup is not understood.*mlp_bias True is not supported.*hidden_act 'relu'",
+        "mlp_bias true is not supported.*mup is not understood.*hidden_act 'relu'",
     ),
     "longrope": (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both ways": (
         {"model_type": "gemma2", "use_bidirectional_attention": True},
-        "use_bidirectional_attention True",
+        "use_bidirectional_attention true",
     ),
     "quantized": (
         {"model_type": "llama", "quantization_config": {"bits": 4}},

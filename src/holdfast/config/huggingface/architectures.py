@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.borders import Border
 from holdfast.config.huggingface.rules import (
     Rule,
     choice,
@@ -128,6 +129,12 @@ class Architecture:
     @property
     def all_fixed(self) -> dict[str, tuple[Any, ...]]:
         return {**_FIXED_EVERYWHERE, **self.fixed}
+
+    @property
+    def border(self) -> Border:
+        """What config.json may say of it."""
+        read = {key for rule in self.rules for key in rule.keys}
+        return Border("config.json", frozenset(read), NEUTRAL, self.all_fixed)
 
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -419,3 +426,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 BY_TYPE = {row.their_type: row for row in ARCHITECTURES.values()}
+BORDERS = {name: row.border for name, row in BY_TYPE.items()}

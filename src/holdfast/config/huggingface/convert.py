@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from holdfast.config.huggingface.architectures import ARCHITECTURES, BY_TYPE, NEUTRAL, Architecture
+from holdfast.config.huggingface.architectures import ARCHITECTURES, BORDERS, BY_TYPE, Architecture
 from holdfast.config.huggingface.rules import SCALING_KEYS, NotSupportedError
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
@@ -153,19 +153,14 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
             remedy=f"{OWN_CODE}, or use one of " + ", ".join(BY_TYPE),
         )
     # A sentence for each key with a value that is not allowed, or that is not understood.
-    fixed = architecture.all_fixed
-    known = {key for rule in architecture.rules for key in rule.keys}
-    out = []
-    for key, value in config.items():
-        if key in fixed:
-            if not any(value is a or (a is not None and value == a) for a in fixed[key]):
-                out.append(f"{key} {value!r} is not supported")
-        elif key not in known and key not in NEUTRAL and value not in (None, False, [], {}):
-            out.append(
-                f"key {key} is not understood, and may change what {architecture.their_type} "
-                "computes"
-            )
-    refused = list(out)
+    border = BORDERS[architecture.their_type]
+    unread = border.unread(config)
+    listed = {key: value for key, value in config.items() if key not in unread}
+    refused = [f"{clause} is not supported" for clause in border.problems(listed)]
+    refused += [
+        f"key {key} is not understood, and may change what {architecture.their_type} computes"
+        for key in unread
+    ]
     values: dict[str, Any] = {"preset": None, "family": architecture.family}
     values |= architecture.always
     remedies: list[str] = []

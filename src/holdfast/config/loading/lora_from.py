@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.borders import Border
 from holdfast.config.huggingface.folder import read_json_object
 from holdfast.config.loading.model_from import (
     Differences,
@@ -28,28 +29,38 @@ MEANING = (
 )
 ADAPTER_CONFIG = "adapter_config.json"
 
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "use_rslora": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": ([],),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "layers_to_transform": ([],),
-    "layer_replication": ([],),
-    "exclude_modules": ([],),
-    "target_parameters": ([],),
-    "trainable_token_indices": ({}, []),
-    "alora_invocation_tokens": ([],),
-    "arrow_config": ({},),
-}
-"""Keys that change what an adapter computes, and the values that mean a plain one. None also does.
-"""
+KEYS = Border(
+    ADAPTER_CONFIG,
+    frozenset({"r", "lora_alpha", "target_modules", "lora_dropout"}),
+    frozenset(
+        {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "inference_mode"}
+        | {"layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision"}
+        | {"runtime_config"}
+    ),
+    {
+        "peft_type": ("LORA",),
+        "task_type": ("CAUSAL_LM",),
+        "bias": ("none",),
+        "init_lora_weights": (True, "gaussian", "orthogonal"),
+        **dict.fromkeys(
+            (
+                *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias"),
+                *("fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern"),
+                *("layers_to_transform", "layer_replication", "exclude_modules"),
+                *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+                *("arrow_config", "loftq_config", "eva_config", "corda_config"),
+                "megatron_config",
+            ),
+            (),
+        ),
+    },
+)
+"""What a plain adapter says. Other values of `plain` change what it computes, or its base."""
+MERGE = "merge it into its base with PEFT, and train adapters of that"
+CONVERT = (
+    "its matrices belong to a base that PEFT changed: convert it with PEFT's save_pretrained and "
+    "path_initial_model_for_weight_conversion, or merge it into that base"
+)
 
 
 @dataclass(frozen=True)
@@ -72,19 +83,16 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             remedy="name the folder of an adapter as PEFT writes it",
         )
     config = read_json_object(path)
-    strange = [
-        f"{key} {yaml_word(config[key])}"
-        for key, plain in PLAIN.items()
-        if config.get(key) is not None and config[key] not in plain
-    ]
+    strange = list(KEYS.problems(config))
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if isinstance(targets, str) and targets != "all-linear":
         strange.append(f"target_modules {yaml_word(targets)}")
     if strange:
+        changes_base = any(clause.startswith("init_lora_weights") for clause in strange)
         raise ModelFolderError(
             f"this adapter has {', '.join(strange)}, which Holdfast does not compute",
             where=str(path),
-            remedy="merge it into its base with PEFT, and train adapters of that",
+            remedy=CONVERT if changes_base else MERGE,
         )
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not targets:
         raise ModelFolderError(

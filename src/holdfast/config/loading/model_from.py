@@ -22,7 +22,7 @@ from holdfast.config.loading.paths import expand_path, join_base
 from holdfast.config.loading.yaml_tree import is_plain
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, ModelFolderError
 
 Differences = Mapping[str, tuple[Any, Any]]
 """The run file's value, and the folder's, by key of a section."""
@@ -178,6 +178,19 @@ def refuse_other_values(
             describe(differences, str(folder)),
             where=place(f"{section}.{next(iter(differences))}"),
             remedy=f"remove {them} from the run file, for {key} gives {them}",
+        )
+
+
+def refuse_other_shape(
+    model: ModelConfig, found: ModelConfig, folder: Path, where: str | None = None
+) -> None:
+    """Raises ModelFolderError if the model of a folder, `found`, has another shape. where: the
+    folder's key."""
+    if differences := shape_differences(model, found):
+        raise ModelFolderError(
+            describe_differences(differences, str(folder)),
+            where=where,
+            remedy="give the shape with model.from, or name weights of that shape",
         )
 
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
+from holdfast.config.huggingface.weight_files import (
+    ADAPTER,
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    read_weights,
+)
 from holdfast.data.read.files import file_checksum
 from holdfast.errors import ModelFolderError
 
-INDEX = "model.safetensors.index.json"
-SINGLE_FILES = ("model.safetensors", "adapter_model.safetensors")
+_CHUNK = 2**22  # elements that are looked at together
+_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}
 
 
-def weights_checksum(folder: Path, remedy: str = "") -> str:
-    """xxh3-128 of names and bytes of the folder's safetensors files. remedy: if there are none.
-    Raises ModelFolderError."""
+def weights_checksum(folder: Path) -> str:
+    """xxh3-128 of names and bytes of the folder's safetensors files. Raises ModelFolderError."""
     total = xxhash.xxh3_128()
     try:
-        for name in _weight_files(folder, remedy):
+        for name in _weight_files(folder):
             total.update(f"{name}\0{file_checksum(folder / name)}\0".encode())
     except OSError as error:
         raise ModelFolderError(
@@ -43,23 +50,28 @@ def refuse_other_weights(folder: Path, checksum: str, key: str) -> None:
         )
 
 
-def _weight_files(folder: Path, remedy: str) -> list[str]:
-    """Names of the files, in order."""
-    if (folder / INDEX).is_file():
-        try:
-            located = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()
-            return sorted({Path(str(name)).name for name in located})
-        except (ValueError, KeyError, AttributeError):
+def refuse_not_finite(tensors: Iterable[StoredTensor]) -> None:
+    """Raises ModelFolderError for a tensor with NaN or an infinite number."""
+    for each in tensors:
+        kind = "<u2" if each.dtype in _EXPONENT else {"F32": "<f4", "F64": "<f8"}.get(each.dtype)
+        if kind is None or each.begin == each.end:
+            continue
+        count = (each.end - each.begin) // np.dtype(kind).itemsize
+        values = np.memmap(each.file, kind, "r", each.begin, (count,))
+        bits = _EXPONENT.get(each.dtype)
+        for start in range(0, count, _CHUNK):
+            part = values[start : start + _CHUNK]
+            if np.isfinite(part).all() if bits is None else ((part & bits) != bits).all():
+                continue
             raise ModelFolderError(
-                "this index has no weight_map from tensors to files",
-                where=str(folder / INDEX),
-                remedy="fetch it again",
-            ) from None
-    found = [name for name in SINGLE_FILES if (folder / name).is_file()]
-    if not found:
-        raise ModelFolderError(
-            "there are no safetensors files of weights here",
-            where=str(folder),
-            remedy=remedy or "name a folder that has them",
-        )
-    return found
+                f"tensor {each.name} has NaN or infinite numbers",
+                where=str(each.file),
+                remedy="fetch it again, or take an earlier state of these weights",
+            )
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files, in order."""
+    if (folder / ADAPTER).is_file() and not (folder / INDEX).is_file():
+        return [name for name in (SINGLE, ADAPTER) if (folder / name).is_file()]
+    return sorted({each.file.name for each in read_weights(folder).values()})

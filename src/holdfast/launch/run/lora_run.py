@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.huggingface.folder import read_folder_model
+from holdfast.config.huggingface.weight_files import StoredTensor, describe_unread, read_weights
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
-from holdfast.config.loading.model_from import TRANSFORMERS_TASK, describe_differences
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK, refuse_other_shape
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.lora import LoraConfig
+from holdfast.core.format.hf_names import huggingface_map
+from holdfast.core.format.stored_weights import check_adapter, check_weights
 from holdfast.core.sharding.adapters import adapted_layers, linear_layers, refuse_unknown_targets
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
-from holdfast.data.read.weight_files import refuse_other_weights, weights_checksum
+from holdfast.data.read.weight_files import (
+    refuse_not_finite,
+    refuse_other_weights,
+    weights_checksum,
+)
 from holdfast.errors import ConfigError
 from holdfast.report.formatting import format_count
 from holdfast.wire.store.run_store import RunStore
 
+Read = Callable[[], Mapping[str, StoredTensor]]
 IMPORTED = "imported"
 """The checksum's place in a run whose first weights `holdfast checkpoint import` wrote."""
 NO_WEIGHTS = "name a folder that has them, or take the shape alone with model.weights=false"
@@ -46,18 +54,17 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
     layers = {ours: theirs for ours, (theirs, _) in linear_layers(config.model).items()}
     refuse_unknown_targets(lora.targets, layers, loaded.where("lora.targets"))
     base = Path(lora.base)
-    if differences := shape_differences(config.model, read_folder_model(base)):
-        raise ConfigError(
-            describe_differences(differences, str(base)),
-            where=loaded.where("lora.base"),
-            remedy="give the shape with model.from, or name the base of that shape",
-        )
+    refuse_other_shape(config.model, read_folder_model(base), base, loaded.where("lora.base"))
     before = LoraConfig.model_validate(stored["lora"]) if stored.get("lora") else None
-    values = _checked(loaded, "base", before)
-    return {**values, **_checked(loaded, "adapter", before)} if lora.adapter else values
+    names = huggingface_map(config.model)
+    values = _checked(loaded, "base", before, lambda: check_weights(base, names))
+    if not lora.adapter:
+        return values
+    adapter = partial(check_adapter, Path(lora.adapter), config.model, lora)
+    return {**values, **_checked(loaded, "adapter", before, adapter)}
 
 
-def check_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+def check_first_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
     """Check the folder of `model.weights`, and return its place, checksum and vocabulary.
 
     stored: values of the run that continues; none for a new one. If its first weights are from
@@ -79,13 +86,10 @@ def check_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedVal
     found = read_folder_model(folder)
     if not model.vocab_size:
         model = model.model_copy(update={"vocab_size": found.vocab_size})
-    if differences := shape_differences(model, found):
-        raise ConfigError(
-            describe_differences(differences, str(folder)),
-            where=loaded.where(key),
-            remedy="give the shape with model.from, or name weights of that shape",
-        )
-    values = _folder_values(folder, key, model.weights_checksum or checksum or "", NO_WEIGHTS)
+    refuse_other_shape(model, found, folder, loaded.where(key))
+    expected = model.weights_checksum or checksum or ""
+    names = huggingface_map(model)
+    values = _folder_values(folder, key, expected, lambda: check_weights(folder, names, NO_WEIGHTS))
     return {**values, "model.vocab_size": (model.vocab_size, "the folder's")}
 
 
@@ -123,8 +127,13 @@ def describe_lora(config: RunConfig) -> list[str]:
         f"lora: trains {trained} parameters of adapters in "
         f"{len(adapted_layers(config.model, lora))} layers{begins}; "
         f"the {format_count(count_parameters(config.model))} of {lora.base} stay "
-        f"(checksum {lora.base_checksum})"
+        f"(checksum {lora.base_checksum})",
+        *_unread(lora.base),
     ]
+
+
+def _unread(folder: str) -> list[str]:
+    return describe_unread(Path(folder), read_weights(Path(folder)).values())
 
 
 def describe_weights(loaded: LoadedConfig) -> list[str]:
@@ -134,7 +143,8 @@ def describe_weights(loaded: LoadedConfig) -> list[str]:
         count = format_count(count_parameters(config.model))
         return [
             f"the run begins with the {count} parameters of {config.model.weights} "
-            f"(checksum {config.model.weights_checksum})"
+            f"(checksum {config.model.weights_checksum})",
+            *_unread(config.model.weights),
         ]
     if origin.kind != "model folder" or config.lora.rank:
         return []
@@ -156,19 +166,24 @@ def describe_first_weights(config: RunConfig) -> str:
     return "initial weights"
 
 
-def _checked(loaded: LoadedConfig, part: str, stored: LoraConfig | None) -> PlannedValues:
+def _checked(
+    loaded: LoadedConfig, part: str, stored: LoraConfig | None, read: Read | None = None
+) -> PlannedValues:
     """The place and the checksum of the base's folder, or the adapter's."""
     lora, key = loaded.config.lora, f"{part}_checksum"
     expected = getattr(lora, key) or (getattr(stored, key) if stored is not None else "")
-    return _folder_values(Path(getattr(lora, part)), f"lora.{part}", expected)
+    return _folder_values(Path(getattr(lora, part)), f"lora.{part}", expected, read)
 
 
-def _folder_values(folder: Path, key: str, expected: str, remedy: str = "") -> PlannedValues:
+def _folder_values(
+    folder: Path, key: str, expected: str, read: Read | None = None
+) -> PlannedValues:
     """The place and the checksum of a folder of weights, which must be `expected` if that is
-    known. remedy: if there are none. Raises ModelFolderError."""
+    known. read: checks names and shapes. Raises ModelFolderError."""
     folder = Path(os.path.abspath(folder))
     if expected:
-        named = "lora.from" if key == "lora.adapter" else key
-        refuse_other_weights(folder, expected, named)
-    values = {key: str(folder), f"{key}_checksum": expected or weights_checksum(folder, remedy)}
+        refuse_other_weights(folder, expected, "lora.from" if key == "lora.adapter" else key)
+    elif read is not None:
+        refuse_not_finite(read().values())
+    values = {key: str(folder), f"{key}_checksum": expected or weights_checksum(folder)}
     return {name: (value, "the folder's") for name, value in values.items()}

@@ -16,7 +16,7 @@ from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
-from holdfast.launch.run.lora_run import check_base, check_weights
+from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
@@ -133,7 +133,7 @@ def prepare_run_data(
     loaded = with_planned(loaded, ask_named(loaded))
     dataset = None
     if not loaded.config.task.name:
-        loaded = with_planned(loaded, check_weights(loaded, facts.stored_config))
+        loaded = with_planned(loaded, check_first_weights(loaded, facts.stored_config))
     if not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config.huggingface.folder import CHAT_TEMPLATE
+from holdfast.config.huggingface.weight_files import INDEX
 from holdfast.config.sections.task import TaskConfig
 from holdfast.model.generate import refuse_long_text
-from holdfast.model.huggingface_files import INDEX
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
 from holdfast.model.new_folder import new_folder
 from holdfast.tasks.huggingface import CausalLM

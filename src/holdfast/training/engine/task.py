@@ -15,8 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.huggingface.convert import shape_differences
-from holdfast.config.loading.model_from import describe_differences
+from holdfast.config.loading.model_from import refuse_other_shape
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.data.skips import Skips
@@ -27,7 +26,7 @@ from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.batch import Batches, Microbatch
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.loader import Loader
-from holdfast.errors import ConfigError, ModelFolderError
+from holdfast.errors import ConfigError
 from holdfast.model.decoder import Decoder
 from holdfast.model.documents import choose_document_attention
 from holdfast.model.huggingface import FolderTensors, import_folder
@@ -259,8 +258,7 @@ def open_weights(model: ModelConfig, folder: Path, checksum: str, key: str) -> F
     ModelFolderError for another model, and for weights of another checksum."""
     refuse_other_weights(folder, checksum, key)
     found, tensors = import_folder(folder, model.vocab_multiple)
-    if differences := shape_differences(model, found):
-        raise ModelFolderError(describe_differences(differences, str(folder)))
+    refuse_other_shape(model, found, folder)
     return tensors
 
 

@@ -1,0 +1,142 @@
+"""Names and shapes of a folder's weights, compared with what a model and its adapters need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.config.huggingface.folder import FETCH_AGAIN
+from holdfast.config.huggingface.weight_files import (
+    ADAPTER,
+    READABLE,
+    StoredTensor,
+    read_adapter_weights,
+    read_weights,
+)
+from holdfast.core.format.hf_names import NameMap
+from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers, lora_parameters
+from holdfast.errors import ModelFolderError, nearest_of
+
+if TYPE_CHECKING:
+    from holdfast.config.sections.lora import LoraConfig
+    from holdfast.config.sections.model import ModelConfig
+
+PREFIX = "base_model.model."
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What torch puts into names of a compiled or wrapped module."""
+
+
+def check_weights(folder: Path, names: NameMap, remedy: str = "") -> dict[str, StoredTensor]:
+    """Return a folder's tensors by their names: all of the map in their shapes, and nothing else
+    with numbers in it. remedy: if there are no weights. Raises ModelFolderError."""
+    found, known = read_weights(folder, remedy), names.to_ours()
+    for entry in names.stored_entries:
+        if entry.theirs not in found:
+            raise ModelFolderError(
+                f"tensor {entry.theirs} is missing{_instead(entry.theirs, found.keys() - known)}",
+                where=str(folder),
+                remedy=FETCH_AGAIN,
+            )
+        stored = found[entry.theirs]
+        _refuse_dtype(stored)
+        if stored.shape != entry.shape:
+            raise ModelFolderError(
+                f"tensor {entry.theirs} has shape {list(stored.shape)} but config.json says "
+                f"{list(entry.shape)}",
+                where=str(folder),
+                remedy=FETCH_AGAIN,
+            )
+    for theirs in found:
+        # Old exports carry the rotary frequencies; they follow from the config.
+        if theirs not in known and not theirs.endswith("rotary_emb.inv_freq"):
+            raise ModelFolderError(
+                f"tensor {theirs} belongs to no part of the decoder",
+                where=str(folder),
+                remedy="name a folder of one of the families in docs/guide/models.md",
+            )
+    return found
+
+
+def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
+    """Our parameter name -> PEFT's, of every row. Raises ModelFolderError if one layer of Hugging
+    Face is several of ours."""
+    layers = linear_layers(model)
+    theirs = [name for name, _ in layers.values()]
+    found: dict[str, str] = {}
+    for ours in adapted_layers(model, lora):
+        name = layers[ours][0]
+        if theirs.count(name) > 1:
+            raise ModelFolderError(
+                f"{name} is one layer for PEFT and several of Holdfast's, so their adapters do not "
+                "fit each other",
+                remedy="export the merged model with --format hf",
+            )
+        for matrix in (DOWN, UP):
+            found[f"{ours}.{matrix}"] = f"{PREFIX}{name}.{matrix}.weight"
+    return found
+
+
+def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, StoredTensor]:
+    """Return an adapter's tensors by our names. Names of a compiled or wrapped module, of a
+    distributed one, and with the adapter's own name count as PEFT's. Raises ModelFolderError for a
+    folder that does not hold exactly the adapters of the run file."""
+    there: dict[str, StoredTensor] = {}
+    for stored in read_adapter_weights(folder).values():
+        name = plain_name(stored.name)
+        if name in there:
+            raise ModelFolderError(
+                f"{there[name].name} and {stored.name} are one tensor by two names",
+                where=str(stored.file),
+                remedy="save one adapter in the folder",
+            )
+        there[name] = stored
+    names = peft_names(model, lora)
+    shapes = {row.name: row.shape for row in lora_parameters(model, lora)}
+    wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
+    unknown = sorted(there.keys() - wanted.keys())
+    problems = [
+        *(f"{name} is missing{_instead(name, unknown)}" for name in wanted if name not in there),
+        *(f"{there[name].name} belongs to no layer with an adapter" for name in unknown),
+        *(
+            f"{there[name].name} has shape {list(there[name].shape)}, and the base's layer and "
+            f"lora.rank give it {list(shape)}"
+            for name, shape in wanted.items()
+            if name in there and there[name].shape != shape
+        ),
+    ]
+    if problems:
+        more = f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        raise ModelFolderError(
+            f"tensor {problems[0]}{more}",
+            where=str(folder / ADAPTER),
+            remedy="name the base that the adapter was trained on in model.from",
+        )
+    for stored in there.values():
+        _refuse_dtype(stored)
+    return {ours: there[theirs] for ours, theirs in names.items()}
+
+
+def plain_name(name: str) -> str:
+    """A name of an adapter's tensor as `PeftModel.save_pretrained` writes it."""
+    name = _WRAPPERS.sub("", name).removeprefix("module.").removeprefix(PREFIX)
+    name = name.removeprefix("module.")
+    return PREFIX + re.sub(rf"\.({DOWN}|{UP})\.[^.]+\.weight$", r".\1.weight", name)
+
+
+def _instead(missing: str, there: Collection[str]) -> str:
+    """What the folder has in the place of a missing name."""
+    near = next((name for name in sorted(there) if name.endswith(missing)), None)
+    near = near or nearest_of(missing, there, 0.6)
+    return f", and {near} is there, which has no place" if near else ""
+
+
+def _refuse_dtype(stored: StoredTensor) -> None:
+    if stored.dtype not in READABLE:
+        raise ModelFolderError(
+            f"tensor {stored.name} is of dtype {stored.dtype}, which is not among "
+            f"{', '.join(READABLE)}",
+            where=str(stored.file.parent),
+            remedy="convert the weights to bfloat16 or float32",
+        )
