@@ -58,7 +58,7 @@ class SecretiveTracker(Tracker):
 
 
 class TrackerServer:
-    """Listens on a port of this machine. `mode` is ok, hang, refuse or die."""
+    """Listens on a port of this machine. `mode` is ok, hang, refuse, die, or a status as "401"."""
 
     def __init__(self) -> None:
         self.mode = "ok"
@@ -95,7 +95,7 @@ class TrackerServer:
             return
         if mode == "ok":
             self._take(value)
-        request.send_response(200 if mode == "ok" else 503)
+        request.send_response(200 if mode == "ok" else int(mode) if mode.isdigit() else 503)
         request.end_headers()
 
     def _take(self, value: dict[str, Any]) -> None:

@@ -120,3 +120,25 @@ def test_a_tracker_that_is_stopped_holds_up_neither_steps_nor_the_end(tmp_path: 
         assert trainer.end() == 0, trainer.said
         assert "not everything has reached csv" in trainer.said
         wait_until(lambda: gone({pid}), what="the end of the tracker")
+
+
+def test_a_refusal_that_does_not_pass_is_in_the_runs_own_output(tmp_path: Path) -> None:
+    with TrackerServer() as server:
+        server.mode = "401"
+        settings = (
+            f"logging.trackers={TRACKER}",
+            f"logging.options={TRACKER}.url={server.url}",
+            "logging.finish_seconds=60",
+            "layout.workers=1",
+        )
+        with training(tmp_path / "run", ENDLESS, *settings) as trainer:
+            sentence = "HTTP Error 401: Unauthorized, and this does not pass by itself"
+            trainer.wait(lambda: sentence in trainer.said, "the reason")
+            trainer.wait_step(len(trainer.events(StepDone)) + 5, 1)
+            os.kill(trainer.process.pid, signal.SIGTERM)
+            assert trainer.end() == 0, trainer.said
+            assert server.requests["401"] == 1
+            assert (
+                f"{sentence}; correct logging.options; it has ended, and training" in trainer.said
+            )
+            assert f"--to {TRACKER} --option NAME=VALUE" in trainer.said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,7 +16,15 @@ from holdfast.errors import UserError
 from holdfast.launch.node.trackers import TRACKER_MODULE, tracker_spec
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import open_run
-from holdfast.report.trackers.registry import options_of, require_tracker, trackers_of
+from holdfast.report.trackers.registry import (
+    BUILT_IN,
+    check_options,
+    load_tracker,
+    options_of,
+    require_tracker,
+    trackers_of,
+)
+from holdfast.report.trackers.tracker import Tracker
 from holdfast.show.output import say
 from holdfast.wire.child_command import module_command
 
@@ -35,14 +44,14 @@ def track(
         typer.Option("--to", help="trackers, as csv,tensorboard; left out: those of the run file"),
     ] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option("--option", help="NAME=VALUE for the trackers; may be repeated"),
+        list[str] | None, typer.Option("--option", help="NAME=VALUE for the trackers that take it")
     ] = None,
 ) -> int:
     """Follow a run until its trainer has ended, and deliver every point to trackers.
 
     It continues where the last delivery stopped, by hand or by the run itself. A tracker that
-    cannot be reached is tried until it can; Ctrl-C leaves, and nothing is lost.
+    cannot be reached is tried until it can; Ctrl-C leaves, and nothing is lost. A tracker whose
+    server refuses ends with the reason (exit code 2).
 
     \b
     Example:
@@ -57,20 +66,16 @@ def track(
         raise UserError(
             "the run has no trackers", where=str(run), remedy="name one, for example: --to csv"
         )
-    given = {}
-    for text in option or []:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise UserError(
-                "an option is written NAME=VALUE",
-                where=f"--option {text}",
-                remedy="for example --option mode=online",
-            )
-        given[name] = value
+    given = _given_options(option or [])
+    kinds = {name: _kind_of(name) for name in names}
+    for option_name in given:
+        if not any(_takes(kind, option_name) for kind in kinds.values()):
+            check_options(names[0], kinds[names[0]], {option_name: ""}, _place(given, names[0]))
     children = []
-    for name in names:
-        require_tracker(name, "--to")
-        options = options_of(name, found.config.logging) | given
+    for name, kind in kinds.items():
+        own = {key: value for key, value in given.items() if _takes(kind, key)}
+        options = options_of(name, found.config.logging) | own
+        check_options(name, kind, options, _place(own, name))
         spec = tracker_spec(name, found.config, found.folder, options, "")
         children.append(_Child(name, spec.to_json_line()))
     watch = HolderWatch(found.folder)
@@ -90,6 +95,41 @@ def track(
         for child in children:
             child.kill()
     return max(child.exit_code for child in children)
+
+
+def _given_options(texts: list[str]) -> dict[str, str]:
+    """Return the values of `--option`. Raises UserError."""
+    given: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UserError(
+                "an option is written NAME=VALUE",
+                where=f"--option {text}",
+                remedy="for example --option mode=online",
+            )
+        if name in given:
+            raise UserError(
+                f"{name} is there twice", where=f"--option {text}", remedy="give it once"
+            )
+        given[name] = value
+    return given
+
+
+def _kind_of(name: str) -> type[Tracker]:
+    """Return a tracker's class, of one that does not come with Holdfast the base class: it is
+    imported in its own process alone. Raises ConfigError if there is none."""
+    require_tracker(name, "--to")
+    return load_tracker(name) if name in BUILT_IN else Tracker
+
+
+def _takes(kind: type[Tracker], option: str) -> bool:
+    return kind.option_names is None or option in kind.option_names
+
+
+def _place(given: Mapping[str, str], name: str) -> Callable[[str], str]:
+    """Return what says where an option of the tracker `name` stands."""
+    return lambda key: f"--option {key}={given[key]}" if key in given else f"logging.{name}.{key}"
 
 
 @dataclass

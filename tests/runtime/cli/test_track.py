@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import ConfigError
 from holdfast.report.trackers import registry
 from tests.runtime.cli.conftest import Trained
 from tests.runtime.report.test_metrics import as_tensorboard_shows
@@ -32,6 +33,11 @@ def test_mistakes_of_the_command(trained: Trained) -> None:
     within("track", trained.folder, "--to", "cvs").refuses("there is no tracker 'cvs'; use csv")
     within("track", trained.folder, "--to", "csv", "--option", "folder").refuses(
         "--option folder: an option is written NAME=VALUE"
+    )
+    twice = ("--option", "folder=a", "--option", "folder=b")
+    within("track", trained.folder, "--to", "csv", *twice).refuses("folder is there twice")
+    within("track", trained.folder, "--to", "csv,tensorboard", "--option", "mode=online").refuses(
+        "--option mode=online: the tracker csv has no option 'mode'"
     )
     assert not (trained.folder / "trackers").exists()
 
@@ -75,6 +81,64 @@ def test_an_unknown_option_is_refused_before_the_run_starts(
         "logging.trackers=csv",
         "logging.options=csv.foldr=x",
     ).refuses("the tracker csv has no option 'foldr'; its options: folder")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "options", "words"),
+    [
+        ("wandb", {"project": "team/mine"}, "use entity team and project mine"),
+        *(("wandb", {"project": f"a{char}b"}, f"has {char}, which") for char in "\\#?%:"),
+        ("wandb", {"project": "p" * 129}, "128 characters"),
+        ("wandb", {"mode": "onlin"}, "use offline or online"),
+        ("mlflow", {"mode": "online"}, "MLFLOW_TRACKING_URI has none"),
+        ("mlflow", {"mode": "online", "uri": "localhost:5000"}, "http://host:5000"),
+        ("mlflow", {"mode": "online", "uri": "mlruns"}, "http://host:5000"),
+        ("mlflow", {"uri": "http://host:5000"}, "use mode online"),
+        ("mlflow", {"experiment": "e" * 501}, "500 characters"),
+        ("mlflow", {"mode": "off"}, "use offline or online"),
+        ("csv", {"folder": __file__}, "is no folder"),
+        ("tensorboard", {"folder": __file__}, "is no folder"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_their_key(
+    tracker: str, options: dict[str, str], words: str
+) -> None:
+    kind = registry.load_tracker(tracker)
+    with pytest.raises(ConfigError) as caught:
+        registry.check_options(tracker, kind, options, lambda option: f"at {option}", {})
+    assert str(caught.value.where).removeprefix("at ") in {*options, "uri"}
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        ({"mode": "online"}, {"MLFLOW_TRACKING_URI": "https://host"}),
+        ({"mode": "online", "uri": "databricks"}, {}),
+        ({"mode": "online", "uri": "postgresql+psycopg2://host/base"}, {}),
+        ({"mode": "online", "uri": "sqlite:///here.db"}, {"MLFLOW_TRACKING_URI": "no"}),
+        ({}, {"MLFLOW_TRACKING_URI": "no"}),
+    ],
+)
+def test_addresses_of_mlflow_that_can_work(
+    options: dict[str, str], environment: dict[str, str]
+) -> None:
+    kind = registry.load_tracker("mlflow")
+    registry.check_options("mlflow", kind, options, environment=environment)
+
+
+def test_the_place_of_a_trackers_key_is_the_one_of_the_run_file(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "is_installed", lambda package: True)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    new = ("train", trained.run_file, f"folder={tmp_path}/new")
+    within(*new, "logging.trackers=wandb", "logging.wandb.project=team/mine").refuses(
+        "command line: logging.wandb.project=team/mine: the project", "use entity team"
+    )
+    within(*new, "logging.trackers=mlflow", "logging.mlflow.mode=online").refuses(
+        ": logging.mlflow.uri: mode online needs an address", "MLFLOW_TRACKING_URI"
+    )
 
 
 # --- `holdfast stage` -----------------------------------------------------------------------------

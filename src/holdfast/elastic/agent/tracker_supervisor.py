@@ -1,8 +1,9 @@
 """Keeps the processes of a run's trackers running, next to the agent that leads.
 
-The agent gives a tracker one line and the read end of its lifeline, and gets nothing but an exit
-code. So no agent, and no worker, ever waits for a tracker. A tracker that ends is started again
-after a pause. It continues where it stopped (`report/trackers/process.py`).
+The agent gives a tracker one line and the read end of its lifeline. It gets an exit code, and of a
+tracker that cannot work a sentence. So no agent, and no worker, ever waits for a tracker. Another
+tracker that ends is started again after a pause. It continues where it stopped
+(`report/trackers/process.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ TELL_AFTER_FAILURES = 3
 HAND_OVER_S = 5.0
 """Seconds without the lead after which this agent ends its trackers: another agent has its own."""
 
+_SENTENCE_S, _MAX_SENTENCE_BYTES = 5.0, 4096  # of the reason that a tracker gives
+
 
 @dataclass
 class _Tracked:
@@ -45,7 +48,7 @@ class _Tracked:
     started_at: float = 0.0
     failures: int = 0  # in a row
     retry_at: float = 0.0
-    is_refused: bool = False  # it ended with a mistake of the user
+    refusal: str = ""  # why it cannot work: a mistake of the user, or a refusal of its server
 
     @property
     def is_alive(self) -> bool:
@@ -96,21 +99,28 @@ class TrackerSupervisor:
         late = [
             tracked.program.name
             for tracked, is_complete in zip(self._tracked, results, strict=True)
-            if is_complete is not True
+            if is_complete is not True and not tracked.refusal
         ]
         if late:
             self._say(
                 f"not everything has reached {', '.join(late)}; deliver the rest with: "
                 f"{self._track_command}"
             )
+        for tracked in self._tracked:
+            if tracked.refusal:
+                name = tracked.program.name
+                self._say(
+                    f"{tracked.refusal}; then deliver the run with: {self._track_command} "
+                    f"--to {name} --option NAME=VALUE"
+                )
 
     async def _check(self, now: float) -> None:
         if self._is_leading():
             self._led_at = now
             for tracked in self._tracked:
                 if tracked.process is not None and not tracked.is_alive:
-                    self._on_exit(tracked, now)
-                if not (tracked.is_alive or tracked.is_refused) and now >= tracked.retry_at:
+                    await self._on_exit(tracked, now)
+                if not (tracked.is_alive or tracked.refusal) and now >= tracked.retry_at:
                     await self._start(tracked, now)
         elif self._led_at is not None and now - self._led_at > HAND_OVER_S:
             self._led_at = None
@@ -123,7 +133,7 @@ class TrackerSupervisor:
             process = await asyncio.create_subprocess_exec(
                 *module_command(tracked.program.module, "--lifeline", str(self._lifeline)),
                 stdin=PIPE,
-                stdout=DEVNULL,
+                stdout=PIPE,
                 stderr=DEVNULL,
                 pass_fds=(self._lifeline,),
                 start_new_session=True,
@@ -136,14 +146,14 @@ class TrackerSupervisor:
         assert process.stdin is not None
         process.stdin.write(tracked.program.spec_line)
 
-    def _on_exit(self, tracked: _Tracked, now: float) -> None:
+    async def _on_exit(self, tracked: _Tracked, now: float) -> None:
         assert tracked.process is not None
-        code, tracked.process = tracked.process.returncode, None
-        name = tracked.program.name
+        code, name = tracked.process.returncode, tracked.program.name
         if code == UserError.exit_code:
-            tracked.is_refused = True
-            self._say(f"the tracker {name} cannot work: see {tracked.program.log}")
+            await _take_refusal(tracked)
+            self._say(f"{tracked.refusal}; it has ended, and training continues")
             return
+        tracked.process = None
         logger.info("tracker %s ended with exit code %s", name, code)
         if now - tracked.started_at > STABLE_S:
             tracked.failures = 0
@@ -161,7 +171,7 @@ class TrackerSupervisor:
 
     async def _finish(self, tracked: _Tracked, timeout_s: float) -> bool:
         """Return True if the tracker has everything."""
-        if not tracked.is_alive and not tracked.is_refused and timeout_s > 0:
+        if not tracked.is_alive and not tracked.refusal and timeout_s > 0:
             await self._start(tracked, 0.0)  # the last attempt
         process = tracked.process
         if process is None:
@@ -169,7 +179,10 @@ class TrackerSupervisor:
         _close_input(tracked)
         try:
             async with asyncio.timeout(timeout_s):
-                return await process.wait() == 0
+                code = await process.wait()
+            if code == UserError.exit_code:
+                await _take_refusal(tracked)
+            return code == 0
         except TimeoutError:
             with suppress(ProcessLookupError):
                 process.kill()
@@ -182,3 +195,15 @@ def _close_input(tracked: _Tracked) -> None:
     stdin: Any = None if tracked.process is None else tracked.process.stdin
     if stdin is not None:
         stdin.close()
+
+
+async def _take_refusal(tracked: _Tracked) -> None:
+    """Read why a tracker that has ended cannot work."""
+    process, tracked.process = tracked.process, None
+    said: Any = None if process is None else process.stdout
+    name, log = tracked.program.name, tracked.program.log
+    tracked.refusal = f"the tracker {name} cannot work: see {log}"
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_SENTENCE_S):
+            sentence = (await said.read(_MAX_SENTENCE_BYTES)).decode(errors="replace").strip()
+            tracked.refusal = sentence or tracked.refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.loading.identity import decisive_values
@@ -31,7 +32,17 @@ def refuse_missing_trackers(loaded: LoadedConfig) -> None:
             key = "tensorboard"
         require_tracker(name, loaded.where(key))
         if name in BUILT_IN:  # without importing what it needs
-            check_options(name, load_tracker(name), options_of(name, loaded.config.logging))
+            options = options_of(name, loaded.config.logging)
+            check_options(name, load_tracker(name), options, partial(_place, loaded, name))
+
+
+def _place(loaded: LoadedConfig, name: str, option: str) -> str:
+    """Return where an option of a built-in tracker stands, with its key."""
+    key = f"logging.{name}.{option}"
+    if key not in loaded.origins:
+        return "logging.options"
+    place = loaded.where(key)
+    return place if key in place else f"{place}: {key}"
 
 
 def tracker_programs(config: RunConfig, folder: Path) -> tuple[TrackerProgram, ...]:

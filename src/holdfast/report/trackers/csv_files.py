@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
 from holdfast.report.trackers.curve import TRAIN, VALIDATION
-from holdfast.report.trackers.tracker import RunInfo, Tracker
+from holdfast.report.trackers.tracker import RunInfo, Tracker, folder_problems
 
 _FIXED = ["step", "time"]
 
@@ -19,6 +19,12 @@ class CsvTracker(Tracker):
 
     can_rewind = True
     option_names = ("folder",)
+
+    @classmethod
+    def problems(
+        cls, options: Mapping[str, str], environment: Mapping[str, str]
+    ) -> Iterator[tuple[str, str, str]]:
+        return folder_problems(options)
 
     def start(self, info: RunInfo) -> None:
         """Remove the rows that were written after the stored position."""

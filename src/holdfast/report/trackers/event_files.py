@@ -10,11 +10,11 @@ import os
 import socket
 import struct
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from holdfast.report.trackers.tracker import RunInfo, Tracker
+from holdfast.report.trackers.tracker import RunInfo, Tracker, folder_problems
 
 FOLDER = "tensorboard"
 _PREFIX = "events.out.tfevents."
@@ -23,6 +23,12 @@ _PREFIX = "events.out.tfevents."
 class TensorBoardTracker(Tracker):
     can_rewind = True
     option_names = ("folder",)
+
+    @classmethod
+    def problems(
+        cls, options: Mapping[str, str], environment: Mapping[str, str]
+    ) -> Iterator[tuple[str, str, str]]:
+        return folder_problems(options)
 
     def start(self, info: RunInfo) -> None:
         self._folder = Path(info.options.get("folder") or info.run_folder / FOLDER)

@@ -7,12 +7,16 @@ value once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlsplit
 
-from holdfast.report.trackers.tracker import RunInfo, Tracker
+from holdfast.report.trackers.tracker import RunInfo, Tracker, mode_problems
 
+_URI = "MLFLOW_TRACKING_URI"
+_DATABASE = re.compile(r"\w+(\+\w+)?:///")
 _KEY_TAG = "holdfast.key"
 _MAX_BATCH = 1000  # Values that one request may carry (`log_batch`)
 _MAX_PARAM_BATCH = 100
@@ -20,8 +24,36 @@ _MAX_PARAM_CHARS = 6000
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
+_SERVERS = ("databricks", "databricks-uc", "uc")  # addresses that are no URL
+_MAX_NAME_CHARS = 500  # of an experiment
+
+
 class MlflowTracker(Tracker):
     option_names = ("mode", "uri", "experiment")
+    places = (
+        "logging.mlflow.uri, logging.mlflow.experiment, and MLFLOW_TRACKING_USERNAME, "
+        "MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN of the environment"
+    )
+
+    @classmethod
+    def problems(
+        cls, options: Mapping[str, str], environment: Mapping[str, str]
+    ) -> Iterator[tuple[str, str, str]]:
+        yield from mode_problems(options)
+        given = options.get("uri")
+        uri = given or environment.get(_URI) or ""
+        if options.get("mode") != "online":
+            if given:
+                yield "uri", "mode offline uses no address", "use mode online, or remove it"
+        elif not uri:
+            remedy = f"set it to the server's address, or set {_URI} in the environment"
+            yield "uri", f"mode online needs an address, and {_URI} has none, either", remedy
+        elif uri not in _SERVERS and not urlsplit(uri).netloc and not _DATABASE.match(uri):
+            what = "" if given else f" of {_URI}"
+            yield "uri", f"{uri!r}{what} is no address of a server", "use the form http://host:5000"
+        if len(options.get("experiment", "")) > _MAX_NAME_CHARS:
+            what = f"the name has more than {_MAX_NAME_CHARS} characters"
+            yield "experiment", what, "use a shorter name"
 
     def start(self, info: RunInfo) -> None:
         tracking: Any = import_module("mlflow.tracking")

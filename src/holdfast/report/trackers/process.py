@@ -4,10 +4,11 @@ Its starter writes one JSON line to its standard input (`TrackerSpec`) and keeps
 end of the pipe means that nothing more will come: the process delivers what the journal has, closes
 the tracker, and exits with 0.
 
-Whatever goes wrong in a tracker ends this process with RETRY_EXIT_CODE. The starter runs it again
-after a pause, and it continues at the stored position. So a server that refuses, a call that hangs
-(`CallWatchdog`), a bug and a kill all take the same way. Exit code 2 is a mistake of the user, and
-the log says which one. Nothing flows back to the starter but the exit code.
+What goes wrong in a tracker ends this process with RETRY_EXIT_CODE. The starter runs it again after
+a pause, and it continues at the stored position. So a server that is away, a call that hangs
+(`CallWatchdog`), a bug and a kill all take the same way. Exit code 2 is a mistake of the user, or a
+refusal that does not pass by itself (`Tracker.is_refusal`). Then standard output has the sentence.
+Nothing else flows back to the starter but the exit code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import HoldfastError, RunFolderError, UserError
 from holdfast.events import Record
 from holdfast.report.trackers.curve import Change, Curve, Rewind
-from holdfast.report.trackers.redaction import OutputFilter
+from holdfast.report.trackers.redaction import OutputFilter, redact
 from holdfast.report.trackers.registry import check_options, load_tracker
 from holdfast.report.trackers.tracker import RunInfo, Tracker
 from holdfast.wire import lifeline, process_log
@@ -48,6 +49,7 @@ SAVE_INTERVAL_S = 1.0  # Seconds between two positions that are stored in the mi
 NICENESS = 19  # A tracker gets the processor when no worker wants it
 FOLDER = "trackers"
 MAX_LOG_BYTES = 4 << 20  # A log that is larger when the process starts becomes `LOG.old`
+_MAX_SENTENCE_CHARS = 500
 _QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "WANDB_SILENT": "true"}
 """Variables that keep libraries from reporting their use, unless the user has set them."""
 
@@ -211,15 +213,32 @@ def serve(spec: TrackerSpec, no_more: threading.Event, watchdog: CallWatchdog) -
         raise BlockingIOError(f"another process serves the tracker {spec.tracker} of this run")
     cursor = Cursor.load(folder)
     tail = JournalTail(store_of_run(run_folder), cursor.positions)
-    delivery = Delivery(kind(), cursor, tail, watchdog)
-    delivery.start(
-        RunInfo(
-            spec.run, cursor.key, run_folder, folder, spec.config, spec.options, delivery.delivered
-        )
-    )
-    logger.info("follows the run; delivered so far: %s", delivery.delivered or "nothing")
-    delivery.run(no_more)
+    tracker = kind()
+    delivery = Delivery(tracker, cursor, tail, watchdog)
+    named = spec.run, cursor.key, run_folder, folder, spec.config, spec.options
+    try:
+        delivery.start(RunInfo(*named, delivery.delivered))
+        logger.info("follows the run; delivered so far: %s", delivery.delivered or "nothing")
+        delivery.run(no_more)
+    except Exception as error:
+        if not tracker.is_refusal(error):
+            raise
+        is_missing = isinstance(error, ImportError)
+        raise TrackerRefusedError(
+            f"{_in_one_line(error)}, and this does not pass by itself",
+            where=f"the tracker {spec.tracker}",
+            remedy="mend its package" if is_missing else f"correct {tracker.places}",
+        ) from error
     logger.info("everything is delivered: %s", delivery.delivered or "nothing")
+
+
+class TrackerRefusedError(UserError):
+    """Another program refuses what the tracker sends, and would refuse it again."""
+
+
+def _in_one_line(error: BaseException) -> str:
+    line = " ".join(str(error).split())[:_MAX_SENTENCE_CHARS]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def main() -> int:
@@ -235,6 +254,7 @@ def main() -> int:
     sys.path += spec.paths
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    answer = os.dup(1)  # the starter reads there why a tracker cannot work
     output = OutputFilter(os.environ, _open_log(spec))
     output.start()
     _start_logging(spec)
@@ -254,13 +274,13 @@ def main() -> int:
         serve(spec, no_more, CallWatchdog(spec.timeout_s, on_timeout))
     except UserError as error:
         logger.error("%s", error)
+        if spec.log:
+            os.write(answer, redact(str(error), os.environ).encode())
         end(UserError.exit_code)
     except BaseException as error:  # also SystemExit of a library
         # A server that is away needs no traceback, at every attempt.
         trace = None if isinstance(error, OSError) else error
-        line = str(error).strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {line}" if line else type(error).__name__
-        logger.error("%s; this is tried again", text, exc_info=trace)
+        logger.error("%s; this is tried again", _in_one_line(error), exc_info=trace)
         end(RETRY_EXIT_CODE)
     end(0)
     return 0

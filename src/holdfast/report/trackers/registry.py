@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -69,10 +70,17 @@ def require_tracker(name: str, where: str = "logging.trackers") -> None:
 
 
 def load_tracker(name: str) -> type[Tracker]:
-    """Import a tracker's class. Raises ConfigError if it is none, and what the import raises."""
+    """Import a tracker's class. Raises ConfigError if there is none, and what the module raises."""
     if name in BUILT_IN or ":" in name:
         module, _, attribute = (BUILT_IN[name].place if name in BUILT_IN else name).partition(":")
-        found = getattr(import_module(module), attribute)
+        try:
+            found = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the tracker {name} cannot be imported: {error}",
+                where="logging.trackers",
+                remedy="correct its place, module:Class",
+            ) from error
     else:
         require_tracker(name)
         (point, *_) = entry_points(group=GROUP, name=name)
@@ -93,18 +101,27 @@ def options_of(name: str, config: LoggingConfig) -> dict[str, str]:
     return found | config.options_of(name)
 
 
-def check_options(name: str, kind: type[Tracker], options: Mapping[str, str]) -> None:
-    """Refuse an option that a tracker does not take. Raises ConfigError."""
-    if kind.option_names is None:
-        return
+def check_options(
+    name: str,
+    kind: type[Tracker],
+    options: Mapping[str, str],
+    where: Callable[[str], str] = lambda option: "logging.options",
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Refuse an option that a tracker does not take, and a value that can never work.
+
+    where: returns the place of an option, for the message. Raises ConfigError."""
+    known = kind.option_names
     for option in options:
-        if option not in kind.option_names:
-            takes = ", ".join(kind.option_names) or "none"
+        if known is not None and option not in known:
+            takes = ", ".join(known) or "none"
             raise ConfigError(
                 f"the tracker {name} has no option {option!r}",
-                where="logging.options",
+                where=where(option),
                 remedy=f"its options: {takes}",
             )
+    for option, what, remedy in kind.problems(options, environment):
+        raise ConfigError(what, where=where(option), remedy=remedy)
 
 
 def is_installed(package: str) -> bool:

@@ -17,12 +17,19 @@ must leave one point.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from holdfast.events import Record
+
+MODES = ("offline", "online")
+_LASTING = range(400, 500)  # statuses of HTTP that say that the request is wrong
+_PASSING = (408, 425, 429)  # of these the ones that ask for another attempt
+_STATUS = re.compile(r"\b(?:error(?: code)?|status(?: code)?|http)[ :]+([45]\d\d)\b", re.IGNORECASE)
+_LASTING_ERRORS = (ImportError, PermissionError, NotADirectoryError, FileExistsError)
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,25 @@ class Tracker:
     option_names: ClassVar[tuple[str, ...] | None] = None
     """Names of the options that this tracker takes; None: any."""
 
+    places: ClassVar[str] = "logging.options"
+    """Keys and variables that a server's refusal is about, for its remedy."""
+
+    @classmethod
+    def problems(
+        cls, options: Mapping[str, str], environment: Mapping[str, str]
+    ) -> Iterator[tuple[str, str, str]]:
+        """Yield option, what is wrong and a remedy, of values that can never work. No package is
+        imported for it. It is asked before the run starts."""
+        yield from ()
+
+    def is_refusal(self, error: BaseException) -> bool:
+        """Return True for an error that does not pass by itself: the tracker then ends. After any
+        other error it is started again."""
+        status = http_status(error)
+        if status is not None:
+            return status in _LASTING and status not in _PASSING
+        return isinstance(error, _LASTING_ERRORS)
+
     def start(self, info: RunInfo) -> None:
         """Open the run in the other program; continue it if `info.key` was there before."""
 
@@ -75,3 +101,35 @@ class Tracker:
 
     def finish(self, reason: str) -> None:
         """Close the run. `reason` is finished, stopped, failed, or interrupted."""
+
+
+def http_status(error: BaseException | None) -> int | None:
+    """Return the status of HTTP that an error or one of its causes tells; None if none does."""
+    while error is not None:
+        ask = getattr(error, "get_http_status_code", None)  # of MLflow's errors
+        said = _STATUS.search(str(error))
+        for status in (
+            int(said[1]) if said else None,
+            ask() if callable(ask) else None,
+            getattr(getattr(error, "response", None), "status_code", None),
+            getattr(error, "status_code", None),
+            getattr(error, "code", None),
+        ):
+            if isinstance(status, int) and 400 <= status < 600:
+                return status
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def mode_problems(options: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the problem of an option `mode` that is not one of MODES."""
+    mode = options.get("mode") or MODES[0]
+    if mode not in MODES:
+        yield "mode", f"{mode!r} is no mode", f"use {' or '.join(MODES)}"
+
+
+def folder_problems(options: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the problem of an option `folder` that names something else."""
+    folder = Path(options.get("folder") or ".")
+    if folder.exists() and not folder.is_dir():
+        yield "folder", f"{folder} is no folder", "name another one"

@@ -12,13 +12,13 @@ keeps its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from holdfast.report.trackers.tracker import RunInfo, Tracker
+from holdfast.report.trackers.tracker import RunInfo, Tracker, mode_problems
 
 ROWS_PER_STEP = 4
 """Internal steps for each step: one for training, one for validation, some for late steps."""
@@ -26,9 +26,35 @@ FILE_INTERVAL_S = 1.0  # Seconds between two writes of W&B's process to its file
 _STARTED_FILE = "started"  # Marks the folder of a session that may hold values
 
 
+_NO_PROJECT_CHARS = "/\\#?%:"
+_MAX_PROJECT_CHARS = 128
+_LASTING_ERRORS = ("UsageError", "AuthenticationError", "UnsupportedError")
+
+
 class WandbTracker(Tracker):
     option_names = ("mode", "project", "entity")
     settle_seconds = 5 * FILE_INTERVAL_S
+    places = "logging.wandb.project, logging.wandb.entity and WANDB_API_KEY of the environment"
+
+    @classmethod
+    def problems(
+        cls, options: Mapping[str, str], environment: Mapping[str, str]
+    ) -> Iterator[tuple[str, str, str]]:
+        yield from mode_problems(options)
+        project = options.get("project", "")
+        if found := [char for char in _NO_PROJECT_CHARS if char in project]:
+            entity, slash, name = project.partition("/")
+            is_team = slash and entity and name and "/" not in name
+            remedy = f"use entity {entity} and project {name}" if is_team else "use another name"
+            what = f"the project {project!r} has {' '.join(found)}, which W&B does not take"
+            yield "project", what, remedy
+        if len(project) > _MAX_PROJECT_CHARS:
+            what = f"the project has more than {_MAX_PROJECT_CHARS} characters"
+            yield "project", what, "use a shorter name"
+
+    def is_refusal(self, error: BaseException) -> bool:
+        kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__[:5] == "wandb"}
+        return not kinds.isdisjoint(_LASTING_ERRORS) or super().is_refusal(error)
 
     def start(self, info: RunInfo) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its maker

@@ -10,15 +10,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from email.message import Message
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import Record, StepDone, to_json
 from holdfast.report.trackers.process import RETRY_EXIT_CODE, TrackerSpec
+from holdfast.report.trackers.tracker import Tracker
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import segment_key
 from tests.runtime.report.test_metrics import as_tensorboard_shows
@@ -218,6 +221,42 @@ def test_mistakes_end_it_for_good(tmp_path: Path) -> None:
     (tmp_path / "trackers" / "csv" / "cursor.json").write_text("{}")
     assert deliver(spec_of(tmp_path, "csv")) == 2
     assert "this is not the position of a tracker; remove the file" in log_of(tmp_path)
+
+
+def test_a_refusal_that_does_not_pass_ends_it_with_its_reason(tmp_path: Path) -> None:
+    write_journal(tmp_path, lossy_run().records[:5])
+    with TrackerServer() as server:
+        server.mode = "403"
+        spec = spec_of(tmp_path, TRACKER, options={"url": server.url})
+        done = subprocess.run(
+            module_command("holdfast.report.trackers.process"),
+            input=spec.to_json_line(),
+            capture_output=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": python_path(ROOT)},
+        )
+    assert done.returncode == 2, log_of(tmp_path)
+    sentence = done.stdout.decode()
+    assert "HTTPError: HTTP Error 403: Forbidden, and this does not pass by itself" in sentence
+    assert sentence.endswith("correct logging.options")
+    assert sentence in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("status", [*range(400, 430), 451, *range(500, 505)])
+def test_statuses_that_pass_are_tried_again(status: int) -> None:
+    is_lasting = status < 500 and status not in (408, 425, 429)
+    told = [
+        HTTPError("http://host", status, "no", Message(), None),
+        RuntimeError(f"API request failed with error code {status} != 200"),
+        RuntimeError(f"Failed to get resume status: returned error {status}: {{}}"),
+    ]
+    for error in told:
+        assert Tracker().is_refusal(error) is is_lasting
+        caused = RuntimeError("it failed")
+        caused.__cause__ = error
+        assert Tracker().is_refusal(caused) is is_lasting
+    for other in (ConnectionError("refused"), TimeoutError(), RuntimeError("in 404 steps")):
+        assert not Tracker().is_refusal(other)
 
 
 def test_an_installed_tracker_is_found_by_its_entry_point(tmp_path: Path) -> None:
