@@ -159,6 +159,7 @@ class NodeAgent:
                     beat,
                     lambda: self._parts.node_runner.worker_group,
                     self._records.event_log.flush,
+                    self._parts.processes.process_manager.check_helpers,
                 )
             ),
             asyncio.create_task(self._parts.trackers.watch()),

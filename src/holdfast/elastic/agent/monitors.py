@@ -17,14 +17,16 @@ async def check_progress_forever(
     interval_s: float,
     worker_group: Callable[[], WorkerGroup | None],
     flush: Callable[[], Awaitable[object]],
+    check_helpers: Callable[[float], None] = lambda now: None,
 ) -> None:
-    """Check the workers' progress every `interval_s` seconds, and store pending records; never
-    ends."""
+    """Check the workers' progress and the helpers every `interval_s` seconds, and store pending
+    records; never ends."""
     clock = asyncio.get_running_loop().time
     flushing: asyncio.Future[object] | None = None
     try:
         while True:
             await asyncio.sleep(interval_s)
+            check_helpers(clock())
             generation = worker_group()
             if generation is not None:
                 generation.check_progress(clock())

@@ -15,18 +15,22 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
 from holdfast.elastic.node.children import ChildFailedError, ForkServer, ForkServerSettings
 from holdfast.elastic.node.output_relay import OutputRelay
-from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess
+from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess, has_exited
 from holdfast.elastic.protocol.fork_channel import WorkerExited, WorkerForked
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
 
 logger = logging.getLogger(__name__)
 
+EXIT_REPORT_TIMEOUT_S, FORK_TIMEOUT_S = 2.0, 10.0
+"""Seconds after which a fork server hangs that has not reported an exit, or made a fork: both take
+it milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -69,12 +73,29 @@ class ForkServerSupervisor:
         self._listener, self._say = listener, say
         self._fork_server: ForkServer | None = None
         self._start: asyncio.Task[None] | None = None
+        self._busy_since = {EXIT_REPORT_TIMEOUT_S: inf, FORK_TIMEOUT_S: inf}  # by limit
         if sys.platform == "linux":  # orphans of a fork server that died become ours, to be reaped
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     @property
     def is_alive(self) -> bool:
         return self._fork_server is not None and self._fork_server.is_alive
+
+    @property
+    def pid(self) -> int | None:
+        server = self._fork_server
+        return server.process.pid if server is not None and server.is_alive else None
+
+    def kill_if_hung(self, now: float) -> None:
+        """Kill a fork server that owes the report of an exit, or a fork, for too long. Its children
+        are then watched here, and another one is started."""
+        ended = any(each.is_alive and has_exited(each.pidfd) for each in self._command_server)
+        owes = {EXIT_REPORT_TIMEOUT_S: ended, FORK_TIMEOUT_S: bool(self.pending_forks)}
+        for limit, is_owed in owes.items():
+            since = self._busy_since[limit] = min(now, self._busy_since[limit]) if is_owed else inf
+            if now - since > limit and self.pid is not None and self._fork_server is not None:
+                self._say(f"the fork server (process {self.pid}) hangs; the agent kills it")
+                self._fork_server.process.kill()
 
     @property
     def reference(self) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 from holdfast.core.devices import DEVICES, DeviceKind
 from holdfast.elastic.node.children import ForkServerSettings
 from holdfast.elastic.node.fork_server_supervisor import ForkServerSupervisor
+from holdfast.elastic.node.helper_watch import HelperWatch
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
@@ -119,6 +120,7 @@ class ProcessManager:
             self,
             say,
         )
+        self._helper_watch = HelperWatch(say)
         self._wanted_standbys: tuple[int, WorkerSpec] | None = None  # standbys
         self._forked_standbys = 0  # ever forked: the number of the next one's log
 
@@ -169,6 +171,12 @@ class ProcessManager:
         elif not self._fork_server.is_alive:
             self._fork_server.ensure_running()
         await asyncio.gather(*starting)
+
+    def check_helpers(self, now: float) -> None:
+        """Let a fork server or mover that hangs delay no recovery. Called again and again."""
+        self._helper_watch.check("fork server", self._fork_server.pid, now)
+        self._helper_watch.check("mover", self.mover.pid, now)
+        self._fork_server.kill_if_hung(now)
 
     async def begin_generation(self, assignment: NodeAssignment) -> None:
         """Give every rank to a process. If one has died meanwhile, report its exit as any other."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -204,6 +205,15 @@ def open_pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return -1
+
+
+def has_exited(pidfd: int) -> bool:
+    """Return True if the process has exited, whether or not its parent has reaped it."""
+    if pidfd < 0:
+        return False
+    poll = select.poll()  # unlike `select`, takes descriptors above 1023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def is_running(pidfd: int) -> bool:
