@@ -119,7 +119,7 @@ def test_stays_end_by_an_event_a_move_or_with_the_file() -> None:
         "1@c2#1": ("fail", "OTB"),
         "3@c3#1": ("preempt", None),
     }
-    assert "1 stays without a start got one of 1 s" in found.header.notes
+    assert "1 stays without a start got one of 1 s, first in t:4" in found.header.notes
 
 
 def test_prices_hold_until_the_next_and_intensities_have_their_mean() -> None:

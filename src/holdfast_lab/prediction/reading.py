@@ -7,13 +7,13 @@ predictor must be judged on the lives themselves, in the order in which they wer
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
 from hashlib import sha256
 
+from holdfast_lab.traces.columns import LIVED, Findings, table_of
 from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader, in_order
 from holdfast_lab.traces.node_changes import DEFAULTS, ReadOptions
 from holdfast_lab.traces.reading import read_stream
-from holdfast_lab.traces.rows import first_rows, number, table_of, text_of
+from holdfast_lab.traces.rows import first_rows, number, text_of
 
 _COLUMNS = ("lifetime_s", "other_ops", "insert_end_time")
 
@@ -37,12 +37,14 @@ def lived_stays(text: str, source: str, options: ReadOptions) -> EventStream:
     if `other_ops` names a preemption; otherwise its owner stopped it (`stopped` in the event), and
     its life is censored. Rows without a start are left out."""
     rows = []
-    skipped = 0
-    for line, row in table_of(text, source, ("lifetime_s", "other_ops"), ("zone", *_COLUMNS)):
+    skipped, findings = 0, Findings(LIVED, source)
+    for line, row in table_of(text, findings, ("lifetime_s", "other_ops")):
         life = number(row["lifetime_s"], source, line)
         try:
-            start = datetime.fromisoformat(row["insert_end_time"]).timestamp()
-        except (ValueError, OverflowError):
+            start = findings.date(row["insert_end_time"], line)
+        except OverflowError:
+            start = None
+        if start is None:
             skipped += 1
             continue
         taken = any(op.endswith("preempted") for op in row["other_ops"].split(";"))
@@ -64,7 +66,10 @@ def lived_stays(text: str, source: str, options: ReadOptions) -> EventStream:
         victim_rule="given",
         seconds=max(end - origin, *(event.t_s for event in events), 0.0),
         step_s=1.0,
-        notes=(f"{skipped} rows without a start are left out",) if skipped else (),
+        notes=(
+            *((f"{skipped} rows without a start are left out",) if skipped else ()),
+            *findings.notes(),
+        ),
     )
     return EventStream(header, in_order(events))
 

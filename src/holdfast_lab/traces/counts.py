@@ -16,6 +16,19 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
+from holdfast_lab.traces.columns import (
+    INTERVALS,
+    LISTED,
+    NAMED,
+    POINTS,
+    TICKS,
+    TICKS_METADATA,
+    Findings,
+    optional_number,
+    refuse_other_clock,
+    refuse_other_quantity,
+    seconds_of_unit,
+)
 from holdfast_lab.traces.node_changes import (
     DEFAULTS,
     UNKNOWN_GAP_STEPS,
@@ -26,40 +39,65 @@ from holdfast_lab.traces.node_changes import (
 )
 from holdfast_lab.traces.rows import (
     MOST_NODES,
-    as_date,
     as_number,
     cells_of,
     count,
     digest,
+    headed,
     number,
     row_error,
     smallest_step,
     sort_rows,
-    without_header,
 )
 
 
 def parse_dated_counts(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
     """Rows `YYYY-MM-DD, HH:MM:SS, count`, of no known time zone. One cell may hold both."""
-    rows = []
-    for line, cells in without_header(cells_of(text, source)):
-        seconds = as_date(" ".join(cells[:-1]))
+    rows, findings = [], Findings(None, source)
+    header, found = headed(cells_of(text, source))
+    if header:
+        refuse_other_quantity(header[-1], source, is_count=True)
+    for line, cells in found:
+        seconds = findings.date(" ".join(cells[:-1]), line)
         if len(cells) not in (2, 3) or seconds is None:
             raise row_error(source, line, cells, "write 'YYYY-MM-DD, HH:MM:SS, count'")
         rows.append((seconds, count(cells[-1], source, line), line))
     started = datetime.fromtimestamp(min(row[0] for row in rows), UTC).strftime("%F %T")
-    return trace_from_counts(rows, source, "dated counts", text, options=options, started=started)
+    made = trace_from_counts(rows, findings, "dated counts", text, options=options)
+    return replace(made, started=started)
 
 
 def parse_timed_counts(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
-    """Rows `time_ms,count`; of several rows of one time the last is the state."""
-    rows = []
-    for line, cells in without_header(cells_of(text, source)):
+    """Rows `time_ms,count`; of several rows of one time the last is the state. A header may name
+    another unit of the time."""
+    rows, findings = [], Findings(None, source)
+    header, found = headed(cells_of(text, source))
+    if header:
+        refuse_other_quantity(header[-1], source, is_count=True)
+    unit = seconds_of_unit(header[0]) if header else None
+    for line, cells in found:
         if len(cells) != 2:
             raise row_error(source, line, cells, "write 'time_ms,count'")
-        at = number(cells[0], source, line) / 1000
+        at = number(cells[0], source, line) * (unit or 1e-3)
         rows.append((at, count(cells[1], source, line), line))
-    return trace_from_counts(rows, source, "timed counts", text, options=options, regular=False)
+    _check_clock(rows, findings, unit, is_stated=unit is not None)
+    return trace_from_counts(rows, findings, "timed counts", text, options=options, regular=False)
+
+
+def _check_clock(
+    rows: Sequence[tuple[float, Any, int]],
+    findings: Findings,
+    unit: float | None,
+    *,
+    is_stated: bool,
+) -> None:
+    """Refuse times of another clock; count those without a unit that make a short trace."""
+    if rows:
+        first, last = min(rows), max(rows)
+        refuse_other_clock(first[0], findings.source, first[-1], is_stated)
+        if unit is None and 0 < last[0] - first[0] < 60:
+            what = "times without a unit are read as milliseconds: the trace is below a minute"
+            findings.count(what, first[-1], len(rows))
 
 
 def parse_ticks(
@@ -68,9 +106,12 @@ def parse_ticks(
     """JSON with `data`, a count per tick, and `metadata.gap_seconds`, which `gap_seconds`
     overrides: nothing else in the file fixes the clock."""
     override = options.tick_seconds if gap_seconds is None else gap_seconds
+    findings = Findings(TICKS, source)
     try:
         value = parse_json(text)
         data = value["data"]
+        findings.take(value, source)
+        findings.take(value.get("metadata", {}), f"{source}: metadata", TICKS_METADATA)
         gap = float(value["metadata"]["gap_seconds"] if override is None else override)
     except (ValueError, KeyError, TypeError):
         raise DataError(
@@ -85,7 +126,7 @@ def parse_ticks(
             remedy="give a positive gap_seconds and at least one tick",
         )
     rows = [(i * gap, json_count(n, source, f"data[{i}]"), i + 1) for i, n in enumerate(data)]
-    made = trace_from_counts(rows, source, "ticks", text, options=options)
+    made = trace_from_counts(rows, findings, "ticks", text, options=options)
     return replace(made, seconds=len(data) * gap, step=gap)
 
 
@@ -103,16 +144,16 @@ def json_count(value: Any, source: str, place: str) -> int:
 
 def trace_from_counts(
     rows: Sequence[tuple[float, int, int]],
-    source: str,
+    findings: Findings,
     kind: str,
     text: str,
     *,
     options: ReadOptions = DEFAULTS,
-    started: str = "",
     regular: bool = True,
 ) -> Trace:
     """Turn rows (seconds, count, line) into nodes. regular: rows are samples; otherwise changes,
     and gaps mean nothing."""
+    source = findings.source
     if not rows:
         raise DataError(
             "no row has a number of nodes", where=source, remedy="add a row for each change"
@@ -121,6 +162,8 @@ def trace_from_counts(
     origin = ordered[0][0]
     # Of several rows of one time the last counts, even where it repeats the first.
     states = {at - origin: (n, line) for at, n, line in sorted(rows, key=lambda row: row[0])}
+    if replaced := len(ordered) - len(states):
+        findings.count("counts of a time that a later row replaces", ordered[0][2], replaced)
     draw = random.Random(f"{options.seed}/{kind}")
     there: list[str] = []
     changes: list[NodeChange] = []
@@ -144,12 +187,13 @@ def trace_from_counts(
         sort_changes(changes),
         times[-1],
         step,
-        started or f"{origin:g} s",
+        f"{origin:g} s",
         unknown,
         disorder,
         duplicates,
         len(rows),
         digest(text),
+        findings.notes(),
     )
 
 
@@ -188,32 +232,42 @@ Row = tuple[float, tuple[str, str], int]
 
 def parse_named(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
     """Rows `time_ms,add|remove,node`: each node by its name."""
-    rows: list[Row] = []
-    for line, cells in without_header(cells_of(text, source)):
+    rows, findings = list[Row](), Findings(NAMED, source)
+    header, found = headed(cells_of(text, source))
+    unit = seconds_of_unit(header[0]) if header else None
+    for line, cells in found:
         if len(cells) < 3 or cells[1] not in ("add", "remove") or not cells[2]:
             raise row_error(
                 source, line, cells, "write 'time_ms,add,node' or 'time_ms,remove,node'"
             )
-        rows.append((number(cells[0], source, line) / 1000, (cells[1], cells[2]), line))
-    return _trace_from_rows(rows, source, "named nodes", text)
+        if any(cells[3:]):
+            names = [*header[3:], *(f"number {n}" for n in range(len(header), len(cells)) if n > 2)]
+            others = dict(zip(names, cells[3:], strict=False))
+            findings.take(others, f"{source}:{line}")
+        at = number(cells[0], source, line) * (unit or 1e-3)
+        rows.append((at, (cells[1], cells[2]), line))
+    _check_clock(rows, findings, unit, is_stated=unit is not None)
+    return _trace_from_rows(rows, findings, "named nodes", text)
 
 
 def parse_lists(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
     """One JSON list per line: `[time_ms, verb, {"nodes": [...]}]`. Verbs of layouts change no
     node. The last line has a duration: the trace ends when that is over."""
-    rows: list[Row] = []
+    rows, findings = list[Row](), Findings(LISTED, source)
     end = 0.0
     for line, content in enumerate(text.splitlines(), start=1):
         if not content.strip():
             continue
         at, verb, given = _list_row(content, source, line)
-        length = as_number(str(given.get("duration", 0))) or 0.0
+        length = optional_number(str(given.get("duration", "")), "duration", source, line) or 0.0
+        findings.take(given, f"{source}:{line}")
         end = max(end, at + length / 1000)
         if verb in ("add", "remove"):
             rows += [(at, (verb, str(node)), line) for node in given.get("nodes", [])]
     if not rows:
         raise row_error(source, 1, [text[:60]], _LIST_ROW)
-    return _trace_from_rows(rows, source, "listed changes", text, end)
+    _check_clock(rows, findings, 1e-3, is_stated=False)
+    return _trace_from_rows(rows, findings, "listed changes", text, end)
 
 
 def _list_row(content: str, source: str, line: int) -> tuple[float, str, dict[str, Any]]:
@@ -229,7 +283,7 @@ def _list_row(content: str, source: str, line: int) -> tuple[float, str, dict[st
 
 def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
     """A JSON list with `interval` = [nodes before, joined, removed] and `duration` per item."""
-    changes: list[NodeChange] = []
+    changes, findings = list[NodeChange](), Findings(INTERVALS, source)
     draw = random.Random(f"{options.seed}/minutes")
     there: list[str] = []
     born, at, steps = 0, 0.0, []
@@ -240,6 +294,7 @@ def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Tr
             length = number(str(item["duration"]), source, index + 1) / 1000
         except (KeyError, TypeError, ValueError):
             raise DataError("this is no interval", where=place, remedy=_MINUTE) from None
+        findings.take(item, place)
         counts = [json_count(n, source, f"item {index + 1}") for n in (before, joined, removed)]
         if (index and counts[0] != len(there)) or removed > len(there) + joined:
             raise DataError(
@@ -256,6 +311,12 @@ def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Tr
             changes.append(NodeChange(at, "join", there[-1], index + 1))
         at += length
         steps.append(length)
+    if max(steps) < 1.0:
+        raise DataError(
+            f"no interval is longer than {max(steps) * 1000:g} ms",
+            where=f"{source}: duration",
+            remedy=f"write milliseconds: {_MINUTE}",
+        )
     return Trace(
         source,
         "intervals",
@@ -265,23 +326,26 @@ def parse_minutes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Tr
         "0 s",
         rows=len(steps),
         sha256=digest(text),
+        notes=findings.notes(),
     )
 
 
 def parse_time_points(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
     """A JSON list of `{"Time": seconds, "GPUs": n}`: a step function."""
-    rows = []
+    rows, findings = [], Findings(POINTS, source)
     for index, item in enumerate(_json_list(text)):
         try:
+            findings.take(item, f"{source}: item {index + 1}")
             seconds = number(str(item["Time"]), source, index + 1)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError):
             raise DataError(
                 "this is no point in time",
                 where=f"{source}: item {index + 1}",
                 remedy='write {"Time": seconds, "GPUs": n}',
             ) from None
         rows.append((seconds, json_count(item.get("GPUs"), source, f"item {index + 1}"), index + 1))
-    return trace_from_counts(rows, source, "points", text, options=options, regular=False)
+    _check_clock(rows, findings, 1.0, is_stated=True)
+    return trace_from_counts(rows, findings, "points", text, options=options, regular=False)
 
 
 def parse_pools(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
@@ -301,7 +365,7 @@ def parse_pools(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trac
             remedy=f"choose with --gpu and --zone one of: {', '.join(pools)}",
         )
     place = header.index(wanted)
-    counts = []
+    counts, findings = [], Findings(None, source)
     for line, cells in rows:
         if len(cells) <= max(at, place):
             raise row_error(source, line, cells, f"give all {len(header)} columns of the header")
@@ -312,7 +376,8 @@ def parse_pools(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trac
                 line,
             )
         )
-    return trace_from_counts(counts, source, "pools", text, options=options, regular=False)
+    _check_clock(counts, findings, 1.0, is_stated=True)
+    return trace_from_counts(counts, findings, "pools", text, options=options, regular=False)
 
 
 def _whole(cell: str) -> float | int | None:
@@ -327,8 +392,9 @@ def _json_list(text: str) -> Sequence[Any]:
 
 
 def _trace_from_rows(
-    rows: Iterable[Row], source: str, kind: str, text: str, end: float = 0.0
+    rows: Iterable[Row], findings: Findings, kind: str, text: str, end: float = 0.0
 ) -> Trace:
+    source = findings.source
     given = list(rows)
     ordered, disorder, duplicates = sort_rows(given)
     origin = ordered[0][0]
@@ -348,6 +414,7 @@ def _trace_from_rows(
             there[node] = at
         elif there.pop(node) == at:
             momentary.add((node, at - origin))
+            findings.count("stays ended as they began: left out", line)
         used.add(node)
         changes.append(NodeChange(at - origin, "join" if verb == "add" else "go", node, line))
     kept = [c for c in changes if (c.node, c.seconds) not in momentary] if momentary else changes
@@ -363,5 +430,5 @@ def _trace_from_rows(
         duplicates=duplicates,
         rows=len(given),
         sha256=digest(text),
-        momentary=len(momentary),
+        notes=findings.notes(),
     )

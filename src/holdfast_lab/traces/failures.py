@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from holdfast.errors import DataError
-from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader, in_order
-from holdfast_lab.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace, sort_changes
-from holdfast_lab.traces.rows import (
-    as_date,
-    as_number,
-    count,
-    digest,
-    minute,
-    row_error,
-    sort_rows,
+from holdfast_lab.traces.columns import (
+    COMPONENTS,
+    OUTAGES,
+    STAYS,
+    Findings,
+    optional_number,
     table_of,
 )
+from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader, in_order
+from holdfast_lab.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace, sort_changes
+from holdfast_lab.traces.rows import count, digest, row_error, sort_rows
 
 _KEYS = ("System", "nodenumz", "Prob Started", "Prob Fixed")
 CAUSES = ("Facilities", "Hardware", "Human Error", "Network", "Undetermined", "Software")
@@ -47,7 +46,7 @@ class OutageTable:
     systems: dict[str, int]
     disorder: int
     duplicates: int
-    unequal: int  # rows whose Down Time is not Prob Fixed - Prob Started
+    notes: tuple[str, ...]
 
     @property
     def origin(self) -> float:
@@ -60,9 +59,8 @@ class OutageTable:
 
 def read_outages(text: str, source: str, system: str | None = None) -> OutageTable:
     """Read one system of the table; the one with most rows if no system is named."""
-    rows: list[tuple[int, dict[str, str]]] = list(
-        table_of(text, source, _KEYS, ("nodes", "Down Time", *CAUSES))
-    )
+    findings = Findings(OUTAGES, source)
+    rows = list(table_of(text, findings, _KEYS))
     systems: dict[str, int] = {}
     for _, row in rows:
         systems[row["System"]] = systems.get(row["System"], 0) + 1
@@ -74,30 +72,49 @@ def read_outages(text: str, source: str, system: str | None = None) -> OutageTab
             where=source,
             remedy=f"name one of {', '.join(sorted(systems)) or 'those in a table with rows'}",
         )
-    spans, nodes, unequal, many = [], dict[str, None](), 0, 0
+    spans, nodes, many = [], dict[str, None](), 0
     for line, row in rows:
-        start, stop = (minute(row[key], source, line) for key in ("Prob Started", "Prob Fixed"))
+        start, stop = _span(row, findings, "Prob Started", "Prob Fixed", line)
         if row["System"] != system:
             continue
-        size = as_number(row.get("nodes", "")) or 0
-        many = max(many, count(f"{size:.0f}", source, line) if size > 0 else 0)
+        size = optional_number(row.get("nodes", ""), "nodes", source, line) or 0
+        many = max(many, count(f"{size:.0f}", source, line))
         nodes[row["nodenumz"]] = None
-        down = as_number(row.get("Down Time", ""))
-        unequal += down is not None and down * 60 != stop - start
+        down = optional_number(row.get("Down Time", ""), "Down Time", source, line)
+        if down is not None and down * 60 != stop - start:
+            findings.count("rows have a Down Time that is not Prob Fixed - Prob Started", line)
         cause = next((f"{key}: {row[key]}" for key in CAUSES if row.get(key)), "")
-        spans.append((start, (row["nodenumz"], max(start, stop), cause), line))
+        spans.append((start, (row["nodenumz"], stop, cause), line))
     ordered, disorder, duplicates = sort_rows(spans)
+    outages = tuple(Outage(at, back, node, cause, n) for at, (node, back, cause), n in ordered)
+    begun = {each.line for each in merge_outages(outages)}
+    for each in outages:
+        if each.line not in begun:
+            findings.count("outages begin during another of a node", each.line)
     # Nodes without an outage are named by their number, as those with one.
     nodes |= dict.fromkeys(map(str, range(many)))
     return OutageTable(
-        system,
-        tuple(Outage(at, back, node, cause, n) for at, (node, back, cause), n in ordered),
-        tuple(sorted(nodes)),
-        systems,
-        disorder,
-        duplicates,
-        unequal,
+        system, outages, tuple(sorted(nodes)), systems, disorder, duplicates, findings.notes()
     )
+
+
+def _span(
+    row: dict[str, str], findings: Findings, begin: str, end: str, line: int
+) -> tuple[float, float]:
+    """(start, stop) of an interval. Raises DataError if it ends before it begins; counts one of no
+    length."""
+    start, stop = (findings.date(row[key], line) for key in (begin, end))
+    if start is None or stop is None or start > stop:
+        wrong = next((row[k] for k, t in ((begin, start), (end, stop)) if t is None), None)
+        why = f"{wrong!r} is no time" if wrong is not None else f"{end} is before {begin}"
+        raise DataError(
+            f"{why}: {begin} {row[begin]}, {end} {row[end]}",
+            where=f"{findings.source}:{line}",
+            remedy="write month/day/year hour:minute or YYYY-MM-DD HH:MM:SS, the begin first",
+        )
+    if start == stop:
+        findings.count(f"rows have {begin} and {end} at the same time", line)
+    return start, stop
 
 
 def merge_outages(outages: Sequence[Outage]) -> list[Outage]:
@@ -141,6 +158,7 @@ def parse_outages(
         table.duplicates,
         table.systems[table.system],
         digest(text),
+        notes=table.notes,
     )
 
 
@@ -164,10 +182,6 @@ def outage_events(text: str, source: str, options: ReadOptions) -> EventStream:
             events.append(TraceEvent(at + outage, "recover", *base, 1.0, place))
     rest = len(table.systems) - 1
     notes = [f"system {table.system}; {rest} more systems are left out"] if rest else []
-    if len(merged) < len(table.outages):
-        notes.append(f"{len(table.outages) - len(merged)} outages begin during another of a node")
-    if table.unequal:
-        notes.append(f"{table.unequal} rows have a Down Time that is not Prob Fixed - Prob Started")
     header = TraceHeader(
         "outages",
         source,
@@ -180,7 +194,7 @@ def outage_events(text: str, source: str, options: ReadOptions) -> EventStream:
         step_s=60.0,
         disorder=table.disorder,
         duplicates=table.duplicates,
-        notes=tuple(notes),
+        notes=(*notes, *table.notes),
         extra={"systems": table.systems},
     )
     return EventStream(header, in_order(events))
@@ -192,20 +206,23 @@ _STAY = ("SN", "location", "insert", "remove", "event")
 def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """A table with one stay of one device at one place a row. A stay joins, and ends by an event
     (fail), because the device was moved (preempt), or with the file (no event)."""
-    rows = []
+    rows, findings = list[tuple[float, float, dict[str, str], int]](), Findings(STAYS, source)
     last = 0.0
-    for line, row in table_of(text, source, _STAY):
-        stop = as_date(row["remove"])
-        start = as_date(row["insert"]) if row["insert"] else (stop or 0.0) - 1.0
-        if stop is None or start is None or start > stop:
-            cells = [row[key] for key in _STAY]
-            raise row_error(source, line, cells, "write insert and remove as YYYY-MM-DD HH:MM:SS")
+    for line, row in table_of(text, findings, _STAY):
+        if row["insert"]:
+            start, stop = _span(row, findings, "insert", "remove", line)
+        else:
+            _, stop = _span(
+                row | {"insert": row["remove"]}, Findings(STAYS, source), "insert", "remove", line
+            )
+            start = stop - 1.0
+            findings.count("stays without a start got one of 1 s", line)
         last = max(last, stop)
         rows.append((start, stop, row, line))
     if not rows:
         raise row_error(source, 1, [], "give at least one stay")
     origin = min(min(row[0], row[1] - 1.0) for row in rows)
-    zone, gpu, stays, unexposed, duplicates = options.place, options.gpu, Counter[str](), 0, 0
+    zone, gpu, stays, duplicates = options.place, options.gpu, Counter[str](), 0
     events: list[TraceEvent] = []
     causes = Counter[str]()
     seen: set[tuple[str, ...]] = set()
@@ -221,8 +238,6 @@ def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
         stays[node] += 1
         base = (f"{node}#{stays[node]}", zone, gpu)
         place = f"{source}:{line}"
-        # An event of an unknown stay counts as one, and not as exposure.
-        unexposed += not row["insert"]
         start = min(start, stop - 1.0)
         events.append(TraceEvent(start - origin, "join", *base, 1.0, place))
         if cause:
@@ -232,7 +247,6 @@ def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
             events.append(TraceEvent(stop - origin, "preempt", *base, 0.0, place))
     words = ", ".join(f"{name} {many:,}" for name, many in causes.items() if name)
     notes = [f"events: {words}"] if words else []
-    notes += [f"{unexposed:,} stays without a start got one of 1 s"] if unexposed else []
     header = TraceHeader(
         "stays",
         source,
@@ -244,7 +258,7 @@ def stay_events(text: str, source: str, options: ReadOptions) -> EventStream:
         seconds=last - origin,
         step_s=1.0,
         duplicates=duplicates,
-        notes=tuple(notes),
+        notes=(*notes, *findings.notes()),
         extra={"causes": {name: many for name, many in causes.items() if name}},
     )
     return EventStream(header, in_order(events))
@@ -257,8 +271,8 @@ def component_events(text: str, source: str, options: ReadOptions) -> EventStrea
     names = [f"n{index}" for index in range(2048 if options.nodes is None else options.nodes)]
     zone, gpu = options.place, options.gpu
     draw, end = random.Random(f"{options.seed}/components"), days * 86400
-    failures, rows, total = [], 0, 0
-    for line, row in table_of(text, source, ("component", "count"), ("category",)):
+    failures, rows, total, findings = [], 0, 0, Findings(COMPONENTS, source)
+    for line, row in table_of(text, findings, ("component", "count")):
         rows += 1
         for _ in range(count(row["count"], source, line)):
             total += 1
@@ -269,6 +283,7 @@ def component_events(text: str, source: str, options: ReadOptions) -> EventStrea
     for at, name, cause, line in sorted(failures):
         if at <= back.get(name, -1.0):
             at = back[name] + 1.0  # a node that is out fails again after it is back
+            findings.count("failures of a node that is out come after its return", line)
         place, back[name] = f"{source}:{line}", at + options.outage_s
         events.append(
             TraceEvent(at, "fail", name, zone, gpu, options.outage_s, place, {"cause": cause})
@@ -286,6 +301,6 @@ def component_events(text: str, source: str, options: ReadOptions) -> EventStrea
         victim_rule="drawn",
         seed=options.seed,
         seconds=max(end, *back.values(), 0.0),
-        notes=notes,
+        notes=(*notes, *findings.notes()),
     )
     return EventStream(header, in_order(events))

@@ -11,12 +11,14 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
+from holdfast_lab.traces.columns import OPERATIONS, STEPS, Findings
 from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader, in_order
 from holdfast_lab.traces.node_changes import ReadOptions
 from holdfast_lab.traces.rows import as_number
 
 PARQUET = b"PAR1"
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration")
+_LONGEST_STEP_S = 1e6  # more is the time of a clock
 _LEAST_FACTOR = 1.02
 """A worker that is slower by less than this is not slow: operations vary by about as much."""
 
@@ -24,17 +26,19 @@ _LEAST_FACTOR = 1.02
 def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStream:
     """A Parquet table with one operation of one rank a row. A rank is slow in a step by the time of
     its computations, in medians of those of its stage and kind."""
-    columns = _read_parquet(data, source)
+    findings = Findings(OPERATIONS, source)
+    columns = _read_parquet(data, findings)
     steps: dict[int, float] = {}
     durations: dict[tuple[int, str], list[float]] = defaultdict(list)
     work: dict[tuple[int, int], list[tuple[int, str, float]]] = defaultdict(list)
     rows = list(zip(*(columns[name] for name in _COLUMNS), strict=True))
     for number, (_, stage, rank, step, kind, start, seconds) in enumerate(rows, start=1):
-        if not (_is_number(start) and _is_number(seconds)) or start < 0 or seconds < 0:
+        are_numbers = _is_number(start) and _is_number(seconds)
+        if not are_numbers or min(start, seconds) < 0 or start + seconds > _LONGEST_STEP_S:
             raise DataError(
                 f"start_ts is {start}, duration {seconds}",
                 where=f"{source}: row {number}",
-                remedy="write seconds, 0 or more",
+                remedy="write seconds since the begin of the step, 0 or more",
             )
         if not (isinstance(kind, str) and all(map(_is_number, (stage, rank, step)))):
             raise DataError(
@@ -71,7 +75,7 @@ def operation_events(data: bytes, source: str, options: ReadOptions) -> EventStr
         zones=(zone,) if zone else (),
         victim_rule="given",
         seconds=at,
-        notes=(note,),
+        notes=(note, *findings.notes()),
     )
     return EventStream(header, in_order(events))
 
@@ -81,7 +85,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def _read_parquet(data: bytes, source: str) -> dict[str, list[Any]]:
+def _read_parquet(data: bytes, findings: Findings) -> dict[str, list[Any]]:
+    source = findings.source
     try:
         import pyarrow
         import pyarrow.parquet
@@ -91,7 +96,10 @@ def _read_parquet(data: bytes, source: str) -> dict[str, list[Any]]:
         ) from None
     try:
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
-        missing = [name for name in _COLUMNS if name not in file.schema_arrow.names]
+        names: list[str] = file.schema_arrow.names
+        missing = [name for name in _COLUMNS if name not in names]
+        if not missing:
+            findings.take(dict.fromkeys(names, "a column"), f"{source}: schema")
         table = None if missing else file.read(columns=list(_COLUMNS))
     except (pyarrow.ArrowException, OSError) as error:
         words = str(error).split("\n")[0][:80]
@@ -116,8 +124,10 @@ def is_step_results(text: str) -> bool:
 def step_result_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """JSON with `step_t_nodelay` and `step_t_noblk`, each {step: seconds}. The job is slow by the
     ratio of both: what its stragglers cost in that step."""
+    findings = Findings(STEPS, source)
     try:
         value = parse_json(text)
+        findings.take(value, source)
         pairs = [
             (step, as_number(str(seconds)), as_number(str(value["step_t_noblk"][step])))
             for step, seconds in value["step_t_nodelay"].items()
@@ -135,6 +145,8 @@ def step_result_events(text: str, source: str, options: ReadOptions) -> EventStr
     events = [TraceEvent(0.0, "join", name, value=1.0)]
     for step, seconds, ideal in good:
         place, factor = f"{source}: step {step}", max(1.0, seconds / ideal)
+        if seconds < ideal:
+            findings.count("steps are faster than without stragglers: taken as fast", int(step))
         events.append(TraceEvent(at, "slow", name, value=factor, source=place))
         at += seconds
         events.append(TraceEvent(at, "recover", name, value=1.0, source=place))
@@ -145,7 +157,7 @@ def step_result_events(text: str, source: str, options: ReadOptions) -> EventStr
         rows=len(good),
         victim_rule="given",
         seconds=at,
-        notes=(f"{len(good)} steps, slower by {slowdown:.3f} in the mean",),
+        notes=(f"{len(good)} steps, slower by {slowdown:.3f} in the mean", *findings.notes()),
         extra={"slowdown": slowdown},
     )
     return EventStream(header, in_order(events))

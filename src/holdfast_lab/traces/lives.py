@@ -11,22 +11,30 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
+from holdfast_lab.traces.columns import ADVISOR, LIVES, Findings, table_of
 from holdfast_lab.traces.events import EventStream, TraceHeader, stream_of_changes
 from holdfast_lab.traces.node_changes import DEFAULTS, NodeChange, ReadOptions, Trace, sort_changes
-from holdfast_lab.traces.rows import digest, number, table_of
+from holdfast_lab.traces.rows import digest, number
 
 _MOST_STAYS = 1e6  # of a trace that is drawn; more would fill the memory
 
 
-def read_lives(text: str, source: str) -> list[tuple[float, bool]]:
+def read_lives(
+    text: str, source: str, findings: Findings | None = None
+) -> list[tuple[float, bool]]:
     """(seconds, was taken) of each machine of a table with `lifetime_s` and `other_ops`.
 
     A machine was taken if `other_ops` names a preemption. Otherwise its owner stopped it, and it
     is only known to have lived that long.
     """
-    lives = []
-    for line, row in table_of(text, source, ("lifetime_s", "other_ops")):
+    lives, findings = [], findings or Findings(LIVES, source)
+    for line, row in table_of(text, findings, ("lifetime_s", "other_ops")):
         life = number(row["lifetime_s"], source, line)
+        if row.get("preemptible", "").lower() in ("false", "no", "0"):
+            findings.count("machines are not preemptible: left out", line)
+            continue
+        if life < 1.0:
+            findings.count("lives below 1 s count as 1 s", line)
         lives.append((life, any(op.endswith("preempted") for op in row["other_ops"].split(";"))))
     if not any(taken for _, taken in lives):
         raise DataError(
@@ -40,7 +48,8 @@ def read_lives(text: str, source: str) -> list[tuple[float, bool]]:
 def parse_lifetimes(text: str, source: str, options: ReadOptions = DEFAULTS) -> Trace:
     """Return a trace of `nodes` machines (64) over `days` (14). Each lives as long as the table's
     do, by Kaplan and Meier's estimate, and is replaced when it is taken."""
-    lives = read_lives(text, source)
+    findings = Findings(LIVES, source)
+    lives = read_lives(text, source, findings)
     nodes = 64 if options.nodes is None else options.nodes
     days = 14.0 if options.days is None else options.days
     mean = sum(life for life, _ in lives) / len(lives)
@@ -53,7 +62,13 @@ def parse_lifetimes(text: str, source: str, options: ReadOptions = DEFAULTS) -> 
         )
     made = renew_machines(survival_curve(lives), nodes, days * 86400, options.seed)
     return replace(
-        made, source=source, kind="lifetimes", rows=len(lives), sha256=digest(text), step=60.0
+        made,
+        source=source,
+        kind="lifetimes",
+        rows=len(lives),
+        sha256=digest(text),
+        step=60.0,
+        notes=findings.notes(),
     )
 
 
@@ -101,7 +116,8 @@ def is_advisor(text: str) -> bool:
 
 def advisor_events(text: str, source: str, options: ReadOptions) -> EventStream:
     """Machines of one type in one region, that go at random at the rate of their bucket."""
-    table = _table(text, source)
+    findings = Findings(ADVISOR, source)
+    table = _table(text, findings)
     if options.zone not in table:
         raise DataError(
             f"this table ranks regions and has no time; there is no region {options.zone!r}",
@@ -132,17 +148,28 @@ def advisor_events(text: str, source: str, options: ReadOptions) -> EventStream:
         seed=options.seed,
         seconds=made.seconds,
         step_s=made.step,
-        notes=(f"{end} % taken in a month: drawn without bursts, which real markets have",),
+        notes=(
+            f"{end} % taken in a month: drawn without bursts, which real markets have",
+            *findings.notes(),
+        ),
     )
     return EventStream(header, stream_of_changes(made, zone=options.zone, gpu=options.gpu))
 
 
-def _table(text: str, source: str) -> dict[str, dict[str, int]]:
+_LIMITS = [5, 11, 16, 22, 100]
+"""Percent at which each bucket ends, as the file may say."""
+
+
+def _table(text: str, findings: Findings) -> dict[str, dict[str, int]]:
     """Bucket by region and type; Linux where systems differ."""
-    problem = None
+    problem, source = None, findings.source
     found: dict[str, dict[str, int]] = {}
     try:
-        value = parse_json(text)["spot_advisor"]
+        everything = parse_json(text)
+        value = everything["spot_advisor"]
+        if (ranges := everything.get("ranges")) is not None:
+            problem = "ranges" if [each["max"] for each in ranges] != _LIMITS else None
+        findings.take(everything, source)
         for region, systems in value.items():
             types: dict[str, Any] = systems.get("Linux") or next(iter(systems.values()))
             found[region] = {name: entry["r"] for name, entry in types.items()}

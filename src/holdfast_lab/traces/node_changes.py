@@ -60,7 +60,7 @@ class Trace:
     duplicates: int = 0
     rows: int = 0
     sha256: str = ""
-    momentary: int = 0  # stays that ended at the instant at which they began: left out
+    notes: tuple[str, ...] = ()  # what is not read, and repairs
 
     @property
     def unknown_share(self) -> float:

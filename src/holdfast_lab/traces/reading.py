@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import DataError
+from holdfast.errors import DataError, nearest_of
 from holdfast_lab.traces.counts import (
     LIST_VERBS,
     parse_dated_counts,
@@ -163,6 +163,17 @@ def _reader_of(text: str, source: str) -> StreamReader:
             return signal_events
     if churn_reader(text) is not None:
         return read_churn
+    header = {name.lower(): name for name in first_rows(text)[0]}
+    for columns, _ in _TABLES:
+        lacks = [column for column in columns if column.lower() not in header]
+        if len(lacks) == 1 < len(columns):
+            near = nearest_of(lacks[0], {*header.values()} - columns, 0.5)
+            raise DataError(
+                f"a table with {', '.join(sorted(columns - {lacks[0]}))} needs {lacks[0]!r}"
+                + (f", and {near!r} has another name or unit" if near else ""),
+                where=f"{source}:1",
+                remedy=f"give a column {lacks[0]}, with values in its unit",
+            )
     raise DataError(
         "this is no trace of a known kind", where=f"{source}:1", remedy=f"give {KINDS_IN_WORDS}"
     )
@@ -204,9 +215,7 @@ def read_churn(text: str, source: str, options: ReadOptions) -> EventStream:
     rule: str = "given" if trace.kind in ("named nodes", "listed changes") else options.victims
     if rule != "given" and options.burst != "any":
         rule = f"{rule}, {options.burst}"
-    notes = []
-    if trace.momentary:
-        notes.append(f"{trace.momentary} stays ended as they began: left out")
+    notes = list(trace.notes)
     if trace.kind == "lifetimes":
         notes.append("lives were drawn from the table, for --nodes over --days")
     header = TraceHeader(
@@ -244,6 +253,8 @@ def merge_streams(streams: Sequence[EventStream]) -> EventStream:
             events.append(replace(event, node=f"{number}/{event.node}") if rename else event)
     headers = [stream.header for stream in streams]
     first = headers[0]
+    begins = list(dict.fromkeys(each.t0 for each in headers if "-" in each.t0))
+    clocks = [f"the files begin at {' and '.join(begins)}: each is put at 0"]
     header = replace(
         first,
         source=", ".join(each.source for each in headers),
@@ -255,6 +266,9 @@ def merge_streams(streams: Sequence[EventStream]) -> EventStream:
         step_s=max(each.step_s for each in headers),
         disorder=sum(each.disorder for each in headers),
         duplicates=sum(each.duplicates for each in headers),
-        notes=tuple(dict.fromkeys(itertools.chain(*(each.notes for each in headers)))),
+        notes=(
+            *dict.fromkeys(itertools.chain(*(each.notes for each in headers))),
+            *(clocks if len(begins) > 1 else ()),
+        ),
     )
     return EventStream(header, in_order(events))

@@ -94,31 +94,6 @@ def cells_of(text: str, source: str = "") -> Iterator[tuple[int, list[str]]]:
             yield reader.line_num, cells
 
 
-def table_of(
-    text: str, source: str, keys: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, row by column) of a table with a header; other columns are passed over."""
-    rows = cells_of(text, source)
-    _, header = next(rows, (0, []))
-    known = {key.lower(): key for key in (*keys, *optional)}
-    exact = set(header)
-    header = [name if (k := known.get(name.lower(), name)) in exact else k for name in header]
-    missing = [key for key in keys if key not in header]
-    if missing:
-        raise DataError(
-            f"there is no column {missing[0]!r}",
-            where=f"{source}:1",
-            remedy=f"give a header line with {', '.join(keys)}",
-        )
-    places = {key: header.index(key) for key in (*keys, *optional) if key in header}
-    most = max(places[key] for key in keys)
-    for line, cells in rows:
-        if len(cells) <= most:
-            raise row_error(source, line, cells, f"give all {len(header)} columns of the header")
-        refuse_longer_row(header, cells, source, line)
-        yield line, {k: cells[place] for k, place in places.items() if place < len(cells)}
-
-
 def date_place(cells: Sequence[str]) -> int:
     """The column of dates, by a row of data: the first, if no cell is a date."""
     if cells and as_date(cells[0]) is not None:
@@ -220,17 +195,6 @@ def as_date(cell: str) -> float | None:
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
-def minute(cell: str, source: str, line: int) -> float:
-    found = as_date(cell) if "/" in cell or "-" in cell else None
-    if found is None:
-        raise DataError(
-            f"{cell!r} is no time",
-            where=f"{source}:{line}",
-            remedy="write month/day/year hour:minute",
-        )
-    return found
-
-
 def row_error(source: str, line: int, cells: Sequence[str], remedy: str) -> DataError:
     return DataError(f"{','.join(cells)[:80]!r} is no row", where=f"{source}:{line}", remedy=remedy)
 
@@ -241,9 +205,17 @@ def digest(text: str) -> str:
 
 def without_header(rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
     """Rows of a file that needs no header, without one if there is one: a row of words only."""
-    for index, (line, cells) in enumerate(rows):
-        if index or any(as_number(c) is not None or as_date(c) is not None for c in cells):
-            yield line, cells
+    return headed(rows)[1]
+
+
+def headed(
+    rows: Iterator[tuple[int, list[str]]],
+) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """(the header if there is one, the other rows): a header is a first row of words only."""
+    first = next(rows, (0, list[str]()))
+    if any(as_number(cell) is not None or as_date(cell) is not None for cell in first[1]):
+        return [], itertools.chain([first], rows)
+    return first[1], rows
 
 
 def first_rows(text: str) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
+from holdfast_lab.traces.columns import EVENT, HEADER, Findings
 from holdfast_lab.traces.events import ORDER, EventStream, TraceEvent, TraceHeader, check_events
 
 _HEADER = {each.name: each for each in fields(TraceHeader) if each.name != "extra"}
@@ -39,14 +40,16 @@ def format_stream(stream: EventStream) -> Iterator[str]:
 def parse_stream(text: str, source: str) -> EventStream:
     """Read, sort and check a stream. Events that were out of order are counted in the header, and
     exact duplicates are dropped. Raises DataError with file, line and remedy."""
-    rows = _lines(text)
+    rows, findings = _lines(text), Findings(EVENT, source)
     number, line = next(rows)
-    header = _header(_object(line, f"{source}:{number}"), f"{source}:{number}")
+    header = _header(_object(line, f"{source}:{number}"), f"{source}:{number}", findings)
     found: list[tuple[TraceEvent, int]] = []
     texts: dict[str, str] = {}
     for number, line in rows:
         where = f"{source}:{number}"
         event = _event(_object(line, where), where, texts)
+        if event.extra:
+            findings.take(_object(line, where), where)
         if event.kind not in ORDER:
             check_events([event], [where])
         found.append((event, number))
@@ -56,7 +59,9 @@ def parse_stream(text: str, source: str) -> EventStream:
     kept = _without_duplicates(found)
     events = tuple(event for event, _ in kept)
     check_events(events, (f"{source}:{number}" for _, number in kept))
-    return EventStream(_counted(header, disorder, len(found) - len(kept)), events)
+    notes = tuple(dict.fromkeys((*header.notes, *findings.notes())))
+    made = replace(header, notes=notes)
+    return EventStream(_counted(made, disorder, len(found) - len(kept)), events)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -104,7 +109,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return found
 
 
-def _header(row: Mapping[str, Any], where: str) -> TraceHeader:
+def _header(row: Mapping[str, Any], where: str, findings: Findings) -> TraceHeader:
+    findings.take(row, where, HEADER)
     known: dict[str, Any] = {}
     for name, each in _HEADER.items():
         if name not in row:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast_lab.traces.columns import Findings
 from holdfast_lab.traces.counts import trace_from_counts
 from holdfast_lab.traces.lives import renew_machines
 from holdfast_lab.traces.node_changes import NodeChange, ReadOptions, Trace, sort_changes
@@ -55,7 +56,11 @@ def spot_pool(
         count += (0 if lost else joined) - lost
         rows.append((minute * 60.0, count, minute + 1))
     made = trace_from_counts(
-        rows, f"synthetic spot pool, seed {seed}", "spot pool", "", options=ReadOptions(seed=seed)
+        rows,
+        Findings(None, f"synthetic spot pool, seed {seed}"),
+        "spot pool",
+        "",
+        options=ReadOptions(seed=seed),
     )
     return replace(made, seconds=rows[-1][0], step=60.0)
 
@@ -77,7 +82,7 @@ def gang_offers(
         at += 300.0
     made = trace_from_counts(
         rows,
-        f"synthetic gang offers, seed {seed}",
+        Findings(None, f"synthetic gang offers, seed {seed}"),
         "gang offers",
         "",
         options=ReadOptions(seed=seed),
