@@ -147,6 +147,7 @@ def test_every_key_that_means_a_path_is_known() -> None:
     others = {"data.sources.*.field", "checkpoint.machine.name", "checkpoint.folder_survives"}
     others |= {"launch.kubernetes.claim", "launch.kubernetes.claim_at"}  # a name; a path of pods
     others |= {"launch.ssh.python", "launch.ssh.folder"}  # paths of other hosts
+    others |= {"data.chat.template_name"}  # a name in a folder
     words = ("folder", "path of", "file,", "file's path", "bucket for")
     meanings = meanings_of_keys()
     meant = {
