@@ -37,7 +37,9 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for source, page in PAGES.items():
-        text = re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
+        text = (ROOT / source).read_text().replace("](docs/", "](")
+        for other, name in PAGES.items():
+            text = text.replace(f"]({other})", f"]({name})")
         files.append(File.generated(config, page, content=text))
     return files
 
