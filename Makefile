@@ -12,6 +12,7 @@
 # make chaos      over 1,000 faults of a run that several nodes train (docs/studies/chaos.md); SHARD=1/4
 # make wheel        dist/: a wheel and the sources; installs the wheel afresh and tries it
 # make docs-site    the documentation as a site in build/site, with strict links
+# make image BASE=...   the image of deploy/, started once (docs/guide/deploy.md)
 # make pictures     the pictures of README.md, from a run in which a worker is killed
 # make corrupt-checkpoints  faults of checkpoints: cut short, corrupt, killed at every point
 
@@ -27,6 +28,7 @@ JOBS ?= $(shell echo $$(($$($(PYTHON) -c '$(PROCESSORS)') + 2)))
 SHARD ?= 1/1
 N ?= 20
 CHAOS ?= chaos
+IMAGE ?= holdfast:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Tests whose nodes take a bucket in place of their folder (HOLDFAST_TEST_STORE=bucket).
 IN_BUCKET = $(addprefix tests/system/test_,$(addsuffix .py,nodes_lost grow_and_shrink \
 	network_partition recovery_replica_lost recovery_spare_node hang_detection bad_steps))
@@ -35,7 +37,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest flaky test-torch campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel pictures clean
+.PHONY: install install-dev quickstart test lint pytest flaky test-torch campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel image pictures clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -128,7 +130,7 @@ docs: $(VENV)/.installed
 
 # The site needs no torch: it reads the sources.
 docs-site: $(VENV)-docs/.installed
-	$(VENV)-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 	@echo "the site: build/site/index.html"
 
 DOCS_EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb")) \
@@ -146,6 +148,9 @@ wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m hatchling build -d dist
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/system/test_wheel.py
 	@ls dist
+
+image:
+	BASE="$(BASE)" deploy/build.sh $(IMAGE)
 
 pictures: $(VENV)/.installed
 	$(BIN)/python tools/pictures.py

@@ -1,6 +1,6 @@
 """The files of `deploy/`, each read and checked against its format.
 
-No container engine was at hand. The slow tests build the package from the image's files, and run
+`make image` builds the image. The slow tests build the package from the image's files, and run
 the commands of the Compose file as processes. systemd verifies the unit.
 """
 

@@ -15,7 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-API_MARK, ERROR_MARK = "<!-- public names -->", "<!-- every error -->"
+SITE = "The [site](../internals/releasing.md#the-site) has"
+API_MARK = f"{SITE} signatures and docstrings here."
+ERROR_MARK = f"{SITE} every error with its remedy here, made from the sources."
 OUTSIDE = re.compile(
     r"\[([^\]]*)\]\((?:\.\./)*((?:examples|deploy|src|tests|tools|benchmarks)\b[^)#]*)\)"
 )
@@ -35,7 +37,9 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for source, page in PAGES.items():
-        text = re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
+        text = (ROOT / source).read_text().replace("](docs/", "](")
+        for other, name in PAGES.items():
+            text = text.replace(f"]({other})", f"]({name})")
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -82,7 +86,7 @@ def error_tables() -> str:
                 continue
             given = {each.arg: each.value for each in node.keywords}
             message, remedy = words_of(node.args[0]), words_of(given.get("remedy"))
-            if message and "remedy" in given:
+            if len(message.replace("...", "").split()) >= 3 and "remedy" in given:
                 rows[FAMILIES.get(name, "More")].add((message, remedy or "..."))
     out: list[str] = []
     for family, found in rows.items():

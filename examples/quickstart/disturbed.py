@@ -33,6 +33,7 @@ from holdfast.events import (
 )
 from holdfast.launch.node.fleet import Fleet
 from holdfast.report.formatting import format_clock, format_duration
+from holdfast.report.ledger.incidents import describe_rung
 from holdfast.report.ledger.ordering import order_records
 from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -152,9 +153,8 @@ class Story:
     def _words(self, record: Record, event: Event) -> str:
         if isinstance(event, GenerationStarted):
             who = ", ".join(self.nodes[record.generation])
-            how = "" if event.rung < 0 else f", rung {event.rung} of the ladder"
-            kept = "" if event.came_from is None else ", from what the processes hold"
-            return f"generation {record.generation}: {who}; after step {event.step}{how}{kept}"
+            how = "" if event.rung < 0 else f", {describe_rung(event.rung)}"
+            return f"{who} train on after step {event.step}{how}"
         if isinstance(event, WorkerLost):
             return f"rank {event.rank} is lost: {event.cause}"
         if isinstance(event, NoticeReceived):

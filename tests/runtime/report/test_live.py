@@ -146,6 +146,12 @@ def test_the_picture_fits_any_terminal(size: tuple[int, int]) -> None:
         assert "goodput" in text
 
 
+def test_of_many_nodes_the_picture_names_those_that_are_away() -> None:
+    progress = RunProgress(30, nodes={f"node-{n}": n != 7 for n in range(40)})
+    line = next(line for line in screen(progress, 80, 24).splitlines() if "nodes" in line)
+    assert "● 39 nodes   ✗ node-7" in line
+
+
 def test_the_first_steps_and_single_peaks_do_not_rule_the_scale() -> None:
     losses = [11.0, 9.0, *(3.0 - 0.01 * n for n in range(100))]
     losses[60] = 40.0

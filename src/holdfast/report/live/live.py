@@ -268,10 +268,16 @@ def _workers(progress: RunProgress, width: int) -> Text:
 
 
 def _nodes(progress: RunProgress, width: int) -> Text:
-    """Present and past members, and how the newest change was survived."""
+    """Present and past members, and how the newest change was survived; of many, who is away."""
     pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
+    is_wide = width >= sum(len(name) + 5 for name in progress.nodes) + 9
+    if not is_wide:
+        pieces.append((f"● {format_plural(sum(progress.nodes.values()), 'node')}   ", "green"))
     for name, there in progress.nodes.items():
-        pieces.append((f"● {name}   ", "green") if there else (f"✗ {name}   ", "dim red"))
+        if is_wide and there:
+            pieces.append((f"● {name}   ", "green"))
+        elif not there:
+            pieces.append((f"✗ {name}   ", "dim red"))
     if progress.rung >= 0:
         pieces.append((describe_rung(progress.rung), "dim"))
     return _line(*pieces, width=width)
