@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Annotated
@@ -101,8 +102,12 @@ def launch(
                 "more"
             )
         open_secret(folder, say=say)
-        job = _submit(running, launch_request(begun.loaded, folder))
-        job.write(folder)
+        with (folder / "launch.lock").open("a") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            if running is None:  # another 'launch' may have come first
+                running = _running_job(folder, loaded.config.launch, fresh=False)
+            job = _submit(running, launch_request(begun.loaded, folder))
+            job.write(folder)
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
     else:

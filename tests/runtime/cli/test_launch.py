@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import down as down_module
+from holdfast.cli import launch as launch_module
 from holdfast.cli import logs as logs_module
 from holdfast.launch.owners import local
 from holdfast.launch.owners.owner import OwnedJob
 from holdfast.launch.run.runs import read_resolved
+from holdfast.launch.start.begin import BegunRun, Start
 from holdfast.wire.store.run_location import make_local_folder
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import Host, create_term
@@ -97,6 +99,58 @@ def test_a_job_from_launch_to_down(launched: Launched) -> None:
     resumed = launched("launch", "--nodes", "2")
     assert "local has accepted 2 nodes" in resumed.err
     launched.wait_at_work(4)
+
+
+def test_of_two_launches_at_one_moment_the_second_finds_the_job_of_the_first(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, first = launch_module.begin_run, []
+
+    def begin_and_come_second(start: Start) -> BegunRun:
+        if not first:
+            first.append("")
+            first[0] = launched("launch", "--nodes", "2").err
+        return begin(start)
+
+    monkeypatch.setattr(launch_module, "begin_run", begin_and_come_second)
+    second = launched("launch", "--nodes", "2").err
+    assert "local has accepted 2 nodes" in first[0]
+    assert "local has 2 nodes of this run already" in second
+    launched.wait_at_work(2)
+    assert launched("logs").out.count("at work") == 2
+
+
+@pytest.mark.parametrize(
+    ("keeps", "words"),
+    [
+        (lambda line: True, "finished at step 6 of 6, loss "),
+        (lambda line: "run_finished" not in line, "interrupted at step 6 of 6, loss "),
+        (lambda line: False, "interrupted: before the first step of 6; continue with: "),
+    ],
+    ids=["finished", "killed", "before-its-first-step"],
+)
+def test_status_says_how_far_the_run_is(
+    launched: Launched, trained: Trained, keeps: Callable[[str], bool], words: str
+) -> None:
+    launched("launch", "--nodes", "1")
+    launched.wait_at_work(1)
+    assert "starting: before the first step of 6\n" in launched("status").out
+    launched("down")
+    for path in (trained.root / "run/journal").rglob("*.jsonl"):
+        copy = launched.folder / "journal" / path.relative_to(trained.root / "run/journal")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text("".join(filter(keeps, path.read_text().splitlines(keepends=True))))
+    shown = within("status", launched.folder).out
+    assert words in shown
+    if "step 6" in words:
+        assert "last checkpoint: step 6" in shown
+    is_over = words.startswith("finished")
+    assert f"node-0  {'finished' if is_over else 'left'}" in shown
+    again = f"continue with: holdfast launch {launched.run_file} launch.nodes=1"
+    assert (again in shown) != is_over
+    told = json.loads(within("status", launched.folder, "--json").out)
+    assert told["run"]["step"] == (6 if "step 6" in words else 0)
+    assert told["nodes"][0]["state"] == "finished"
 
 
 def test_the_job_of_a_run_in_a_bucket_that_does_not_answer(
