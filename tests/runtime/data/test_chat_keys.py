@@ -80,7 +80,7 @@ def test_keys_of_messages_are_alike_in_each_form(form: str) -> None:
         with pytest.raises(DataError, match=rf"rows.jsonl:3: message 2 has {key}"):
             read(last(**{key: False}), rows=rows)
     for key in MESSAGE_KEYS.plain:
-        with pytest.raises(DataError, match=rf"leaves out a key of message 2: {key}"):
+        with pytest.raises(DataError, match=rf"leaves out {key} of message 2"):
             read(last(**{key: "a b"}), rows=rows)
     assert not read(last(weight=0), rows=rows).text
     with pytest.raises(DataError, match="other than 0 and 1"):

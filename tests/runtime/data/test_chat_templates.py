@@ -244,7 +244,7 @@ def test_tools_may_be_a_list_or_a_text_of_json() -> None:
             "writes the arguments of 'add' in message 2 as a quoted text",
         ),
         ({"messages": TALK, "tools": [ADD]}, CHATML, "leaves out the tool 'add'"),
-        ({"messages": TALK, "tools": "add"}, WITH_TOOLS, "a text, and no JSON"),
+        ({"messages": TALK, "tools": "add"}, WITH_TOOLS, "has a text, and no JSON"),
         ({"messages": TALK, "tools": {"add": 1}}, WITH_TOOLS, "no list of objects"),
     ],
 )

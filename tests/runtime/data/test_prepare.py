@@ -322,6 +322,15 @@ def test_sources_that_changed_since_are_told_and_change_nothing(tmp_path: Path) 
     said: list[str] = []
     assert prepare_dataset(config, said.append).version == version
     assert said == []
+    path = folder / "000.txt"
+    text = path.read_text()
+    path.write_text(text)  # touched, and the same
+    assert prepare_dataset(config, said.append).version == version
+    assert said == []
+    path.write_text(text.replace(" ", "-", 1))  # as many bytes
+    prepare_dataset(config, said.append)
+    assert f"have changed (text: {path} was written since)" in said.pop()
+    path.write_text(text)
     (folder / "more.txt").write_text("another text")
     assert prepare_dataset(config, said.append).version == version
     (line,) = said

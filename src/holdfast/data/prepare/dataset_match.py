@@ -22,10 +22,13 @@ from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
 from holdfast.data.read.files import checksum, file_checksum
-from holdfast.data.read.sources import count_files, plan_source, read_unit, source_names
+from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
 from holdfast.data.stages.unit_tasks import hash_document
-from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.dataset import MANIFEST, Dataset
 from holdfast.errors import DataError
+
+COMPARED_BYTES = 64 << 20
+"""A larger source that was written since its preparation is not read again to compare it."""
 
 
 def content_settings(config: DataConfig) -> dict[str, Any]:
@@ -130,13 +133,14 @@ def _holds_the_same(
 ) -> bool:
     """Return True if a source has just the documents that the dataset was made from."""
     made = dataset.manifest["sources"][index]
-    if count_files(source, index) != (made["files"], made["bytes"]):
+    files = source_files(source, index)
+    if (len(files), sum(size for _, size in files)) != (made["files"], made["bytes"]):
         return False
     rows = array("Q")
     try:
         for unit in plan_source(source, index, 0, chat).units:
             for text in read_unit(unit, limit, xxh3_128()):
-                rows.extend(hash_document(text, unit.name))
+                rows.extend(hash_document(text))
     except DataError:
         return False
     return checksum(rows.tobytes()) == str(made["xxh3"])
@@ -153,19 +157,33 @@ def needed_vocabulary(dataset: Dataset) -> int:
 
 
 def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
-    """Sources whose files are more, fewer or of another size than when they were read. One that
-    is not there any more has not changed: a dataset stands for itself."""
-    changed = []
+    """Sources whose files are more, fewer or of another size than when they were read, or were
+    written since and hold other text. One that is not there any more has not changed: a dataset
+    stands for itself."""
+    changed, prepared = [], (dataset.folder / MANIFEST).stat().st_mtime_ns
     for index, (source, made) in enumerate(
         zip(config.sources, dataset.manifest["sources"], strict=True)
     ):
-        found = count_files(source, index)
-        if found is not None and found != (made["files"], made["bytes"]):
+        files = source_files(source, index)
+        size = sum(size for _, size in files)
+        if files and (len(files), size) != (made["files"], made["bytes"]):
             changed.append(
                 f"{made['name']}: {made['files']:,} files of {made['bytes']:,} bytes then, "
-                f"{found[0]:,} of {found[1]:,} now"
+                f"{len(files):,} of {size:,} now"
             )
+            continue
+        is_small = size <= COMPARED_BYTES
+        late = [path for path, _ in files if _written(path, is_small) > prepared]
+        limit, chat = config.max_document_bytes, read_chat_format(config)
+        if late and not (is_small and _holds_the_same(dataset, source, index, limit, chat)):
+            changed.append(f"{made['name']}: {late[0]} was written since")
     return changed
+
+
+def _written(path: str, with_moves: bool) -> int:
+    """When a file was written, in ns; with_moves: or put in its place, or copied."""
+    state = os.stat(path)
+    return max(state.st_mtime_ns, state.st_ctime_ns) if with_moves else state.st_mtime_ns
 
 
 def check_tokenizer_match(dataset: Dataset, path: Path) -> None:

@@ -42,6 +42,7 @@ from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatDocument
 from holdfast.data.read.files import canonical_json, checksum, explain_os_errors, write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit, plan_source, read_unit
+from holdfast.data.read.tokenizer_border import check_tokenizer_files, compare_ids
 from holdfast.data.read.tokenizer_check import PROBE_BYTES, check_tokenizer
 from holdfast.data.stages.dedup_split import (
     DocumentChoice,
@@ -70,6 +71,8 @@ from holdfast.machine.limits import usable_cores
 WORK_FOLDER = ".prepare"
 NAMED_FILES = 50
 """Bad files that one refusal names."""
+COMPARED_TEXTS, COMPARED = 16, 2000
+"""Texts, and characters of each, whose ids are compared with those of transformers."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of a file system that has no locks."""
 
@@ -198,6 +201,10 @@ class _Preparation:
 
     def run(self) -> None:
         self.chat = ChatPreparation(self.config)
+        if self.config.tokenizer.place is not None:
+            path = vocabulary.tokenizer_file(self.config.tokenizer.place)
+            for line in check_tokenizer_files(path, vocabulary.load_tokenizer(path)):
+                self.say(line)
         self.plans = self._plan()
         self.units = [unit for plan in self.plans for unit in plan.units]
         # Keep the unit results that exist, unless they are of other sources or settings.
@@ -313,6 +320,9 @@ class _Preparation:
             described = vocabulary.tokenizer_file(given)
             masks = tokenizer_sample(rows, choice.lots, PROBE_BYTES)
             for line in check_tokenizer(tokenizer, path, self._sample(masks), given):
+                self.say(line)
+            texts = [text[:COMPARED] for text in islice(self._sample(masks), COMPARED_TEXTS)]
+            if line := compare_ids(described, vocabulary.load_tokenizer(path), texts):
                 self.say(line)
         known = vocabulary.describe_tokenizer(tokenizer, described)
         if known.begin_id is not None:

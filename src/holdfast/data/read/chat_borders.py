@@ -17,47 +17,34 @@ from holdfast.errors import DataError, nearest_of
 REPLY = "assistant"
 ROLES = ("system", "developer", "user", REPLY, "tool", "function", "ipython", "observation")
 """Roles of messages that need no mention in a template."""
-ROLES_OF_SHAREGPT = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": REPLY,
-    "chatgpt": REPLY,
-    "assistant": REPLY,
-    "model": REPLY,
-    "tool": "tool",
-    "observation": "tool",
-}
+ROLES_OF_SHAREGPT = {"system": "system", "human": "user", "user": "user", "tool": "tool"}
+ROLES_OF_SHAREGPT |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), REPLY)
+ROLES_OF_SHAREGPT |= {"observation": "tool"}
 KWARGS = "chat_template_kwargs"
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thoughts; transformers gives a template each under the first two."""
+_GIVEN = ("tools", "documents", KWARGS)
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos", "files", "objects")
-_STEERING = (
-    *("add_generation_prompt", "continue_final_message", "chat_template", "system", "tools"),
-    *("functions", "function_call", "enable_thinking", "reasoning_effort", "documents", KWARGS),
-)
+_STEERING = ("add_generation_prompt", "continue_final_message", "chat_template")
+_ELSEWHERE = ("system", "functions", "function_call", "enable_thinking", "reasoning_effort")
+_PAIRS = ("instruction", "input", "output", "history", "system")
 TWO_TEXTS = "prompt, two texts"
-_COLUMNS = {
-    "messages": ("tools", "documents", KWARGS),
-    "sharegpt": ("system", "tools", "documents", KWARGS),
-    "instruction": (
-        *("instruction", "input", "output", "system", "history", "tools", "documents", KWARGS),
-    ),
-    "prompt": ("prompt", "completion", "tools", "documents", KWARGS),
-    TWO_TEXTS: ("prompt", "completion"),
+
+
+def _columns(form: str, *used: str) -> Border:
+    refused = {*_GIVEN, *_MEDIA, *_STEERING, *_ELSEWHERE}.difference(used)
+    plain = dict.fromkeys(sorted(refused), ()) | {"weight": (1,)}
+    return Border(f"rows: {form}", frozenset(used), plain=plain, unknown="count", entry="column")
+
+
+COLUMNS = {
+    "messages": _columns("messages", *_GIVEN),
+    "sharegpt": _columns("sharegpt", "system", *_GIVEN),
+    "instruction": _columns("instruction", *_PAIRS, *_GIVEN),
+    "prompt": _columns("prompt", "prompt", "completion", *_GIVEN),
+    TWO_TEXTS: _columns(TWO_TEXTS, "prompt", "completion"),
 }
-
-
-def _columns(form: str, used: tuple[str, ...]) -> Border:
-    plain = {name: () for name in (*_STEERING, *_MEDIA) if name not in used}
-    name = f"rows: {form}" if form != "two texts" else "rows: prompt with two texts"
-    return Border(
-        name, frozenset(used), plain=plain | {"weight": (1,)}, unknown="count", entry="column"
-    )
-
-
-COLUMNS = {form: _columns(form, used) for form, used in _COLUMNS.items()}
-"""By form of rows. The column of messages is added by the reader: a run file names it."""
+"""By form of rows. A run file names the column of messages."""
 MESSAGE_KEYS = Border(
     "messages",
     frozenset(("role", "content", "weight", "tool_calls")),
@@ -65,45 +52,31 @@ MESSAGE_KEYS = Border(
     unknown="count",
 )
 """Keys of a message. The ones that the template reads are used, too."""
-
 TEMPLATE_KWARGS = Border(
     KWARGS,
     frozenset(),
-    plain=dict.fromkeys(
-        (*_STEERING[:3], "messages", "tools", "documents", "conversation", "tokenize"), ()
-    ),
+    plain=dict.fromkeys((*_STEERING, "messages", "tools", "documents", "tokenize"), ()),
     unknown="count",
 )
 """Names that a row gives to the template. The ones that the template reads are used."""
 
-_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
-_LOSS = re.compile(
-    "(?:un)?(?:weight(?:s|ed)?|train(?:s|ed|ing|able)?|loss(?:es)?|mask(?:s|ed|ing)?"
-    "|label(?:s|ed)?|learn|ignored?|supervised?)"
+_OF_LOSS = "(un)?(weight(s|ed)?|train(s|ed|ing|able)?|loss(es)?|mask(s|ed)?|labels?)|learn|ignored?"
+_AROUND = (
+    "is|do|on|no|not|has|in|for|use|with|without|this|all|only|turns?|messages?|assistants?|user|"
+    "prompts?|completions?|reply|response|output|samples?|tokens?|row|scale|coef|factor|value|"
+    "details?|include|exclude|skip|compute"
 )
-_AROUND_LOSS = frozenset(
-    (
-        *("is", "do", "on", "no", "not", "has", "in", "for", "use", "with", "without", "this"),
-        *("all", "only", "turn", "turns", "message", "messages", "assistant", "user", "prompt"),
-        *("completion", "reply", "response", "output", "sample", "token", "tokens", "row", "scale"),
-        *("coef", "factor", "value", "detail", "include", "exclude", "skip", "compute"),
-    )
-)
-LOSS_REMEDY = "write weight: 0 for a message without loss, and leave other such keys out"
+_LOSS_KEY = re.compile(rf"(({_AROUND})[-_]?)*({_OF_LOSS})([-_]?({_OF_LOSS}|{_AROUND}))*", re.I)
 
 
 def refuse_loss_keys(entries: Mapping[str, Any], where: str, what: str, *used: str) -> None:
     """Raises DataError for a key that speaks of loss, whatever its value, and is none of `used`."""
     for key, value in entries.items():
-        words = [word.lower() for word in _WORDS.findall(key)]
-        of_loss = any(_LOSS.fullmatch(word) for word in words) and all(
-            word in _AROUND_LOSS or _LOSS.fullmatch(word) for word in words
-        )
-        if of_loss and key not in used and value is not None and value not in ("", [], {}):
+        if value not in (None, "", [], {}) and key not in used and _LOSS_KEY.fullmatch(key):
             raise DataError(
                 f"{what} has {key} {value!r}, which Holdfast would train without",
                 where=where,
-                remedy=LOSS_REMEDY,
+                remedy="write weight: 0 for a message without loss, and leave such keys out",
             )
 
 
@@ -138,13 +111,11 @@ class ChatNotes:
                 self.add(kind, name, where, count)
 
     def lines(self) -> Iterator[str]:
-        if left_out := self.seen.get(LEFT_OUT):
-            parts = [
-                f"{n:,} rows that {why} (first {w})" for why, (n, w) in sorted(left_out.items())
-            ]
-            yield "left out: " + ", ".join(parts)
-        if templates := self.seen.get(TEMPLATE):
-            yield "template " + ", ".join(f"{t} for {n:,} rows" for t, (n, _) in templates.items())
+        if rows := self.seen.get(LEFT_OUT):
+            each = [f"{n:,} rows that {why} (first {at})" for why, (n, at) in sorted(rows.items())]
+            yield "left out: " + ", ".join(each)
+        if rows := self.seen.get(TEMPLATE):
+            yield "template " + ", ".join(f"{name} for {n:,} rows" for name, (n, _) in rows.items())
         for border in (*COLUMNS.values(), MESSAGE_KEYS, TEMPLATE_KWARGS):
             unread = Unread(border)
             for name, (count, where) in self.seen.get(border.name, {}).items():
@@ -162,14 +133,10 @@ def read_columns(
 ) -> tuple[str, ...]:
     """Return the columns to count. column: of the messages. read: names that the template reads."""
     rest = {name: value for name, value in row.items() if name != column}
-    weighted = ("weight",) if row.get("weight") == 1 else ()
-    refuse_loss_keys(rest, where, "the row", *weighted)
+    refuse_loss_keys(rest, where, "the row", *(["weight"] if row.get("weight") == 1 else []))
     remedy = f"put what the template reads into {KWARGS}, and leave out the rest"
-    unread = border.check(rest, where, DataError, remedy)
-    for name in (name for name in rest if name in read and name not in border.used):
-        raise DataError(
-            f"the template reads {name}, and a row's column of that name is not given to it",
-            where=where,
-            remedy=f"put it into the row's {KWARGS}, or rename the column",
-        )
-    return unread
+    given = (*border.used, *_STEERING, "messages")
+    if names := [name for name in rest if name in read and name not in given]:
+        what = f"the template reads {names[0]}, and a column of that name is not given to it"
+        raise DataError(what, where=where, remedy=remedy)
+    return border.check(rest, where, DataError, remedy)

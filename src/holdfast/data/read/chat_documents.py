@@ -66,20 +66,11 @@ class ChatFormat:
     tool_template: str = ""
     others: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "weights" or value}
-
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> ChatFormat:
-        return ChatFormat(
-            value["template"],
-            tuple((str(k), v) for k, v in value["variables"]),
-            tuple(value["special"]),
-            tuple(value["train_on"]),
-            bool(value.get("weights")),
-            value["tool_template"],
-            tuple(value["others"]),
-        )
+        lists = {key: tuple(value[key]) for key in ("special", "train_on", "others")}
+        variables = tuple((str(k), v) for k, v in value["variables"])
+        return ChatFormat(**{**value, **lists, "variables": variables})
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ class ChatReader:
     def __init__(self, rows: str, field: str, format: ChatFormat, notes: ChatNotes):
         self._rows, self._field = rows, field_of(rows, field)
         self._format, self._notes = format, notes
-        self._known_keys: set[str] = set()  # of messages, that a template was seen to read
+        self._used: set[tuple[str, str]] = set()  # (role, key) that the template was seen to read
 
     def read(self, value: Any, where: str, *, bare: bool = False) -> str:
         """A document as `ChatDocument.encode` spells it, or "" for a row that is left out. Raises
@@ -121,7 +112,8 @@ class ChatReader:
             raise DataError("the row is no object", where=where, remedy="write one object a row")
         found = _cleaned(FORMS[self._rows].read(value, self._field, where), where)
         self._read_columns(value, found, where)
-        if any(any(token in text for token in self._format.special) for text in _texts(found)):
+        special = self._format.special
+        if any(token in text for text in _texts(vars(found)) for token in special):
             reason = SPELLS_TOKEN
         elif isinstance(found, Completion):
             if found.completion.strip():
@@ -136,33 +128,28 @@ class ChatReader:
         self._notes.add(LEFT_OUT, reason, where)
         return ""
 
-    def _template_of(self, found: Conversation) -> str:
-        return (self._format.tool_template if found.tools else "") or self._format.template
+    def _template(self, found: Conversation) -> ChatTemplate | None:
+        text = (self._format.tool_template if found.tools else "") or self._format.template
+        return compiled(text, self._format.variables) if text else None
 
     def _read_columns(
         self, row: Mapping[str, Any], found: Conversation | Completion, where: str
     ) -> None:
-        form, read = TWO_TEXTS, frozenset[str]()
-        if isinstance(found, Conversation):
-            form = self._rows
-            if text := self._template_of(found):
-                read = compiled(text, self._format.variables).variables
-        border = COLUMNS[form]
+        template = self._template(found) if isinstance(found, Conversation) else None
+        read, kwargs = template.variables if template else (), getattr(found, "kwargs", {})
+        border = COLUMNS[self._rows if isinstance(found, Conversation) else TWO_TEXTS]
         for name in read_columns(border, row, self._field, read, where):
             self._notes.add(border.name, name, where)
-        kwargs = found.kwargs if isinstance(found, Conversation) else {}
         TEMPLATE_KWARGS.check(kwargs, where, DataError, f"take it out of {KWARGS}")
-        for name, given in kwargs.items():
-            if name not in read and given is not None:
-                self._notes.add(TEMPLATE_KWARGS.name, name, where)
+        for name in (name for name in kwargs if name not in read):
+            self._notes.add(TEMPLATE_KWARGS.name, name, where)
 
     def _conversation(self, found: Conversation, where: str) -> ChatDocument | str:
         """The document, or the reason why the row is left out."""
-        format = self._format
-        text = self._template_of(found)
-        spelt = compiled(text, format.variables).spelt if text else frozenset[str]()
+        format, template = self._format, self._template(found)
+        named = {*format.train_on, *(template.spelt if template else ())}
         for place, message in enumerate(found.messages):
-            refuse_role(message["role"], place, {*spelt, *format.train_on}, where)
+            refuse_role(message["role"], place, named, where)
         trained = [
             place
             for place, message in enumerate(found.messages)
@@ -179,18 +166,17 @@ class ChatReader:
                 where=where,
                 remedy="use 1, or 0 for one without loss, or set data.chat.weights=true",
             )
-        if not text:
+        if template is None:
             raise DataError(
                 "the row has messages, and the tokenizer's folder has no chat template",
                 where=where,
                 remedy=NAME_THE_TEMPLATE,
             )
-        template = compiled(text, format.variables)
         spans = _Spans(template, found, format, where)
         marked = template.marks_replies and format.train_on == (REPLY,)
         document = spans.marked(trained) if marked else spans.derived(trained)
         spans.require_prompts()
-        for name in spans.unread_keys(self._known_keys):
+        for name in spans.unread_keys(self._used):
             self._notes.add(MESSAGE_KEYS.name, name, where)
         if format.tool_template:
             self._notes.add(TEMPLATE, "tool_use" if found.tools else "default", where)
@@ -216,17 +202,10 @@ class _Spans:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], begins_reply: bool = False
     ) -> Rendered:
-        row = self._row
-        asked = {place: self._template.asks_null & {*keys} for place, keys in row.nulls.items()}
-        given = [{**m, **dict.fromkeys(asked.get(i, ()))} for i, m in enumerate(messages)]
-        return self._template.render(
-            given,
-            self._where,
-            tools=row.tools,
-            documents=row.documents,
-            kwargs=row.kwargs,
-            begins_reply=begins_reply,
-        )
+        row, asked = self._row, self._template.asks_null
+        given = [{**m, **dict.fromkeys(asked & {*row.nulls[i]})} for i, m in enumerate(messages)]
+        more = {"tools": row.tools, "documents": row.documents, **row.kwargs}
+        return self._template.render(given, self._where, begins_reply=begins_reply, **more)
 
     def require_prompts(self) -> None:
         """Raises DataError for a text of the row that the template leaves out: of a message, a
@@ -252,41 +231,37 @@ class _Spans:
                 remedy += f" (data.chat.template_name: {' or '.join(self._format.others)})"
             raise self._refusal(f"the template leaves out {what}: {text[:SHOWN]!r}", remedy)
 
-    def unread_keys(self, known: set[str]) -> Iterator[str]:
+    def unread_keys(self, used: set[tuple[str, str]]) -> Iterator[str]:
         """Keys of messages that change nothing of the text; once for each message that has one.
-        known: keys that were seen to change one. Raises DataError for a key whose text or medium
-        would be missing."""
-        extra = [
-            (place, key)
-            for place, message in enumerate(self._messages)
-            for key in MESSAGE_KEYS.unread(message) + tuple(MESSAGE_KEYS.plain)
-            if not says_nothing(message.get(key)) and key not in known
-        ]
+        used: roles and keys that were seen to change one. Raises DataError if a medium or
+        thoughts would be missing."""
         last_user = max((i for i, m in enumerate(self._messages) if m["role"] == "user"), default=0)
-        for key in dict.fromkeys(key for _, key in extra):
-            places = [place for place, name in extra if name == key]
-            if key in THOUGHTS:
-                places = [i for i in places if not _holds(self._bare, str(self._messages[i][key]))]
-                if places and places[-1] < last_user:
-                    yield from [f"{key} of earlier replies"] * len(places)
-                    continue
-            elif self._changes_text(key):
-                known.add(key)
-                continue
-            for place in places:
-                if problems := MESSAGE_KEYS.problems({key: self._messages[place][key]}):
-                    self._require_key(place, problems[0])
-                yield key
+        for place, message in enumerate(self._messages):
+            role = message["role"]
+            texts = {key: message[key] for key in THOUGHTS if key in message}
+            texts |= {"content": message["content"]} if role == REPLY else {}
+            dropped = [key for key, text in texts.items() if not _holds(self._bare, str(text))]
+            if place < last_user:
+                yield from (f"{key} of earlier replies, or a part of it" for key in dropped)
+            for key in message:
+                unread = key in dropped and key != "content" and place >= last_user
+                if key not in (*texts, *MESSAGE_KEYS.used) and not says_nothing(message[key]):
+                    unread = (role, key) not in used and not self._changes_text(role, key)
+                    used |= set() if unread else {(role, key)}
+                if unread and key in MESSAGE_KEYS.plain:
+                    raise self._refusal(f"the template leaves out {key} of message {place + 1}")
+                if unread:
+                    yield key
 
-    def _changes_text(self, key: str) -> bool:
-        without = [{k: v for k, v in m.items() if k != key} for m in self._messages]
+    def _changes_text(self, role: str, key: str) -> bool:
+        """Return True if messages of a role give another text without a key, or none."""
+        messages = [
+            {k: v for k, v in m.items() if k != key or m["role"] != role} for m in self._messages
+        ]
         try:
-            return self._render(without).text != self._full.text
+            return self._render(messages).text != self._full.text
         except DataError:
             return True
-
-    def _require_key(self, place: int, problem: str) -> None:
-        raise self._refusal(f"the template leaves out a key of message {place + 1}: {problem}")
 
     def marked(self, trained: list[int]) -> ChatDocument:
         """By `{% generation %}`."""
@@ -342,12 +317,11 @@ class _Spans:
         header = part[: max(at, 0)]
         named = re.search(rf"\b{REPLY}\b", header, re.IGNORECASE)
         if named or any(token in header for token in self._format.special):
-            what = f"the text of message {place + 1} begins with {header[:SHOWN]!r}, because the "
-            if place == 0:
-                what += "template begins no reply as the first message of a row"
-                raise self._refusal(what, FIRST_REPLY)
+            when = "when add_generation_prompt is true" if place else "without a message before it"
             raise self._refusal(
-                what + "template does not begin a reply when add_generation_prompt is true"
+                f"the text of message {place + 1} begins with {header[:SHOWN]!r}, because the "
+                f"template does not begin a reply {when}",
+                OWN_TEMPLATE if place else FIRST_REPLY,
             )
 
     def _require_reply(self, place: int, part: str, what: str) -> None:
@@ -374,18 +348,16 @@ class _Spans:
             raise self._refusal(
                 f"the template leaves out the call of {name!r} in message {place + 1}"
             )
-        python = str(arguments) if isinstance(arguments, Mapping) and arguments else ""
-        if python and python != json.dumps(arguments, ensure_ascii=False) and python in part:
+        for text in _texts(arguments) if isinstance(arguments, Mapping) else ():
+            self._require(text, f"an argument of {name!r} in message {place + 1}")
+        wrong, how, other = str(arguments), "in Python's form", "a text of JSON"
+        if isinstance(arguments, str):
+            wrong, how, other = _quoted(arguments), "as a quoted text", "an object"
+        if arguments and re.search("[\"':]", str(arguments)) and wrong in part:
             raise self._refusal(
-                f"the template writes the arguments of {name!r} in message {place + 1} as Python, "
-                f"not as JSON: {python[:SHOWN]}",
-                "write arguments as a text of JSON",
-            )
-        if isinstance(arguments, str) and '"' in arguments and _quoted(arguments) in part:
-            raise self._refusal(
-                f"the template writes the arguments of {name!r} in message {place + 1} as a quoted "
-                f"text: {_quoted(arguments)[:SHOWN]}",
-                "write arguments as an object, not as a text of JSON",
+                f"the template writes the arguments of {name!r} in message {place + 1} {how}: "
+                f"{wrong[:SHOWN]}",
+                f"write arguments as {other}",
             )
 
     def _not_a_beginning(self, place: int, part: str, what: str) -> DataError:
@@ -431,7 +403,7 @@ def _tool_texts(tool: Any) -> Iterator[str]:
 
 def _holds(bare: str, text: str) -> bool:
     """Return True if a text, or what JSON makes of it, is in one without spaces."""
-    return any(_without_spaces(said) in bare for said in (text, _quoted(text)[1:-1]))
+    return _without_spaces(text) in bare or _without_spaces(_quoted(text)[1:-1]) in bare
 
 
 def _quoted(text: str) -> str:
@@ -444,43 +416,26 @@ def _without_spaces(text: str) -> str:
 
 def _cleaned(found: Conversation | Completion, where: str) -> Conversation | Completion:
     """With all texts in normal form."""
-    if isinstance(found, Completion):
-        return Completion(_clean(found.prompt, where), _clean(found.completion, where))
-    messages, tools, documents, kwargs = (
-        _clean(one, where)
-        for one in (list(found.messages), found.tools, found.documents, found.kwargs)
-    )
-    return Conversation(tuple(messages), found.weights, found.nulls, tools, documents, kwargs)
+    return replace(found, **{key: _clean(value, where) for key, value in vars(found).items()})
 
 
 def _clean(value: Any, where: str) -> Any:
     if isinstance(value, str):
         if has_marks(value):
-            raise DataError(
-                "a message has U+FDD0 or U+FDD1, which are no characters",
-                where=where,
-                remedy="remove them",
-            )
+            what = "a message has U+FDD0 or U+FDD1, which are no characters"
+            raise DataError(what, where=where, remedy="remove them")
         return clean_text(value, where)
     if isinstance(value, Mapping):
         return {key: _clean(inner, where) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_clean(inner, where) for inner in value]
+    if isinstance(value, list | tuple):
+        return type(value)(_clean(inner, where) for inner in value)
     return value
 
 
-def _texts(found: Any) -> Iterator[str]:
-    """Every text of a row."""
-    if isinstance(found, str):
-        yield found
-    elif isinstance(found, Completion):
-        yield from (found.prompt, found.completion)
-    elif isinstance(found, Conversation):
-        for part in (list(found.messages), found.tools, found.documents, found.kwargs):
-            yield from _texts(part)
-    elif isinstance(found, Mapping):
-        for inner in found.values():
-            yield from _texts(inner)
-    elif isinstance(found, list):
-        for inner in found:
+def _texts(value: Any) -> Iterator[str]:
+    """Every text of a row or of a part of it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(inner)

@@ -8,7 +8,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from holdfast.config.sections.data import DataConfig
-from holdfast.core.json_parsing import parse_json
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_render import compiled
@@ -36,12 +35,11 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
         named = {DEFAULT: ""}
     neighbours = vocabulary.read_neighbours(path)
     found = {"bos_token": "", "eos_token": vocabulary.describe_tokenizer(tokenizer, path).end_token}
-    for settings in (_read_object(path.parent / "special_tokens_map.json"), neighbours.settings):
-        for key in TOKENS:
-            token = settings.get(key)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                found[key] = text
+    for key in TOKENS:
+        token = neighbours.settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[key] = text
     return ChatFormat(
         named[DEFAULT],
         tuple(sorted({**found, **chat.template_kwargs}.items())),
@@ -83,15 +81,10 @@ def stop_tokens(tokenizer: Tokenizer, path: Path) -> dict[str, int]:
     known = vocabulary.describe_tokenizer(tokenizer, path)
     ids = {known.end_id}
     neighbours = vocabulary.read_neighbours(path)
-    for settings in (neighbours.model, _read_object(path.parent / "generation_config.json")):
+    for settings in (
+        neighbours.model,
+        vocabulary.read_object(path.parent / "generation_config.json"),
+    ):
         named = settings.get("eos_token_id")
         ids.update(n for n in (named if isinstance(named, list) else [named]) if n is not None)
     return {str(tokenizer.id_to_token(number)): number for number in sorted(ids)}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

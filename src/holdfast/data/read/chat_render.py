@@ -24,6 +24,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters of Unicode; they stand around what `{% generation %}` encloses."""
 
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
+_ASKS_NULL = re.compile(r"(\w+)['\"\])]*\s*(?:\bis(?:\s+not)?|[!=]=)\s*[nN]one\b")
 _FILE = "<template>"
 
 Span = tuple[int, int]  # characters [start, stop)
@@ -58,7 +59,7 @@ class ChatTemplate:
         texts = tree.find_all(jinja.nodes.Const)
         self.spelt = frozenset(one.value for one in texts if isinstance(one.value, str))
         """Texts that the template compares or writes, such as roles."""
-        self.asks_null = _compared_with_null(tree, jinja.nodes)
+        self.asks_null = frozenset(_ASKS_NULL.findall(text))
         """Keys of which the template tells null from what is missing."""
 
     def render(
@@ -66,20 +67,17 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         where: str,
         *,
-        tools: Any = None,
-        documents: Any = None,
-        kwargs: Mapping[str, Any] | None = None,
         begins_reply: bool = False,
+        **given: Any,
     ) -> Rendered:
-        """begins_reply: up to where the model would begin its reply. Raises DataError, with the
-        row's place and the template's line, if the template fails."""
+        """begins_reply: up to where the model would begin its reply. given: tools and what else the
+        row has for the template. Raises DataError, with the row's place and the template's line, if
+        the template fails."""
         try:
             marked: str = self._template.render(
                 messages=[_with_thoughts(message) for message in messages],
-                tools=tools,
-                documents=documents,
                 add_generation_prompt=begins_reply,
-                **{**self._variables, **(kwargs or {})},
+                **{"tools": None, "documents": None, **self._variables, **given},
             )
         except Exception as error:  # a template can fail in any way that Python can
             raise DataError(
@@ -99,16 +97,6 @@ class ChatTemplate:
                 text.append(piece)
                 at += len(piece)
         return Rendered("".join(text), tuple(spans))
-
-
-def _compared_with_null(tree: Any, nodes: Any) -> frozenset[str]:
-    asked = [one.node for one in tree.find_all(nodes.Test) if one.name == "none"]
-    for one in tree.find_all(nodes.Compare):
-        if any(isinstance(o.expr, nodes.Const) and o.expr.value is None for o in one.ops):
-            asked.append(one.expr)
-    names = [getattr(one, "attr", getattr(one, "name", None)) for one in asked]
-    names += [getattr(getattr(one, "arg", None), "value", None) for one in asked]
-    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,22 +68,18 @@ _FORM_REMEDY = "mend the row, or set rows in data.sources to its form (docs/guid
 
 def _parsed(value: Any, key: str, where: str) -> Any:
     """A list or an object, which many tables have as a text of JSON."""
-    if not isinstance(value, str):
-        return value
     try:
-        return parse_json(value) if value.strip() else None
+        return (parse_json(value) if value.strip() else None) if isinstance(value, str) else value
     except ValueError:
-        raise _refusal(f"{key!r} is a text, and no JSON", where, _FORM_REMEDY) from None
+        raise _refusal(f"{key!r} has a text, and no JSON", where, _FORM_REMEDY) from None
 
 
 def _objects(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]] | None:
     given = _parsed(row.get(key), key, where)
     if isinstance(given, list):
         given = [_parsed(one, key, where) for one in given]
-        if all(isinstance(one, Mapping) for one in given):
-            return given
-    if given is None:
-        return None
+    if given is None or (isinstance(given, list) and all(isinstance(o, Mapping) for o in given)):
+        return given
     raise _refusal(f"{key!r} is no list of objects", where, _FORM_REMEDY)
 
 
@@ -104,7 +100,7 @@ def _content(value: Any, where: str) -> str:
     if isinstance(value, list) and all(
         isinstance(part, Mapping)
         and isinstance(part.get("text"), str)
-        and part.get("type", "text") in ("text", "input_text", "output_text")
+        and str(part.get("type", "text")).endswith("text")
         for part in value
     ):
         for part in value:
@@ -134,13 +130,12 @@ def _conversation(
             )
         if byte != 1:
             weights[place] = byte
-        if missing := tuple(k for k, value in message.items() if value is None and k != "weight"):
-            nulls[place] = missing
+        nulls[place] = tuple(key for key, value in message.items() if value is None)
         read = {k: value for k, value in message.items() if value is not None and k != "weight"}
         if calls := _objects(message, "tool_calls", where):
-            for call in calls:
-                refuse_loss_keys(call, where, f"a call in message {place + 1}")
             read["tool_calls"] = calls
+        for call in calls or ():
+            refuse_loss_keys(call, where, f"a call in message {place + 1}")
         messages.append(read | {"content": _content(message.get("content"), where)})
     kwargs = _parsed(row.get(KWARGS), KWARGS, where) or {}
     if not isinstance(kwargs, Mapping):
@@ -156,23 +151,16 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
 def _sharegpt(row: Mapping[str, Any], field: str, where: str) -> Conversation:
     messages = _system(row, where)
     for given in _list(row, field, where):
-        role = ROLES_OF_SHAREGPT.get(str(given.get("from")))
-        if role is None:
-            name = str(given.get("from"))
+        role = ROLES_OF_SHAREGPT.get(name := str(given.get("from")))
+        if role is None or {"role", "content"} & given.keys():
             near = nearest_of(name, ROLES_OF_SHAREGPT)
-            remedy = f"did you mean {near}?" if near else "rename it"
-            if "from" not in given and "role" in given:
-                remedy = f"set rows: messages and field: {field}"
             raise _refusal(
                 f"a message is from {given.get('from')!r}, and the known ones are "
-                f"{', '.join(ROLES_OF_SHAREGPT)}",
+                f"{', '.join(ROLES_OF_SHAREGPT)}; it has {sorted(given)}",
                 where,
-                remedy,
+                f"did you mean {near}?" if near and role is None else _FORM_REMEDY,
             )
         more = {key: value for key, value in given.items() if key not in ("from", "value")}
-        if twice := sorted({"role", "content"} & more.keys()):
-            what = f"a message has from and value, and {' and '.join(twice)} as well"
-            raise _refusal(what, where, _FORM_REMEDY)
         messages.append({**more, "role": role, "content": _text(given, "value", where)})
     return _conversation(messages, row, where)
 
@@ -209,11 +197,8 @@ def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Co
         return Completion(_text(row, "prompt", where), _text(row, "completion", where))
     first, then = _list(row, "prompt", where), _list(row, "completion", where)
     if any(message.get("weight") not in (None, 0) for message in first):
-        raise _refusal(
-            "a message of 'prompt' has a weight, and loss lies on 'completion' alone",
-            where,
-            "leave the weight out, or use rows: messages",
-        )
+        what = "a message of 'prompt' has a weight, and loss lies on 'completion' alone"
+        raise _refusal(what, where, "leave the weight out, or use rows: messages")
     return _conversation([*(m | {"weight": 0} for m in map(dict, first)), *then], row, where)
 
 

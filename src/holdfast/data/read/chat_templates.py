@@ -95,8 +95,7 @@ def _folder_templates(folder: Path) -> dict[str, str]:
     try:
         if files:
             return {name: path.read_text("utf-8") for name, path in sorted(files.items())}
-        found = [_setting(folder / f"{n}.json") for n in ("tokenizer_config", "chat_template")]
-        found = found[0] or found[1]
+        found: Any = _setting(folder / "tokenizer_config.json")
     except (OSError, ValueError) as error:
         raise DataError(
             f"a chat template cannot be read ({error})", where=str(folder), remedy=NAME_THE_TEMPLATE

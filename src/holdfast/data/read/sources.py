@@ -201,20 +201,17 @@ def _unit_bytes(found: FoundFiles) -> int:
     return min(MAX_UNIT_BYTES, max(UNIT_BYTES, total // TARGET_UNITS))
 
 
-def count_files(config: SourceConfig, index: int) -> tuple[int, int] | None:
-    """(files, bytes) of a source as it is now; None where it has no files, or not any more."""
+def source_files(config: SourceConfig, index: int) -> list[tuple[str, int]]:
+    """(path, size) of a source's files as they are now; empty if it has none, or not any more."""
     found = FoundFiles()
     try:
-        if config.kind == "huggingface":
-            path = os.path.expanduser(config.place or "")
-            if not os.path.isdir(path):
-                return None
-            files = columnar_sources.folder_files(path, config.split, "", found)
-            return len(files), sum(os.path.getsize(file) for file in files)
-        found = find_files(config, f"data.sources[{index}]")
+        if config.kind != "huggingface":
+            return find_files(config, f"data.sources[{index}]").files
+        path = os.path.expanduser(config.place or "")
+        files = columnar_sources.folder_files(path, config.split, "", found)
+        return [(file, os.path.getsize(file)) for file in files]
     except (DataError, OSError):
-        return None
-    return len(found.files), sum(size for _, size in found.files)
+        return []
 
 
 def named_error(name: str, error: DataError, column: str = "") -> DataError:
@@ -241,33 +238,22 @@ def read_unit(
     on.
     """
     column = "" if unit.kind == "text" or unit.is_chat else unit.field
-    chat = None
+    take = text_sources.text_in(unit.field)
     if unit.chat is not None:
-        chat = ChatReader(unit.rows, unit.field, unit.chat, notes or ChatNotes())
+        take = ChatReader(unit.rows, unit.field, unit.chat, notes or ChatNotes()).read
     for path, start, stop in unit.parts:
+        at = (unit.kind, path, start, stop)
         try:
-            if chat is not None:
-                if unit.kind == "jsonl":
-                    yield from text_sources.json_documents(
-                        path, start, stop, chat.read, limit, seen
-                    )
-                else:
-                    yield from columnar_sources.read_records(
-                        unit.kind, path, start, stop, unit.split, chat.read, limit, seen
-                    )
+            if unit.kind == "jsonl":
+                yield from text_sources.json_documents(path, start, stop, take, limit, seen)
+            elif unit.kind == "csv":
+                yield from text_sources.csv_documents(path, unit.field, limit, seen)
+            elif unit.kind == "text":
+                yield text_sources.text_document(path, limit, seen)
+            elif unit.is_chat:
+                yield from columnar_sources.read_records(*at, unit.split, take, limit, seen)
             else:
-                if unit.kind == "jsonl":
-                    yield from text_sources.json_documents(
-                        path, start, stop, text_sources.text_in(unit.field), limit, seen
-                    )
-                elif unit.kind == "csv":
-                    yield from text_sources.csv_documents(path, unit.field, limit, seen)
-                elif unit.kind in ("parquet", "arrow", "huggingface"):
-                    yield from columnar_sources.read_rows(
-                        unit.kind, path, start, stop, unit.field, unit.split, limit, seen
-                    )
-                else:
-                    yield text_sources.text_document(path, limit, seen)
+                yield from columnar_sources.read_rows(*at, unit.field, unit.split, limit, seen)
         except (DataError, OSError) as error:
             if isinstance(error, OSError):
                 error = unreadable_error(path, error)
@@ -288,18 +274,6 @@ def _group_files(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str
         groups[-1].append((path, 0, size))
         held += size
     return groups
-
-
-def encode_document(text: str, where: str) -> bytes:
-    """UTF-8 of a document. JSON can spell half a surrogate pair, which is no character."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise DataError(
-            "a document holds half of a surrogate pair, which is not text",
-            where=where,
-            remedy="mend or remove it",
-        ) from None
 
 
 def unit_label(unit: Unit) -> str:

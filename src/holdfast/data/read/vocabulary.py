@@ -14,9 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from holdfast.config.huggingface.folder import is_pointer
+from holdfast.config.huggingface.folder import is_pointer, read_json_object
 from holdfast.core.data.special_tokens import END, KNOWN_ENDS
-from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.containers import pointer_error
 from holdfast.errors import DataError
 
@@ -199,17 +198,17 @@ class Neighbours:
 
 
 def read_neighbours(path: Path) -> Neighbours:
-    """Of a tokenizer.json; empty where it lies alone, or where they cannot be read."""
+    """Of a tokenizer.json; empty if it lies alone."""
     if path.name != "tokenizer.json":
         return Neighbours({}, {})
-    found = []
-    for name in ("tokenizer_config.json", "config.json"):
-        try:
-            value = parse_json((path.parent / name).read_text("utf-8"))
-        except (OSError, ValueError):
-            value = {}
-        found.append(value if isinstance(value, dict) else {})
-    return Neighbours(*found)
+    files = ("special_tokens_map.json", "tokenizer_config.json", "config.json")
+    tokens, settings, model = (read_object(path.parent / name) for name in files)
+    return Neighbours(tokens | settings, model)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty if there is no file."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

@@ -29,7 +29,7 @@ from xxhash import xxh3_128, xxh3_128_intdigest
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.files import READ_BYTES, write_atomic
-from holdfast.data.read.sources import Unit, encode_document, read_unit, unit_label
+from holdfast.data.read.sources import Unit, read_unit, unit_label
 from holdfast.data.read.text_sources import with_line
 from holdfast.data.stages.chat_tokens import ChatCounts, Encoder, encode_documents
 from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
@@ -100,9 +100,8 @@ def scan_unit(unit: Unit, limit: int, out: Path) -> None:
     seen, rows = xxh3_128(), array("Q")
     refused: list[DataError] = []
     notes = ChatNotes()
-    label = f"source {unit.name or unit.kind!r}: {unit_label(unit)}"
     for text in read_unit(unit, limit, seen, refused, notes):
-        rows.extend(hash_document(text, label))
+        rows.extend(hash_document(text))
     table = np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
     header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest()}
     if notes.seen:
@@ -115,7 +114,7 @@ def scan_unit(unit: Unit, limit: int, out: Path) -> None:
     write_result(out, header, lambda: iter([table.tobytes()]))
 
 
-def hash_document(text: str, label: str) -> tuple[int, int, int]:
+def hash_document(text: str) -> tuple[int, int, int]:
     """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
     lead, length = 0, len(text)
     while lead < length and text[lead].isspace():
@@ -125,7 +124,7 @@ def hash_document(text: str, label: str) -> tuple[int, int, int]:
     stop = length
     while text[stop - 1].isspace():
         stop -= 1
-    body = encode_document(text, label)
+    body = text.encode()
     first = len(text[:lead].encode())
     last = len(body) - len(text[stop:].encode())
     digest = xxh3_128_intdigest(memoryview(body)[first:last])

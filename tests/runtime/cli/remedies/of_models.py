@@ -13,7 +13,7 @@ from holdfast.config.sections.task import TaskConfig
 from holdfast.core.data.sample_order import Mixture
 from holdfast.core.schedule.timing import Durations
 from holdfast.core.sharding.pipeline_stages import check_number_of_stages
-from holdfast.data.read.sources import encode_document
+from holdfast.data.read.text_sources import clean_text
 from holdfast.layout import Replica, Topology
 from holdfast.model.generate import DecodingSession
 from holdfast.model.huggingface import export_folder
@@ -168,9 +168,9 @@ CASES: list[Case] = [
         setting("pp", int),
     ),
     Case(
-        "data/read/sources.py",
+        "data/read/text_sources.py",
         values(text="\ud83d"),
-        lambda lab: encode_document(lab.settings["text"], "a.jsonl:1"),
+        lambda lab: clean_text(lab.settings["text"], "a.jsonl:1"),
         r"mend or remove it",
         fixed(text="\U0001f600"),
     ),
