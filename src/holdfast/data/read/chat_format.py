@@ -69,18 +69,6 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {token.content: number for number, token in added.items() if token.special}
 
 
-def stop_tokens(tokenizer: Tokenizer, path: Path) -> dict[str, int]:
-    """Spelling -> id of the tokens at which generation ends, as the files next to a tokenizer.json
-    say."""
-    known = vocabulary.describe_tokenizer(tokenizer, path)
-    ids = {known.end_id}
-    neighbours = vocabulary.read_neighbours(path)
-    for settings in (neighbours.model, _read_object(path.parent / "generation_config.json")):
-        named = settings.get("eos_token_id")
-        ids.update(n for n in (named if isinstance(named, list) else [named]) if n is not None)
-    return {str(tokenizer.id_to_token(number)): number for number in sorted(ids)}
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(path.read_text("utf-8"))
