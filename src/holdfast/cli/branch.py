@@ -24,8 +24,10 @@ app = make_app("Begin a new run from a checkpoint of another one.")
 @app.command()
 def branch(
     run: RunArgument,
-    at: Annotated[str, typer.Option("--at", help="the step to continue from: a number, or newest")],
     to: Annotated[Path, typer.Option("--to", help="the new run folder; it must not exist")],
+    at: Annotated[
+        str, typer.Option("--at", help="the step to continue from: a number, or newest")
+    ] = "newest",
     overrides: Annotated[
         list[str] | None, typer.Argument(help="keys with another value: key=value ...")
     ] = None,

@@ -6,7 +6,7 @@ import torch inside its functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,10 +16,13 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.config.huggingface.folder import end_ids
 from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_parameters
+from holdfast.data.read.chat_format import read_chat_format
 from holdfast.data.read.chat_render import ChatTemplate
 from holdfast.data.read.chat_templates import TEMPLATE_FILE
 from holdfast.data.read.vocabulary import (
@@ -28,6 +31,8 @@ from holdfast.data.read.vocabulary import (
     find_begin,
     load_tokenizer,
     read_neighbours,
+    stop_tokens,
+    tokenizer_file,
 )
 from holdfast.data.stream.dataset import exists, read_manifest
 from holdfast.errors import CheckpointError, DataError, HoldfastError
@@ -237,9 +242,6 @@ def write_folder(
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_files, load_tokenizer(tokenizer))
-    base, kept = run.config.lora.base, run.folder / IMPORTED_FOLDER
-    if not kept.is_dir():  # a run in a bucket, on another node than its first one
-        base = base or run.config.model.weights
     export_folder(
         to,
         run.config.model,
@@ -248,9 +250,16 @@ def write_folder(
         dtype=cast,
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
-        imported=Path(base) if base else kept,
+        imported=settings_folder(run),
         chat_template=chat_template,
     )
+
+
+def settings_folder(run: Run) -> Path:
+    """Return the folder with the settings of the weights that the run began with."""
+    kept = run.folder / IMPORTED_FOLDER  # a run in a bucket has it on its first node
+    named = run.config.lora.base or ("" if kept.is_dir() else run.config.model.weights)
+    return Path(named) if named else kept
 
 
 @dataclass(frozen=True)
@@ -288,6 +297,10 @@ def _as_chat(folder: Path, prompt: str) -> str:
             remedy="leave out --chat",
         )
     template = ChatTemplate((folder / TEMPLATE_FILE).read_text("utf-8"), known["variables"])
+    return _as_message(template, prompt)
+
+
+def _as_message(template: ChatTemplate, prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     return template.render(messages, "the prompt", begins_reply=True).text
 
@@ -297,10 +310,6 @@ def continuations(
 ) -> list[str]:
     """Return the model's text after each prompt, up to the end of the document. chat: a prompt is
     a user's message, and the text is the reply."""
-    import torch
-
-    from holdfast.model.generate import generate
-
     if not _is_of_transformers(run):
         refuse_task(run.config.task, "generating text")
     path = run.dataset_files / "tokenizer.json"
@@ -313,11 +322,52 @@ def continuations(
         )
     tokenizer = load_tokenizer(path)
     special = dataset_tokens(run.dataset_files, tokenizer)
-    end, begin = special.end_id, [] if special.begin_id is None else [special.begin_id]
+    stop, begin = {special.end_id} | end_ids(settings_folder(run)), special.begin_id
     if chat:
         prompts = [_as_chat(run.dataset_files, prompt) for prompt in prompts]
-        tokenizer.encode_special_tokens, begin = False, []  # the template writes special tokens
-    model = _open_model(run, checkpoint)
+        tokenizer.encode_special_tokens, begin = False, None  # the template writes special tokens
+    return _continue(_open_model(run, checkpoint), tokenizer, begin, stop, prompts, how)
+
+
+def folder_continuation(folder: Path, prompt: str, how: Sampling, chat: bool) -> str:
+    """Return the text of a model in Hugging Face form after a prompt, as `continuations`."""
+    import torch
+
+    from holdfast.model.decoder import Decoder
+    from holdfast.model.huggingface import import_folder
+
+    path = tokenizer_file(folder)
+    tokenizer = load_tokenizer(path)
+    begin = describe_tokenizer(tokenizer, path).begin_id
+    if chat:
+        rows = {"kind": "jsonl", "path": "rows", "rows": "messages"}
+        settings = {"tokenizer": {"path": str(path)}, "sources": [rows], "attention": "document"}
+        form = read_chat_format(DataConfig.model_validate(settings))
+        assert form is not None, "the rows are messages"
+        prompt = _as_message(ChatTemplate(form.template, dict(form.variables)), prompt)
+        tokenizer.encode_special_tokens, begin = False, None
+    config, tensors = import_folder(folder)
+    with torch.device("meta"):
+        model = Decoder(config)
+    state = {name: value.float() for name, value in tensors.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    stop = stop_tokens(tokenizer, path).values()
+    return _continue(model.eval(), tokenizer, begin, stop, [prompt], how)[0]
+
+
+def _continue(
+    model: Decoder | OpenSession,
+    tokenizer: Tokenizer,
+    begin: int | None,
+    stop: Collection[int],
+    prompts: Sequence[str],
+    how: Sampling,
+) -> list[str]:
+    """begin: the token before each prompt; None for none."""
+    import torch
+
+    from holdfast.model.generate import generate
+
     texts = []
     for prompt in prompts:
         if any(0xD800 <= ord(c) < 0xE000 for c in prompt):  # how Python carries other bytes
@@ -326,7 +376,8 @@ def continuations(
                 where=repr(prompt),
                 remedy="give it in the terminal's encoding, UTF-8",
             )
-        ids = begin + tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = ids if begin is None else [begin, *ids]
         found = generate(
             model,
             torch.tensor([ids], dtype=torch.long).reshape(1, -1),
@@ -334,8 +385,8 @@ def continuations(
             temperature=how.temperature,
             top_p=how.top_p,
             seed=how.seed,
-            stop=end,
+            stop=stop,
         )
-        added = [token for token in found[0, len(ids) :].tolist() if token != end]
+        added = [token for token in found[0, len(ids) :].tolist() if token not in stop]
         texts.append(tokenizer.decode(added, skip_special_tokens=False))
     return texts

@@ -8,7 +8,7 @@ generator keyed by (seed, "generate", n), so that the same call gives the same t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
@@ -95,15 +95,15 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: int | None = None,
+    stop: Collection[int] = (),
     on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Continue each row of `tokens` [B, S >= 1] by at most `new_tokens` -> [B, S + n].
 
     `temperature` 0 takes the likeliest token. `on_token` is given each step's tokens [B] at once,
-    for streaming. After a row has drawn `stop`, it continues with `stop`. When every row has drawn
-    it, generation ends. Raises UserError if the text would outgrow the model's positions or a
-    setting is out of range.
+    for streaming. After a row has drawn one of `stop`, it continues with it. When every row has
+    drawn one, generation ends. Raises UserError if the text would outgrow the model's positions or
+    a setting is out of range.
     """
     if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise UserError(
@@ -114,19 +114,20 @@ def generate(
         raise UserError("the prompt is empty", remedy="give at least one token of text")
     open_session = partial(DecodingSession, model) if isinstance(model, Decoder) else model
     session = open_session(tokens.shape[1] + new_tokens)
-    ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    ends = torch.tensor(sorted(stop), dtype=torch.long, device=tokens.device)
+    drawn = tokens[:, -1]
+    ended = torch.zeros_like(drawn, dtype=torch.bool)
     text, fresh = [tokens], tokens
     for index in range(new_tokens):
         logits = session.read(fresh)
-        drawn = sample(logits, temperature, top_p, key_seed(seed, "generate", index))
-        if stop is not None:
-            drawn = torch.where(ended, stop, drawn)
-            ended = ended | (drawn == stop)
+        chosen = sample(logits, temperature, top_p, key_seed(seed, "generate", index))
+        drawn = torch.where(ended, drawn, chosen)
+        ended = ended | torch.isin(drawn, ends)
         fresh = drawn[:, None]
         text.append(fresh)
         if on_token is not None:
             on_token(drawn)
-        if stop is not None and bool(ended.all()):
+        if bool(ended.all()):
             break
     return torch.cat(text, dim=1)
 

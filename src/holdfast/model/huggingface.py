@@ -22,7 +22,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.config.huggingface.convert import to_their_config
-from holdfast.config.huggingface.folder import CHAT_TEMPLATE, FETCH_AGAIN, read_folder_model
+from holdfast.config.huggingface.folder import (
+    CHAT_TEMPLATE,
+    FETCH_AGAIN,
+    GENERATION,
+    end_ids,
+    eos_of,
+    read_folder_model,
+    read_json_object,
+)
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.core.format.stored_weights import check_weights
@@ -68,10 +76,15 @@ def export_folder(
         if chat_template is not None:
             shutil.copyfile(chat_template, partial / CHAT_TEMPLATE)
         ids = {key: kept.get(key, special.get(key)) for key in TOKEN_IDS}
+        ends = (end_ids(imported) if imported else set()) | eos_of(special)
+        if len(ends) > 1:
+            ids["eos_token_id"] = sorted(ends)
         config |= {**ids, "dtype": stored, "torch_dtype": stored}
         _write_json(partial / "config.json", config)
-        if not (partial / "generation_config.json").exists():
-            _write_json(partial / "generation_config.json", to_their_generation_config(ids))
+        if not (path := partial / GENERATION).exists():
+            _write_json(path, to_their_generation_config(ids))
+        elif ends - eos_of(given := read_json_object(path)):
+            _write_json(path, given | {"eos_token_id": ids["eos_token_id"]})
 
 
 def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, FolderTensors]:

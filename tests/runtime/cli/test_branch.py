@@ -99,7 +99,7 @@ def test_its_run_file_has_the_parents_values_and_the_changed_ones(
     parent: Path, tmp_path: Path
 ) -> None:
     settings = (RATE, "train.steps=20", "checkpoint.keep_last=7", "checkpoint.bucket=copies")
-    assert within("branch", parent, "--at", "newest", "--to", "new", *settings).code == 0
+    assert within("branch", parent, "--to", "new", *settings).code == 0
     loaded = load_config(tmp_path / "new" / "run.yaml").config
     old = open_run(parent).config.model_dump(mode="json")
     new = loaded.model_dump(mode="json")
@@ -330,11 +330,16 @@ def test_a_longer_decay_names_the_checkpoint_before_it(parent: Path) -> None:
     long = short.model_copy(update={"steps": 12})
     config = open_run(parent).config
     stored = config.model_copy(update={"train": short}).model_dump(mode="json")
-    command = branch_command(parent, stored, config.model_copy(update={"train": long}))
+    command, _ = branch_command(parent, stored, config.model_copy(update={"train": long}))
     assert "--at 3 " in command, "the rate of step 5 would change, and of no step before it"
     other = long.model_copy(update={"optimizer": OptimizerConfig(learning_rate=1e-4)})
-    command = branch_command(parent, stored, config.model_copy(update={"train": other}))
+    command, note = branch_command(parent, stored, config.model_copy(update={"train": other}))
     assert "--at 6 " in command
+    assert "rate was 0.0003 at step 6, and a branch begins at 0.0001" in note
+    cosine = {"steps": 12, "schedule": ScheduleConfig(warmup_steps=1)}
+    stored["train"] = short.model_copy(update={**cosine, "steps": 6}).model_dump(mode="json")
+    longer = config.model_copy(update={"train": short.model_copy(update=cosine)})
+    assert "--at 6 " in branch_command(parent, stored, longer)[0]
 
 
 def test_another_batch_names_the_branch_that_has_it_from_its_first_step_on(

@@ -152,8 +152,10 @@ def test_a_run_continues_an_exported_adapter(trained: Path, capsys: Capture) -> 
 
 def test_other_commands_work_with_the_run_or_refuse(trained: Path, capsys: Capture) -> None:
     root = trained.parent
-    said = here(capsys, "generate", root / "run", "Say blue.", "--chat", "--tokens", "3")
-    assert said.code == 0, said.err
+    prompt = "Say blue.", "--chat", "--tokens", "3", "--temperature", "0"
+    said = here(capsys, "generate", root / "run", *prompt).succeeds()
+    assert here(capsys, "generate", root / "merged", *prompt).succeeds().out == said.out
+    here(capsys, "generate", root / "merged", "x", "--step", "3").refuses("--step has no effect")
     for command in (("checkpoint", "verify"), ("data", "audit"), ("checkpoint", "show")):
         assert here(capsys, *command, root / "run").code == 0
     named = here(

@@ -46,14 +46,14 @@ def test_stop_ends_each_row() -> None:
     model, text = lively(config()), tokens(4, 3)
     free = generate(model, text, 40, seed=3)
     stop = int(free[0, 10])
-    ended = generate(model, text, 40, seed=3, stop=stop)
+    ended = generate(model, text, 40, seed=3, stop=[stop, 10**6])
     for row, wanted in zip(ended[:, 3:], free[:, 3:], strict=True):
         at = wanted.tolist().index(stop) if stop in wanted.tolist() else len(wanted)
         assert torch.equal(row[: at + 1], wanted[: len(row)][: at + 1])
         assert (row[at + 1 :] == stop).all()
     alone = generate(model, text[:1], 40, seed=3, temperature=0)
     likeliest = int(alone[0, 5])
-    stopped = generate(model, text[:1], 40, temperature=0, stop=likeliest)
+    stopped = generate(model, text[:1], 40, temperature=0, stop=[likeliest])
     assert stopped.shape[1] <= 6
     assert stopped[0, -1] == likeliest
 

@@ -14,11 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.config.huggingface.folder import keep_settings
+from holdfast.config.huggingface.folder import (
+    GENERATION_KEYS,
+    describe_unread_settings,
+    end_ids,
+    eos_of,
+    keep_settings,
+)
 from holdfast.config.sections.model import ModelConfig
+from holdfast.data.read.vocabulary import stop_tokens
 from holdfast.errors import ModelFolderError
 from holdfast.model.decoder import Decoder
 from holdfast.model.huggingface import export_folder, import_folder
+from tests.support.borders import unknown_entries
 from tests.support.models import SCALING, SHAPES, config, lively, tokens, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -319,6 +327,33 @@ def test_settings_of_the_folder_come_back(tmp_path: Path) -> None:
             assert (tmp_path / "out" / name).read_text() == files[name]
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"]) == ([0, 7], 3)
+
+
+def test_one_list_of_end_tokens_for_gate_export_and_generate(tmp_path: Path) -> None:
+    """The run's own end token, and those that the settings of its weights name."""
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json")
+    kept, out, end = tmp_path / "kept", tmp_path / "out", tokenizer.token_to_id("<|endoftext|>")
+    kept.mkdir()
+    (kept / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    settings = {"eos_token_id": [7, 9], "top_k": 5, "temperature": 0.3}
+    (kept / "generation_config.json").write_text(json.dumps(settings))
+    export_folder(
+        out,
+        config(vocab_size=300),
+        lively(config(vocab_size=300)).state_dict(),
+        tmp_path / "tokenizer.json",
+        end_token="<|endoftext|>",
+        imported=kept,
+    )
+    wanted = {7, 9, end}
+    for name in ("config.json", "generation_config.json"):
+        assert eos_of(json.loads((out / name).read_text())) == wanted
+    assert set(stop_tokens(tokenizer, out / "tokenizer.json").values()) == wanted == end_ids(out)
+    drawn = unknown_entries(GENERATION_KEYS)
+    (out / "generation_config.json").write_text(json.dumps(settings | drawn))
+    line = describe_unread_settings(out)
+    assert all(name in line for name in (*drawn, "top_k"))
+    assert "temperature" not in line
 
 
 def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:

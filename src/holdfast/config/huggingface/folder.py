@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.borders import Border, Unread
 from holdfast.config.huggingface.convert import from_their_config
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
@@ -25,6 +28,7 @@ def is_pointer(head: bytes) -> bool:
 
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 FETCH_AGAIN = "fetch it again"
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 16 * 2**20  # a config.json has some thousands
@@ -37,7 +41,7 @@ TOKENIZER_SETTINGS = (
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
-KEPT_FILES = (CONFIG, "generation_config.json", *TOKENIZER_SETTINGS)
+KEPT_FILES = (CONFIG, GENERATION, *TOKENIZER_SETTINGS)
 """What a run keeps of the folder that its weights came from."""
 
 
@@ -48,6 +52,42 @@ def keep_settings(source: Path, folder: Path, tokenizer: bool) -> None:
     for name in KEPT_FILES if tokenizer else KEPT_FILES[:2]:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+GENERATION_KEYS = Border(
+    GENERATION,
+    frozenset({"eos_token_id"}),
+    frozenset(  # what options of `holdfast generate` say, and what changes no text
+        {"bos_token_id", "pad_token_id", "do_sample", "temperature", "top_p", "max_new_tokens"}
+        | {"max_length", "transformers_version", "use_cache", "_from_model_config"}
+        | {"cache_implementation", "return_dict_in_generate"}
+    ),
+    unknown="count",
+)
+
+
+def end_ids(folder: Path) -> set[int]:
+    """Return the tokens at which a text ends, as `eos_token_id` of the settings in a folder names
+    one or several. Settings that are missing or cannot be read name none."""
+    found: set[int] = set()
+    for name in (CONFIG, GENERATION):
+        with suppress(ModelFolderError):
+            found |= eos_of(read_json_object(folder / name))
+    return found
+
+
+def eos_of(settings: Mapping[str, Any]) -> set[int]:
+    """Return the ids of `eos_token_id`: one, several or none."""
+    named = settings.get("eos_token_id")
+    return {n for n in (named if isinstance(named, list) else [named]) if n is not None}
+
+
+def describe_unread_settings(folder: Path) -> str:
+    """A line about keys of generation_config.json that `holdfast generate` does not follow."""
+    unread, path = Unread(GENERATION_KEYS), folder / GENERATION
+    if path.is_file():
+        unread.add(GENERATION_KEYS.unread(read_json_object(path)), str(path))
+    return unread.line()
 
 
 def read_folder_model(folder: Path) -> ModelConfig:

@@ -208,13 +208,17 @@ def _stored_task(stored: Mapping[str, Any]) -> str:
 
 
 def refuse_other_run(
-    stored: Mapping[str, Any], config: RunConfig, folder: str, branch_command: str = ""
+    stored: Mapping[str, Any],
+    config: RunConfig,
+    folder: str,
+    branch_command: str = "",
+    rates: str = "",
 ) -> None:
     """Raises RunFolderError, naming the first keys that differ, when `folder` belongs to a run
     that computes something else. The caller compares the datasets' versions.
 
     branch_command: begins a run with the changed keys from a checkpoint of this one; "" if there is
-    no checkpoint.
+    no checkpoint. rates: what it does to the learning rate.
     """
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
@@ -241,7 +245,8 @@ def refuse_other_run(
     elif branch_command:
         keep = ""
         if [d.key for d in found] == [SCHEDULE_STEPS]:
-            keep = f"keep it with {SCHEDULE_STEPS}={found[0].there}, "
+            keep = f"keep it with {SCHEDULE_STEPS}={found[0].there} (the rate stays as it is), "
+            fits = f"; {rates}" if rates else ""
         remedy = (
             f"{keep}put the values back, {START_OVER}, or continue in a run of its own: "
             f"{branch_command}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -73,18 +72,3 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Spelling -> id of the tokens that no text may spell."""
     added = tokenizer.get_added_tokens_decoder()
     return {token.content: number for number, token in added.items() if token.special}
-
-
-def stop_tokens(tokenizer: Tokenizer, path: Path) -> dict[str, int]:
-    """Spelling -> id of the tokens at which generation ends, as the files next to a tokenizer.json
-    say."""
-    known = vocabulary.describe_tokenizer(tokenizer, path)
-    ids = {known.end_id}
-    neighbours = vocabulary.read_neighbours(path)
-    for settings in (
-        neighbours.model,
-        vocabulary.read_object(path.parent / "generation_config.json"),
-    ):
-        named = settings.get("eos_token_id")
-        ids.update(n for n in (named if isinstance(named, list) else [named]) if n is not None)
-    return {str(tokenizer.id_to_token(number)): number for number in sorted(ids)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from holdfast.config.huggingface.folder import is_pointer, read_json_object
+from holdfast.config.huggingface.folder import end_ids, is_pointer, read_json_object
 from holdfast.core.data.special_tokens import END, KNOWN_ENDS
 from holdfast.data.read.containers import pointer_error
 from holdfast.errors import DataError
@@ -178,6 +178,13 @@ def describe_tokenizer(tokenizer: Tokenizer, path: Path) -> Vocabulary:
         where="data.tokenizer.path",
         remedy=f"add one of {', '.join(KNOWN_ENDS)} to its added tokens",
     )
+
+
+def stop_tokens(tokenizer: Tokenizer, path: Path) -> dict[str, int]:
+    """Spelling -> id of the tokens at which generation ends, as the files next to a tokenizer.json
+    say."""
+    ids = {describe_tokenizer(tokenizer, path).end_id} | end_ids(path.parent)
+    return {str(tokenizer.id_to_token(number)): number for number in sorted(ids)}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.format.manifest import Commit
-from holdfast.core.lr_schedule import last_common_step
+from holdfast.core.lr_schedule import last_common_step, learning_rate
 from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError
@@ -47,20 +47,21 @@ def usable_commits(store: RunStore) -> list[str]:
     return [key for key in keys if key not in given_up]
 
 
-def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -> str:
-    """Return the command that begins a branch of the run in `folder` with the changed keys.
+def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -> tuple[str, str]:
+    """Return the command that begins a branch of the run in `folder` with the changed keys, and
+    what the branch does to the learning rate.
 
-    It is "" for a run without a checkpoint. Otherwise it names the newest before the
-    last step. If only the schedule gets longer, it names the newest whose steps keep their learning
-    rates. For a wsd schedule this is the last before the decay."""
+    Both are "" for a run without a checkpoint. Otherwise the command names the newest before the
+    last step. If only a wsd schedule gets longer, it names the last before the decay."""
     steps = [step_of(key) for key in usable_commits(store_of_run(folder))]
     if not steps:
-        return ""
+        return "", ""
     at, after = steps[0], config.train
     before: TrainConfig | None = None
     with suppress(ValidationError):
         before = RunConfig.model_validate(drop_unknown_keys(dict(stored))).train
-        if (before.schedule, before.optimizer) == (after.schedule, after.optimizer):
+        is_longer = (before.schedule, before.optimizer) == (after.schedule, after.optimizer)
+        if is_longer and after.schedule.kind == "wsd":
             same = last_common_step(before, after, at)
             at = max((step for step in steps if step <= same), default=at)
     at = max((step for step in steps if step <= at and step < after.steps), default=at)
@@ -73,7 +74,11 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     if at >= after.steps:
         changes = [change for change in changes if not change.startswith("train.steps=")]
         changes.append(f"train.steps={2 * at}")
-    return " ".join([shlex.join(words), *changes])
+    note = ""
+    if before is not None and not (before.schedule.is_function or after.schedule.is_function):
+        was, becomes = learning_rate(before, at), learning_rate(after, at + 1)
+        note = f"the learning rate was {was:.3g} at step {at}, and a branch begins at {becomes:.3g}"
+    return " ".join([shlex.join(words), *changes]), note
 
 
 def _free(folder: Path, ending: str = "-branch") -> str:

@@ -153,8 +153,8 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
     ]
     if [d.key for d in differing] == [SCHEDULE_STEPS]:
         refuse_cut(folder, loaded.config.train.steps)  # no other length of the schedule helps
-    command = branch_command(folder, stored["config"], loaded.config)
-    refuse_other_run(stored["config"], loaded.config, where_of_run(folder), command)
+    command, note = branch_command(folder, stored["config"], loaded.config)
+    refuse_other_run(stored["config"], loaded.config, where_of_run(folder), command, note)
     before = stored.get("dataset", {}).get("version", dataset_version)
     if before != dataset_version:
         raise RunFolderError(
