@@ -197,6 +197,11 @@ class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at"}):
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
     skipped_at: float = 0.0  # fp16: the loss scale of gradients that overflowed; 0: not skipped
 
+    @property
+    def unit(self) -> str:
+        """What `tokens` counts: samples, if each counts for one."""
+        return "samples" if self.tokens == self.samples else "tokens"
+
 
 class MemoryUsed(Event, kind="memory_used"):
     """Memory of a rank's process after step `step`; written a few times a minute."""

@@ -8,38 +8,95 @@ by its name.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from holdfast.adapters.overrides import names, refuse_overridden
+from holdfast.borders import Border
 from holdfast.errors import TaskError
-from holdfast.tasks.scripts.own_loop import run
+from holdfast.tasks.scripts.own_loop import Run, run
 
 _WHERE = "holdfast.adapters.hf_trainer"
 _IGNORED_LABEL = -100  # of a position that no loss is computed of
-_LABEL_COLUMNS = ("label", "label_ids", "labels")
 
 _QUIET_CALLBACKS = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback")
 """Callbacks that only show progress, which Holdfast does itself."""
 
-_REFUSED_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
-    "fp16": (False, "use --set train.precision=fp16"),
-    "bf16": (False, "use --set train.precision=bf16"),
-    "torch_compile": (False, "remove it"),
-    "gradient_checkpointing": (False, "remove it"),
-    "neftune_noise_alpha": (None, "remove it"),
-    "auto_find_batch_size": (False, "remove it"),
-    "deepspeed": (None, "remove it"),
-    "load_best_model_at_end": (False, "choose a checkpoint after the run"),
-}
-"""Arguments that would change the curve: the value that may stay, and a remedy."""
+_PACKAGES = ("transformers",)
 
-_NO_SAMPLING = ("random", "random_sampler")
-"""Values of `train_sampling_strategy` that leave the order of samples to Holdfast."""
+TRAINER_METHODS = Border(
+    "methods of a Trainer",
+    used=names(
+        "compute_loss create_optimizer create_optimizer_and_scheduler create_scheduler "
+        "get_decay_parameter_names get_optimizer_cls_and_kwargs "
+        "_get_collator_with_removed_columns _set_signature_columns_if_needed"
+    ),
+    # What `__init__` or the author calls, and what saves, loads, logs and predicts.
+    harmless=names(
+        "_build_accelerator_args _finish_current_push _get_output_dir _load_best_model "
+        "_load_callback_state _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state "
+        "_load_scaler _move_model_to_device _push_from_checkpoint _save _save_checkpoint "
+        "_save_optimizer_and_scheduler _save_rng_state _save_scaler _validate_args add_callback "
+        "call_model_init create_accelerator_and_postprocess create_model_card end "
+        "floating_point_ops get_learning_rates get_num_trainable_parameters get_optimizer_group "
+        "get_test_dataloader init_hf_repo is_local_process_zero is_world_process_zero log "
+        "log_metrics metrics_format num_examples pop_callback predict push_to_hub remove_callback "
+        "save_metrics save_model save_state store_flos"
+    ),
+    entry="method",
+)
+_OF_VALIDATION = names(
+    "_evaluate _get_eval_sampler evaluate evaluation_loop get_eval_dataloader prediction_step"
+)
+"""Methods that the run's validation does not call: harmless without one."""
+
+TRAINER_ARGUMENTS = Border(
+    "TrainingArguments",
+    used=names(
+        "per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type "
+        "lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 "
+        "adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps max_grad_norm "
+        "label_smoothing_factor eval_strategy eval_steps remove_unused_columns label_names"
+    ),
+    # Of saving, logging, places, data loading and several processes, which are Holdfast's.
+    harmless=names(
+        "output_dir average_tokens_across_devices use_cache torch_empty_cache_steps "
+        "logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter "
+        "include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name "
+        "project trackio_space_id trackio_bucket_id trackio_static_space_id "
+        "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches "
+        "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+        "save_only_model save_strategy save_steps save_on_each_node save_total_limit "
+        "enable_jit_checkpoint hub_token hub_private_repo hub_model_id hub_strategy "
+        "hub_always_push hub_revision metric_for_best_model greater_is_better ignore_data_skip "
+        "restore_callback_states_from_checkpoint full_determinism dataloader_num_workers "
+        "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context dataloader_in_order length_column_name "
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ddp_backend ddp_timeout fsdp_config gradient_checkpointing_kwargs "
+        "activation_checkpointing_kwargs liger_kernel_config skip_memory_metrics do_train do_eval "
+        "do_predict local_rank"
+    ),
+    plain={"train_sampling_strategy": ("random", "random_sampler")},
+    entry="argument",
+)
+_IN_THE_SCRIPT = "call model.gradient_checkpointing_enable() in the script instead"
+_REMEDIES = {
+    "fp16": "use --set train.precision=fp16",
+    "bf16": "use --set train.precision=bf16",
+    "gradient_checkpointing": _IN_THE_SCRIPT,
+    "activation_checkpointing": _IN_THE_SCRIPT,
+    "load_best_model_at_end": "choose a checkpoint after the run",
+    "train_sampling_strategy": "use 'random'",
+    "push_to_hub": "call trainer.push_to_hub() after the training",
+    "resume_from_checkpoint": "remove it: the same command resumes the run",
+    "use_cpu": "use --set device=cpu",
+}
 
 Weight = Callable[[Mapping[str, Tensor]], int]
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
@@ -62,15 +119,13 @@ def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
     Raises TaskError.
     """
     current, args, model = run(), trainer.args, trainer.model
-    for name, (allowed, remedy) in _REFUSED_ARGUMENTS.items():
-        value = getattr(args, name, allowed)
-        if value != allowed and value:
-            raise _refused(f"TrainingArguments.{name} is {value!r}", remedy)
-    strategy = getattr(args, "train_sampling_strategy", "random")
-    if str(getattr(strategy, "value", strategy)) not in _NO_SAMPLING:
-        raise _refused(f"TrainingArguments.train_sampling_strategy is {strategy!r}", "use 'random'")
+    _refuse_arguments(args, current)
     _refuse_callbacks(trainer)
-    _refuse_methods(trainer)
+    is_validated = _strategy(args) != "no"
+    harmless = TRAINER_METHODS.harmless | (frozenset() if is_validated else _OF_VALIDATION)
+    methods = replace(TRAINER_METHODS, harmless=harmless)
+    remedy = "override compute_loss, or write the loop yourself with holdfast.run()"
+    refuse_overridden(trainer, _PACKAGES, methods, _WHERE, remedy)
     micro = int(args.per_device_train_batch_size)
     batch_size = micro * int(args.gradient_accumulation_steps)
     dataset = trainer.train_dataset
@@ -98,13 +153,17 @@ def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
 def _steps_between_validations(trainer: Any, steps: int, batch_size: int) -> int | None:
     """By `eval_strategy`; None for no validation."""
     args = trainer.args
-    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    strategy = _strategy(args)
     if strategy == "no":
         return None
     if strategy == "epoch":
         return ceil(len(trainer.train_dataset) / batch_size)
     share = float(args.eval_steps)
     return ceil(steps * share if share < 1 else share)
+
+
+def _strategy(args: Any) -> str:
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy))
 
 
 def _validate(trainer: Any, every: int, collate: Collate, weigh: Weight) -> None:
@@ -137,18 +196,8 @@ def _collator(trainer: Any) -> Collate:
             f"{type(collator).__name__} masks at random where samples are read",
             "mask in the dataset, from a seed for each index",
         )
-    known = inspect.signature(trainer.model.forward).parameters
-    keeps_all = not trainer.args.remove_unused_columns
-    wanted = (*known, *_LABEL_COLUMNS)
-
-    def collate(items: Sequence[Any]) -> Mapping[str, Tensor]:
-        kept = [
-            {name: value for name, value in item.items() if keeps_all or name in wanted}
-            for item in items
-        ]
-        return dict(collator(kept))
-
-    return collate
+    collate = trainer._get_collator_with_removed_columns(collator)
+    return lambda items: dict(collate(list(items)))
 
 
 def _counted_labels(trainer: Any) -> Weight:
@@ -167,25 +216,38 @@ def _counted_labels(trainer: Any) -> Weight:
 
 def _refuse_callbacks(trainer: Any) -> None:
     for callback in trainer.callback_handler.callbacks:
-        name = type(callback).__name__
-        if name not in _QUIET_CALLBACKS:
+        kind = type(callback)
+        name, package = kind.__name__, kind.__module__.partition(".")[0]
+        if name not in _QUIET_CALLBACKS or package not in _PACKAGES:
             raise _refused(
                 f"callback {name} is not called by Holdfast, and could change the curve",
                 "remove it; for a tracker use report_to='none' and --set logging.trackers=[...]",
             )
 
 
-def _refuse_methods(trainer: Any) -> None:
-    """Refuse a subclass that overrides the parts of the trainer's loop, which is not run."""
-    for kind in type(trainer).__mro__:
-        if kind.__module__.partition(".")[0] == "transformers":
-            return
-        for name in ("training_step", "get_train_dataloader", "_inner_training_loop", "train"):
-            if name in vars(kind):
-                raise _refused(
-                    f"{kind.__name__}.{name} is not called by Holdfast",
-                    "override compute_loss, or write the loop yourself with holdfast.run()",
-                )
+def _refuse_arguments(args: Any, current: Run) -> None:
+    """Refuse an argument that would change the curve, by its name and value."""
+    kinds = type(args).__mro__
+    base = next(kind for kind in kinds if kind.__module__.partition(".")[0] in _PACKAGES)
+    as_the_run = {"seed": current.seed, "data_seed": current.seed}
+    as_the_run |= {"use_cpu": True} if current.device.type == "cpu" else {}
+    said = {}
+    for one in fields(base):
+        value = getattr(args, one.name)
+        if not (_is_default(value, one) or as_the_run.get(one.name) == value):
+            said[one.name] = getattr(value, "value", value)
+    for name in (*TRAINER_ARGUMENTS.unread(said), *TRAINER_ARGUMENTS.plain.keys() & said.keys()):
+        if TRAINER_ARGUMENTS.problems({name: said[name]}):
+            seed = f"use --set seed={said[name]}" if name in ("seed", "data_seed") else "remove it"
+            what = f"TrainingArguments.{name} is {said[name]!r}"
+            raise _refused(what, _REMEDIES.get(name, seed))
+
+
+def _is_default(value: Any, one: Field[Any]) -> bool:
+    """Return True for the default of a field, or of the class of an object in it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return bool(value == type(value)())
+    return bool(value == one.default)
 
 
 def _refused(what: str, remedy: str) -> TaskError:

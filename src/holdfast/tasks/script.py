@@ -72,7 +72,8 @@ class Script(Task):
         """Run the script up to its loop. Raises TaskError; ScriptError for the script's own."""
         _refuse_settings(config)
         compute, task = Precision.of(config.train.precision).compute, config.task
-        self._config, self._run = config, Run(device, compute, task.samples, task.data)
+        self._config = config
+        self._run = Run(device, compute, task.samples, task.data, config.seed)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so that initial values are the same in each process
         said = StringIO()

@@ -16,6 +16,7 @@ from holdfast.config.loading.load import resolve_config
 from holdfast.core.expert_load import ExpertsRouted, load_entropy
 from holdfast.errors import RunFolderError
 from holdfast.events import (
+    GenerationStarted,
     MemoryUsed,
     Record,
     RunStarted,
@@ -32,6 +33,7 @@ from holdfast.report.live.live import step_line
 from holdfast.report.page import page
 from holdfast.report.page.css import COLOURS, class_colour
 from holdfast.report.page.svg import step_tip
+from holdfast.report.trackers.curve import Curve, Point
 from tests.support.journal_builder import Scribe, lossy_run, started_run, step_done
 
 VOID = {"meta", "br", "link", "input", "img", "hr"}
@@ -277,6 +279,11 @@ def test_the_unit_of_the_speed_is_what_is_counted(tokens: int, unit: str) -> Non
     done = StepDone(0.5, tokens, 1.0, 0.1, 0.25, samples=64, step=1)
     progress.observe(Record(1, "rank0", 1, 1.0, done))
     assert f" {unit}/s" in step_line(progress)
+    curve = Curve(can_rewind=True)
+    curve.observe(Record(1, "rank0", 1, 0.5, GenerationStarted({}, "start", step=0)))
+    (point,) = curve.observe(Record(1, "rank0", 1, 1.0, done))
+    assert isinstance(point, Point)
+    assert point.values[f"time/{unit}_per_second"] == tokens / 0.25
 
 
 @pytest.mark.parametrize(

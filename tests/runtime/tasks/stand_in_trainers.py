@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,18 +34,17 @@ class Trainer:
     __module__ = "transformers.trainer"
 
     def __init__(self, label: int = 1, callbacks: tuple[object, ...] = (), **given: Any) -> None:
-        fixed = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-        usual = {"max_steps": 2, "max_grad_norm": 1.0, "remove_unused_columns": True}
-        self.args = SimpleNamespace(**{"eval_strategy": "no", **fixed, **usual, **given})
+        self.eval_dataset, self.compute_metrics = (
+            given.pop("evaluated", None),
+            given.pop("metrics", None),
+        )
+        self.args = arguments(**given)
         self.model, self.label = nn.Linear(3, 1), label
         self.callback_handler = SimpleNamespace(callbacks=callbacks)
         self.data_collator: Any = dict
         self.train_dataset = [0] * 8
         self.state = SimpleNamespace(global_step=0)
         self.lr_scheduler = None
-
-        self.eval_dataset: Any = given.get("evaluated")
-        self.compute_metrics = given.get("metrics")
 
     def create_optimizer_and_scheduler(self, steps: int) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -53,17 +53,31 @@ class Trainer:
         found: Tensor = model(batch["x"]).mean()
         return found
 
+    def _get_collator_with_removed_columns(self, collator: Any) -> Any:
+        return collator
 
-class ProgressCallback: ...
+
+LISTED_METHODS = {*hf_trainer.TRAINER_METHODS.harmless, *hf_trainer._OF_VALIDATION}
+OTHER_METHODS = unknown_entries(hf_trainer.TRAINER_METHODS)
+for method in {*LISTED_METHODS, *OTHER_METHODS}:
+    setattr(Trainer, method, lambda self: None)
+
+
+def arguments(**given: Any) -> Any:
+    """What Holdfast asks of `transformers.TrainingArguments`, and those of `given`."""
+    fixed = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    usual = {"max_grad_norm": 1.0, "eval_strategy": "no", "seed": 42}
+    others = dict.fromkeys(given, None)
+    named = [(name, Any, field(default=value)) for name, value in (others | fixed | usual).items()]
+    place = {"__module__": "transformers.training_args"}
+    return make_dataclass("TrainingArguments", named, namespace=place)(**given)
+
+
+class ProgressCallback:
+    __module__ = "transformers.trainer_callback"
 
 
 class EarlyStopping: ...
-
-
-class OwnStep(Trainer):
-    __module__ = "a_user"
-
-    def training_step(self) -> None: ...
 
 
 class OwnLoss(Trainer):

@@ -15,12 +15,13 @@ from tests.runtime.tasks.stand_in_trainers import (
     CALLED_AFTERWARDS,
     CALLED_HOOKS,
     LISTED,
+    LISTED_METHODS,
     OTHER_HOOKS,
+    OTHER_METHODS,
     EarlyStopping,
     LightningModule,
     Masking,
     OwnLoss,
-    OwnStep,
     ProgressCallback,
     Trainer,
     fit_module,
@@ -88,6 +89,25 @@ def test_a_hook_that_holdfast_does_not_call_is_refused_by_its_place(name: str) -
         fit_module(bound)
 
 
+@pytest.mark.parametrize("name", OTHER_METHODS)
+def test_a_method_of_a_trainer_that_is_not_called_is_refused_by_its_place(name: str) -> None:
+    with pytest.raises(TaskError, match=rf"Own\.{name} \(\w+\.py:\d+\) is not called"):
+        train_trainer(overriding(Trainer, name)())
+
+
+@pytest.mark.parametrize("name", sorted(LISTED_METHODS))
+def test_a_harmless_method_of_a_trainer_passes(name: str) -> None:
+    train_trainer(overriding(Trainer, name)())
+
+
+def test_arguments_of_a_trainer_are_listed_or_refused_by_name_and_value() -> None:
+    for name, value in unknown_entries(hf_trainer.TRAINER_ARGUMENTS).items():
+        with pytest.raises(TaskError, match=rf"TrainingArguments\.{name} is"):
+            train_trainer(Trainer(**{name: value}))
+    listed = {*hf_trainer.TRAINER_ARGUMENTS.harmless, "label_smoothing_factor", "warmup_steps"}
+    train_trainer(Trainer(**dict.fromkeys(listed, "other"), seed=0, data_seed=0, use_cpu=True))
+
+
 def test_hooks_are_called_in_lightnings_order() -> None:
     calls: list[str] = []
     for name in (*CALLED_HOOKS, *CALLED_AFTERWARDS):
@@ -143,7 +163,9 @@ def masked() -> Trainer:
         ),
         (Trainer(label=0), "leave such samples out"),
         (Trainer(callbacks=(ProgressCallback(), EarlyStopping())), "logging.trackers=[...]"),
-        (OwnStep(), "compute_loss"),
+        (Trainer(callbacks=(overriding(ProgressCallback, "on_log")(),)), "remove it"),
+        (overriding(Trainer, "evaluate")(eval_strategy="epoch"), "compute_loss"),
+        (Trainer(seed=7), "--set seed=7"),
         (masked(), "in the dataset"),
         (LightningModule(reads=lambda one: one.current_epoch), "global_step"),
         (nn.Linear(3, 1), "derive it"),

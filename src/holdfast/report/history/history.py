@@ -41,11 +41,6 @@ from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_term
 
 
-def unit_of(event: StepDone) -> str:
-    """Return what the tokens of a step are: samples, if each counts for one."""
-    return "samples" if event.tokens == event.samples else "tokens"
-
-
 @dataclass(frozen=True)
 class StepPoint:
     """One step done. `elapsed` is the run's time when the agent heard of it."""
@@ -395,7 +390,7 @@ class _HistoryBuilder:
             event.grad_norm,
             event.learning_rate,
             event.seconds,
-            unit_of(event),
+            event.unit,
         )
         if counts:
             self.steps[event.step] = point

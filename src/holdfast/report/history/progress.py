@@ -35,7 +35,6 @@ from holdfast.report.formatting import (
     format_plural,
     format_validation,
 )
-from holdfast.report.history.history import unit_of
 from holdfast.report.ledger.incidents import Incident, IncidentBook, WorkerLoss, describe_rung
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.timeledger import TimeLedger
@@ -120,7 +119,7 @@ class RunProgress:
             self.state = "training"
             self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
-        self.unit = unit_of(event)
+        self.unit = event.unit
         self._pace.append((at, event.step))
         if event.seconds > 0:
             rate = event.tokens / event.seconds

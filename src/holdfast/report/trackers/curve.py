@@ -187,5 +187,5 @@ def step_values(record: Record, event: StepDone | Evaluated) -> dict[str, float]
         "run/generation": float(record.generation),
     }
     if event.seconds > 0:
-        values["time/tokens_per_second"] = event.tokens / event.seconds
+        values[f"time/{event.unit}_per_second"] = event.tokens / event.seconds
     return values | {f"time/{name}_seconds": seconds for name, seconds in event.phases.items()}

@@ -170,13 +170,15 @@ class NamedValidation:
 class Run:
     """The run that a script takes part in, as `holdfast.run()` returns it.
 
-    device: of the module and of the batches.
+    device: of the module and of the batches. seed: of the order of samples and of dropout.
     """
 
-    def __init__(self, device: torch.device, compute: torch.dtype, samples: int, version: str):
+    def __init__(
+        self, device: torch.device, compute: torch.dtype, samples: int, version: str, seed: int = 0
+    ):
         """compute: dtype of the batches' floating-point tensors. samples, version: of the data that
-        the run was begun with; 0 and "" if that is not known yet."""
-        self.device = device
+        the run was begun with; 0 and "" if that is not known yet. seed: of the run file."""
+        self.device, self.seed = device, seed
         self._compute, self._samples, self._version = compute, samples, version
         self._turns = Turns()
         self._kept: KeptState | None = None
