@@ -107,7 +107,7 @@ def test_one_step_before_a_newcomer_is_taken_in_ends_the_incident(early: bool) -
         {"detect": detect, "agree": 0.75 - detect, "restore": 0.75, "step": 1.0}
     )
     assert over_live(run.records) == [
-        "recovered by rung 0 (the others went on), stood still for 2.0 s, 0 steps done again",
+        "recovered: the others went on (rung 0), stood still for 2.0 s, 0 steps done again",
         "c joined: training stood still for 2.5 s",
     ]
 
@@ -157,7 +157,7 @@ def test_who_follows_a_run_of_several_nodes_hears_of_the_next_generation_first()
     run.steps(6, 7)
     lines = over_live(run.records)
     assert [line.partition(": ")[0].partition(" (")[0] for line in lines] == [
-        "recovered by rung 0",
+        "recovered",
         "c joined",
     ]
     progress = RunProgress(1000)
@@ -215,7 +215,7 @@ def test_a_session_that_was_killed_is_taken_up_with_a_row_and_a_line_of_its_own(
     assert joined.title == "c joined"
     assert joined.stood_still_s == pytest.approx(0.375 + 0.75 + 1.0)
     assert over_live(run.records) == [
-        "recovered by rung 6 (from the run store), stood still for 38 s, 47 steps done again",
+        "recovered: from the run store (rung 6), stood still for 38 s, 47 steps done again",
         "c joined: training stood still for 2.1 s",
     ]
 

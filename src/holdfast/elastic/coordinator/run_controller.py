@@ -79,7 +79,7 @@ def _emit_with_plan(
         predicted = predict(Topology.from_json(event.topology))
     except (UserError, ArithmeticError, LookupError, ValueError) as error:
         # A run does not end because its plan has a mistake.
-        say(f"this generation has no prediction: {error!r}")
+        say(f"these workers have no predicted speed: {error!r}")
         return
     if predicted is not None:
         log.emit("agent", replace(predicted, step=event.step))

@@ -79,7 +79,7 @@ class RunProgress:
     imported_from: str = ""  # folder that the run's first weights came from
     first_weights: str = "initial weights"  # what a run without imported ones begins with
     _ignored_settings: set[str] = field(default_factory=set)
-    _save_problems: set[tuple[str, str]] = field(default_factory=set)  # since the last commit
+    _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -164,11 +164,10 @@ class RunProgress:
                 self._save_problems.clear()
                 return ProgressLine(elapsed, again + text)
             case CheckpointSkipped() | CheckpointFailed():
-                # Say each reason once, until a checkpoint is committed.
-                problem = (event.kind, event.reason)
-                if problem in self._save_problems:
+                # Each step has one line, whatever further ranks say of it.
+                if event.step in self._save_problems:
                     return None
-                self._save_problems.add(problem)
+                self._save_problems.add(event.step)
                 return ProgressLine(elapsed, notice_text(event), "bad")
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
@@ -249,8 +248,8 @@ def _incident_cost(ended: Incident) -> str:
         return f"recovered in {format_duration(seconds)}, {lost} done again"
     if ended.is_planned:
         return f"{ended.title}: training stood still for {cost}"
-    how = f"rung {ended.rung} ({RECOVERY_RUNGS[ended.rung]})"
-    return f"recovered by {how}, stood still for {cost}, {lost} done again"
+    how = f"{RECOVERY_RUNGS[ended.rung]} (rung {ended.rung})"
+    return f"recovered: {how}, stood still for {cost}, {lost} done again"
 
 
 def _describe_nodes(ranks: Iterable[str]) -> str:

@@ -249,7 +249,7 @@ def _nodes(progress: RunProgress, width: int) -> Text:
     for name, there in progress.nodes.items():
         pieces.append((f"● {name}   ", "green") if there else (f"✗ {name}   ", "dim red"))
     if progress.rung >= 0:
-        pieces.append((f"rung {progress.rung}: {RECOVERY_RUNGS[progress.rung]}", "dim"))
+        pieces.append((f"{RECOVERY_RUNGS[progress.rung]} (rung {progress.rung})", "dim"))
     return _line(*pieces, width=width)
 
 
