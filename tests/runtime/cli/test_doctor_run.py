@@ -18,8 +18,7 @@ from holdfast.doctor import deadline as doctor_deadline
 from holdfast.doctor import store as doctor_store
 from holdfast.doctor.deadline import Deadlines
 from holdfast.doctor.nodes import check_links, check_memory, check_nodes, needs_by_node
-from holdfast.doctor.run import spare_checks
-from holdfast.doctor.run import diagnose_run
+from holdfast.doctor.run import diagnose_run, spare_checks
 from holdfast.doctor.state import check_devices
 from holdfast.doctor.store import check_store
 from holdfast.elastic.protocol.node_check import LinkResult, NodeCheckReply, NodeMemory
