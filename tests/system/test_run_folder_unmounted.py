@@ -142,7 +142,7 @@ def test_a_loss_while_the_folder_is_not_mounted_waits_for_it(tmp_path: Path, dis
         assert len(one.events(WorkerLost)) == 1
         os.kill(one.process.pid, signal.SIGTERM)
         assert one.end() == 0, one.said
-    assert "generation 2 cannot be made yet: the run folder" in one.said
+    assert "the workers cannot begin again yet (generation 2): the run folder" in one.said
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
         found.answers = ask_agents(_addresses(record, looked.holder), secrets or ())
     found.nodes = () if record is None or record.topology is None else record.topology.nodes
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
+    found.checks += spare_checks(config, found.answers)
     found.checks += secret_checks
     if run is not None:
         known = run
@@ -184,6 +185,14 @@ def _addresses(
     if address and address not in known.values():
         known[name if name not in known else f"{name} (leads)"] = address
     return known
+
+
+def spare_checks(config: RunConfig | None, answers: Mapping[str, AgentAnswer]) -> list[Check]:
+    """Return a check for each node that waits for a place, as the coordinator's node names it."""
+    spares = {name for one in answers.values() if one.check for name in one.check.spares}
+    workers = "" if config is None else f": layout.workers is {config.layout.workers}"
+    what = f"waits as a spare{workers}; it takes over when a worker is lost"
+    return [Check(f"node {name}", "good", what) for name in sorted(spares)]
 
 
 def _config_checks(

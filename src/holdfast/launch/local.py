@@ -23,13 +23,14 @@ from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import SCRIPT_TASK
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
 from holdfast.elastic.node.launch_specs import plan_single_node
 from holdfast.elastic.node.mover_supervisor import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
-from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.node.addresses import plan_addresses, uses_tls
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
@@ -44,11 +45,12 @@ from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.searched import SearchedPlanner
 from holdfast.plan.placing.topology_cost import Fleet
 from holdfast.plan.search.search import Limits
+from holdfast.report.formatting import format_bytes
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_location import store_of_run
-from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.store.run_store import RunStore, free_bytes, segment_sizes
 from holdfast.wire.term import open_term
 
 
@@ -160,7 +162,9 @@ class _RunOrigin:
         return self.generation_floor()
 
     def restore_folder(self) -> None:
-        """Raises UserError where the bucket is another run's, or cannot be asked."""
+        """Raises UserError if the bucket is another run's or cannot be asked, or if the disk has
+        no room for a checkpoint."""
+        check_room(self.store, self.config, self.say)
         location = self.config.checkpoint.bucket
         if location:
             self.bucket = recover_folder(
@@ -182,6 +186,28 @@ class _RunOrigin:
         if self.bucket is not None:
             adopt_bucket_generation(self.store, self.bucket, self.say)
         return above
+
+
+def check_room(store: RunStore, config: RunConfig, say: Say) -> None:
+    """Say if a folder's disk has not the room for all checkpoints that are to be kept, and the one
+    that is being written. Raises OutOfSpaceError if it has none for a single one."""
+    free, size = free_bytes(store), sum(spec.nbytes for spec in run_state_table(config))
+    if free is None or not size:
+        return
+    room, keep = free + sum(segment_sizes(store, "data/").values()), config.checkpoint.keep_last
+    where = getattr(store, "where", None) or str(getattr(store, "folder", ""))
+    found = f"a checkpoint takes {format_bytes(size)}, and {format_bytes(room)} are free"
+    if room < size:
+        raise OutOfSpaceError(
+            found, where=where, remedy="free some space, or use another folder with folder=<path>"
+        )
+    fits = room // size
+    if fits <= keep:
+        say(
+            f"{where}: {found} for checkpoints: room for {fits}. checkpoint.keep_last={keep} needs "
+            f"room for {keep + 1}, so older ones go before a new one is written"
+            + (", and no second one can be saved" if fits < 2 else "")
+        )
 
 
 def resume_command(loaded: LoadedConfig) -> str:

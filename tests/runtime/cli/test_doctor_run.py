@@ -18,7 +18,7 @@ from holdfast.doctor import deadline as doctor_deadline
 from holdfast.doctor import store as doctor_store
 from holdfast.doctor.deadline import Deadlines
 from holdfast.doctor.nodes import check_links, check_memory, check_nodes, needs_by_node
-from holdfast.doctor.run import diagnose_run
+from holdfast.doctor.run import diagnose_run, spare_checks
 from holdfast.doctor.state import check_devices
 from holdfast.doctor.store import check_store
 from holdfast.elastic.protocol.node_check import LinkResult, NodeCheckReply, NodeMemory
@@ -191,7 +191,8 @@ def test_memory_that_does_not_suffice_is_found_before_a_start() -> None:
 def test_nodes_and_links_that_do_not_work_are_named() -> None:
     memory = NodeMemory(GIB, GIB)
     links = {"b": LinkResult("silent"), "c": LinkResult("listens", 0.0004)}
-    reply = NodeCheckReply("training", 7, 5, memory, links)
+    reply = NodeCheckReply("training", 7, 5, memory, links, ("d",))
+    assert NodeCheckReply.from_json(reply.to_json()) == reply
     answers = {
         "a": AgentAnswer("10.0.0.1:7", HolderReply.LIVES, 0.0008, reply),
         "b": AgentAnswer("10.0.0.2:7", HolderReply.REFUSED),
@@ -202,6 +203,9 @@ def test_nodes_and_links_that_do_not_work_are_named() -> None:
     assert "round trip 800 µs" in nodes["node a"].found
     assert nodes["node b"].state == nodes["node c"].state == "fails"
     assert "HOLDFAST_SECRET_FILE" in nodes["node c"].remedy
+    (spare,) = spare_checks(None, answers)
+    assert (spare.name, spare.state) == ("node d", "good")
+    assert "waits as a spare" in spare.found
     cut, good = check_links(answers)
     assert (cut.name, cut.state, cut.where) == ("link a to b", "fails", "10.0.0.2:7")
     assert "no packet arrives" in cut.found

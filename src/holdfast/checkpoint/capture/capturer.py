@@ -196,7 +196,7 @@ class Capturer:
 
     def _skip_no_slot(self, step: int) -> SkippedCapture:
         self.skipped += 1
-        return SkippedCapture(step, "every slot of the arena is still being saved")
+        return SkippedCapture(step, "the disk is still busy with the snapshots before it")
 
     def _write_slot_header(self, step: int, slot: int) -> None:
         made = self._arena.finish_write(

@@ -46,7 +46,7 @@ from holdfast.checkpoint.save.pending_blob import PendingBlob
 from holdfast.checkpoint.save.save_manager import SaveManager
 from holdfast.checkpoint.save.save_tracker import MAX_SAVES_KEPT, SaveId, SaveTracker
 from holdfast.checkpoint.save.writer import seal_part
-from holdfast.core.format.manifest import parse_commit_key
+from holdfast.core.format.manifest import commit_key, parse_commit_key
 from holdfast.core.json_parsing import Json, JsonObject
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import CorruptError, FencedError, HoldfastError
@@ -194,11 +194,18 @@ class MoverService:
             self._arena_pool.begin_generation()
             self._handed_over_at, self._incomplete_steps = {}, set()
         self.save_tracker.wake_event_waiters()
+        leads = cohort is None or cohort.leader_peer is None
+        fenced = None
+        if leads and restore_key is None and start_step is not None:  # the workers have the state
+            fenced = self._save_manager.restart_fenced_save(start_step)
         _drop_left_behind(self.snapshot_store, generation, start_step)
         ours = None if cohort is None else cohort.own_ranks(topology.nodes)
         self.snapshot_store.open_generation(generation, topology, table, ours)
         self._save_manager.begin_generation(self._require(generation), start_step, cohort)
         self._restore_search.make_durable(generation, start_step, restore_key)
+        if fenced is not None:
+            get_commit = partial(self._restore_search.resolve_commit, commit_key(*fenced))
+            self._save_manager.promote(generation, fenced, get_commit)
 
     @property
     def is_leader(self) -> bool:

@@ -272,7 +272,8 @@ class SnapshotSender:
             previous=self._placement,
         )
         self._placement = dict(plan.holders)
-        for text in plan.warnings:
+        is_asked_for = self._settings.peers or self._settings.copies > 1
+        for text in plan.warnings if self._destinations or is_asked_for else ():
             if text not in self._warned and text.startswith(f"{own.name} "):
                 self._warned.add(text)
                 self._emit(SettingIgnored("checkpoint.peers", text))

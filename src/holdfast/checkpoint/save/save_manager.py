@@ -47,7 +47,7 @@ from holdfast.core.format.manifest import (
     part_key,
     writer_name,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.store.run_store import MissingKeyError, RunStore, free_bytes
 
 SAVE_THREADS = 2
@@ -86,6 +86,7 @@ class SaveManager:
             lambda: self.cleaner.removed_count,
             lambda: self.cleaner.started_from[0],
         )
+        self._fenced_saves: set[SaveId] = set()  # that a newer generation has ended
         self._sweep_done = threading.Event()  # what older generations left was removed
         self._sweep_done.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
@@ -100,8 +101,9 @@ class SaveManager:
         # otherwise no rank asks for their end
         if self.commit_protocol.is_leader and not self.commit_protocol.is_alone:
             for step in self._save_tracker.open_steps(before):
-                if (before, step) not in self.pending_parts:
-                    reason = f"generation {generation} began before every part was there"
+                is_restarted = self._save_tracker.is_restarted((before, step))
+                if (before, step) not in self.pending_parts and not is_restarted:
+                    reason = "the workers changed before all of them had stored their part"
                     self._save_tracker.record_failure((before, step), reason)
         swept = threading.Event()
         # From here on, reports about older saves remove nothing: their leader may be committing.
@@ -110,6 +112,26 @@ class SaveManager:
         with self._change:
             self.cleaner.context = context
         self._threads.submit(self._sweep_and_adopt, context, swept)
+
+    def restart_fenced_save(self, start_step: int) -> SaveId | None:
+        """Choose the newest save of the present generation that a newer one, which continues from
+        the state after `start_step`, leaves unfinished. `promote` finishes it.
+
+        Return None if there is none whose snapshot is complete on this node.
+        """
+        before = self.cleaner.started_from[0]
+        unfinished = {(before, step) for step in self._save_tracker.open_steps(before)}
+        known = self._snapshot_store.complete_steps(own_ranks_only=True)
+        found = [
+            save
+            for save in (unfinished | self._fenced_saves).intersection(known)
+            if save[0] == before and save[1] <= start_step
+        ]
+        self._fenced_saves.clear()
+        if not found:
+            return None
+        self._save_tracker.restart(max(found))
+        return max(found)
 
     def add_pending(self, save: SaveId) -> None:
         """A rank has handed over its part of a save."""
@@ -245,6 +267,7 @@ class SaveManager:
         sweep_done.wait()  # the keys are those of an older generation, which are being swept
         try:
             with pins:
+                retention.discard_uncommitted(self._store, *save)  # a fenced save left it
                 commit = get_commit()
                 for snapshot in snapshots:
                     check_snapshot(snapshot)  # it has lain there: no rot may become durable
@@ -267,9 +290,11 @@ class SaveManager:
                 self.cleaner.discard(save)
 
     def fail_save(self, save: SaveId, error: Exception) -> None:
-        known = isinstance(error, HoldfastError)
+        known, fenced = isinstance(error, HoldfastError), isinstance(error, FencedError)
+        if fenced:
+            self._fenced_saves.add(save)
         self._save_tracker.record_failure(
-            save, str(error) if known else f"{type(error).__name__}: {error}"
+            save, str(error) if known else f"{type(error).__name__}: {error}", emit_event=not fenced
         )
         with self._commit_lock:
             if not (self._save_tracker.is_committed(save) or self._save_tracker.is_restarted(save)):

@@ -38,7 +38,11 @@ from typing import Any
 
 from holdfast.elastic.agent.event_loop import run_to_end
 from holdfast.elastic.agent.health import HealthApplication
-from holdfast.elastic.agent.monitors import check_prediction_forever, check_progress_forever
+from holdfast.elastic.agent.monitors import (
+    check_prediction_forever,
+    check_progress_forever,
+    report_spare_forever,
+)
 from holdfast.elastic.agent.parts import AgentParts
 from holdfast.elastic.agent.requests import RequestHandlers
 from holdfast.elastic.agent.run_records import RunRecords
@@ -164,6 +168,11 @@ class NodeAgent:
             ),
             asyncio.create_task(self._parts.trackers.watch()),
             asyncio.create_task(self._parts.term_monitor.run_forever()),
+            asyncio.create_task(
+                report_spare_forever(
+                    cluster.beat_seconds, self._context, self._parts.node_runner, self._say
+                )
+            ),
         ]
         if self._prediction is not None:
             check = self._parts.shutdown_controller.check_prediction

@@ -37,8 +37,12 @@ _STAGE_NAMES = {
 }
 
 
-def describe_state(stage: NodeStage, is_stopping: bool, is_save_waiting: bool = False) -> str:
+def describe_state(
+    stage: NodeStage, is_stopping: bool, is_save_waiting: bool = False, is_spare: bool = False
+) -> str:
     """Return one word for the state of the run on this node."""
+    if is_spare and not is_stopping:
+        return "spare"
     if is_save_waiting and stage is NodeStage.WORKING and not is_stopping:
         return "saving"
     return "leaving" if is_stopping and stage is not NodeStage.DONE else _STAGE_NAMES[stage]

@@ -7,10 +7,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from holdfast.elastic.event_log import EventLog, Say
+from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.notices.prediction import PredictionWatch
+from holdfast.elastic.protocol.generation_record import read_record
+from holdfast.elastic.run_context import RunContext
+from holdfast.errors import HoldfastError
 from holdfast.events import RequestsRefused
 from holdfast.wire.http.refusals import Refusals, describe_refusals
+from holdfast.wire.term import newest_generation
 
 
 async def check_progress_forever(
@@ -38,6 +43,28 @@ async def check_progress_forever(
     finally:
         if flushing is not None:
             flushing.cancel()
+
+
+async def report_spare_forever(
+    interval_s: float, context: RunContext, node_runner: NodeRunner, say: Say
+) -> None:
+    """Tell the user once whenever this node begins to wait as a spare; never ends."""
+    has_said = False
+    while True:
+        await asyncio.sleep(interval_s)
+        if not node_runner.is_spare or has_said:
+            has_said = has_said and node_runner.is_spare
+            continue
+        with suppress(HoldfastError):  # a run store that is away is asked again
+            newest = await asyncio.to_thread(newest_generation, context.store)
+            topology = (await read_record(context.store, newest)).topology
+            wanted = context.config.layout.workers
+            if topology is not None and topology.world_size >= wanted:
+                has_said = True
+                say(
+                    f"{context.node} waits as a spare: layout.workers is {wanted}; it takes over "
+                    "when a worker is lost"
+                )
 
 
 async def check_prediction_forever(

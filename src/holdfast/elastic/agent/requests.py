@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.elastic.agent import health
 from holdfast.elastic.agent.health import HealthStatus
@@ -109,7 +109,14 @@ class RequestHandlers:
 
     async def handle_node_check(self, generation: int, check: NodeCheck) -> NodeCheckReply:
         """Handle a check of `holdfast doctor`."""
-        return await check_node(self.health_status(), check)
+        reply = await check_node(self.health_status(), check)
+        coordinator = self.parts.role_loop.coordinator
+        if coordinator is None:
+            return reply
+        joined = {node.name for node in coordinator.state.nodes}
+        return replace(
+            reply, spares=tuple(sorted(joined - set(self.parts.role_loop.agent_addresses)))
+        )
 
     def health_status(self) -> HealthStatus:
         """Return the answer to `/healthz`."""
@@ -119,6 +126,7 @@ class RequestHandlers:
                 self.parts.node_runner.stage,
                 bool(self.parts.shutdown_controller.stop_reason),
                 progress.is_save_waiting,
+                self.parts.node_runner.is_spare,
             ),
             self.parts.role_loop.state.term,
             str(self.parts.role_loop.state.role),

@@ -146,7 +146,7 @@ class ShutdownController:
         has_stepped = group is not None and group.reached_step > group.start_step
         if (stage is NodeStage.WORKING and has_stepped) or stage is NodeStage.DONE:
             return  # the workers leave at the next step boundary, or have left
-        sentence = f"{self.reason}; the generation had completed no step when time was up"
+        sentence = f"{self.reason}; the workers had completed no step when time was up"
         coordinator = self.role_loop.coordinator
         if coordinator is None:
             self.say(sentence)
@@ -235,7 +235,7 @@ class ShutdownController:
             return EmergencyReply((), reason, moves=notice.nodes)
         if current is None:
             self._deferred_notices.add(notice, self._clock())
-            return EmergencyReply((), "kept for the generation that begins next")
+            return EmergencyReply((), "kept for the workers that begin next")
         plan = self.notice_handler.handle_notice(notice, current.topology, self._newest_step)
         if notice.must_leave:
             self._is_whole_run_leaving = True

@@ -110,7 +110,7 @@ class CreationComplaints:
     def add(self, generation: int, error: HoldfastError) -> None:
         if self._last != (complaint := str(error)):  # it fails again each second
             self._last = complaint
-            self._complain(f"generation {generation} cannot be made yet: {error}")
+            self._complain(f"the workers cannot begin again yet (generation {generation}): {error}")
 
     def clear(self) -> None:
         """Note that a generation was made."""

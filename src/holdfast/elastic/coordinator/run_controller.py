@@ -79,7 +79,7 @@ def _emit_with_plan(
         predicted = predict(Topology.from_json(event.topology))
     except (UserError, ArithmeticError, LookupError, ValueError) as error:
         # A run does not end because its plan has a mistake.
-        say(f"this generation has no prediction: {error!r}")
+        say(f"these workers have no predicted speed: {error!r}")
         return
     if predicted is not None:
         log.emit("agent", replace(predicted, step=event.step))
@@ -230,6 +230,9 @@ class RunController:
                 lead.load_record(await read_record(it.store, newest), alone)
         self._ledger_coverage.skips = lead.bad_steps.skips
         if newest and not alone:
+            with suppress(HoldfastError):  # a store that is away is asked again
+                durable = await asyncio.to_thread(_newest_durable_step, it.store)
+                self._hooks.on_restored(max(durable, self._hooks.committed_step()))
             self._say(f"{it.node} coordinates the run (term {term.number})")
         self.coordinator = await start_term(
             term,

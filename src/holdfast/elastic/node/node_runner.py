@@ -74,6 +74,8 @@ class NodeRunner:
         """
         self.state_changed = asyncio.Event()
         self.generation, self.stage = 0, NodeStage.IDLE
+        self.is_spare = False
+        """True while other nodes train without this one."""
         # the generation whose workers are asked to end their step and hold
         self.pause_generation = 0
         self.is_node_leaving = False  # and one of its nodes leaves then
@@ -124,7 +126,7 @@ class NodeRunner:
     def start_generation(
         self, generation: int, record: GenerationRecord, start_state: StartState
     ) -> None:
-        self.generation, self._is_group_ready = generation, False
+        self.generation, self._is_group_ready, self.is_spare = generation, False, False
         self._standby_keeper.on_generation_started()
         self._launcher.on_newer_generation()
         self._set_stage(NodeStage.BUILDING)
@@ -267,6 +269,7 @@ class NodeRunner:
     def on_outside_generation(self) -> None:
         """Prepare standbys while other nodes work, so that this node can offer its places."""
         if self.stage in STOPPED_STAGES:
+            self.is_spare = True
             self._standby_keeper.on_outside_generation()
 
     async def _report_outcome(self, outcome: GenerationOutcome) -> None:

@@ -49,10 +49,13 @@ class NodeMemory(JsonMessage):
 
 @dataclass(frozen=True)
 class NodeCheckReply(JsonMessage):
-    """The answer. state, step, committed_step: as `/healthz` has them. links: by node."""
+    """The answer. state, step, committed_step: as `/healthz` has them. links: by node. spares:
+    nodes that have joined and do not train, if the agent coordinates the run."""
 
+    absent_if_default = frozenset({"spares"})
     state: str
     step: int
     committed_step: Annotated[int, Key("committed")]
     memory: NodeMemory
     links: Mapping[str, LinkResult]
+    spares: tuple[str, ...] = ()

@@ -193,29 +193,26 @@ class SnapshotSaver:
         self._capturer.close()
 
     def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
-        """Wait for the save's end. A slow disk is not a hang, so report progress meanwhile."""
-        if seconds == inf:
-            return self._hold_until_committed(step)
-        deadline = time.monotonic() + seconds
-        self._capturer.fence()
-        unsaved = wait_until_stored(self._reporter, step, deadline, self._check)
-        if unsaved is not None or not durable:
-            return unsaved  # else the mover has it: what becomes of it the agent hears
-        alive = partial(_report_alive, self._reporter, step, self._check)
-        return self._capturer.wait_until_committed(
-            step, max(0.0, deadline - time.monotonic()), alive
-        )
+        """Wait for the save's end. A slow disk is not a hang, so report progress meanwhile.
 
-    def _hold_until_committed(self, step: int) -> str | None:
-        """Wait for the end of the run's last save. If the run store takes no write, wait until it
-        does or the run is asked to stop."""
-        alive, deadline = partial(_report_alive, self._reporter, step, self._check), inf
+        seconds: inf for the run's last step. If the run store takes no write, wait then until it
+        does or the run is asked to stop.
+        """
+        is_last, deadline = seconds == inf, time.monotonic() + seconds
+        alive = partial(_report_alive, self._reporter, step, self._check)
         self._capturer.fence()
-        while not self._reporter.flush(COMMIT_POLL_S):
-            if self._reporter.is_fenced or self._is_stopping:
+        while not self._reporter.flush(min(COMMIT_POLL_S, deadline - time.monotonic())):
+            over = self._is_stopping if is_last else time.monotonic() >= deadline
+            if over or self._reporter.is_fenced:
                 return _LEDGER_UNSTORED
-            self._report_waiting(step, _LEDGER_UNSTORED)
+            if is_last:
+                self._report_waiting(step, _LEDGER_UNSTORED)
             alive()
+        if not durable:
+            return None  # the mover has it: what becomes of it the agent hears
+        if not is_last:
+            left = max(0.0, deadline - time.monotonic())
+            return self._capturer.wait_until_committed(step, left, alive)
         while True:
             alive()
             ended, reason = self._capturer.poll_save_end(step, COMMIT_POLL_S)
@@ -225,21 +222,6 @@ class SnapshotSaver:
                 deadline = min(deadline, time.monotonic() + LAST_COMMIT_TIMEOUT_S)
                 if reason is not None or time.monotonic() >= deadline:
                     return reason or f"not committed {LAST_COMMIT_TIMEOUT_S:g} s after the stop"
-
-
-def wait_until_stored(
-    reporter: AgentReporter, step: int, deadline: float, check: Callable[[], None]
-) -> str | None:
-    """Wait until the agent has stored the last reports. Return None, or why it has not by
-    `deadline`.
-
-    `deadline` is a time of time.monotonic(). Raises what `check` raises.
-    """
-    while not reporter.flush(min(COMMIT_POLL_S, deadline - time.monotonic())):
-        if reporter.is_fenced or time.monotonic() >= deadline:
-            return _LEDGER_UNSTORED
-        _report_alive(reporter, step, check)
-    return None
 
 
 def _report_alive(reporter: AgentReporter, step: int, check: Callable[[], None]) -> None:

@@ -150,7 +150,7 @@ def _stop_and_hold(
 
     is_orderly: all ranks stop alike, or the engine has released the ranks that wait for this one.
     """
-    worker.stop_generation(is_orderly)
+    worker.stop_generation(is_orderly, is_planned=kind == "paused")
     held = worker.held_state(kind, text, bad_step)
     if worker.is_worn:
         raise DeviceStuckError(

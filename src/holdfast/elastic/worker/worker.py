@@ -173,15 +173,17 @@ class Worker:
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
 
     # --- out of one ---------------------------------------------------------------------------
-    def stop_generation(self, is_orderly: bool) -> None:
+    def stop_generation(self, is_orderly: bool, is_planned: bool = False) -> None:
         """Stop the generation. Unless that is done already (`is_orderly`), release all ranks that
-        wait for this one, inside its replica or outside."""
+        wait for this one, inside its replica or outside. is_planned: no process was lost, so the
+        snapshot of the last step is handed over first."""
         engine, connection = self.held_session.engine, self._connection
         if engine is not None and not is_orderly:
             engine.interrupt(True)
         if connection is None or not connection.reporter.has_pending_callbacks:
             return
-        if len(connection.topology.replicas) == 1 or connection.has_replicas_across_nodes:
+        is_only_copy = len(connection.topology.replicas) == 1
+        if is_only_copy or is_planned or connection.has_replicas_across_nodes:
             connection.reporter.flush(_ANNOUNCE_FLUSH_TIMEOUT_S)
 
     def held_state(self, kind: str, text: str, bad_step: RejectedStep | None = None) -> HeldState:

@@ -78,7 +78,7 @@ class RunProgress:
     imported_from: str = ""  # folder that the run's first weights came from
     first_weights: str = "initial weights"  # what a run without imported ones begins with
     _ignored_settings: set[str] = field(default_factory=set)
-    _save_problems: set[tuple[str, str]] = field(default_factory=set)  # since the last commit
+    _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -163,11 +163,10 @@ class RunProgress:
                 self._save_problems.clear()
                 return ProgressLine(elapsed, again + text)
             case CheckpointSkipped() | CheckpointFailed():
-                # Say each reason once, until a checkpoint is committed.
-                problem = (event.kind, event.reason)
-                if problem in self._save_problems:
+                # Each step has one line, whatever further ranks say of it.
+                if event.step in self._save_problems:
                     return None
-                self._save_problems.add(problem)
+                self._save_problems.add(event.step)
                 return ProgressLine(elapsed, notice_text(event), "bad")
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)

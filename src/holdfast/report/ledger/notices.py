@@ -28,10 +28,8 @@ from holdfast.report.formatting import format_bytes
 
 def notice_text(event: Event) -> str:
     """Return what a person should know about this event, or an empty string."""
-    if isinstance(event, CheckpointFailed):
-        return f"the checkpoint of step {event.step} failed: {event.reason}"
-    if isinstance(event, CheckpointSkipped):
-        return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
+    if isinstance(event, CheckpointFailed | CheckpointSkipped):
+        return f"step {event.step} is not saved: {event.reason}"
     if isinstance(event, SaveWaiting):
         missing = (
             f", {format_bytes(event.missing_bytes)} are missing" if event.missing_bytes else ""

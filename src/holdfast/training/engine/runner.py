@@ -8,8 +8,9 @@ snapshot ride in the vote of the step, so all ranks act on them after the same s
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
@@ -44,7 +45,6 @@ from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
 _FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where the run was asked to stop
 _LEAVING_SLOT_TIMEOUT_S = 10.0  # and where a node is about to leave, which has twenty
-_NO_SLOT_REASON = "a rank has no free slot: every one is still being saved"
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class _SaveScheduler:
     is_last_step_uncaptured: bool = False
     is_save_owed: bool = False  # a durable save found no slot: made as soon as there is one
     is_copy_owed: bool = False  # the same of a snapshot that peers were to get
+    captured_steps: deque[int] = field(default_factory=lambda: deque(maxlen=3))  # the newest
 
     def add_due(self, step: int, wishes: Wishes) -> Wishes:
         """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
@@ -147,6 +148,7 @@ class _SaveScheduler:
         into = SaveDestinations(durable, copied, every or wishes.upload or last)
         if captured:
             self.is_copy_owed = False
+            self.captured_steps.append(step)
             if into.is_durable:
                 self.saved_step, self.is_save_owed = step, False
             reached = {
@@ -171,8 +173,19 @@ class _SaveScheduler:
             reason is None or bool(self.config.checkpoint.memory_every_steps)
         )
         if self.rank == 0 and full and not said:
-            self.reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
+            self.reporter.emit(CheckpointSkipped(0, self._no_room_reason(), step=step))
         self.is_save_owed = full
+
+    def _no_room_reason(self) -> str:
+        """Return why a rank has no memory for a snapshot, and what helps."""
+        slots = self.config.checkpoint.most_slots
+        steps = " and ".join(map(str, list(self.captured_steps)[-slots:]))
+        if not steps:
+            return "a rank has no memory for a snapshot yet; the next step that finds some is saved"
+        return (
+            f"the disk is still busy with steps {steps}. The next step that finds room is saved; "
+            "a faster disk or a larger checkpoint.every_steps helps"
+        )
 
 
 class TrainingLoop:

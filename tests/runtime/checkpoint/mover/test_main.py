@@ -144,7 +144,7 @@ def test_a_mover_that_was_replaced_elsewhere_cannot_commit(start: Start) -> None
     assert reason is not None
     assert "generation 2 has begun" in reason
     events, _ = workers.client.events(0)
-    assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [2]
+    assert not [e for e in events if isinstance(e, CheckpointFailed)]  # generation 2 has the say
     assert len(list_commits(mover.store)) == 1
     assert not [name for name in files(mover.store) if "0000000002-rank" in name]
 

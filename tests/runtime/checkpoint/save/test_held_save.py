@@ -10,7 +10,8 @@ import pytest
 from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.save import held_save
-from holdfast.errors import OutOfSpaceError, RunFolderError, UserError
+from holdfast.core.format.manifest import commit_key
+from holdfast.errors import FencedError, HoldfastError, OutOfSpaceError, RunFolderError, UserError
 from holdfast.wire.store.run_store import Buffer, FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
@@ -30,7 +31,7 @@ class Faulty(FolderStore):
     def __init__(self, folder: Path, blobs: int = 100) -> None:
         super().__init__(folder)
         self.blobs, self.stuck = blobs, "nothing"
-        self.error: UserError = FULL
+        self.error: HoldfastError = FULL
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         if key.startswith(self.stuck):
@@ -118,3 +119,27 @@ def test_a_newer_generation_and_the_end_of_the_mover_end_the_wait(tmp_path: Path
     wait_until(lambda: tracker.wait_until_ended((2, LAST), 0.0)[1] is not None, what="it waits")
     service.close()  # it returns, and the save has failed
     assert tracker.failure_reason((2, LAST)) == str(FULL)
+
+
+@pytest.mark.parametrize("when", ["before its write", "after its write"])
+def test_a_newer_generation_finishes_the_save_of_the_state_that_it_continues(
+    tmp_path: Path, when: str
+) -> None:
+    """A worker joins after a step whose checkpoint is under way. It is no failed save."""
+    store = Faulty(tmp_path)
+    service, ranks = begin(store)
+    store.stuck = "data/" if when == "before its write" else "commits/"
+    store.error = FencedError("generation 2 has begun; generation 1 may not write")
+    made = [ranks.capture(rank, 3) for rank in range(ranks.topology.world_size)]
+    for rank, (slot, head) in enumerate(made):
+        ranks.announce(rank, 3, slot, head)
+    assert service.drain(DEADLINE_S)
+    create_generation(store, 2, {})
+    store.stuck = "nothing"
+    service.expect(2, states.topology(2, 2), states.TABLE, start_step=3)
+    tracker = service.save_tracker
+    assert tracker.wait_until_ended((1, 3), DEADLINE_S) == (True, None)
+    assert list_commits(store) == [commit_key(1, 3)]
+    compare(newest_verified(store), states.topology(2, 2))
+    assert "checkpoint_failed" not in [kind for kind, _ in tracker.events_since(0, 0.0)[0]]
+    service.close()

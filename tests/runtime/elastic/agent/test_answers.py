@@ -133,7 +133,7 @@ class Node:
         return answer.status, json.loads(answer.body)
 
 
-@pytest.mark.parametrize("state", ["opening", "saving", "recovering", "leaving", "over"])
+@pytest.mark.parametrize("state", ["opening", "spare", "saving", "recovering", "leaving", "over"])
 def test_a_node_that_does_not_train_is_healthy_and_not_ready(state: str) -> None:
     node = Node()
     node.status = replace(node.status, state=state)
