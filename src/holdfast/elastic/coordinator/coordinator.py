@@ -166,7 +166,7 @@ class Coordinator:
         self._inbox: list[StageReport] = []
         self._open_heartbeats = OpenHeartbeats()
         self._wakeup = asyncio.Event()
-        self._ended_agents_probe = EndedAgentsProbe(self)
+        self._ended_agents_probe = EndedAgentsProbe(self, self._open_heartbeats.silent_s)
         self._hang_watch = HangWatch(self, self._open_heartbeats)
         self._unreachable = UnreachableNodes()
         self.stragglers = StragglerTracker()

@@ -141,6 +141,12 @@ class OpenHeartbeats:
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
+        self._closed_at: dict[str, float] = {}  # clock, seconds
+
+    def silent_s(self, name: str, now: float) -> float:
+        """Return for how long a node that was heard has no heartbeat open; a live agent sends the
+        next one as soon as one is answered."""
+        return 0.0 if name in self._open else now - self._closed_at.get(name, now)
 
     def add(self, name: str, doing: Directive, is_leaving: bool) -> asyncio.Future[None]:
         """Add a node's heartbeat; the result is done once it is to be answered. doing: what the
@@ -158,6 +164,7 @@ class OpenHeartbeats:
             timer.cancel()
             if self._open.get(name, (None,))[0] is woken:
                 del self._open[name]
+                self._closed_at[name] = asyncio.get_running_loop().time()
 
     def close(self, name: str) -> None:
         """Answer a node's older request: its agent sends a new one and reads only that answer."""

@@ -4,13 +4,16 @@ An agent's own silence means something only after three heartbeats. But its mach
 connection to the agent's port. If it refuses the connection, the agent has ended, and its workers
 with it. No agent is probed while all goes well. A lost node first shows in the workers of the other
 nodes, and only then the silent agents are probed.
+
+An agent that was stopped accepts connections and sends nothing. While the other nodes wait for it,
+it is lost after `AWAITED_SILENCE_S` without a heartbeat. It joins again when it continues.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -23,6 +26,9 @@ MAX_LIVENESS_PROBES = 64
 """Most agents that are probed at a time: if more are silent, they are only slow."""
 
 UNSETTLED_PHASES = (Phase.STARTING, Phase.HALTING)
+AWAITED_SILENCE_S = 2.0
+"""Seconds without an open heartbeat after which an agent that the other nodes wait for is lost. An
+agent sends the next heartbeat within milliseconds."""
 AGENT_PROBE_INTERVAL_S = 0.2
 """Seconds between two probes for ended agents; a live machine answers a probe at once."""
 
@@ -41,8 +47,9 @@ class ProbedTerm(Protocol):
 class EndedAgentsProbe:
     """Probes silent nodes while a generation stops or begins: their agents may have ended."""
 
-    def __init__(self, term: ProbedTerm) -> None:
-        self._term = term
+    def __init__(self, term: ProbedTerm, silent_s: Callable[[str, float], float]) -> None:
+        """silent_s: returns for how long a node has no heartbeat open at a time, in seconds."""
+        self._term, self._silent_s = term, silent_s
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -52,9 +59,17 @@ class EndedAgentsProbe:
             self._task = asyncio.create_task(self._remove_ended_agents())
 
     async def _remove_ended_agents(self) -> None:
-        term = self._term
+        term, clock = self._term, asyncio.get_running_loop().time
+        on_time_since = clock()  # since when this process was never late itself
         while term.state.phase in UNSETTLED_PHASES:
+            begun = clock()
             await asyncio.sleep(AGENT_PROBE_INTERVAL_S)
+            if (now := clock()) - begun > 2 * AGENT_PROBE_INTERVAL_S:
+                on_time_since = now
+            for name in awaited_members(term.state):
+                seconds = min(self._silent_s(name, now), now - on_time_since)
+                if seconds > AWAITED_SILENCE_S:
+                    term.declare_lost(name, f"not heard for {seconds:.1f} s, while nodes wait")
             silent = {
                 name: term.node_reports[name].facts.address
                 for name in awaited_members(term.state)

@@ -30,7 +30,11 @@ class ScratchFile:
         without room.
         """
         self._folder, self._size = folder, 0
-        if not Path(folder).is_dir():
+        try:
+            is_folder = Path(folder).is_dir()
+        except OSError as error:  # a disk that is gone, or a folder above it without a right
+            raise self._failure(error) from error
+        if not is_folder:
             raise StateMemoryError(
                 f"there is no folder {folder} for the state of a rank",
                 where=_KEY,
