@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from holdfast.cli.plan_table import (
     neighbours_as_json,
     next_plans_as_json,
     plan_as_json,
+    print_alternatives,
     print_comparison,
     print_loss,
     print_neighbours,
@@ -104,6 +106,18 @@ def plan(
         print_next_plans(request)
         if what_if is not None:
             print_loss(request, what_if)
+        where = ["--cluster", cluster] if cluster else []
+        is_auto = request.loaded.config.layout.mode == "auto"
+
+        def plan_with(override: str) -> str:
+            others = [
+                each for each in asked if each.partition("=")[0] != override.partition("=")[0]
+            ]
+            return shlex.join(["holdfast", "plan", str(run_file), *where, *others, override])
+
+        print_alternatives(request, plan_with)
+        auto = [] if is_auto else ["layout.mode=auto"]
+        print(f"next: {shlex.join(['holdfast', 'train', str(run_file), *asked, *auto])}")
     if svg is not None:
         write_timeline(request, svg)
 

@@ -28,6 +28,7 @@ SMALL = (
     "train.batch_size=16",
     "layout=auto",
 )
+WIDE = ("train.batch_size=512", "train.microbatch_size=auto")
 HUGE = (*SMALL, "model.layers=96", "model.dim=16384", "model.ffn_dim=49152", "model.heads=128")
 
 
@@ -44,6 +45,24 @@ def test_the_table_marks_the_chosen_layout_and_adds_up(run_file: Path) -> None:
     assert "a step of" in out
     assert "by stage:" in out
     assert "run 'holdfast calibrate'" in out  # the constants are assumed
+
+
+def test_the_last_lines_name_the_key_of_a_better_layout_by_another_objective(
+    run_file: Path, tmp_path: Path
+) -> None:
+    machines = tmp_path / "c.yaml"
+    machines.write_text(
+        "pools:\n  own: {nodes: 1, devices: 2, device: A100-80, usd_per_hour: 0}\n"
+        "  paid: {nodes: 1, devices: 2, device: A100-80, usd_per_hour: 9}\n"
+    )
+    asked = ("plan", run_file, *SMALL, *WIDE, "--cluster", machines)
+    lines = within(*asked).out.splitlines()
+    [cheapest] = [line for line in lines if line.startswith("cheapest: ")]
+    assert "$0.00 per 1e9 tokens" in cheapest
+    assert cheapest.endswith("plan.objective=tokens_per_usd")
+    assert lines[-1].startswith("next: holdfast train ")
+    again = within(*asked, "plan.objective=tokens_per_usd").out.splitlines()
+    assert any("<- chosen" in line and "0.00" in line for line in again)
 
 
 def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path) -> None:
@@ -122,7 +141,9 @@ def test_a_runner_up_is_no_slower_among_the_neighbours() -> None:
     asked = ("plan", run, "--cluster", "8x8xA100-80", "--json")
     value = json.loads(within(*asked).out)
     best, *others = value["layouts"]
-    slower = {each["layout"]: each["slower"] for each in value["neighbours"]}
+    slower = {each["differs"]: each["slower"] for each in value["neighbours"]}
+    size = best["values"]["train.microbatch_size"]
+    others = [other for other in others if other["values"]["train.microbatch_size"] == size]
     axes = ("pp", "dp_shard", "cp", "tp")
     seen = 0
     for other in others:

@@ -47,7 +47,8 @@ class LayoutConfig(DegreesConfig):
 
     mode: Literal["given", "auto"] = "given"
     """auto, or `layout: auto` for short: the planner chooses workers, degrees, schedule,
-    virtual_stages, zero and train.recompute. Those that are given are its limits"""
+    virtual_stages, zero, train.recompute and train.microbatch_size. Those that are given are its
+    limits"""
     fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = ()
     """with mode auto: degrees that no change of nodes changes (planned: those that the run file
     gives)"""

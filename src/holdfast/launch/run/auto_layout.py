@@ -21,6 +21,7 @@ from holdfast.plan.auto.search_run import (
     RunPlan,
     free_values,
     is_given,
+    named_microbatch,
     plan_run,
     why_not_searched,
     with_plan,
@@ -56,7 +57,7 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
         workers = format_plural(loaded.config.layout.workers, "worker")
         line = f"layout.mode auto: {reason}; it has {workers}"
         return AutoLayout((line,), values=values)
-    if not loaded.config.train.microbatch_size and (size := stored_microbatch_size(facts)):
+    if not named_microbatch(loaded) and (size := stored_microbatch_size(facts)):
         values[KEY] = (size, "that of the run")
     loaded = loaded.with_values(values)
     number = loaded.config.layout.workers if facts.several else 0

@@ -48,6 +48,9 @@ def end_in_words(loaded: LoadedConfig, problem: Problem, found: Found) -> str:
 def refusal_of(config: RunConfig, choice: Choice) -> str:
     """The sentence of the rule that refuses a layout; "" if none does."""
     sized = with_choice(config, choice)
+    for stage in config.train.batch_warmup:
+        if stage.batch_size % choice.microbatch:
+            return f"a batch of train.batch_warmup is no multiple of {choice.microbatch} samples"
     length = sized.data.sequence_length
     return find_impossible_degrees(sized.layout, sized.model, sized.train, length, None) or ""
 

@@ -58,6 +58,12 @@ def why_not_searched(config: RunConfig) -> str:
     return unmodelled_option(config)
 
 
+def named_microbatch(loaded: LoadedConfig) -> int:
+    """The microbatch that the run file gives, or that a stored run has; 0: it is searched."""
+    is_open = loaded.origins["train.microbatch_size"].kind == "default"
+    return 0 if is_open else loaded.config.train.microbatch_size
+
+
 def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
     """What the run file fixes: keys of `layout`, recompute and microbatch that it gives. has_host:
     devices have a memory of their own, so state may be on the host."""
@@ -72,7 +78,7 @@ def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
     return Limits(
         **{axis: fixed(axis) for axis in AXES},
         ep=fixed("ep"),
-        microbatch=train.microbatch_size,
+        microbatch=named_microbatch(loaded),
         zero=(layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3),
         schedules=(layout.schedule,) if is_given(loaded, "layout.schedule") else SCHEDULES,
         virtual=fixed("virtual_stages"),
@@ -180,7 +186,7 @@ def free_values(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
     """Keys that the run file leaves open, with the values of a layout."""
     chosen = values_of(choice)
     values = {key: value for key, value in chosen.items() if not is_given(loaded, key)}
-    if loaded.config.train.microbatch_size:
+    if named_microbatch(loaded):
         values.pop("train.microbatch_size", None)
     else:
         values["train.microbatch_size"] = choice.microbatch

@@ -13,6 +13,8 @@ import pytest
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.core.transports import NodeLinks
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.run.auto_layout import choose_layout
+from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.plan.auto import plan_cache
 from holdfast.plan.auto.choices import given_choice, values_of
@@ -88,6 +90,20 @@ def test_precision_and_microbatch_are_never_changed() -> None:
     free = planned("train.microbatch_size=auto")
     assert free.config.train.microbatch_size > 0
     assert free.origins["train.microbatch_size"].kind == "planned"
+
+
+def test_a_microbatch_that_is_not_named_is_searched_and_a_run_keeps_its_own() -> None:
+    loaded = resolve_config(RUN.replace(", microbatch_size: 2", ""), "run.yaml", ())
+    assert limits_of(loaded).microbatch == 0
+    stored = {"config": {"train": {"microbatch_size": 4}}}
+    sizes = []
+    for facts in (Facts(BOX), Facts(BOX, stored=stored)):
+        chosen = choose_layout(loaded, facts)
+        sizes.append(chosen.values["train.microbatch_size"])
+    assert sizes[0][1] != "that of the run"
+    assert sizes[1] == (4, "that of the run")
+    again = loaded.with_values({"train.microbatch_size": sizes[1]})
+    assert limits_of(again).microbatch == 4
 
 
 def test_rules_of_the_run_file_bind_the_search() -> None:
