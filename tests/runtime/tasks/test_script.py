@@ -69,8 +69,14 @@ def test_a_mistake_in_a_script_names_its_file(
     def answer(config: Any) -> dict[str, Any]:
         if error is not None:
             raise error
-        found = dict.fromkeys(task_run.PLANNED_KEYS, 0) | {"parameters": [], "sharding": []}
-        return found | {"source": "a", "data": "1", "train": {"train.batch_size": 5}}
+        found = dict.fromkeys(task_run.PLANNED_KEYS, 0) | {"parameters": []}
+        return found | {
+            "sharding": [],
+            "notes": [],
+            "source": "a",
+            "data": "1",
+            "train": {"train.batch_size": 5},
+        }
 
     monkeypatch.setattr(task_run, "describe_task", answer)
     loaded = of_script(tmp_path, "train.microbatch_size=2")
