@@ -119,7 +119,7 @@ MATRIX = [("fork_server", "a"), ("mover", "abc"), ("fork_server", "abc"), ("move
 
 
 @pytest.mark.parametrize(
-    "helper, names",
+    ("helper", "names"),
     [
         pytest.param(*one, marks=[pytest.mark.slow] * (number > 1))
         for number, one in enumerate(MATRIX)

@@ -141,7 +141,7 @@ def test_another_base_is_refused(rank: RankContext) -> None:
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    with pytest.raises(ModelFolderError, match="no model.safetensors here"):
+    with pytest.raises(ModelFolderError, match=r"no model\.safetensors here"):
         _engine(config, rank, "first")
     write_base(folder, config.model, seed=4)
     with pytest.raises(ModelFolderError, match="not those that the run was begun with"):
