@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.runtime.cli.test_named_commands import texts_of
+from tests.support.browser import browser
 from tests.support.ranks import ROOT
 
 DOCS = ROOT / "docs"
@@ -85,3 +86,18 @@ def test_the_readme_is_short_and_names_both_commands() -> None:
     assert len(text.splitlines()) <= 150
     for command in ("make quickstart", "make test"):
         assert re.search(rf"^    {command}\b", text, re.MULTILINE), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_site_fits_the_window_of_a_real_browser(width: int, tmp_path: Path) -> None:
+    """`make campaign` builds the site before."""
+    site = ROOT / "build/site"
+    if not site.exists():
+        pytest.skip("there is no site: make docs-site")
+    with browser(tmp_path) as tab:
+        for page in ("index", "reference/api", "reference/run-file", "guide/troubleshooting"):
+            tab.open(site / f"{page}.html", width)
+            assert tab.value("document.documentElement.scrollWidth") <= width, page
+            assert tab.value("document.querySelector('article h1') !== null"), page
+            assert tab.value("[...document.images].every(each => each.naturalWidth > 0)"), page
