@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.runtime.cli.test_named_commands import texts_of
+from tests.support.browser import browser
 from tests.support.ranks import ROOT
 
 DOCS = ROOT / "docs"
@@ -18,6 +18,7 @@ PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`|^    .*$", re.DOTALL | re.MULTILINE)
 MADE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # by tools/site.py
+JOINT, VALUE = re.compile(r'"\s*\n\s*f?"'), re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 REMEDIES = DOCS / "guide/troubleshooting.md"
 
 
@@ -63,12 +64,8 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
 
 
 def test_the_quoted_messages_are_those_of_the_program() -> None:
-    said = "\n".join(
-        " ".join(text.replace("FILLED", "...").split())
-        for path in (ROOT / "src").rglob("*.py")
-        for text, is_docstring in texts_of(path)
-        if not is_docstring
-    )
+    said = "\n".join(path.read_text() for path in (ROOT / "src/holdfast").rglob("*.py"))
+    said = VALUE.sub("...", JOINT.sub("", said))
     quoted = re.findall(r"^### (.+)$", REMEDIES.read_text(), re.MULTILINE)
     assert len(quoted) >= 15
     assert [each for each in quoted if each not in said] == []
@@ -85,3 +82,18 @@ def test_the_readme_is_short_and_names_both_commands() -> None:
     assert len(text.splitlines()) <= 150
     for command in ("make quickstart", "make test"):
         assert re.search(rf"^    {command}\b", text, re.MULTILINE), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_site_fits_the_window_of_a_real_browser(width: int, tmp_path: Path) -> None:
+    """`make campaign` builds the site before."""
+    site = ROOT / "build/site"
+    if not site.exists():
+        pytest.skip("there is no site: make docs-site")
+    with browser(tmp_path) as tab:
+        for page in ("index", "reference/api", "reference/run-file", "guide/troubleshooting"):
+            tab.open(site / f"{page}.html", width)
+            assert tab.value("document.documentElement.scrollWidth") <= width, page
+            assert tab.value("document.querySelector('article h1') !== null"), page
+            assert tab.value("[...document.images].every(each => each.naturalWidth > 0)"), page

@@ -277,7 +277,7 @@ def _records(history: History) -> list[str]:
             _card("When to save", "The decisions in force, by tier.", tables.cadence_table(history))
         )
     if history.generations:
-        out.append(_card("Generations", "", tables.generations_table(history)))
+        out.append(_card("Memberships", "", tables.generations_table(history)))
     if history.notices:
         out.append(_card("Notices", "", tables.notices_table(history)))
     return out
