@@ -24,7 +24,7 @@ GOLDEN = ROOT / "tests/golden/kubernetes"
 RUN_FILE = """\
 name: big-run
 folder: /runs/big-run
-data: {sources: [{path: /texts}]}
+data: {folder: /runs/dataset, sources: [{path: /texts}]}
 cluster: {places: 8, min_nodes: 2, grace_seconds: 60}
 launch:
   on: kubernetes
@@ -137,6 +137,7 @@ def test_each_node_joins_with_the_secret_mounted_and_is_replaced_alone(kind: str
 
 def test_a_run_in_a_bucket_needs_no_claim_and_gets_its_credentials_from_a_secret() -> None:
     given = ["launch.kubernetes.claim=''", "launch.kubernetes.environment_from=[s3]"]
+    given.append("data.folder=s3://runs/data")
     made = make_objects(request_of(*given, location="s3://runs/big-run"))
     (agent,) = agents_in(made)
     assert agent["args"][1] == "s3://runs/big-run"
@@ -146,7 +147,9 @@ def test_a_run_in_a_bucket_needs_no_claim_and_gets_its_credentials_from_a_secret
 
 def test_two_runs_of_one_name_have_different_objects() -> None:
     one, other = (
-        make_objects(request_of(location=f"/runs/{where}/big-run"))[-1]["metadata"]["name"]
+        make_objects(
+            request_of(f"data.folder=/runs/{where}/data", location=f"/runs/{where}/big-run")
+        )[-1]["metadata"]["name"]
         for where in "ab"
     )
     assert one != other
@@ -177,3 +180,14 @@ def test_a_mistake_is_one_sentence_with_its_key(given: list[str], words: str) ->
     with pytest.raises(ConfigError, match=words) as caught:
         make_objects(request_of(*given))
     assert "launch.kubernetes" in str(caught.value)
+
+
+def test_a_dry_run_names_all_that_pods_lack_as_the_real_call_does() -> None:
+    lacking = [f"launch.kubernetes.{key}=''" for key in ("image", "claim")]
+    request = request_of(*lacking, "data.folder=/home/me/data", "launch.kubernetes.claim_at=/mnt")
+    for call in (KubernetesOwner().describe, KubernetesOwner().check, KubernetesOwner().submit):
+        with pytest.raises(ConfigError) as caught:
+            call(request)
+        told = str(caught.value).splitlines()
+        words = ("no image", "claim=NAME", "claim_at=/runs", "cannot reach the dataset in /home/me")
+        assert [word in line for word, line in zip(words, told, strict=True)] == [True] * 4

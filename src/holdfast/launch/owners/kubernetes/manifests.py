@@ -19,6 +19,7 @@ from holdfast.launch.owners.kubernetes.pod import (
     PodTemplate,
     account_name,
     job_name,
+    refuse_incomplete,
     restricted,
     secret_name,
 )
@@ -51,6 +52,7 @@ def uses_kueue(request: LaunchRequest) -> bool:
 
 def make_objects(request: LaunchRequest) -> list[Object]:
     """Return all objects of a run but its secret. Raises ConfigError."""
+    refuse_incomplete(request)
     kind = KINDS[request.config.launch.kubernetes.kind]
     template = PodTemplate(request, kind.container, kind.restart)
     return [*_account(request), *kind.make(template)]

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from holdfast.config.sections.launch import KubernetesConfig
 from holdfast.errors import ConfigError
@@ -21,7 +21,7 @@ from holdfast.launch.owners.kubernetes.manifests import (
     to_yaml,
     uses_kueue,
 )
-from holdfast.launch.owners.kubernetes.pod import SECRET_KEY, job_name, mount_path, secret_name
+from holdfast.launch.owners.kubernetes.pod import SECRET_KEY, job_name, secret_name
 from holdfast.launch.owners.kubernetes.status import (
     JobReader,
     is_missing_pod,
@@ -29,7 +29,6 @@ from holdfast.launch.owners.kubernetes.status import (
     topology_warnings,
 )
 from holdfast.launch.owners.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
-from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.secret import open_secret
 
 DELETE_TIMEOUT_S = 60
@@ -39,12 +38,15 @@ class KubernetesOwner:
     """Implements `MachineOwner`."""
 
     def describe(self, request: LaunchRequest) -> str:
-        """Return the objects as YAML. The Secret is only named: its content is not for a screen."""
+        """Return the objects as YAML. The content of the Secret is not for a screen."""
         text = to_yaml(make_objects(request))
         if request.config.launch.kubernetes.secret:
             return text
-        name, file = secret_name(request), request.secret_file
-        return f"# Secret {name}: key {SECRET_KEY!r} holds what is in {file}\n{text}"
+        namespace = request.config.launch.kubernetes.namespace
+        words = ["kubectl", "create", "secret", "generic", secret_name(request)]
+        words += [f"--namespace={namespace}", f"--from-file={SECRET_KEY}={request.secret_file}"]
+        made = f"# Secret {secret_name(request)} is not shown; 'holdfast launch' makes it, as with:"
+        return f"{made}\n# {shlex.join(words)}\n{text}"
 
     def check(self, request: LaunchRequest) -> None:
         make_objects(request)
@@ -53,7 +55,6 @@ class KubernetesOwner:
     def submit(self, request: LaunchRequest) -> OwnedJob:
         """Make the objects of a run, in place of those of an earlier job that has ended."""
         objects, kubectl = make_objects(request), _kubectl(request.config.launch.kubernetes)
-        _refuse_dataset_elsewhere(request)
         _refuse_unknown_queue(request, kubectl)
         resource = KINDS[request.config.launch.kubernetes.kind].resource
         kubectl.delete(resource, job_name(request), f"--timeout={DELETE_TIMEOUT_S}s")
@@ -151,21 +152,6 @@ def _reader(job: OwnedJob) -> JobReader:
     queued = bool(job.details["queue"])
     resource = KINDS[_kind(job)].resource
     return JobReader(kubectl, resource, job.job, job.nodes, queued, time.time())
-
-
-def _refuse_dataset_elsewhere(request: LaunchRequest) -> None:
-    """Raises ConfigError if pods cannot reach the prepared dataset of a run that has begun."""
-    stored = read_resolved(request.folder) or {}
-    folder = str(stored.get("dataset", {}).get("folder", ""))
-    if not folder or "://" in folder or request.config.task.has_own_data:
-        return
-    at = mount_path(request)
-    if at is None or not Path(folder).is_relative_to(at):
-        raise ConfigError(
-            f"pods cannot reach the dataset in {folder}",
-            where="data.folder",
-            remedy="prepare it on the claim: data.folder=PATH below launch.kubernetes.claim_at",
-        )
 
 
 def _refuse_unknown_queue(request: LaunchRequest, kubectl: Kubectl) -> None:

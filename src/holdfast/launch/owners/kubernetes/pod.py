@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from holdfast.elastic.notices.kubernetes import POD_NAME_VARIABLE, POD_NAMESPACE
 from holdfast.errors import ConfigError
 from holdfast.launch.node.node_place import ZONE_VARIABLE
 from holdfast.launch.owners.owner import LaunchRequest
+from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
 Object = dict[str, Any]
@@ -59,26 +61,43 @@ def account_name(request: LaunchRequest) -> str:
 
 
 def mount_path(request: LaunchRequest) -> str | None:
-    """Return where the claim of the run folder is mounted; None for a run store in a bucket.
-
-    Raises ConfigError if pods cannot reach the run store."""
+    """Return where the claim of the run folder is mounted; None for a run store in a bucket."""
     settings = request.config.launch.kubernetes
     if "://" in request.location:
         return settings.claim_at or None if settings.claim else None
-    if not settings.claim:
-        raise ConfigError(
-            "pods cannot reach a run folder on this machine's disk",
-            where=request.location,
-            remedy="name the volume that it lies on, with launch.kubernetes.claim=NAME",
-        )
-    at = settings.claim_at or str(Path(request.location).parent)
-    if not Path(request.location).is_relative_to(at):
-        raise ConfigError(
-            f"the run folder {request.location} does not lie on the claim",
-            where=f"launch.kubernetes.claim_at={at}",
-            remedy=f"use launch.kubernetes.claim_at={Path(request.location).parent}",
-        )
-    return at
+    return settings.claim_at or str(Path(request.location).parent)
+
+
+def refuse_incomplete(request: LaunchRequest) -> None:
+    """Raises ConfigError, one for all that pods lack."""
+    config, at, found = request.config, mount_path(request), list[ConfigError]()
+    settings, is_folder = config.launch.kubernetes, "://" not in request.location
+    if not settings.image:
+        remedy = "build one (docs/guide/deploy.md) and use launch.kubernetes.image=NAME:TAG"
+        what, where = "no image is named for the pods", "launch.kubernetes.image"
+        found.append(ConfigError(what, where=where, remedy=remedy))
+    if config.device == "cuda" and not settings.gpus:
+        remedy = f"use launch.kubernetes.gpus={config.cluster.places or 1}"
+        what = "device cuda needs accelerators, and pods ask for none"
+        where = "launch.kubernetes.gpus"
+        found.append(ConfigError(what, where=where, remedy=remedy))
+    if is_folder and not settings.claim:
+        remedy = "name the volume that it lies on, with launch.kubernetes.claim=NAME"
+        what = "pods cannot reach a run folder on this machine's disk"
+        found.append(ConfigError(what, where=request.location, remedy=remedy))
+    if is_folder and not Path(request.location).is_relative_to(at or "/"):
+        remedy = f"use launch.kubernetes.claim_at={Path(request.location).parent}"
+        what = f"the run folder {request.location} does not lie on the claim"
+        found.append(ConfigError(what, where=f"launch.kubernetes.claim_at={at}", remedy=remedy))
+    stored = read_resolved(request.folder) or {}
+    data = str(stored.get("dataset", {}).get("folder") or os.path.abspath(config.data.folder))
+    is_there = at is not None and Path(data).is_relative_to(at)
+    if not (is_there or "://" in config.data.folder or "://" in data or config.task.has_own_data):
+        remedy = f"prepare it on the claim, as data.folder={at or 'PATH'}/dataset, or in a bucket"
+        what = f"pods cannot reach the dataset in {data}"
+        found.append(ConfigError(what, where="data.folder", remedy=remedy))
+    if found:
+        raise ConfigError("\n".join(map(str, found)))
 
 
 def bytes_of(quantity: str) -> int:
@@ -120,7 +139,7 @@ class PodTemplate:
         return {"app.kubernetes.io/name": "holdfast", RUN_LABEL: job_name(self.request)}
 
     def make(self) -> Object:
-        """Return the template with its metadata. Raises ConfigError."""
+        """Return the template with its metadata."""
         return {"metadata": {"labels": self.labels()}, "spec": self.spec()}
 
     def spec(self) -> Object:
@@ -150,18 +169,6 @@ class PodTemplate:
 
     def agent(self) -> Object:
         """Return the container of the node's agent."""
-        if not self.settings.image:
-            raise ConfigError(
-                "no image is named for the pods",
-                where="launch.kubernetes.image",
-                remedy="build one (docs/guide/deploy.md) and use launch.kubernetes.image=NAME:TAG",
-            )
-        if self.config.device == "cuda" and not self.settings.gpus:
-            raise ConfigError(
-                "device cuda needs accelerators, and pods ask for none",
-                where="launch.kubernetes.gpus",
-                remedy=f"use launch.kubernetes.gpus={self.config.cluster.places or 1}",
-            )
         agent: Object = {
             "name": self.container,
             "image": self.settings.image,
