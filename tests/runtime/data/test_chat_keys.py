@@ -17,7 +17,7 @@ from holdfast.data.read.chat_borders import (
     ChatNotes,
 )
 from holdfast.data.read.chat_documents import EMPTY_REPLY, ChatDocument, ChatFormat, ChatReader
-from holdfast.data.read.chat_format import chat_settings, read_chat_format
+from holdfast.data.read.chat_format import chat_settings, compile_templates, read_chat_format
 from holdfast.data.read.chat_render import ChatTemplate
 from holdfast.data.read.chat_templates import BY_KEY, joined
 from holdfast.errors import DataError
@@ -310,6 +310,8 @@ def test_rows_with_tools_take_the_template_for_them(tmp_path: Path) -> None:
         reader.read({"messages": TALK, "documents": [{"text": "bc"}]}, WHERE)
     warm = format_of(folder, template_kwargs={"warm": True, "steps": 3})
     assert {("warm", True), ("steps", 3)} <= set(warm.variables)
+    with pytest.raises(DataError, match=r"template_kwargs: the template does not read warm"):
+        compile_templates(warm, {"warm": True})
 
 
 def format_of(folder: Path, **chat: Any) -> ChatFormat:

@@ -13,7 +13,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_format import (
-    compile_template,
+    compile_templates,
     read_chat_format,
     special_tokens,
     stop_tokens,
@@ -50,7 +50,7 @@ class ChatPreparation:
         self.format = read_chat_format(config)
         self.stop: dict[str, int] = {}
         if self.format is not None:
-            compile_template(self.format)
+            compile_templates(self.format, config.chat.template_kwargs)
             path = vocabulary.tokenizer_file(str(config.tokenizer.place))
             self.stop = stop_tokens(vocabulary.load_tokenizer(path), path)
 

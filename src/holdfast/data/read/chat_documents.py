@@ -184,7 +184,8 @@ class ChatReader:
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
-    said = (message["content"], *(message.get(key) for key in (*THOUGHTS, "tool_calls")))
+    keys = ("content", *THOUGHTS, "tool_calls", "function_call")
+    said = [message.get(key) for key in keys]
     return not any(one.strip() if isinstance(one, str) else one for one in said)
 
 
