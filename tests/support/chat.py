@@ -42,7 +42,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def tokenizer_folder(
-    folder: Path, template: str | None = CHATML, eos: str = "<|im_end|>", **settings: Any
+    folder: Path, template: Any = CHATML, eos: str = "<|im_end|>", **settings: Any
 ) -> Path:
     """A byte-level BPE with the special tokens of ChatML, and its settings."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,15 @@ from holdfast.data.read.chat_borders import (
     TEMPLATE_KWARGS,
     ChatNotes,
 )
-from holdfast.data.read.chat_documents import EMPTY_REPLY
+from holdfast.data.read.chat_documents import EMPTY_REPLY, ChatDocument, ChatFormat, ChatReader
+from holdfast.data.read.chat_format import chat_settings, compile_templates, read_chat_format
+from holdfast.data.read.chat_render import ChatTemplate
+from holdfast.data.read.chat_templates import BY_KEY, joined
 from holdfast.errors import DataError
 from tests.runtime.data.test_chat_templates import ADD, TALK, WITH_TOOLS, read, trained
 from tests.support.borders import unknown_entries
-from tests.support.chat import CHATML
+from tests.support.chat import CHATML, tokenizer_folder
+from tests.support.corpus import data_config
 
 WHERE = "rows.jsonl:3"
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -155,3 +162,161 @@ def test_a_reply_that_comes_first_is_trained_without_its_header() -> None:
     assert trained(read({"messages": [TALK[2], *TALK[1:3]]}))[0] == "One.<|im_end|>\n"
     with pytest.raises(DataError, match=r"begins with a reply.*fails in line 1.*weight: 0"):
         read({"messages": [TALK[2], *TALK[1:3]]}, "{{ messages[0].role[0] }}" + CHATML)
+
+
+JSON_COLUMNS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("messages", {"messages": TALK, "tools": [ADD]}, ("messages", "tools")),
+    ("sharegpt", FORMS["sharegpt"][1] | {"tools": [ADD]}, ("conversations", "tools")),
+    ("instruction", FORMS["instruction"][1] | {"history": [["a", "b"]]}, ("history",)),
+    ("prompt", FORMS["prompt"][1], ("prompt", "completion")),
+)
+
+
+@pytest.mark.parametrize(("rows", "row", "columns"), JSON_COLUMNS)
+def test_columns_may_be_texts_of_json(
+    rows: str, row: dict[str, Any], columns: tuple[str, ...]
+) -> None:
+    texts = {key: json.dumps(row[key]) for key in columns}
+    assert read(row | texts, WITH_TOOLS, rows=rows) == read(row, WITH_TOOLS, rows=rows)
+    each = {key: [json.dumps(one) for one in row[key]] for key in columns if key != "history"}
+    assert read(row | each, WITH_TOOLS, rows=rows) == read(row, WITH_TOOLS, rows=rows)
+    with pytest.raises(DataError, match=f"rows.jsonl:3: .*'{columns[-1]}'"):
+        read(row | {columns[-1]: "[{"}, WITH_TOOLS, rows=rows)
+    call = {"role": "assistant", "content": "", "tool_calls": json.dumps([{"name": "add"}])}
+    assert "add" in read({"messages": [TALK[1], call]}, WITH_TOOLS).text
+
+
+NULLS = CHATML.replace(
+    "message['content'] +",
+    "('NULL' if message.content is none else message['content']) + (message.calls or '') +",
+)
+
+
+def test_a_null_reaches_a_template_that_asks_for_it() -> None:
+    row = {"messages": [{"role": "system", "content": None}, *TALK[1:]]}
+    assert read(row, NULLS).text.startswith("<|im_start|>system\nNULL<|im_end|>")
+    assert read(row).text.startswith("<|im_start|>system\n<|im_end|>")
+    used = {"type": "function", "function": {"name": "add", "default": None}}
+    assert '"default": null' in read({"messages": TALK, "tools": [used]}, WITH_TOOLS).text
+
+
+def test_a_table_s_nulls_are_missing_keys(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+    from xxhash import xxh3_128
+
+    from holdfast.data.read.columnar_sources import read_records
+
+    rows = [{"messages": [{"role": "user", "content": None, "name": "a"}], "x": None}, {"x": 1}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found: list[Any] = []
+
+    def take(value: Any, where: str, *, bare: bool = False) -> str:
+        found.append(value)
+        return where
+
+    path = str(tmp_path / "a.parquet")
+    list(read_records("parquet", path, 0, 1, "", take, 10_000, xxh3_128()))
+    assert found == [{"messages": [{"role": "user", "name": "a"}]}, {"x": 1}]
+
+
+PARAMETERS = {"type": "object", "properties": {"left": {"description": "first number"}}}
+DESCRIBED = {"function": {"name": "add", "description": "Adds up.", "parameters": PARAMETERS}}
+CALL_OF_ADD = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+ARGUED = {"function": {"name": "add", "arguments": {"left": "one"}}}
+
+
+def without(what: str, template: str = WITH_TOOLS) -> str:
+    """The template with some words left out of what it writes."""
+    return template.replace(
+        "{{ tool | tojson }}", f"{{{{ tool | tojson | replace('{what}', '') }}}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "words"),
+    [
+        ({"tools": [DESCRIBED]}, without("Adds up."), "the tool 'add' .*Adds up"),
+        ({"tools": [DESCRIBED]}, without("first number"), "the tool 'add' .*first number"),
+        ({"tools": [DESCRIBED]}, without("left"), "the tool 'add' .*left"),
+        ({"documents": [{"title": "a", "text": "bc"}]}, CHATML, "document 1 .*bc"),
+        (
+            {"messages": [*TALK, {"role": "tool", "content": "42"}]},
+            CHATML.replace("in messages %}", "in messages if message.role != 'tool' %}"),
+            "message 6 of the role tool",
+        ),
+        ({"messages": [*TALK[:4], TALK[4] | {"thinking": "so"}]}, CHATML, "thinking of message 5"),
+        ({"messages": [*TALK[:4], TALK[4] | {"images": ["a"]}]}, CHATML, "images of message 5"),
+        (
+            {"messages": [TALK[1], CALL_OF_ADD | {"tool_calls": [ARGUED]}]},
+            WITH_TOOLS.replace("tojson if", "tojson | replace('one', '') if"),
+            "an argument of 'add' in message 2.*one",
+        ),
+        (
+            {"messages": [TALK[1], CALL_OF_ADD | {"tool_calls": [ARGUED]}]},
+            WITH_TOOLS.replace("message.tool_calls | tojson", "message.tool_calls | string"),
+            "in Python's form.*text of JSON",
+        ),
+    ],
+)
+def test_a_text_of_a_row_that_the_template_drops_is_refused(
+    row: dict[str, Any], template: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=f"rows.jsonl:3: .*{words}"):
+        read({"messages": TALK} | row, template)
+
+
+def test_thoughts_have_the_names_of_transformers_and_earlier_ones_may_be_dropped() -> None:
+    thinks = BY_KEY["chatml"].replace(
+        "{{ message['content'] + '<|im_end|>' }}",
+        "{{ (message.thinking if loop.last else '') + message['content'] + '<|im_end|>' }}",
+    )
+    talk = [TALK[1], TALK[2] | {"reasoning": "a"}, TALK[3], TALK[4] | {"reasoning": "So. "}]
+    assert trained(read({"messages": talk}, thinks))[1] == "So. Two, of course.<|im_end|>"
+    talk[1] = talk[1] | {"reasoning": "Zzz"}
+    assert unread({"messages": talk}, template=thinks) == {
+        "reasoning of earlier replies, or a part of it"
+    }
+
+
+def test_rows_with_tools_take_the_template_for_them(tmp_path: Path) -> None:
+    """As a list in tokenizer_config.json, and as files in the folders of transformers."""
+    listed = [{"name": "default", "template": CHATML}, {"name": "rag", "template": "R" + CHATML}]
+    tools = {"name": "tool_use", "template": "T\n" + WITH_TOOLS}
+    row = {"messages": TALK, "tools": [ADD]}
+    folder = tokenizer_folder(tmp_path / "listed", [*listed, tools])
+    made = [format_of(folder)]
+    for name in ("chat_templates", "additional_chat_templates"):
+        folder = tokenizer_folder(tmp_path / name, "ignored")
+        (folder / name).mkdir()
+        (folder / "chat_template.jinja").write_text(CHATML)
+        for one in (listed[1], tools):
+            (folder / name / f"{one['name']}.jinja").write_text(one["template"])
+        made.append(format_of(folder))
+    assert made[0] == made[1] == made[2]
+    notes = ChatNotes()
+    reader = ChatReader("messages", "text", made[0], notes)
+    documents = [reader.read(one, WHERE) for one in (row, row | {"tools": []})]
+    texts = [ChatDocument.decode(one).text for one in documents]
+    assert [text[:2] for text in texts] == ["T\n", "<|"]
+    assert "template tool_use for 1 rows, default for 1 rows" in list(notes.lines())
+    both = ChatTemplate(joined(made[0].template, made[0].tool_template), dict(made[0].variables))
+    assert [both.render(TALK, WHERE, tools=t).text for t in ([ADD], None)] == texts
+    assert chat_settings(made[0]) != chat_settings(replace(made[0], tool_template=""))
+    assert format_of(folder, template_name="rag").template == "R" + CHATML
+    with pytest.raises(DataError, match="template_name to default or rag or tool_use"):
+        format_of(folder, template_name="rga")
+    with pytest.raises(DataError, match=r"data.chat.template_name: rag"):
+        reader.read({"messages": TALK, "documents": [{"text": "bc"}]}, WHERE)
+    warm = format_of(folder, template_kwargs={"warm": True, "steps": 3})
+    assert {("warm", True), ("steps", 3)} <= set(warm.variables)
+    with pytest.raises(DataError, match=r"template_kwargs: the template does not read warm"):
+        compile_templates(warm, {"warm": True})
+
+
+def format_of(folder: Path, **chat: Any) -> ChatFormat:
+    source = {"kind": "jsonl", "path": "rows.jsonl", "rows": "messages"}
+    more = {"tokenizer": {"path": str(folder)}, "attention": "document", "chat": chat}
+    found = read_chat_format(data_config(folder / "dataset", source, **more))
+    assert found is not None
+    return ChatFormat.from_json(json.loads(json.dumps(asdict(found))))

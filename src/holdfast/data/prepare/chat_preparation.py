@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_borders import ChatNotes
-from holdfast.data.read.chat_format import compile_template, read_chat_format, special_tokens
+from holdfast.data.read.chat_format import compile_templates, read_chat_format, special_tokens
 from holdfast.data.read.chat_templates import TEMPLATE_FILE, joined
 from holdfast.data.read.files import write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
@@ -45,7 +45,7 @@ class ChatPreparation:
         self.format = read_chat_format(config)
         self.stop: dict[str, int] = {}
         if self.format is not None:
-            compile_template(self.format)
+            compile_templates(self.format, config.chat.template_kwargs)
             path = vocabulary.tokenizer_file(str(config.tokenizer.place))
             self.stop = vocabulary.stop_tokens(vocabulary.load_tokenizer(path), path)
 

@@ -134,7 +134,7 @@ def read_columns(
     """Return the columns to count. column: of the messages. read: names that the template reads."""
     rest = {name: value for name, value in row.items() if name != column}
     refuse_loss_keys(rest, where, "the row", *(["weight"] if row.get("weight") == 1 else []))
-    remedy = f"put what the template reads into {KWARGS}, and leave out the rest"
+    remedy = f"make it a message, put it into {KWARGS} if the template reads it, or leave it out"
     given = (*border.used, *_STEERING, "messages")
     if names := [name for name in rest if name in read and name not in given]:
         what = f"the template reads {names[0]}, and a column of that name is not given to it"

@@ -184,7 +184,8 @@ class ChatReader:
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
-    said = (message["content"], *(message.get(key) for key in (*THOUGHTS, "tool_calls")))
+    keys = ("content", *THOUGHTS, "tool_calls", "function_call")
+    said = [message.get(key) for key in keys]
     return not any(one.strip() if isinstance(one, str) else one for one in said)
 
 
@@ -224,8 +225,8 @@ class _Spans:
             for function in _functions(message.get("tool_calls")):
                 self._require_call(place, self._full.text, function)
 
-    def _require(self, text: str, what: str) -> None:
-        if not _holds(self._bare, text):
+    def _require(self, text: str, what: str, bare: str = "") -> None:
+        if not _holds(bare or self._bare, text):
             remedy = OWN_TEMPLATE
             if self._format.others:
                 remedy += f" (data.chat.template_name: {' or '.join(self._format.others)})"
@@ -348,8 +349,10 @@ class _Spans:
             raise self._refusal(
                 f"the template leaves out the call of {name!r} in message {place + 1}"
             )
-        for text in _texts(arguments) if isinstance(arguments, Mapping) else ():
-            self._require(text, f"an argument of {name!r} in message {place + 1}")
+        given = arguments if isinstance(arguments, Mapping) else {}
+        for text in (*given, *_texts(given)):
+            what = f"an argument of {name!r} in message {place + 1}"
+            self._require(text, what, _without_spaces(part))
         wrong, how, other = str(arguments), "in Python's form", "a text of JSON"
         if isinstance(arguments, str):
             wrong, how, other = _quoted(arguments), "as a quoted text", "an object"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.read import vocabulary
+from holdfast.data.read.chat_borders import TEMPLATE_KWARGS
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_render import compiled
 from holdfast.data.read.chat_templates import DEFAULT, TOOL_USE, read_templates
@@ -50,10 +52,15 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
     )
 
 
-def compile_template(chat: ChatFormat) -> None:
-    """Raises DataError if jinja2 is missing, or the template is none."""
-    for template in filter(None, (chat.template, chat.tool_template)):
-        compiled(template, chat.variables)
+def compile_templates(chat: ChatFormat, kwargs: Mapping[str, Any]) -> None:
+    """Raises DataError if jinja2 is missing, if a template is none, or if none reads one of the run
+    file's kwargs."""
+    found = [compiled(text, chat.variables) for text in (chat.template, chat.tool_template) if text]
+    where, remedy = "data.chat.template_kwargs", "take it out, or mend its name"
+    TEMPLATE_KWARGS.check(kwargs, where, DataError, remedy)
+    for name in kwargs:
+        if not any(name in template.variables for template in found):
+            raise DataError(f"the template does not read {name}", where=where, remedy=remedy)
 
 
 def chat_settings(chat: ChatFormat) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.data.read.vocabulary import read_object
 from holdfast.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -66,12 +66,11 @@ def read_templates(
         try:
             return {DEFAULT: Path(file).read_text("utf-8")}
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise DataError(
-                f"{file} cannot be read ({reason})",
-                where="data.chat.template_file",
-                remedy="name a file with a chat template",
-            ) from None
+            what = (
+                f"{file} cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})"
+            )
+            remedy = "name a file with a chat template"
+            raise DataError(what, where="data.chat.template_file", remedy=remedy) from None
     if key != "folder":
         return {DEFAULT: BY_KEY[key]}
     named = _folder_templates(folder)
@@ -95,20 +94,14 @@ def _folder_templates(folder: Path) -> dict[str, str]:
     try:
         if files:
             return {name: path.read_text("utf-8") for name, path in sorted(files.items())}
-        found: Any = _setting(folder / "tokenizer_config.json")
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"a chat template cannot be read ({error})", where=str(folder), remedy=NAME_THE_TEMPLATE
-        ) from None
+        what = f"a chat template cannot be read ({error})"
+        raise DataError(what, where=str(folder), remedy=NAME_THE_TEMPLATE) from None
+    found: Any = read_object(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
     named = found if isinstance(found, dict) else {DEFAULT: found}
     return {str(name): text for name, text in named.items() if isinstance(text, str)}
-
-
-def _setting(path: Path) -> Any:
-    settings = parse_json(path.read_text("utf-8")) if path.is_file() else None
-    return settings.get("chat_template") if isinstance(settings, dict) else None
 
 
 def joined(default: str, tool_use: str) -> str:

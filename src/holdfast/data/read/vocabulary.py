@@ -58,6 +58,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 TOKENIZER_REMEDY = "name a tokenizer.json, or leave it out to train one"
 
 
+def _refusal(what: str, remedy: str = TOKENIZER_REMEDY) -> DataError:
+    return DataError(what, where="data.tokenizer.path", remedy=remedy)
+
+
 def tokenizer_file(path: str | Path) -> Path:
     """The tokenizer.json that a path means: the file, or the one in that folder. Raises DataError
     for a folder without one."""
@@ -74,10 +78,8 @@ def tokenizer_file(path: str | Path) -> Path:
             "write one with transformers: "
             f"AutoTokenizer.from_pretrained('{found}').save_pretrained('{found}')"
         )
-    raise DataError(
-        f"{found} holds no tokenizer.json" + (f", only {', '.join(slow)}" if slow else ""),
-        where="data.tokenizer.path",
-        remedy=remedy,
+    raise _refusal(
+        f"{found} holds no tokenizer.json" + (f", only {', '.join(slow)}" if slow else ""), remedy
     )
 
 
@@ -86,27 +88,20 @@ def _tokenizer_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(
-            f"{path} does not exist", where="data.tokenizer.path", remedy=TOKENIZER_REMEDY
-        ) from None
+        raise _refusal(f"{path} does not exist") from None
     except OSError as error:
-        raise DataError(
+        raise _refusal(
             f"{path} cannot be read ({error.strerror})",
-            where="data.tokenizer.path",
-            remedy="give yourself the permission to read it, or name another",
+            "give yourself the permission to read it, or name another",
         ) from None
     if is_pointer(raw):
         raise pointer_error(str(path))
     if not raw:
-        raise DataError(f"{path} is empty", where="data.tokenizer.path", remedy="fetch it again")
+        raise _refusal(f"{path} is empty", "fetch it again")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(
-            f"{path} is not a tokenizer.json (it is not UTF-8)",
-            where="data.tokenizer.path",
-            remedy=TOKENIZER_REMEDY,
-        ) from None
+        raise _refusal(f"{path} is not a tokenizer.json (it is not UTF-8)") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -119,18 +114,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(_with_special_ends(text))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            f"{path} is not a tokenizer.json ({str(error).splitlines()[0]})",
-            where="data.tokenizer.path",
-            remedy=TOKENIZER_REMEDY,
-        ) from None
+        raise _refusal(f"{path} is not a tokenizer.json ({str(error).splitlines()[0]})") from None
     dropout = getattr(tokenizer.model, "dropout", None)
     if dropout:
-        raise DataError(
+        raise _refusal(
             f"{path} is random: with model.dropout {dropout:g} the same text gives other tokens "
             "each time",
-            where="data.tokenizer.path",
-            remedy="set model.dropout to null in a copy of the file",
+            "set model.dropout to null in a copy of the file",
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -168,15 +158,13 @@ def describe_tokenizer(tokenizer: Tokenizer, path: Path) -> Vocabulary:
             begin = None if begin == ids[token] else begin  # the text before ends with it already
             return Vocabulary(max(ids.values()) + 1, ids[token], token, begin)
     if own is not None:
-        raise DataError(
+        raise _refusal(
             f"the files next to {path} name the end token {own!r}, which it does not have",
-            where="data.tokenizer.path",
-            remedy="fetch the folder again, or name a tokenizer.json that lies alone",
+            "fetch the folder again, or name a tokenizer.json that lies alone",
         )
-    raise DataError(
+    raise _refusal(
         f"{path} has no end-of-text token",
-        where="data.tokenizer.path",
-        remedy=f"add one of {', '.join(KNOWN_ENDS)} to its added tokens",
+        f"add one of {', '.join(KNOWN_ENDS)} to its added tokens",
     )
 
 
@@ -210,7 +198,8 @@ def read_neighbours(path: Path) -> Neighbours:
         return Neighbours({}, {})
     files = ("special_tokens_map.json", "tokenizer_config.json", "config.json")
     tokens, settings, model = (read_object(path.parent / name) for name in files)
-    return Neighbours(tokens | settings, model)
+    said = {key: value for key, value in settings.items() if value is not None}
+    return Neighbours(tokens | said, model)
 
 
 def read_object(path: Path) -> dict[str, Any]:
