@@ -1,5 +1,6 @@
 """The public names, for type checkers and editors. docs/guide/python.md explains them."""
 
+from holdfast.api.alone import run as run
 from holdfast.api.reading import Checkpoint as Checkpoint
 from holdfast.api.reading import batches as batches
 from holdfast.api.reading import follow as follow
@@ -15,7 +16,6 @@ from holdfast.core.sharding.parameters import Ones as Ones
 from holdfast.core.sharding.parameters import Zeros as Zeros
 from holdfast.errors import TaskError as TaskError
 from holdfast.errors import UserError as UserError
-from holdfast.tasks.scripts.own_loop import run as run
 from holdfast.tasks.task.task import Batch as Batch
 from holdfast.tasks.task.task import Samples as Samples
 from holdfast.tasks.task.task import Task as Task

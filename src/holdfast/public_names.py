@@ -22,7 +22,7 @@ HOMES = {
     "journal": "holdfast.api.reading",
     "load_run_file": "holdfast.api.training",
     "open_checkpoint": "holdfast.api.reading",
-    "run": "holdfast.tasks.scripts.own_loop",
+    "run": "holdfast.api.alone",
     "summary": "holdfast.api.reading",
     "train": "holdfast.api.training",
 }

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from holdfast.adapters.overrides import names, refuse_overridden
+from holdfast.api.alone import run
 from holdfast.borders import Border
 from holdfast.errors import TaskError
-from holdfast.tasks.scripts.own_loop import Run, run
+from holdfast.tasks.scripts.own_loop import Run
 
 _WHERE = "holdfast.adapters.hf_trainer"
 _IGNORED_LABEL = -100  # of a position that no loss is computed of

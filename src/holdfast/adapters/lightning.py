@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from holdfast.adapters.overrides import names, refuse_overridden
+from holdfast.api.alone import run
 from holdfast.borders import Border
 from holdfast.errors import TaskError
-from holdfast.tasks.scripts.own_loop import MapDataset, run
+from holdfast.tasks.scripts.own_loop import MapDataset
 
 _WHERE = "holdfast.adapters.lightning"
 

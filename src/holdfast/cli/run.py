@@ -34,6 +34,9 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value of a run file; may be repeated")
     ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="one process with your terminal, and no run folder")
+    ] = False,
     fresh: Fresh = False,
     json: JournalJson = False,
 ) -> int:
@@ -50,17 +53,30 @@ def run(
               step.backward(loss, weight=len(batch["y"]))
           step.apply()
 
-    The same command again resumes the run. Ctrl-C saves and leaves (exit code 0).
+    The same command again resumes the run. Ctrl-C saves and leaves (exit code 0). With --debug,
+    breakpoint() and pdb work, and nothing is saved.
 
     \b
     Example:
       holdfast run train.py --workers 2 -- --hidden 128
+      holdfast run train.py --debug -- --hidden 128
       holdfast run train.py --workers 4 --set checkpoint.every_steps=50 -- --hidden 128
     """
     from holdfast.api.start import start
 
     if not script.is_file():
         raise ConfigError("there is no such script", where=str(script), remedy="name a Python file")
+    if debug:
+        from holdfast.api.alone import debug as run_alone
+
+        if workers > 1 or folder or fresh or json:
+            raise ConfigError(
+                "a script under --debug is one process without a run folder",
+                where="--debug",
+                remedy="leave out --workers, --folder, --fresh and --json",
+            )
+        run_alone(script, arguments or [], config, settings or [])
+        return 0
     name = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).lstrip("-.") or "run"
     args = json_format.dumps({"script": script.name, "arguments": arguments or []})
     given = [

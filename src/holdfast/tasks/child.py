@@ -27,6 +27,7 @@ from holdfast.tasks.task.initial import first_values, frozen_values, trained_mod
 from holdfast.tasks.task.loading import place_in_user_code, source_digest
 from holdfast.tasks.task.module import known_flops, meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.task.sharding import sharding_rows
+from holdfast.tasks.task.task import Task
 from holdfast.wire.process_end import skip_last_collection
 
 _MAX_SAMPLED_STEPS = 10_000  # so that the start of a long run takes no time
@@ -36,13 +37,18 @@ def describe(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of the section `task`, and for adapters the checksum of what they are
     for. Under "train" are the keys that a script decides. Raises UserError."""
     task = load_run_task(config)
-    source, lora = source_digest(config.task, task), config.lora
+    return {"source": source_digest(config.task, task)} | describe_task(config, task)
+
+
+def describe_task(config: RunConfig, task: Task) -> dict[str, Any]:
+    """Return the same of a task that is loaded, without its source."""
+    lora = config.lora
     rows = module_rows(task, trained_module(task, lora))
     refuse_other_rows(rows, module_rows(task, trained_module(task, lora)))
     opened = open_samples(task)
     version, samples = ("", 0) if opened is None else (opened[1], len(opened[0]))
     validation = open_validation(task)
-    found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
+    found: dict[str, Any] = {"data": version, "samples": samples, "parameters": list(rows)}
     found["validation"] = 0 if validation is None else len(validation)
     found["flops"] = known_flops(task)
     found["sharding"] = [] if lora.rank else list(sharding_rows(task, meta_module(task)))

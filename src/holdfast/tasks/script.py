@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
+from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ScriptError, TaskError
 from holdfast.tasks.scripts.own_loop import (
@@ -68,18 +69,26 @@ class Script(Task):
         """Microbatch -> weight, of the step that is open."""
         return self.run._weights
 
-    def begin(self, config: RunConfig, device: torch.device) -> None:
-        """Run the script up to its loop. Raises TaskError; ScriptError for the script's own."""
+    def enter_alone(self, config: RunConfig) -> None:
+        """Make a run of this process for the present thread. Raises TaskError."""
+        self._make_run(config, torch.device(device_kind(config.device).device(0)))
+        enter_run(self.run)
+
+    def _make_run(self, config: RunConfig, device: torch.device) -> None:
         _refuse_settings(config)
         compute, task = Precision.of(config.train.precision).compute, config.task
         self._config = config
         self._run = Run(device, compute, task.samples, task.data, config.seed)
+
+    def begin(self, config: RunConfig, device: torch.device) -> None:
+        """Run the script up to its loop. Raises TaskError; ScriptError for the script's own."""
+        self._make_run(config, device)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so that initial values are the same in each process
         said = StringIO()
         try:
             with redirect_stderr(said):
-                answer = self.run._turns.start(self._execute)
+                answer = self.run._turns.start(self.execute)
         finally:
             torch.set_num_threads(threads)
             sys.stderr.write(said.getvalue())
@@ -141,7 +150,8 @@ class Script(Task):
         return data
 
     # --- the script's thread --------------------------------------------------------------------
-    def _execute(self) -> None:
+    def execute(self) -> None:
+        """Run the script in the present thread. Raises what it raises."""
         config = self._config
         assert config is not None
         path = Path(config.task.folder, self.file)

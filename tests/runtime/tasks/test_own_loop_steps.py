@@ -22,8 +22,8 @@ from holdfast.tasks.scripts.own_loop import (
     ScriptEnded,
     ShareDone,
     Step,
+    current_run,
     enter_run,
-    run,
 )
 from holdfast.tasks.task.batches import TaskMicrobatch
 from holdfast.training.engine.loss_scale import NOT_SCALED
@@ -66,7 +66,7 @@ class Runner:
 
     def _execute(self, script: Callable[[Run], None]) -> None:
         enter_run(self.run)
-        assert run() is self.run
+        assert current_run() is self.run
         script(self.run)
 
     def open(self, step: int) -> Answer:
@@ -313,8 +313,3 @@ def test_a_mean_of_a_weight_of_one_and_a_weight_of_a_tensor_are_taken() -> None:
     runner.open(1)
     assert runner.share([0, 1], Listener()) == ShareDone()
     assert runner.run._weights == {0: 1, 1: 2}
-
-
-def test_without_a_run_the_script_is_told_how_to_begin_one() -> None:
-    with pytest.raises(TaskError, match="holdfast run SCRIPT"):
-        run()

@@ -44,11 +44,11 @@ def ask_task(loaded: LoadedConfig, say: Say = lambda line: None) -> PlannedValue
             )
     values = describe_in(loaded, loaded.config.task.folder or loaded.base or ".", say)
     if loaded.config.task.name == SCRIPT_TASK:
-        _refuse_keys_of_the_script(loaded)
+        refuse_keys_of_the_script(loaded)
     return values
 
 
-def _refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
+def refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
     """Raises ConfigError for a given key of something that a script has itself."""
     given = [key for key, origin in loaded.origins.items() if origin.kind in _GIVEN]
     for key in given:

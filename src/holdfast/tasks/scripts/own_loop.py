@@ -73,6 +73,13 @@ class EndLoop:
 
 
 @dataclass(frozen=True)
+class EngineFailed:
+    """A script that trains alone gets what its engine has raised."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
 class LoopReached:
     """The script is ready for its first step."""
 
@@ -96,7 +103,7 @@ class ScriptEnded:
     error: BaseException | None = None
 
 
-Order = OpenStep | ComputeShare | EndLoop
+Order = OpenStep | ComputeShare | EndLoop | EngineFailed
 Answer = LoopReached | DataNamed | ShareDone | ScriptEnded
 
 
@@ -130,10 +137,24 @@ class Turns:
             except Empty:
                 on_wait()
 
+    def wait(self) -> Answer:
+        """Return the first answer of a script that is not run in a thread of its own."""
+        return self._answers.get()
+
+    def end(self) -> None:
+        """Let the script leave its loop, and wait for nothing more."""
+        self._orders.put((EndLoop(), torch.get_num_threads()))
+
+    def fail(self, error: BaseException) -> None:
+        """Have the script raise `error` where it waits."""
+        self._orders.put((EngineFailed(error), torch.get_num_threads()))
+
     def answer(self, answer: Answer) -> Order:
         """End the script's turn; return the order that begins the next one."""
         self._answers.put(answer)
         order, threads = self._orders.get()
+        if isinstance(order, EngineFailed):
+            raise order.error
         if threads != torch.get_num_threads():  # which torch counts for each thread
             torch.set_num_threads(threads)
         return order
@@ -186,6 +207,7 @@ class Run:
         self._sizes: dict[str, int | None] = {}  # key of the run file -> argument of `steps`
         self.named_validation: NamedValidation | None = None
         self.notes: list[str] = []  # what the user is told before the start
+        self.is_over = False  # the loop has ended
         self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
 
@@ -276,6 +298,7 @@ class Run:
             step = Step(self, order.step)
             yield step
             order = step._close()
+        self.is_over = True
 
     def note(self, line: str) -> None:
         """Tell the user a line before the start, once for the whole run."""
@@ -463,17 +486,9 @@ class Step:
 _CURRENT: ContextVar[Run | None] = ContextVar("the run of this script", default=None)
 
 
-def run() -> Run:
-    """Return the run that this script takes part in. Raises TaskError if `holdfast run` has not
-    started the script."""
-    found = _CURRENT.get()
-    if found is None:
-        raise TaskError(
-            "this script takes part in no run",
-            where="holdfast.run",
-            remedy="start it by: holdfast run SCRIPT --workers 2",
-        )
-    return found
+def current_run() -> Run | None:
+    """Return the run of the present thread's script; None without one."""
+    return _CURRENT.get()
 
 
 def enter_run(current: Run) -> None:

@@ -247,6 +247,8 @@ class ScriptEngineTask(OwnTask):
 
 
 def _open_step(script: Script, step: int) -> None:
-    """Let the script run to its `step.batches`. Raises ScriptError."""
+    """Let the script run to its `step.batches`, unless it waits there. Raises ScriptError."""
+    if script.awaits_share and script.run._open_step == step:
+        return
     answer = script.give(OpenStep(step))
     assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first
