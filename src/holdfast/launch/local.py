@@ -162,8 +162,8 @@ class _RunOrigin:
         return self.generation_floor()
 
     def restore_folder(self) -> None:
-        """Raises UserError where the bucket is another run's, or cannot be asked, or the disk has no
-        room for a checkpoint."""
+        """Raises UserError where the bucket is another run's, or cannot be asked, or there is no
+        room."""
         check_room(self.store, self.config, self.say)
         location = self.config.checkpoint.bucket
         if location:
