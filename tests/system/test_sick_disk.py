@@ -118,3 +118,18 @@ def test_training_goes_on_through_a_full_disk_and_saving_resumes(tmp_path: Path)
     code, text = seen["audit"]
     assert code == 0, text
     assert "none missing, none twice" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_namespaces(), reason="no user and mount namespaces here")
+def test_four_checkpoints_fit_where_three_do_and_the_last_one_waits_for_room(
+    tmp_path: Path,
+) -> None:
+    """Both runs end with the state of an undisturbed run, to the bit."""
+    disk, other = tmp_path / "disk", tmp_path / "other"
+    disk.mkdir()
+    module = ("-m", "tests.support.train_to_a_full_end")
+    seen = json.loads(run_on_small_disk(disk, "24m", *module, str(disk), str(other)))
+    assert (seen["codes"], seen["same"], seen["alive"]) == ([0, 0], [0, 0], True), seen
+    assert seen["commits"] == 3
+    assert re.search(r"step 80 is not saved and waits in memory: .* are missing", seen["said"])
