@@ -4,6 +4,7 @@ mover."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.format.manifest import parse_commit_key
 from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE, FOLDER_RETURN_TIMEOUT_S
 from holdfast.elastic.agent.shutdown import DEFAULT_LEAVE_TIMEOUT_S
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -77,6 +79,30 @@ def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
         _end_within(nodes, FOLDER_RETURN_TIMEOUT_S)
         assert nodes.said.count(f"{FOLDER_GONE_MESSAGE}\n") == 2, nodes.said
         assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_run_whose_store_was_emptied_does_not_end_well(
+    run_file: Path, tmp_path: Path, names: str
+) -> None:
+    """Not even if it trains its last step before anything is noticed."""
+    faults = FaultOrders(tmp_path / "gate")
+    faults.prepare(20)
+    steps = (*SETTINGS, "train.steps=60", f"cluster.faults={faults.folder}")
+    workers = f"layout.workers={len(names)}"
+    with nodes_of(run_file, tmp_path / "run", *steps, workers) as nodes:
+        nodes.start(*names)
+        nodes.wait_step(20, nodes={*names})
+        nodes.wait_until(lambda: list_commits(nodes.store), "nothing is saved")
+        for key in nodes.store.list(""):
+            nodes.store.delete(key)
+        faults.open_gate(60)
+        assert set(nodes.end().values()) == {1}, nodes.story()
+    assert FOLDER_GONE_MESSAGE in nodes.said
+    assert re.search(r"a holds the state of rank \d after step \d+", nodes.said)
+    assert "resume with" not in nodes.said
+    assert not re.search(r"checkpoint of step [456]0 committed", nodes.said)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from holdfast.elastic.protocol.node_check import NodeMemory
 from holdfast.errors import HoldfastError, RunFolderError, StoreError, UserError
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.node_checks import AgentAnswer, ask_agents
-from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run, read_secrets, run_folder_of
+from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run, read_secret_files, run_folder_of
 from holdfast.layout import Topology, place_replicas
 from holdfast.machine.hardware import detect_hardware
 from holdfast.machine.limits import available_memory
@@ -32,7 +32,7 @@ from holdfast.plan.placing.layouts import layouts_of
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import bucket_of_run, store_of_run
-from holdfast.wire.term import generation_key, newest_generation
+from holdfast.wire.term import generation_key, newest_generation, secret_of
 
 _RESTORE = "restore it from a backup"
 
@@ -66,7 +66,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     """Check the run in `folder`. watch: of its holder. A check that hangs is one that fails."""
     found, within = RunDiagnosis(folder), Deadlines(folder)
     no_run: tuple[Run | None, list[Check]] = (None, [])
-    unknown: tuple[tuple[Secret, ...] | None, list[Check]] = (None, [])
+    unknown: tuple[list[Secret] | None, list[Check]] = (None, [])
     no_record: tuple[GenerationRecord | None, list[Check]] = (None, [])
     run, checks = within.run("run file", QUICK_S, lambda: _open(folder), no_run)
     found.checks += checks
@@ -82,7 +82,8 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     record, checks = within.run("membership", QUICK_S, lambda: _read_record(folder), no_record)
     found.checks += checks
     if lives:
-        found.answers = ask_agents(_addresses(record, looked.holder), secrets or ())
+        known_secrets = [secret_of(looked.holder, secret) for secret in secrets or ()]
+        found.answers = ask_agents(_addresses(record, looked.holder), known_secrets)
     found.nodes = () if record is None or record.topology is None else record.topology.nodes
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
     found.checks += spare_checks(config, found.answers)
@@ -150,17 +151,20 @@ def _open(folder: Path) -> tuple[Run | None, list[Check]]:
         return None, [failed_check("run file", error, str(folder / RESOLVED_FILE), _RESTORE)]
 
 
-def _read_run_secrets(folder: Path) -> tuple[tuple[Secret, ...] | None, list[Check]]:
-    """Return the run's secrets, and what is wrong with them; None if none may be used here."""
+def _read_run_secrets(folder: Path) -> tuple[list[Secret] | None, list[Check]]:
+    """Return the run's secrets, without TLS, and what is wrong with them; None if none may be used
+    here."""
     where = str(folder / "secret")
     try:
-        secrets = read_secrets(folder)
+        secrets = read_secret_files(folder)
+    except StoreError:  # the check of the run store tells it
+        return None, []
     except (HoldfastError, OSError, ValueError) as error:
         return None, [failed_check("secret", error, where, _RESTORE)]
     if secrets:
         return secrets, []
     found, remedy = "none is here, so no agent can be asked", "the next start makes a new one"
-    return (), [Check("secret", "weak", found, remedy, where)]
+    return [], [Check("secret", "weak", found, remedy, where)]
 
 
 def _read_record(folder: Path) -> tuple[GenerationRecord | None, list[Check]]:

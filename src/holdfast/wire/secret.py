@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import RunFolderError
+from holdfast.errors import RunFolderError, StoreError
 from holdfast.wire.store.publish import publish_file
 from holdfast.wire.store.run_store import translate_os_error
 
@@ -88,9 +88,19 @@ def open_secret(
     if named is not None:
         return read_secret(named, is_given=True, say=say)
     path = Path(folder) / "secret"
-    if not path.exists():
+    if not secret_exists(path):
         create_secret(path)
     return read_secret(path)
+
+
+def secret_exists(path: Path) -> bool:
+    """Return True if the file is there. Raises StoreError if its disk does not tell: such a secret
+    is not lost, and no other one may be made in its place."""
+    try:
+        return path.exists()
+    except OSError as error:
+        why = f"the run folder is out of reach ({error.strerror})"
+        raise StoreError(why, where=str(path.parent), remedy="mount its disk again") from error
 
 
 def given_secret_file(environ: MutableMapping[str, str], ask: Ask | None = None) -> Path | None:
@@ -166,7 +176,9 @@ def read_secret(
             text = file.read(4096).decode("ascii")
     except FileNotFoundError:
         raise RunFolderError(
-            "the secret's file is missing", where=str(path), remedy="copy it from another node"
+            "the secret's file is missing",
+            where=str(path),
+            remedy="mount its disk, or copy it from another node",
         ) from None
     except UnicodeDecodeError:
         text = ""

@@ -5,8 +5,10 @@ None of the real clouds was ever asked."""
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from botocore.auth import SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as BotoCredentials
 
-from holdfast.errors import RunFolderError
+from holdfast.errors import RunFolderError, StoreError
 from holdfast.launch.run.runs import read_secrets
 from holdfast.wire.secret import (
     SECRET_FILE_VARIABLE,
@@ -343,3 +345,18 @@ def test_azure() -> None:
         assert open_secret("nowhere", given).key == KEY
         with pytest.raises(RunFolderError, match="answers 302"):
             given_secret_file({**environ, SECRET_SOURCE_VARIABLE: "azure:keys/moved"}, near)
+
+
+def test_a_folder_out_of_reach_is_no_lost_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new secret would lock the run's other nodes out."""
+
+    def fail(path: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", fail)
+        with pytest.raises(StoreError, match=re.escape("out of reach (Stale file handle)")):
+            open_secret(tmp_path, {})
+    assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,7 @@ class SaveContext:
     config_hash: str
     dataset_version: str
     extent_bytes: int
+    has_record: bool = False  # the run store had the generation's object when it began
 
 
 def choose_extent_bytes(max_bytes: int, state_bytes: int) -> int:

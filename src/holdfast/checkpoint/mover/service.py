@@ -55,6 +55,7 @@ from holdfast.layout import Topology
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.term import newest_generation
 
 HASH_THREADS = 2
 
@@ -181,7 +182,8 @@ class MoverService:
             self._settings.extent_bytes, sum(spec.nbytes for spec in table)
         )
         about = self._settings.config_hash, self._settings.dataset_version
-        context = SaveContext(generation, topology, table, *about, extent)
+        has_record = newest_generation(self._store) >= generation
+        context = SaveContext(generation, topology, table, *about, extent, has_record)
         with self._change:
             present = self._context
             if present is not None and generation <= present.generation:

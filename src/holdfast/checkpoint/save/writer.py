@@ -31,7 +31,7 @@ from holdfast.core.format.manifest import (
     writer_name,
 )
 from holdfast.core.json_parsing import Json
-from holdfast.errors import CorruptError, FencedError
+from holdfast.errors import CorruptError, FencedError, RunFolderError
 from holdfast.wire.store.run_store import (
     NEARBY_READS,
     AlreadyExistsError,
@@ -145,7 +145,7 @@ def write_part(
 
     Raises OutOfSpaceError and whatever else the store raises; nothing of the blob is then left.
     """
-    check_fence(store, context.generation)
+    check_fence(store, context.generation, context.has_record)
     writer = writer_name(rank)
     key = blob_key(context.generation, step, writer)
     hasher = ExtentHasher(context.extent_bytes)
@@ -169,21 +169,23 @@ def try_commit(store: RunStore, context: SaveContext, step: int) -> Commit | Non
     if len(keys) < context.topology.world_size:
         return None
     commit = _merge_parts(store, keys, context)
-    check_fence(store, context.generation)
+    check_fence(store, context.generation, context.has_record)
     try:
         store.create(commit_key(context.generation, step), commit.to_bytes())
     except AlreadyExistsError:
         return Commit.from_bytes(store.get(commit.key), commit.key)  # another node was first
-    _recheck_fence(store, context.generation, commit)
+    _recheck_fence(store, context.generation, commit, context.has_record)
     return commit
 
 
-def _recheck_fence(store: RunStore, writing_generation: int, commit: Commit) -> None:
+def _recheck_fence(
+    store: RunStore, writing_generation: int, commit: Commit, has_record: bool = False
+) -> None:
     """Check the fence once more, after a commit object. If a newer generation was opened after the
     last check, its sweep may have removed what the object names. Then remove the object too, and
     raise FencedError."""
     try:
-        check_fence(store, writing_generation)
+        check_fence(store, writing_generation, has_record)
     except FencedError:
         try:
             for writer in commit.writers:
@@ -237,8 +239,16 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def check_fence(store: RunStore, generation: int) -> None:
-    """Raises FencedError when the run store knows a generation newer than `generation`."""
+def check_fence(store: RunStore, generation: int, has_record: bool = False) -> None:
+    """Raises FencedError when the run store knows a generation newer than `generation`.
+
+    has_record: it had the object of `generation`. Raises RunFolderError if it has lost it: the
+    store was emptied or replaced, and nothing that is written there belongs to the run."""
     newest = newest_generation(store)
+    if has_record and newest < generation:
+        raise RunFolderError(
+            f"the run store was emptied or replaced: generation {generation} is not in it",
+            remedy="put back what was there, or start another run",
+        )
     if newest > generation:
         raise FencedError(f"generation {newest} has begun; generation {generation} may not write")

@@ -318,6 +318,9 @@ class NodeResult:
         """Return the exit code; the coordinator's agent has written the result to the journal."""
         await self.parts.run_controller.wait_for_ledger_repair()
         end = await self._find_result()
+        if end is not None and (end.exit_code == 0 or end.is_resumable):
+            lost = await self.parts.run_folder_monitor.find_loss()
+            end = end if lost is None else RunResult(None, str(lost), 1)
         if end is None:
             self.parts.run_controller.result_reporter.say_last(
                 f"{self.parts.context.node} has left the run "

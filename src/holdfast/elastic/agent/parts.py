@@ -75,6 +75,7 @@ class AgentParts:
             lambda: self.shutdown_controller.reason or "",
             self._time_left_s,
             say,
+            self._describe_held,
         )
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
@@ -200,6 +201,16 @@ class AgentParts:
         if sentence not in (FOLDER_LOST_MESSAGE, self._last_complaint):  # do not repeat it
             self._last_complaint = sentence
             self.say(sentence)
+
+    def _describe_held(self) -> str:
+        """Return which state this node holds in memory."""
+        group = self.node_runner.worker_group
+        if group is None or not group.ranks:
+            return f"{self.context.node} holds no state"
+        ranks = ", ".join(map(str, group.ranks))
+        return (
+            f"{self.context.node} holds the state of rank {ranks} after step {group.reached_step}"
+        )
 
     def _time_left_s(self) -> float:
         """Return the seconds until this node must have left; 0 if not known."""

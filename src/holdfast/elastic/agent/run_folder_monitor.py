@@ -80,9 +80,11 @@ class RunFolderMonitor:
         leave_reason: Callable[[], str],
         time_left_s: Callable[[], float],
         say: Callable[[str], None],
+        describe_held: Callable[[], str] = lambda: "",
     ) -> None:
         """leave_reason: returns why this node must leave, "" if it stays. time_left_s: returns the
-        seconds until then, 0 if not known."""
+        seconds until then, 0 if not known. describe_held: returns which state this node holds."""
+        self._describe_held = describe_held
         self._run_folder, self._say = run_folder, say
         self._leave_reason, self._time_left_s = leave_reason, time_left_s
         self._clock = asyncio.get_running_loop().time
@@ -105,6 +107,18 @@ class RunFolderMonitor:
             raise
         except HoldfastError:
             raise RunFolderError(FOLDER_UNREACHABLE_MESSAGE) from None
+
+    async def find_loss(self) -> RunEndedError | None:
+        """Return an error if the folder is lost at the end of the run, and with it what was saved.
+        A disk that does not answer says nothing."""
+        if self.is_folder_responsive or isinstance(self._problem, LostFolderError):
+            try:
+                await asyncio.to_thread(self._run_folder.check)
+            except LostFolderError:
+                return self._end_error(True)
+            except HoldfastError:
+                return None
+        return None
 
     async def wait_for_end(self) -> RunEndedError:
         """Wait until the folder's state ends this node's part in the run; return the error.
@@ -134,7 +148,9 @@ class RunFolderMonitor:
             if self._problem is None:
                 present_at = now
             if is_lost and lost_since == inf:
-                self._say(f"{FOLDER_LOST_MESSAGE}; waiting {FOLDER_RETURN_TIMEOUT_S:g} s for it")
+                waits = f"{FOLDER_LOST_MESSAGE}; waiting {FOLDER_RETURN_TIMEOUT_S:g} s for it"
+                held = self._describe_held()
+                self._say(f"{waits}. {held}; nothing is saved until it is back" if held else waits)
             lost_since = min(now, lost_since) if is_lost else inf
             if now - lost_since >= FOLDER_RETURN_TIMEOUT_S or now - present_at >= leave_timeout_s:
                 return self._end_error(is_lost)
@@ -145,6 +161,8 @@ class RunFolderMonitor:
 
     def _end_error(self, is_lost: bool) -> RunEndedError:
         if is_lost:
+            if held := self._describe_held():
+                self._say(f"{held} in memory, and it is lost with this agent")
             return RunEndedError(FOLDER_GONE_MESSAGE, EndReason.FENCED)
         return RunEndedError(
             f"{self._leave_reason()}: {FOLDER_UNREACHABLE_MESSAGE}, so this node's state is not "

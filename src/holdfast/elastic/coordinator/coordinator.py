@@ -35,7 +35,6 @@ from holdfast.elastic.protocol.coordinator_messages import (
     StartState,
 )
 from holdfast.elastic.protocol.exit_codes import USER_ERROR
-from holdfast.elastic.protocol.generation_outcome import FailedOutcome
 from holdfast.elastic.protocol.hung_worker import HungWorkers
 from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
@@ -275,12 +274,10 @@ class Coordinator:
 
     def _check_outsider(self, name: str) -> None:
         """Pass a failure on if no generation uses the node; otherwise the next plan sees it."""
-        outcome = self.node_reports[name].node_outcome
-        ending = None if outcome is None else outcome.ending
-        if self.state.phase is not Phase.TRAINING or name in self.state.members:
-            return
-        if isinstance(ending, FailedOutcome) and ending.exit_code == USER_ERROR:
-            self.on_outsider_failed(name, ending.sentence)
+        failure = self.node_reports[name].failure
+        is_outside = self.state.phase is Phase.TRAINING and name not in self.state.members
+        if is_outside and failure is not None and failure.exit_code == USER_ERROR:
+            self.on_outsider_failed(name, failure.sentence)
 
     def _make_reply(self, name: str, incarnation: str | None = None) -> HeartbeatReply:
         answer = self._replies.write(self.state, name, incarnation, self.end_reason)

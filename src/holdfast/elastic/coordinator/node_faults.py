@@ -8,15 +8,13 @@ the other nodes do not suffice. A coordinator whose own node is to blame gives u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
-from holdfast.elastic.protocol.generation_outcome import FailedOutcome
 from holdfast.elastic.run_result import EndReason, RunEndedError
 from holdfast.policy.membership.state import SelectNodes
 from holdfast.wire.term import Term
@@ -34,55 +32,32 @@ class NodeFaults:
     give_up_lead: Callable[[], None]  # ends this coordinator, whose term was closed
     say: Say
 
-    def on_outsider_failed(self, name: str, sentence: str) -> None:
-        """Leave out a node that no generation uses."""
-        self._leave_out(name, sentence)
-
     async def leave_out_failed(self) -> bool:
         """Leave out the nodes that failed; return True if there were any.
 
         Raises RunEndedError if no other node is left, or for a failure that is not one node's."""
-        nodes = self.coordinator.state.nodes
-        failed = failures(self.coordinator.node_reports)
-        failed = {node.name: failed[node.name] for node in nodes if node.name in failed}
-        if not failed:
-            return False
+        nodes, reports = self.coordinator.state.nodes, self.coordinator.node_reports
+        failures = {node.name: reports[node.name].failure for node in nodes}
+        failed = {name: one for name, one in failures.items() if one is not None}
         rest = [node for node in nodes if node.name not in failed]
         for failure in failed.values():
-            if not rest or failure.exit_code != exit_codes.USER_ERROR:
-                raise RunEndedError(failure.sentence, _end_reason(failure))
+            is_own = failure.exit_code == exit_codes.USER_ERROR
+            if not rest or not is_own:
+                kind = EndReason.USER_ERROR if is_own else EndReason.FAILED
+                raise RunEndedError(failure.sentence, kind)
         if self.node in failed:
             await asyncio.to_thread(self.term.close)
             self.give_up_lead()  # the next coordinator leaves this node out
             return True
-        if not self.select_nodes(rest):
-            name, failure = next(iter(failed.items()))
-            self.shortage.node_fault = f"{name} is left out ({failure.sentence})"
         for name, failure in failed.items():
-            self._leave_out(name, failure.sentence)
-        return True
+            if not self.select_nodes(rest):
+                self.shortage.node_fault = f"{name} is left out ({failure.sentence})"
+            self.leave_out(name, failure.sentence)
+        return bool(failed)
 
-    def _leave_out(self, name: str, sentence: str) -> None:
+    def leave_out(self, name: str, sentence: str) -> None:
+        """Leave a node out, and tell its agent and the user why."""
         why = f"left out of the run: {sentence}"
         if name not in self.coordinator.state.members:  # the journal tells of members
             self.say(f"{name} is {why}")
         self.coordinator.leave_out(name, why)
-
-
-def failures(reports: Mapping[str, NodeReport]) -> dict[str, FailedOutcome]:
-    """Return the failures that a restart would not repair, by node."""
-    endings = {
-        name: report.node_outcome.ending
-        for name, report in reports.items()
-        if report.node_outcome is not None
-    }
-    return {
-        name: ending
-        for name, ending in endings.items()
-        if isinstance(ending, FailedOutcome) and ending.sentence
-    }
-
-
-def _end_reason(failure: FailedOutcome) -> EndReason:
-    is_user_error = failure.exit_code == exit_codes.USER_ERROR
-    return EndReason.USER_ERROR if is_user_error else EndReason.FAILED

@@ -257,7 +257,7 @@ class RunController:
         )
         self._node_shortage.coordinator = self.coordinator
         self._node_shortage.leave_out_failed = faults.leave_out_failed
-        self.coordinator.on_outsider_failed = faults.on_outsider_failed
+        self.coordinator.on_outsider_failed = faults.leave_out
         self.coordinator.refuse_joiner = self._join_gate.refuse
         self.coordinator.on_pace_change = partial(
             apply_pace_changes, self.coordinator, lead, self._event_log

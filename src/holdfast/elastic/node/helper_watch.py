@@ -16,8 +16,7 @@ from holdfast.elastic.event_log import Say
 from holdfast.elastic.node.hang_monitor import ProcessStat, read_process_stat
 
 STOPPED_LIMIT_S = 0.5
-"""Seconds for which a helper may be stopped: less than a person notices, more than a debugger or
-a signal's sender takes that continues it at once."""
+"""Seconds for which a helper may be stopped: longer than a sender of two signals takes."""
 ENOUGH_CONTINUES = 3
 """How often the agent continues one process before it kills it."""
 

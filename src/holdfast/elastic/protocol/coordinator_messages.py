@@ -9,7 +9,7 @@ from typing import Annotated
 from holdfast.checkpoint.mover.messages import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.core.json_parsing import JsonMessage, JsonObject, JsonRow, Key
-from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.elastic.protocol.generation_outcome import FailedOutcome, NodeOutcome
 from holdfast.elastic.protocol.hung_worker import HungWorkers, StallReport
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.transitions import Directive, NodeStage
@@ -92,6 +92,12 @@ class NodeReport:
     facts: AgentFacts
     node_outcome: NodeOutcome | None = None
     generation: int = 0
+
+    @property
+    def failure(self) -> FailedOutcome | None:
+        """Return why the node's workers failed, if a restart would not repair that."""
+        ending = None if self.node_outcome is None else self.node_outcome.ending
+        return ending if isinstance(ending, FailedOutcome) and ending.sentence else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import RunFolderError
-from holdfast.launch.run.runs import read_secrets
+from holdfast.launch.run.runs import read_secret_files
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import probe_store
 from holdfast.wire.store.run_location import (
@@ -71,7 +71,7 @@ def require_secret(folder: Path) -> None:
     """Raises RunFolderError if the run is in a bucket and this node does not have its secret.
 
     A new secret would not be that of the other nodes."""
-    if not bucket_of_run(folder) or read_secrets(folder):
+    if not bucket_of_run(folder) or read_secret_files(folder):
         return
     raise RunFolderError(
         "this node does not have the run's secret, which no bucket holds",

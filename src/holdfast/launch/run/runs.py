@@ -18,7 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.run_place import is_bucket
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import START_OVER, HoldfastError, ModelFolderError, RunFolderError
-from holdfast.wire.secret import Secret, given_secret_file, read_secret
+from holdfast.wire.secret import Secret, given_secret_file, read_secret, secret_exists
 from holdfast.wire.store.run_location import (
     location_of_run,
     make_local_folder,
@@ -189,17 +189,25 @@ def _foreign_file_error(path: Path) -> RunFolderError:
 def read_secrets(folder: Path) -> tuple[Secret, ...]:
     """Return the possible secrets of the run. First comes the one that a trainer started here would
     use (the environment's, or the folder's), with TLS if the run's newest term speaks it. None is
-    made. Raises RunFolderError for one that other users may read."""
+    made. Raises RunFolderError for one that other users may read, and StoreError if the run store
+    is out of reach."""
+    found = read_secret_files(folder)
+    holder = newest_term(store_of_run(folder))[1] if found else None
+    return tuple(dict.fromkeys(secret_of(holder, secret) for secret in found))
+
+
+def read_secret_files(folder: Path) -> list[Secret]:
+    """Return the secrets of this machine's files, without TLS, in the order of `read_secrets`. The
+    run store is not asked: if it is out of reach, no secret is to blame. Raises RunFolderError."""
     named, own = given_secret_file(os.environ), folder / "secret"
     found = [read_secret(named, is_given=True)] if named else []
-    if own.exists():
+    if secret_exists(own):
         try:
             found.append(read_secret(own))
         except RunFolderError:
             if not named:  # else it is not the one that is used here
                 raise
-    holder = newest_term(store_of_run(folder))[1] if found else None
-    return tuple(dict.fromkeys(secret_of(holder, secret) for secret in found))
+    return found
 
 
 def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:

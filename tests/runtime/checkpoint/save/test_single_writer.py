@@ -14,12 +14,13 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
+from holdfast.checkpoint.save.writer import check_fence
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.state_table import state_table
-from holdfast.errors import CheckpointError, FencedError
+from holdfast.errors import CheckpointError, FencedError, RunFolderError
 from holdfast.model.huggingface import export_folder
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
@@ -74,6 +75,18 @@ def test_bytes_that_do_not_fit_leave_nothing(tmp_path: Path, wrong: bytes) -> No
     with pytest.raises(CheckpointError, match=r"w: .* bytes came, 32 are due"):
         write_single(store, 1, 6, [TensorSource("w", "F32", (4, 2), [wrong])], {})
     assert store.list("") == []
+
+
+def test_nothing_is_committed_in_a_run_store_that_was_emptied() -> None:
+    """A generation that has its object may write; without it the store is not the run's."""
+    store = MemoryStore()
+    check_fence(store, 1)
+    create_generation(store, 1, {})
+    check_fence(store, 1, has_record=True)
+    for key in store.list("generations/"):
+        store.delete(key)
+    with pytest.raises(RunFolderError, match="emptied or replaced: generation 1 is not in it"):
+        check_fence(store, 1, has_record=True)
 
 
 def test_an_import_that_was_killed_can_be_repeated() -> None:

@@ -140,6 +140,21 @@ def test_an_agent_ends_with_a_sentence_if_its_folder_stays_away(
     assert said == [f"{FOLDER_LOST_MESSAGE}; waiting 0.5 s for it"]
 
 
+def test_a_folder_that_is_emptied_is_lost_at_the_end_of_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = _begun(tmp_path / "run")
+
+    async def scene() -> None:
+        held = "a holds it"
+        monitor = RunFolderMonitor(found, str, lambda: 0.0, said.append, lambda: held)
+        assert await monitor.find_loss() is None
+        shutil.rmtree(tmp_path / "run" / "terms")
+        assert str(await monitor.find_loss()) == FOLDER_GONE_MESSAGE
+
+    asyncio.run(scene())
+    assert said == ["a holds it in memory, and it is lost with this agent"]
+
+
 def test_a_folder_is_known_before_the_first_interval_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
