@@ -130,7 +130,8 @@ def _failures(request: PlanRequest, found: Found) -> str:
         return ""
     expected = GoodputModel(request.problem).expected(found.choice, found.cost)
     return (
-        f"with failures, {expected.interruptions_per_day:.2g} interruptions a day: "
+        f"with failures, {expected.losses_per_day:.2g} nodes lost a day, in "
+        f"{expected.interruptions_per_day:.2g} interruptions of training: "
         f"{format_si(expected.tokens_per_s)} tokens/s expected, availability "
         f"{format_percent(expected.availability)}"
     )

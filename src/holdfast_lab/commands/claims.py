@@ -16,7 +16,9 @@ app = make_app("Show claims of surveys and papers next to what was measured or m
 
 @app.command()
 def claims(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """Print each claim with its source, the value here, and whether it holds.
+    """Print each claim with its source, the value here, and whether that is better or worse.
+
+    Each verdict has the assumption that decides it. "not comparable": the sizes or machines differ.
 
     Measured values come from docs/log/measurements.md, with their command. They are of small models
     on two CPU cores, unless the row says otherwise. Modelled values are computed when you ask.
@@ -34,11 +36,11 @@ def claims(json: Annotated[bool, typer.Option("--json", help="print JSON")] = Fa
         print(f"{topic}:")
         print_table([_row(claim) for claim in found if claim.topic == topic])
         print()
-    failed = [claim for claim in found if claim.verdict == "does not hold"]
-    print("Claims that do not hold here:")
-    for claim in failed:
-        print(f"  {claim.claim} ({claim.source}): {claim.ours}")
-    print()
+    for verdict in ("worse", "not comparable"):
+        print(f"Here {verdict}:")
+        for claim in (each for each in found if each.verdict == verdict):
+            print(f"  {claim.claim} ({claim.source}): {claim.ours}")
+        print()
     numbers = (f"{sum(c.verdict == verdict for c in found)} {verdict}" for verdict in VERDICTS)
     print(f"{len(found)} claims: {', '.join(numbers)}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import shlex
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +12,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import LayoutError
-from holdfast.plan.cost.choice import Choice
+from holdfast.plan.explain.figures import words_of_layout
 from holdfast.show.output import print_json, print_table, say, write_text
 from holdfast_lab.scale.scale_curve import SIZES, Curve, Point, shown_knee
 
@@ -21,6 +23,12 @@ _BAR = 20  # characters of a bar
 _HEAD = (
     *("devices", "layout", "step s", "tokens/s", "efficiency", ""),
     *("exposed", "bubble", "with failures", "$/1e9 tokens", ""),
+)
+
+_LEGEND = (
+    "efficiency: tokens/s of a device, of the most at any size. exposed: share of a step in which "
+    "a device waits\nfor communication; bubble: for other stages. with failures: expected "
+    "throughput, of that without.\nknee: the last size that pays"
 )
 
 
@@ -43,7 +51,7 @@ def scale(
     """Search the best layout on 8, 16, ... devices, and mark the knee.
 
     Degrees that the run file gives are kept, and the batch is the run's on every size. Efficiency
-    is tokens/s of a device, of those at the smallest size with a layout. Exposed is the share of a
+    is tokens/s of a device, of the most that one reaches at any size. Exposed is the share of a
     step in which a device waits for communication. With failures is the expected throughput, of
     that without. The knee is the last size up to which each doubling of devices makes throughput at
     least 1.5 times as large. It is marked for the best layouts, and for the layout of the smallest
@@ -55,6 +63,7 @@ def scale(
       holdfast scale run.yaml --cluster 1x8xA100-80 --most 1024 --svg scale.svg
     """
     from holdfast.cli.plan_request import load_for_plan
+    from holdfast.plan.auto.objective import is_allowed
     from holdfast.plan.auto.search_run import limits_of
     from holdfast.plan.cost.evaluate import Problem
     from holdfast.plan.cost.run_workload import workload_of
@@ -66,25 +75,31 @@ def scale(
     loaded, notes = load_for_plan(run_file, list(overrides or []))
     for note in notes:
         say(note)
-    config, given = loaded.config, limits_of(loaded)
+    config, limits = loaded.config, limits_of(loaded, has_host=True)
+    allows = partial(is_allowed, config)
     named = cluster or config.plan.cluster or USUAL
     machines = read_cluster(named)
-    problem = Problem(workload_of(config), machines, load_devices())
-    limits = replace(given, cp=given.cp or 1)
+    share = config.plan.memory_share
+    problem = Problem(workload_of(config), machines, load_devices(), memory_share=share)
     sizes = [devices for devices in SIZES if devices <= most]
-    curve = scale_curve(problem, limits, sizes, on_size=lambda n: say(f"searching {n:,} devices"))
+    curve = scale_curve(
+        problem, limits, sizes, on_size=lambda n: say(f"searching {n:,} devices"), allows=allows
+    )
     if not curve.points:
         raise LayoutError(
             f"no size has a layout: {list(curve.missing.values())[-1]}",
             where=str(run_file),
             remedy="use other machines with --cluster, or train.microbatch_size=1",
         )
-    kept = kept_curve(problem, limits, curve)
+    kept = kept_curve(problem, limits, curve, allows)
     if json:
         print_json(_as_json(curve, kept))
     else:
         print(f"{config.name}: batch {config.train.batch_size}, nodes of {named}")
         _print_curve(curve, kept, pools_without_price(machines))
+        print(_LEGEND)
+        plan = shlex.join(["holdfast", "plan", str(run_file), *(overrides or [])])
+        print(f"next: {plan} --cluster NODESxDEVICESxNAME")
     if svg is not None:
         from holdfast_lab.charts.scale_chart import scale_svg
 
@@ -109,7 +124,7 @@ def _row(curve: Curve, point: Point, knees: set[int]) -> list[str]:
     marked = shown_knee(curve) == point
     return [
         f"{point.devices:,}",
-        words(point.choice),
+        words_of_layout(point.choice),
         f"{point.step_s:.3f}",
         format_si(point.tokens_per_s),
         f"{efficiency:.0%}",
@@ -126,20 +141,13 @@ def _knee_words(curve: Curve, kept: Curve) -> str:
     knee, before, first = curve.knee, kept.knee, curve.points[0]
     if knee is None or before is None:
         return "no knee"
-    at = f"knee: {knee.devices:,} devices, {words(knee.choice)}"
+    at = f"knee: {knee.devices:,} devices, {words_of_layout(knee.choice)}"
     if knee.devices == curve.points[-1].devices:
         at = f"no knee up to {knee.devices:,} devices"
     if before.devices >= knee.devices:
-        return f"{at}; {words(first.choice)} with more replicas gets as far"
-    return f"{at}; {words(first.choice)} with more replicas stops to pay after {before.devices:,}"
-
-
-def words(choice: Choice) -> str:
-    """The degrees of a layout in short."""
-    group = choice.replicas[0]
-    degrees = {"pp": group.pp, "shard": group.dp_shard, "cp": group.cp, "tp": group.tp}
-    own = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
-    return f"{choice.number_of_replicas} x ({own or '1 device'})"
+        return f"{at}; {words_of_layout(first.choice)} with more replicas gets as far"
+    words = words_of_layout(first.choice)
+    return f"{at}; {words} with more replicas stops to pay after {before.devices:,}"
 
 
 def _as_json(curve: Curve, kept: Curve) -> dict[str, Any]:

@@ -58,6 +58,12 @@ _HEAD = (
     "RTO s",
 )
 
+_LEGEND = (
+    "G: kept tokens, of those that the nodes alive could train. S_RPO: lost work; S_RTO: time to "
+    "recover;\nS_EO: cost without faults; S_J: slow nodes; S_P: preemptions with notice; 1 is "
+    "perfect.\nto 90 %: until 90 % of the throughput is back; RTO: until the next step"
+)
+
 
 @dataclass(frozen=True)
 class RealRuns:
@@ -169,6 +175,9 @@ def print_score(score: Score, card: ScoreCard) -> None:
             print(f", 95 % {score.interval[0]:.1f} to {score.interval[1]:.1f} without the gate")
     for note in card.notes:
         print(note)
+    print(_LEGEND)
+    used = dict.fromkeys(pair.scenario for pair in score.pairs)
+    print("scenarios:", ", ".join(f"{name} {SCENARIOS[name].title}" for name in used))
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -197,6 +198,12 @@ _COLUMNS = (
     ("RTO p95 s", "rto_p95_s", "{:.3g}"),
     ("saved TB", "stored_tb", "{:.3g}"),
 )
+_LEGEND = (
+    "goodput: share of the time that trained tokens that are kept. G: kept tokens, of those that "
+    "the nodes alive\ncould train without failures. RPO p95: seconds of work that a loss takes; "
+    "RTO p95: seconds until training\ncontinues; 95 % of the losses are below. saved: written to "
+    "stores"
+)
 _PRICED = (("$", "usd", "{:,.0f}"), ("$/1e9 tokens", "usd_per_1e9_tokens", "{:,.2f}"))
 _ENERGY = (("kWh", "kwh", "{:,.0f}"), ("kg CO2", "co2_kg", "{:,.0f}"))
 
@@ -219,6 +226,12 @@ def print_outcomes(study: StudyResult) -> None:
         print("means, with 95 % bootstrap intervals of the mean; the columns from losses on: means")
     for outcome in study.outcomes:
         print(f"{outcome.case.words}: {_seconds_words(outcome)}")
+    print(_LEGEND)
+    asked = study.asked
+    where = ["--cluster", asked.cluster] if asked.cluster else []
+    print(
+        f"next: {shlex.join(['holdfast', 'plan', str(asked.run_file), *where, *asked.overrides])}"
+    )
 
 
 def _title(study: StudyResult) -> str:

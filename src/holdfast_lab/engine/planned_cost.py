@@ -12,6 +12,7 @@ from itertools import islice
 
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import StepCost
+from holdfast.plan.explain.figures import words_of_layout
 from holdfast.plan.hardware.devices import device_named
 from holdfast.plan.objective.energy import JOULES_PER_KWH, kwh_per_step
 from holdfast.plan.objective.goodput import GoodputModel
@@ -55,7 +56,10 @@ class PlannedCost:
         for pool, number in self._pools().items():
             present[pool] = min(number, left)
             left -= present[pool]
+        problem = self.model.problem
         layout, rate = self.model.layout_on(self.choice, self.step, present)
+        if nodes == self.wanted:
+            return self._at_work(self.choice, problem.workload.step_tokens / self.step.step_s)
         if layout is None or (fewer is not None and fewer.tokens_per_s >= rate):
             return fewer
         return self._at_work(layout, rate)
@@ -74,7 +78,7 @@ class PlannedCost:
         }
         topology = topology_of(problem.cluster, layout, by_pool)
         sizes = state_sizes(problem.workload)
-        words = layout_words(layout)
+        words = words_of_layout(layout, problem.cluster)
         return OperatingPoint(words, nodes, rate, step_s, replicas, watts, topology, sizes)
 
     def shaped(self, replicas: int, nodes_per_replica: int) -> OperatingPoint | None:
@@ -96,16 +100,6 @@ class PlannedCost:
             return None
         found = self.model.evaluator.cost(layout)
         return self._at_work(layout, self.model.problem.workload.step_tokens / found.step_s)
-
-
-def layout_words(choice: Choice) -> str:
-    """'4 x pp2 fsdp8 tp4': replicas, and the degrees of each kind that are not 1."""
-    words = []
-    for group in choice.replicas:
-        degrees = {"pp": group.pp, "fsdp": group.dp_shard, "cp": group.cp, "tp": group.tp}
-        shown = " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
-        words.append(f"{group.dp_replicate} x {shown or 'one device'}")
-    return " + ".join(words)
 
 
 def planned_cost(model: GoodputModel, choice: Choice, step: StepCost) -> PlannedCost:

@@ -50,9 +50,9 @@ class Curve:
     missing: dict[int, str]
 
     def efficiency(self, point: Point) -> float:
-        """Tokens a second of a device, of those at the smallest size."""
-        first = self.points[0]
-        return point.tokens_per_s / point.devices / (first.tokens_per_s / first.devices)
+        """Tokens a second of a device, of the most that one reaches at any size."""
+        most = max(each.tokens_per_s / each.devices for each in self.points)
+        return point.tokens_per_s / point.devices / most
 
     @property
     def knee(self) -> Point | None:
@@ -79,6 +79,7 @@ def scale_curve(
     sizes: Sequence[int] = SIZES,
     costs: RecoveryCosts | None = None,
     on_size: Callable[[int], None] = lambda devices: None,
+    allows: Callable[[Choice], bool] = lambda choice: True,
 ) -> Curve:
     """Search the best layout by time on each size, made of nodes of the cluster's first pool."""
     points, missing = [], {}
@@ -89,7 +90,7 @@ def scale_curve(
             missing[devices] = "no complete nodes"
             continue
         try:
-            best = search(part, limits).best
+            best = search(part, limits, allows=allows).best
         except LayoutError as error:
             missing[devices] = error.message
             continue
@@ -97,13 +98,18 @@ def scale_curve(
     return Curve(tuple(points), missing)
 
 
-def kept_curve(problem: Problem, limits: Limits, curve: Curve) -> Curve:
+def kept_curve(
+    problem: Problem,
+    limits: Limits,
+    curve: Curve,
+    allows: Callable[[Choice], bool] = lambda choice: True,
+) -> Curve:
     """The curve with the degrees of the smallest size, and more replicas."""
     if not curve.points:
         return curve
     group = curve.points[0].choice.replicas[0]
     same = limits.with_degrees(dict(zip(AXES, group.mesh_shape, strict=True)))
-    return scale_curve(problem, same, [point.devices for point in curve.points])
+    return scale_curve(problem, same, [each.devices for each in curve.points], allows=allows)
 
 
 def _with_devices(problem: Problem, devices: int) -> Problem | None:

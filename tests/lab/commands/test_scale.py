@@ -21,7 +21,7 @@ def test_the_curve_marks_the_knee_and_the_layout_that_moves_it(tmp_path: Path) -
     value = json.loads(within("scale", RUN, *PRICED, "--json", "--svg", svg).succeeds().out)
     points = value["points"]
     assert [point["devices"] for point in points] == [8, 16, 32, 64, 128, 256]
-    assert points[0]["efficiency"] == 1
+    assert points[0]["efficiency"] <= 1
     for point in points:
         assert 0 <= point["exposed"] + point["bubble"] < 1
         assert 0 < point["available"] <= 1.001
@@ -81,15 +81,16 @@ def test_every_model_is_a_row_and_every_row_has_a_verdict() -> None:
     assert {claim.evidence for claim in rows} == set(MODELS)
     assert all(claim.verdict in VERDICTS and claim.ours for claim in CLAIMS)
     verdicts = {claim.evidence: claim.verdict for claim in rows}
-    assert verdicts["bubble_1f1b"] == verdicts["bubble_zb_h1"] == "holds"
-    assert verdicts["bubble_zbv"] == "does not hold"
+    assert verdicts["bubble_1f1b"] == verdicts["bubble_zb_h1"] == "as claimed"
+    assert verdicts["bubble_zbv"] == "worse"
+    assert verdicts["llama3_goodput"] == "better"
 
 
 def test_the_command_prints_all_and_says_what_does_not_hold() -> None:
     text = within("claims").succeeds().out
-    failed = text.split("Claims that do not hold here:")[1]
+    failed = text.split("Here worse:")[1]
     for claim in CLAIMS:
         assert claim.claim in text
-        if claim.verdict == "does not hold":
+        if claim.verdict == "worse":
             assert claim.claim in failed
     assert len(json.loads(within("claims", "--json").succeeds().out)) == len(CLAIMS)

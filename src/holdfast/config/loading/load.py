@@ -211,6 +211,9 @@ def resolve_config(
     origins: dict[str, Origin] = {}
     data, folder = model_from.expand(tree.value, given, base_of(model_from.KEY))
     data, adapter, by_model = lora_from.expand(data, base_of(lora_from.KEY), folder)
+    layout, train = data.get("layout"), data.get("train") or {}
+    if isinstance(layout, dict) and layout.get("mode") == "auto" and isinstance(train, dict):
+        data = {**data, "train": {"microbatch_size": 0, **train}}  # searched, unless it is named
     config = _validate(data, given, name)
     origins = _origins(config, given)
     if adapter is not None:

@@ -231,7 +231,10 @@ class ModelConfig(Section):
             return value
         if name not in PRESETS:
             near = nearest_of(name, PRESETS, cutoff=0.0)
-            raise ValueError(f"preset {name!r} is unknown; nearest: {near}")
+            known = (
+                "" if nearest_of(name, PRESETS, 0.7) else f", and there are {', '.join(PRESETS)}"
+            )
+            raise ValueError(f"preset {name!r} is unknown{known}; nearest: {near}")
         return {**PRESETS[name], **value, "preset": name}
 
     def broken_rules(self) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValue, PlannedValues
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.train import TrainConfig
 from holdfast.errors import ConfigError
 from holdfast.events import Event
 from holdfast.launch.start.facts import AutoLayout, Facts
@@ -56,6 +57,9 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
     if reason := _why_no_plan(loaded, facts.several):
         workers = format_plural(loaded.config.layout.workers, "worker")
         line = f"layout.mode auto: {reason}; it has {workers}"
+        if loaded.origins[KEY].kind == "default":
+            usual: int = TrainConfig.model_fields["microbatch_size"].default
+            values[KEY] = (stored_microbatch_size(facts) or usual, "what is usual")
         return AutoLayout((line,), values=values)
     if not named_microbatch(loaded) and (size := stored_microbatch_size(facts)):
         values[KEY] = (size, "that of the run")

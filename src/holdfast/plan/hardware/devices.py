@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.errors import DataError, unknown_name, use_one_of
+from holdfast.errors import DataError, nearest_of, unknown_name, use_one_of
 from holdfast.plan.hardware.link import LinkType, load_links
 from holdfast.plan.hardware.tables import read_rows
 
@@ -144,7 +144,10 @@ def device_named(
     name, at, limits = name.partition("@")
     found = devices.get(name) or next((d for d in devices.values() if name in d.aliases), None)
     if found is None:
-        raise unknown_name(DataError, "device", name, devices, where)
+        words = {word: d.name for d in devices.values() for word in (d.name, *d.aliases)}
+        near = nearest_of(name, words)
+        choices = [words[near]] if near else [*devices]
+        raise unknown_name(DataError, "device", name, choices, where)
     return _limited(found, limits, where) if at else found
 
 

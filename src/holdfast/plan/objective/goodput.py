@@ -63,14 +63,16 @@ class ExpectedGoodput:
     pauses: Mapping[str, float]  # by what the run needs
     saves: float
     lost_work: float
-    interruptions_per_day: float  # those that hit a rank
+    interruptions_per_day: float  # those that hit a rank while the run trains
+    losses_per_day: float  # nodes of the pools that the layout uses, whether it trains or not
     intervals_s: Mapping[int, float]  # between saves, by tier
     present: Mapping[str, float]  # of a node, by pool
 
     @property
     def availability(self) -> float:
-        """Expected throughput, of that without failures."""
-        return self.tokens_per_s / self.full
+        """Expected throughput, of that without failures; 1 where a layout on fewer nodes is faster
+        than the one without failures."""
+        return min(1.0, self.tokens_per_s / self.full)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class GoodputModel:
         pauses, needs, hits = self._pauses(choice, states)
         pauses["domains"] = self._without_domains(choice, cost, states[0])
         saves, lost, intervals = self._saving(choice, cost, needs)
+        present, pools = self.present_of(choice), {p.name: p for p in self.problem.cluster.pools}
         useful = 1 / (1 + sum(pauses.values()) + saves + lost)
         return ExpectedGoodput(
             rate * useful,
@@ -112,8 +115,9 @@ class GoodputModel:
             saves,
             lost,
             86_400 * hits,
+            sum(pools[name].nodes * pools[name].losses_per_day * n for name, n in present.items()),
             intervals,
-            self.present_of(choice),
+            present,
         )
 
     def at_most(self, choice: Choice, step_s: float, fastest: float = 0.0) -> float:
