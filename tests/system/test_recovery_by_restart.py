@@ -20,7 +20,7 @@ def _second(first: Trainer) -> Trainer:
     return Trainer(first.folder, *NODES, "cluster.node=b")
 
 
-def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_path: Path) -> None:
+def test_a_loss_begins_all_anew_and_a_refusal_leaves_its_node_out(tmp_path: Path) -> None:
     plan = {
         "steps": 9,
         "pace": 0.05,
@@ -30,7 +30,7 @@ def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_pat
     with training(tmp_path / "run", plan, *NODES, "cluster.node=a") as one:
         other = _second(one)
         try:
-            assert (one.end(), other.end()) == (2, 2), one.said + other.said
+            assert (one.end(), other.end()) == (3, 2), one.said + other.said  # below min_nodes
         finally:
             other.process.kill()
             other.process.wait(120)
@@ -40,7 +40,7 @@ def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_pat
     assert one.events(WorkerLost)[0].rank == 1
     assert set(one.workers(1).values()).isdisjoint(one.workers(2).values())
     sentence = "plan.json: the toy refuses; leave it out"
-    assert [event.reason for event in one.events(RunFailed)] == [sentence]
+    assert one.events(RunFailed) == []
     assert sentence in one.said
     assert sentence in other.said
     assert "Traceback" not in one.said + other.said

@@ -34,6 +34,7 @@ KEY = re.compile(
 PROSE = ("object", "key id", "import errors", "imports")  # formats and code, not commands
 OF_OTHERS = (
     *("--ulimit", "--head", "--namespace", "--switches", "--mail-type", "--add-kernel-support"),
+    "--overlap",
 )
 """Options of other programs that a sentence names."""
 EXPANDED_KEYS = (model_from.KEY, model_from.CODE_KEY, lora_from.KEY)
@@ -42,6 +43,7 @@ OTHER_KEYS = (
     "data.pkl",
     "train.py",
     "model.safetensors",
+    "model.safetensors.index.json",
     "model.dropout",
     "model.0.weight",
     "cluster.key",
