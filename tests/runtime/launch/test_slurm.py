@@ -3,6 +3,7 @@ print what the real ones printed; `test_slurm_faults.py` uses the real ones."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from holdfast.config.sections.launch import LaunchConfig, SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
 from holdfast.launch.owners.slurm.commands import seconds_of
-from holdfast.launch.owners.slurm.owner import SlurmOwner
+from holdfast.launch.owners.slurm.owner import SlurmOwner, script_text
 from tests.support.commands import within, write_run_file
 from tests.support.fake_slurm import FakeSlurm
 
@@ -53,6 +54,55 @@ def test_the_text_that_is_submitted() -> None:
     }
     text = SlurmOwner().describe(replace(request_of(**given), spares=2))
     assert text.replace(sys.executable, "PYTHON") == GOLDEN.read_text()
+
+
+def words_of(line: str) -> list[str]:
+    """The options of a #SBATCH line as sbatch reads them (its manual, and Slurm 22.05)."""
+    line = re.sub("hetjob|packjob", "", line.removeprefix("#SBATCH "), flags=re.IGNORECASE)
+    words, quote, escaped = [""], "", False
+    for sign in line:
+        if escaped or (quote and sign not in (quote, "\\")):
+            words[-1] += sign
+            escaped = False
+        elif sign == "\\":
+            escaped = True
+        elif quote or sign in "\"'":
+            quote = "" if quote else sign
+        elif sign == "#":
+            break
+        else:
+            words += [""] if sign == " " else []
+            words[-1] += sign.strip()
+    return words
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--comment=a b # c", ["--comment=a b # c"]),
+        ("--comment it's 5 \\\\ 6", None),
+        ("--comment 'second one'", ["--comment", "second one"]),
+        ("-w n1,n2", ["-w", "n1,n2"]),
+        ('--comment=a \\"hetjob\\" -x', ["--comment=a", '"hetjob"', "-x"]),
+        ("--job-name=other", None),
+        ("-N 3", None),
+        ("--time=5", None),
+        ("--mail-user=a\nb", None),
+    ],
+)
+def test_values_of_a_script_reach_sbatch_as_they_are(option: str, words: list[str] | None) -> None:
+    request = request_of("/runs/my run #1 100%j hetjob", time="5", options=(option,))
+    if words is None:
+        with pytest.raises(
+            ConfigError, match=r"launch\.slurm.*control character|sets what another"
+        ):
+            SlurmOwner().describe(request)
+        return
+    lines = [
+        words_of(line) for line in script_text(request).splitlines() if line.startswith("#SBATCH")
+    ]
+    assert ["--output=/runs/my run #1 100%%j hetjob/launch/slurm.log"] in lines
+    assert words in lines
 
 
 def test_a_bucket_brings_the_secret_by_a_file() -> None:

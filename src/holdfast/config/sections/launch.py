@@ -53,6 +53,10 @@ class SlurmConfig(Section):
     """time limit, as 4:00:00 or 2-00:00:00; the job is queued again after it"""
     gpus_per_node: str = Field("", description="devices of each node, as 8 or h100:8")
     gres: str = Field("", description="generic resources of each node, as gpu:8")
+    cpus: int = Field(
+        0, ge=0, description="CPUs of each node, if the job shares it; 0: the cluster's"
+    )
+    memory: str = Field("", description="memory of each node, as 64G; empty: the cluster's")
     constraint: str = Field("", description="features that each node must have")
     reservation: str = Field("", description="reservation to run in")
     exclusive: bool = Field(True, description="no other job runs on the nodes")

@@ -88,6 +88,8 @@ _KEYS = (
     ("time", "time"),
     ("gres", "gres"),
     ("generic resource", "gres"),
+    ("cpu", "cpus"),
+    ("memory", "memory"),
     ("feature", "constraint"),
     ("reservation", "reservation"),
 )

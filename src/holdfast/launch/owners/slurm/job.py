@@ -151,7 +151,7 @@ class Slurm:
             "--no-kill",
             "--kill-on-bad-exit=0",
             "--open-mode=append",
-            f"--output={log_file}",
+            f"--output={output_pattern(log_file)}",
             *command,
         ]
         return subprocess.Popen(
@@ -193,6 +193,11 @@ class Slurm:
         text = self.run("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T") or ""
         parts = [line.split("|") for line in text.splitlines()]
         return {p[0] for p in parts if len(p) == 2 and p[1].startswith("drain")}
+
+
+def output_pattern(path: Path) -> str:
+    """Return the value of --output for a path, in which Slurm would fill in %j, %t and so on."""
+    return str(path).replace("%", "%%")
 
 
 def parse_fields(text: str) -> dict[str, str]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest
 
+from holdfast.errors import ConfigError
 from holdfast.launch.owners.owner import (
     LaunchRequest,
     NodeState,
@@ -33,6 +36,7 @@ from holdfast.launch.owners.slurm.commands import (
     request_leave,
     submit_job,
 )
+from holdfast.launch.owners.slurm.job import output_pattern
 from holdfast.wire.child_command import module_command
 
 FOLDER = "launch"
@@ -168,13 +172,16 @@ def script_text(request: LaunchRequest) -> str:
         "time": slurm.time,
         "gpus-per-node": slurm.gpus_per_node,
         "gres": slurm.gres,
+        "cpus-per-task": str(slurm.cpus or ""),
+        "mem": slurm.memory,
         "constraint": slurm.constraint,
         "reservation": slurm.reservation,
         "signal": f"B:USR1@{slurm.notice_seconds}" if slurm.notice_seconds else "",
         "open-mode": "append",
-        "output": str(folder / "slurm.log"),
+        "output": output_pattern(folder / "slurm.log"),
     }
     options = [f"--{key}={value}" for key, value in given.items() if value]
+    taken = {key for key, value in given.items() if value} | _SET_ALWAYS
     options += ["--no-kill", "--requeue" if slurm.requeue else "--no-requeue"]
     options += ["--exclusive"] if slurm.exclusive else []
     keeper = ["--script", str(folder / SCRIPT), "--logs", str(folder)]
@@ -187,11 +194,51 @@ def script_text(request: LaunchRequest) -> str:
         "--",
         *module_command("holdfast.cli.main", *agent),
     )
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *slurm.options))]
+    lines = ["#!/bin/bash", *(_sbatch_line([option]) for option in options)]
+    lines += [_sbatch_line(_split_option(option, taken)) for option in slurm.options]
     lines += [*slurm.setup, "export PYTHONUNBUFFERED=1"]
     if "://" in request.location:
         lines += [f"export HOLDFAST_SECRET_FILE={shlex.quote(str(request.secret_file))}"]
     return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
+
+
+_SET_ALWAYS = frozenset(
+    {"nodes", "ntasks", "array", "requeue", "no-requeue", "no-kill", "wrap", "parsable"}
+)
+"""Options of sbatch that Holdfast sets, besides those of the run file's keys."""
+_SHORT = {"N": "nodes", "n": "ntasks", "a": "array", "J": "job-name", "o": "output", "k": "no-kill"}
+_SHORT |= {"p": "partition", "A": "account", "q": "qos", "t": "time", "C": "constraint"}
+_SHORT |= {"c": "cpus-per-task"}
+
+
+def _split_option(option: str, taken: AbstractSet[str]) -> list[str]:
+    """Return the words of one of `launch.slurm.options`. A text with quotes is split as a shell
+    does. Raises ConfigError for an option that another key sets."""
+    head, space, rest = option.partition(" ")
+    with suppress(ValueError):  # of a quote without an end
+        words = [option] if "=" in head or not space else [head, rest.strip()]
+        words = shlex.split(option) if re.search("[\"'\\\\]", option) else words
+        name = words[0].partition("=")[0]
+        name = name[2:] if name.startswith("--") else _SHORT.get(name[1:2], name)
+        if name not in taken:
+            return words
+    raise ConfigError(
+        f"{option} has a quote without an end, or sets what another key sets",
+        where="launch.slurm.options",
+        remedy="use launch.nodes, or the other keys of launch.slurm",
+    )
+
+
+def _sbatch_line(words: Sequence[str]) -> str:
+    """Return a line of options. sbatch splits it at spaces that no quotes enclose, ends it at a #,
+    reads backslashes also inside quotes, and removes the words packjob and hetjob."""
+    if any(re.search(r"[\x00-\x1f\x7f]", word) for word in words):
+        raise ConfigError(
+            f"{words[0]!r} has a control character", where="launch.slurm", remedy="leave it out"
+        )
+    escaped = [re.sub(r"[\"\\]|(?i:[ae](?=ckjob|tjob))", r"\\\g<0>", word) for word in words]
+    quoted = [each if re.fullmatch(r"[\w./=:,@%+~-]*", each) else f'"{each}"' for each in escaped]
+    return " ".join(["#SBATCH", *quoted])
 
 
 def _submissions(request: LaunchRequest) -> list[_Submission]:
