@@ -200,18 +200,15 @@ def _imported(
 
     if is_dcp(source):
         from holdfast.checkpoint.interop.dcp_import import import_dcp
-        from holdfast.core.data.sample_order import BatchSchedule
+        from holdfast.launch.run.branch_config import batch_schedule
 
         train = config.train
-        schedule = BatchSchedule(
-            train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
-        )
         found = import_dcp(
             store,
             source,
             config.model,
             train.precision,
-            position_of_step=schedule.position,
+            position_of_step=batch_schedule(train).position,
             weights_only=weights_only,
             optimizer=train.optimizer,
             **identity,

@@ -72,6 +72,8 @@ class EvaluateConfig(Section):
 
 class TrainConfig(Section):
     steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
+    epochs: InPlace[float] = Field(0.0, ge=0, le=10**6)
+    """passes over the data, of which a start makes steps; 0: steps says how long the run is"""
     batch_size: Branch[int] = Field(16, ge=1, description="samples of one step, over all workers")
     microbatch_size: Branch[int] = Field(2, ge=0, le=MAX_MICROBATCHES)
     """samples of one logical microbatch; auto or 0: as many as fit memory.device_gb or the device,

@@ -69,12 +69,13 @@ def _describe_passes(batches: Batches, steps: int) -> str:
     what = f"{steps:,} steps of {batches.sequence_length:,} tokens a sample: {last:,} samples"
     names = batches.dataset.source_names
     if len(names) == 1:
-        return f"{what}, {_times(passes[0])} over the data ({order.sizes[0]:,} samples)"
-    each = ", ".join(f"{name} {_times(n)}" for name, n in zip(names, passes, strict=True))
+        return f"{what}, {passes_text(passes[0])} over the data ({order.sizes[0]:,} samples)"
+    each = ", ".join(f"{name} {passes_text(n)}" for name, n in zip(names, passes, strict=True))
     return f"{what}; over the data: {each}"
 
 
-def _times(passes: float) -> str:
+def passes_text(passes: float) -> str:
+    """Return a number of passes in words."""
     text = f"{passes:.2f}" if passes < 10 else f"{passes:,.0f}"
     return f"{text} passes" if text != "1.00" else "1 pass"
 

@@ -150,7 +150,7 @@ def _other_prefix(bucket: str) -> str:
 def _refuse_other_batches(before: TrainConfig, after: TrainConfig, step: int) -> None:
     """Raises ConfigError if a step up to `step` would have another batch. The position in the data
     would change, so samples would be repeated or left out."""
-    old, new = _batches(before), _batches(after)
+    old, new = batch_schedule(before), batch_schedule(after)
     starts = {1, *(s.from_step for t in (before, after) for s in t.batch_warmup)}
     if not step or all(old.size(s) == new.size(s) for s in starts if s <= step):
         return
@@ -165,7 +165,7 @@ def _refuse_other_batches(before: TrainConfig, after: TrainConfig, step: int) ->
 def batches_after(before: TrainConfig, after: TrainConfig, step: int) -> str:
     """Return the `train.batch_warmup=...` to type: the batches of `before` up to `step`, and those
     of `after` from then on. It needs `train.batch_size` of `before`."""
-    new = _batches(after)
+    new = batch_schedule(after)
     stages = [(s.from_step, s.batch_size) for s in before.batch_warmup if s.from_step <= step]
     stages.append((step + 1, new.size(step + 1)))
     stages += [(s.from_step, s.batch_size) for s in after.batch_warmup if s.from_step > step + 1]
@@ -173,7 +173,7 @@ def batches_after(before: TrainConfig, after: TrainConfig, step: int) -> str:
     return shlex.quote(f"train.batch_warmup=[{listed}]")
 
 
-def _batches(train: TrainConfig) -> BatchSchedule:
+def batch_schedule(train: TrainConfig) -> BatchSchedule:
     return BatchSchedule(
         train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
     )

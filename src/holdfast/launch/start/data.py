@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
+from holdfast.config.run import RunConfig
 from holdfast.data.prepare.dataset_match import needed_vocabulary
 from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.read.vocabulary import describe_difference
-from holdfast.data.stream.coverage import describe_use
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.coverage import describe_use, passes_text
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
+from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
@@ -107,6 +113,49 @@ def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
         )
 
 
+def by_epochs(loaded: LoadedConfig, count_samples: Callable[[], int]) -> PlannedValues:
+    """Return the steps of `train.epochs`. Raises ConfigError next to `train.steps`, and for a task
+    that does not say how many samples it has."""
+    train, origin = loaded.config.train, loaded.origins["train.steps"]
+    if not train.epochs:
+        return {}
+    if origin.kind in ("file", "command line"):
+        raise ConfigError(
+            f"train.epochs {train.epochs:g} and train.steps {train.steps} both say how long the "
+            "run is",
+            where=loaded.where("train.epochs"),
+            remedy="remove one of the two",
+        )
+    if not (samples := count_samples()):
+        raise ConfigError(
+            f"{loaded.config.task.label} does not say how many samples a pass has",
+            where=loaded.where("train.epochs"),
+            remedy="use train.steps",
+        )
+    wanted, schedule = train.epochs * samples, batch_schedule(train)
+    steps = bisect_left(range(1, 2**40), wanted, key=lambda step: schedule.position(step + 1)) + 1
+    why = f"train.epochs {train.epochs:g}: {samples:,} samples a pass"
+    return {"train.steps": (steps, why), "train.epochs": (0.0, why)}
+
+
+def _samples_of_pass(loaded: LoadedConfig, dataset: Dataset | None) -> int:
+    config = loaded.config
+    if dataset is None:
+        return config.task.samples
+    return sum(Batches(dataset, config.data, config.train, config.seed).order.sizes)
+
+
+def describe_passes(config: RunConfig) -> list[str]:
+    """A line about how often a run reads the samples of a task."""
+    steps, samples = config.train.steps, config.task.samples
+    if not samples:
+        return []
+    read = batch_schedule(config.train).position(steps + 1)
+    return [
+        f"{steps:,} steps: {read:,} samples, {passes_text(read / samples)} over {samples:,} samples"
+    ]
+
+
 def with_layout(
     loaded: LoadedConfig, facts: Facts, *, smallest: bool = False
 ) -> tuple[LoadedConfig, Facts]:
@@ -147,10 +196,11 @@ def prepare_run_data(
             base = check_base(loaded, facts.stored_config)
             refuse_other_tokenizer(Path(str(base["lora.base"][0])), dataset)
             loaded = with_planned(loaded, base)
+    loaded = with_planned(loaded, by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
     loaded, facts = with_layout(loaded, facts)
     task = loaded.config.task
     if dataset is None:
-        return loaded, facts, RunData(task.data, task.folder)
+        return loaded, facts, RunData(task.data, task.folder, tuple(describe_passes(loaded.config)))
     if not facts.several:
         refuse_unfit_machine(loaded, facts.hardware)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
