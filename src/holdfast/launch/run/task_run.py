@@ -82,7 +82,7 @@ def describe_in(loaded: LoadedConfig, folder: str, say: Say = lambda line: None)
         if is_script:  # a line of the script, or what it may not ask for
             where = str(loaded.config.task.args["script"]) if key == "task" else key
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
-    for line in found["notes"]:
+    for line in found.get("notes", ()):
         say(line)
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
     for key, value in found["train"].items():
