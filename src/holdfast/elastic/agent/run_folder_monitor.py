@@ -114,10 +114,8 @@ class RunFolderMonitor:
         if self.is_folder_responsive or isinstance(self._problem, LostFolderError):
             try:
                 await asyncio.to_thread(self._run_folder.check)
-            except LostFolderError:
-                return self._end_error(True)
-            except HoldfastError:
-                return None
+            except HoldfastError as error:
+                return self._end_error(True) if isinstance(error, LostFolderError) else None
         return None
 
     async def wait_for_end(self) -> RunEndedError:

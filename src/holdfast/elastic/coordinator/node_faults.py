@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.event_log import Say
-from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.exit_codes import USER_ERROR
 from holdfast.elastic.run_result import EndReason, RunEndedError
 from holdfast.policy.membership.state import SelectNodes
 from holdfast.wire.term import Term
@@ -41,7 +41,7 @@ class NodeFaults:
         failed = {name: one for name, one in failures.items() if one is not None}
         rest = [node for node in nodes if node.name not in failed]
         for failure in failed.values():
-            is_own = failure.exit_code == exit_codes.USER_ERROR
+            is_own = failure.exit_code == USER_ERROR
             if not rest or not is_own:
                 kind = EndReason.USER_ERROR if is_own else EndReason.FAILED
                 raise RunEndedError(failure.sentence, kind)

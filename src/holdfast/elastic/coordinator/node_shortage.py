@@ -23,10 +23,6 @@ ENOUGH_CHECK_INTERVAL_S = 1.0
 """Seconds between two looks whether the nodes that are here still suffice."""
 
 
-async def _leave_none_out() -> bool:
-    return False
-
-
 class NodeShortage:
     """The shortage of nodes of one run, under all coordinators of this agent."""
 
@@ -43,8 +39,8 @@ class NodeShortage:
         """Why the next generation is the last one; "" while the run continues."""
         self.node_fault = ""
         """Why a node was left out without which too few are here; "" for none."""
-        self.leave_out_failed: Callable[[], Awaitable[bool]] = _leave_none_out
-        """Leaves out nodes whose workers refuse to work; see `NodeFaults`."""
+        self.leave_out_failed: Callable[[], Awaitable[bool]]
+        """Leaves out nodes whose workers refuse; see `NodeFaults`. Set with the coordinator."""
         self.coordinator: Coordinator | None = None
         """The newest coordinator of this agent."""
         self._cluster, self._hooks, self._say = cluster, hooks, say

@@ -292,11 +292,8 @@ class NodeStatus:
         if stage is NodeStage.HELD and self._reachability_probe.is_probing:
             stage = NodeStage.WORKING  # the next generation has only nodes that reach each other
         outcome = self._workload.node_outcome
-        has_failed = isinstance(outcome.ending, FailedOutcome)
-        is_due = stage in (NodeStage.HELD, NodeStage.DONE) or (
-            stage is NodeStage.IDLE and has_failed
-        )
-        return stage, outcome if is_due else None
+        is_over = stage in (NodeStage.HELD, NodeStage.DONE)
+        return stage, outcome if is_over or isinstance(outcome.ending, FailedOutcome) else None
 
 
 class OpenRequests:

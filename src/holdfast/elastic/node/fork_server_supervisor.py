@@ -28,9 +28,8 @@ from holdfast.errors import HoldfastError
 
 logger = logging.getLogger(__name__)
 
-EXIT_REPORT_TIMEOUT_S, FORK_TIMEOUT_S = 2.0, 10.0
-"""Seconds after which a fork server hangs that has not reported an exit, or made a fork: both take
-it milliseconds."""
+REPLY_TIMEOUT_S = 3.0
+"""Seconds for the report of an exit, or for a fork, both of which take milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -73,7 +72,7 @@ class ForkServerSupervisor:
         self._listener, self._say = listener, say
         self._fork_server: ForkServer | None = None
         self._start: asyncio.Task[None] | None = None
-        self._busy_since = {EXIT_REPORT_TIMEOUT_S: inf, FORK_TIMEOUT_S: inf}  # by limit
+        self._owes_since = inf  # since when a report or a fork is due, by the loop's clock
         if sys.platform == "linux":  # orphans of a fork server that died become ours, to be reaped
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -90,12 +89,11 @@ class ForkServerSupervisor:
         """Kill a fork server that owes the report of an exit, or a fork, for too long. Its children
         are then watched here, and another one is started."""
         ended = any(each.is_alive and has_exited(each.pidfd) for each in self._command_server)
-        owes = {EXIT_REPORT_TIMEOUT_S: ended, FORK_TIMEOUT_S: bool(self.pending_forks)}
-        for limit, is_owed in owes.items():
-            since = self._busy_since[limit] = min(now, self._busy_since[limit]) if is_owed else inf
-            if now - since > limit and self.pid is not None and self._fork_server is not None:
-                self._say(f"the fork server (process {self.pid}) hangs; the agent kills it")
-                self._fork_server.process.kill()
+        self._owes_since = min(now, self._owes_since) if ended or self.pending_forks else inf
+        if now - self._owes_since > REPLY_TIMEOUT_S and self.pid is not None:
+            self._say(f"the fork server (process {self.pid}) hangs; the agent kills it")
+            self._owes_since = inf
+            os.kill(self.pid, signal.SIGKILL)
 
     @property
     def reference(self) -> str:

@@ -33,8 +33,7 @@ class HelperWatch:
 
     def check(self, name: str, pid: int | None, now: float) -> None:
         """Continue or kill a helper that was stopped for too long. pid: None if it does not run."""
-        stat = None if pid is None else self.read_stat(pid)
-        if pid is None or stat is None or not stat.is_stopped:
+        if pid is None or (stat := self.read_stat(pid)) is None or not stat.is_stopped:
             self._stopped_since.pop(pid or 0, None)
             return
         seconds = now - self._stopped_since.setdefault(pid, now)

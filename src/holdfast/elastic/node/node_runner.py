@@ -207,8 +207,8 @@ class NodeRunner:
 
     def _on_standby_refused(self, sentence: str) -> None:
         """Report that this node cannot work, if the run goes on without it: a standby refused."""
-        has_workers = bool(self._process_manager.workers)
-        if self.stage in (NodeStage.IDLE, NodeStage.HELD) and not has_workers:
+        is_stopped = self.stage in (NodeStage.IDLE, NodeStage.HELD)
+        if is_stopped and not self._process_manager.workers:
             self._set_stage(self.stage, FailedOutcome(sentence, exit_codes.USER_ERROR))
 
     # --- one generation -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -33,6 +34,7 @@ class Lacking:
         state = SimpleNamespace(nodes=tuple(nodes), unreachable_pairs=(), **facts)
         coordinator: Any = SimpleNamespace(state=state, node_reports={})
         self.state, self.shortage.coordinator = state, coordinator
+        self.shortage.leave_out_failed = AsyncMock(return_value=False)
 
     def _select(self) -> tuple[str, ...]:
         return ("one",) if next(self._fits) else ()
