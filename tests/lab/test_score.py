@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from benchmarks.lab.links import gloo_ring_waits, link_seconds, with_slow_nodes
 
+from holdfast.borders import Border
+from holdfast.errors import DataError
 from holdfast_lab.engine.holdfast import holdfast
 from holdfast_lab.engine.interfaces import CostModel, Policy
 from holdfast_lab.score.compression import compare_compressions, compression_verdict
 from holdfast_lab.score.gate import gate_checks
 from holdfast_lab.score.record import (
+    REFERENCE,
     Commit,
     ReferenceTable,
     RunRecord,
@@ -25,6 +30,7 @@ from holdfast_lab.score.record import (
     history_of,
     mean_lost_seconds,
     parse_record,
+    parse_reference,
     recovery_times,
     samples_once,
     unrecovered_faults,
@@ -39,13 +45,16 @@ from holdfast_lab.score.scenarios import (
 )
 from holdfast_lab.score.score import (
     PARTS,
+    WEIGHTS,
     GateCheck,
     PairScore,
     Weights,
     literal_formula,
+    parse_weights,
     score_pair,
     score_pairs,
 )
+from tests.support.borders import unknown_entries
 
 TABLE = ReferenceTable({1: 2.0, 2: 4.0})
 
@@ -303,3 +312,26 @@ def test_a_simulated_policy_is_scored_without_files() -> None:
     assert by_name["F0"].g > by_name["F8"].g
     for one, two in itertools.pairwise(level_0_pairs(made, ["F1", "F1"], [5])):
         assert one == two
+
+
+# --- files from outside ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("border", "read", "value"),
+    [
+        (WEIGHTS, parse_weights, {"version": "v", "weights": dict.fromkeys(PARTS, 0.2)}),
+        (REFERENCE, parse_reference, {"tokens_per_s": {"1": 12.0}}),
+    ],
+)
+def test_a_key_that_is_not_known_is_refused(
+    border: Border, read: Callable[[str, str], object], value: dict[str, object]
+) -> None:
+    assert read(json.dumps(value), "t.json")
+    for name, more in unknown_entries(border).items():
+        with pytest.raises(DataError, match=rf"t\.json.*{name}"):
+            read(json.dumps(value | {name: more}), "t.json")
+
+
+@pytest.mark.parametrize("rate", ["NaN", "Infinity", "0", "-1"])
+def test_a_throughput_is_a_number_above_0(rate: str) -> None:
+    with pytest.raises(DataError, match="no table of throughputs"):
+        parse_reference(f'{{"tokens_per_s": {{"1": {rate}}}}}', "t.json")

@@ -12,9 +12,10 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
+from holdfast.borders import Border
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 
@@ -229,12 +230,16 @@ def format_reference(table: ReferenceTable) -> str:
     return json.dumps({"tokens_per_s": {str(n): rate for n, rate in table.rates.items()}}, indent=1)
 
 
+REFERENCE = Border("a table of throughputs", frozenset({"tokens_per_s"}))
+
+
 def parse_reference(text: str, source: str) -> ReferenceTable:
     """A table {"tokens_per_s": {"1": 12.0, ...}}. Raises DataError."""
     try:
         row: Any = parse_json(text)
+        REFERENCE.check(row, source, DataError, "give tokens of a second alone, by nodes")
         rates = {int(n): float(rate) for n, rate in row["tokens_per_s"].items()}
-        if not rates or min(rates.values()) <= 0:
+        if not rates or min(rates) < 1 or not all(0 < rate < inf for rate in rates.values()):
             raise ValueError(rates)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from math import inf, prod
 from typing import Any
 
+from holdfast.borders import Border
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 from holdfast_lab.score.record import (
@@ -55,11 +56,15 @@ class Weights:
         return Weights(self.version, {**self.values, part: self.values[part] * factor})
 
 
+WEIGHTS = Border("weights of a score", frozenset({"version", "weights"}))
+
+
 def parse_weights(text: str, source: str) -> Weights:
     """Weights of a JSON file, {"version": "v1", "weights": {"RPO": 0.2, ...}}. Raises DataError."""
     example = json.dumps({"version": "mine", "weights": dict.fromkeys(PARTS, 0.2)})
     try:
         given: Any = parse_json(text)
+        WEIGHTS.check(given, source, DataError, f"write {example}")
         values = {str(key): float(value) for key, value in given["weights"].items()}
         version = str(given["version"])
     except (ValueError, KeyError, TypeError, AttributeError):
