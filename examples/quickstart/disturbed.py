@@ -153,7 +153,7 @@ class Story:
     def _words(self, record: Record, event: Event) -> str:
         if isinstance(event, GenerationStarted):
             who = ", ".join(self.nodes[record.generation])
-            how = "" if event.rung < 0 else f", {describe_rung(event.rung)}"
+            how = "" if event.rung < 0 else f": {describe_rung(event.rung)}"
             return f"{who} train on after step {event.step}{how}"
         if isinstance(event, WorkerLost):
             return f"rank {event.rank} is lost: {event.cause}"
