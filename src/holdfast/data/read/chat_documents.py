@@ -344,15 +344,11 @@ class _Spans:
 
     def _require_call(self, place: int, part: str, function: Mapping[str, Any]) -> None:
         """Many files have a call's arguments as a text of JSON, which a template quotes again."""
-        name, arguments = function["name"], function.get("arguments")
-        if name not in part:
-            raise self._refusal(
-                f"the template leaves out the call of {name!r} in message {place + 1}"
-            )
+        name, arguments, bare = function["name"], function.get("arguments"), _without_spaces(part)
+        self._require(name, f"the call of {name!r} in message {place + 1}", bare)
         given = arguments if isinstance(arguments, Mapping) else {}
         for text in (*given, *_texts(given)):
-            what = f"an argument of {name!r} in message {place + 1}"
-            self._require(text, what, _without_spaces(part))
+            self._require(text, f"an argument of {name!r} in message {place + 1}", bare)
         wrong, how, other = str(arguments), "in Python's form", "a text of JSON"
         if isinstance(arguments, str):
             wrong, how, other = _quoted(arguments), "as a quoted text", "an object"
@@ -406,7 +402,10 @@ def _tool_texts(tool: Any) -> Iterator[str]:
 
 def _holds(bare: str, text: str) -> bool:
     """Return True if a text, or what JSON makes of it, is in one without spaces."""
-    return _without_spaces(text) in bare or _without_spaces(_quoted(text)[1:-1]) in bare
+    return _without_spaces(text) in bare or any(
+        _without_spaces(json.dumps(text, ensure_ascii=ascii_only)[1:-1]) in bare
+        for ascii_only in (False, True)
+    )
 
 
 def _quoted(text: str) -> str:
