@@ -28,11 +28,13 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.options import Json, RunArgument, named_argument
 from holdfast.cli.read_errors import explain_read_errors
+from holdfast.config.loading.explain import format_value
+from holdfast.config.loading.identity import config_differences
 from holdfast.core.format.manifest import Commit
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.run_folder import refuse_in_use
-from holdfast.launch.run.runs import open_run
+from holdfast.launch.run.runs import Run, open_run
 from holdfast.layout import AXES
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.show.output import print_json, print_table, say
@@ -191,6 +193,7 @@ def verify(
 def diff(
     first: Annotated[str, typer.Argument(help="RUN, RUN@STEP or RUN@newest")],
     second: Annotated[str, typer.Argument(help="the same")],
+    brief: Annotated[bool, typer.Option("--brief", help="leave out the tensors' table")] = False,
     json: Json = False,
 ) -> int:
     """Compare two checkpoints, byte by byte. Exit code 1 if a tensor differs.
@@ -198,7 +201,7 @@ def diff(
     They may be of one run or of two, in any layouts. Prints the tensors that only one of them has,
     those of another shape or dtype, and those with other bytes. For the last it prints how many
     elements differ, and the largest absolute difference. Without a step, a run's newest checkpoint
-    is meant.
+    is meant. A line names the keys of the run files that decide the computation and differ.
 
     \b
     Example:
@@ -206,31 +209,37 @@ def diff(
       holdfast checkpoint diff runs/a runs/b
     """
 
-    (a, where), (b, other) = _named(first), _named(second)
-    with explain_read_errors(where), explain_read_errors(other), StageProgress() as progress:
+    (a, run), (b, other) = _named(first), _named(second)
+    here, there = explain_read_errors(run.folder), explain_read_errors(other.folder)
+    with here, there, StageProgress() as progress:
         found = compare_checkpoints(a, b, partial(progress.show_bytes, "compared"))
     if json:
         print_json({"first": a.commit.key, "second": b.commit.key, **comparison_to_json(found)})
-    elif found.differences:
-        print_table(
-            [(d.name, _difference(d)) for d in found.differences.values()],
-            head=("tensor", "difference"),
-        )
+        return 1 if found.differences else 0
+    keys = config_differences(run.resolved["config"], other.config)
+    if named := [f"{d.key} {format_value(d.there)} and {format_value(d.here)}" for d in keys]:
+        say(f"the run files differ: {', '.join(named)}")
+    if found.differences:
+        if not brief:
+            print_table(
+                [(d.name, _difference(d)) for d in found.differences.values()],
+                head=("tensor", "difference"),
+            )
         say(f"{len(found.differences)} tensors differ, {found.same_count} are the same")
     else:
         say(f"all {found.same_count} tensors are the same")
     return 1 if found.differences else 0
 
 
-def _named(argument: str) -> tuple[Checkpoint, Path]:
-    """The checkpoint that RUN@STEP names, and its run folder."""
+def _named(argument: str) -> tuple[Checkpoint, Run]:
+    """The checkpoint that RUN@STEP names, and its run."""
 
     run, at, step = argument.rpartition("@")
     if not at or not (step == NEWEST_PATH or step.isdecimal()):
         run, step = argument, NEWEST_PATH  # an @ in a folder's name
     found = open_run(named_argument("run", run))
     with explain_read_errors(found.folder):
-        return Checkpoint.open(found.store, find_commit_key(found.store, step)), found.folder
+        return Checkpoint.open(found.store, find_commit_key(found.store, step)), found
 
 
 def _difference(d: TensorDifference) -> str:

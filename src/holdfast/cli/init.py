@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +11,11 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import refuse_beside
+from holdfast.config.huggingface.folder import read_folder_model
+from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.loading.yaml_tree import parse_scalar
-from holdfast.errors import UserError
+from holdfast.errors import ConfigError, UserError
 from holdfast.show.output import say
 
 TEMPLATE = """\
@@ -21,23 +26,33 @@ seed: 1
 device: auto               # cuda where there is a GPU, otherwise cpu
 
 data:
-  folder: datasets/python-stdlib
-  sources:                 # real text that every machine with Python has
-    - kind: python-stdlib  # or text, jsonl, parquet, huggingface, with a path
-  tokenizer: {{vocab_size: 4096}}
-  sequence_length: 256
-
+  folder: datasets/{dataset}
+{data}
 model:
-  preset: tiny             # 1 M parameters; llama3.2-1b, qwen3-0.6b, ... see the docs
-
+{model}
 train:
-  steps: 1000
+{length}
   batch_size: 16           # samples of a step, over all workers together
   microbatch_size: 2       # the unit of work that is dealt to workers
-
+{rate}
 layout: auto               # see it with: holdfast plan {name}
 checkpoint: {{every_steps: 50}}
 """
+
+STDLIB = """\
+  sources:                 # real text that every machine with Python has
+    - kind: python-stdlib  # or text, jsonl, parquet, huggingface, with a path
+"""
+TOKENIZER = "  tokenizer: {vocab_size: 4096}\n"
+PRESET = "  preset: tiny             # 1 M parameters; llama3.2-1b, qwen3-0.6b, ... see the docs\n"
+RATE = "  optimizer: {learning_rate: 1e-5}\n"
+ROWS = {
+    "messages": "messages",
+    "conversations": "sharegpt",
+    "instruction": "instruction",
+    "prompt": "prompt",
+}
+"""Column of chat data -> word of `rows`."""
 
 app = make_app("Write a run file to start from.")
 
@@ -45,6 +60,15 @@ app = make_app("Write a run file to start from.")
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="where to write it")] = Path("run.yaml"),
+    data: Annotated[
+        Path | None, typer.Option(help="texts to train on: a folder, a text file, jsonl or parquet")
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="folder of a model in Hugging Face form to go on")
+    ] = None,
+    chat: Annotated[
+        Path | None, typer.Option(help="rows of chat data to tune the model of --from with")
+    ] = None,
 ) -> None:
     """Write a commented run file of 25 lines or less. Never overwrites.
 
@@ -52,11 +76,21 @@ def init(
     Example:
       holdfast init            writes run.yaml
       holdfast init big.yaml   writes big.yaml, with the run's name 'big'
+      holdfast init own.yaml --data texts
+      holdfast init tuned.yaml --from Llama-3.2-1B-Instruct --chat chat.jsonl
     """
     # YAML reads 2026 as a number, so such a name is quoted.
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
     name = name.lstrip("._-") or "run"
-    text = TEMPLATE.format(name=path, stem=name if parse_scalar(name) == name else f'"{name}"')
+    text = TEMPLATE.format(
+        name=path,
+        stem=name if parse_scalar(name) == name else f'"{name}"',
+        dataset=name if data or from_ or chat else "python-stdlib",
+        data=_data(data, from_, chat),
+        model=f"  from: {yaml_word(os.path.abspath(from_))}\n" if from_ else PRESET,
+        length="  epochs: 3                # passes over the rows" if chat else "  steps: 1000",
+        rate=RATE if from_ else "",
+    )
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -74,3 +108,41 @@ def init(
             remedy=f"make it first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from None
     say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
+
+
+def _data(data: Path | None, model: Path | None, chat: Path | None) -> str:
+    """The lines of `data:` after its folder. Raises ConfigError and ModelFolderError."""
+    length = 2048 if chat else 256
+    if model is not None:
+        length = min(length, read_folder_model(model).max_position)
+    lines = "" if model is not None else TOKENIZER
+    lines += f"  sequence_length: {length}\n"
+    if chat is not None:
+        refuse_beside("--chat", {"--data": data})
+        if model is None:
+            raise ConfigError(
+                "rows of chat data need the tokenizer and the template of a model",
+                where="--chat",
+                remedy="add --from FOLDER",
+            )
+        lines += "  attention: document      # a token sees its own row only\n"
+    file = chat or data
+    if file is None:
+        return STDLIB + lines
+    if not file.exists():
+        raise ConfigError("there is no such file", where=str(file), remedy="name your data")
+    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    source = {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
+    if chat is not None:
+        source["rows"] = _rows(chat)
+    return f"  sources:\n    - {yaml_word(source)}\n{lines}"
+
+
+def _rows(chat: Path) -> str:
+    """The word of `rows` for a file, by its first row."""
+    try:
+        with chat.open(encoding="utf-8") as file:
+            row = json.loads(file.readline())
+    except ValueError:  # Parquet, or a file that a start refuses with its line
+        row = {}
+    return next((word for column, word in ROWS.items() if column in row), "messages")

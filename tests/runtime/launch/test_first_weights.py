@@ -73,3 +73,18 @@ def test_the_shape_alone_is_a_key(root: Path, tmp_path: Path) -> None:
     done = within(*command, "model.weights=false").succeeds()
     assert "model.weights is false" in done.err
     assert "from initial weights" in done.out
+
+
+def test_init_writes_a_file_that_tunes_at_once(root: Path, tmp_path: Path) -> None:
+    path, base, rows = tmp_path / "tuned.yaml", root / "base", root / "rows.jsonl"
+    within("init", path, "--chat", rows).refuses("--chat", "add --from FOLDER")
+    within("init", path, "--from", base, "--chat", tmp_path / "none.jsonl").refuses("no such file")
+    within("init", path, "--from", base, "--chat", rows).succeeds()
+    folders = f"data.folder={tmp_path / 'data'}", f"folder={tmp_path / 'run'}", "layout.workers=1"
+    done = within("train", path, *folders, "train.epochs=0.5").succeeds()
+    assert f"from the weights of {base}" in done.out
+    assert "passes over the data" in done.err
+    other = within("checkpoint", "diff", tmp_path / "run", root / "run 12", "--brief")
+    assert other.code == 1
+    assert "the run files differ: data.sequence_length 256 and 128" in other.err
+    assert "tensor" not in other.out

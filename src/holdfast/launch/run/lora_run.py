@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.config.huggingface.folder import read_folder_model
+from holdfast.config.huggingface.folder import read_folder_model, read_json_object
 from holdfast.config.huggingface.weight_files import StoredTensor, describe_unread, read_weights
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
+from holdfast.config.loading.lora_from import ADAPTER_CONFIG
 from holdfast.config.loading.model_from import TRANSFORMERS_TASK, refuse_other_shape
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.lora import LoraConfig
@@ -129,7 +130,16 @@ def describe_lora(config: RunConfig) -> list[str]:
         f"the {format_count(count_parameters(config.model))} of {lora.base} stay "
         f"(checksum {lora.base_checksum})",
         *_unread(lora.base),
+        *_other_dropout(lora),
     ]
+
+
+def _other_dropout(lora: LoraConfig) -> list[str]:
+    """A line about the dropout that an adapter was trained with, which is not taken."""
+    there = read_json_object(Path(lora.adapter) / ADAPTER_CONFIG) if lora.adapter else {}
+    if (given := there.get("lora_dropout") or 0.0) == lora.dropout or not lora.adapter:
+        return []
+    return [f"lora.dropout is {lora.dropout:g}, and {given} in {lora.adapter}/{ADAPTER_CONFIG}"]
 
 
 def _unread(folder: str) -> list[str]:
