@@ -7,6 +7,8 @@ and the audit run the script up to its first `step.batches(dataset)`, and leave 
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -42,6 +44,16 @@ from holdfast.tasks.task.task import Batch, Samples, Task, stacked_batch
 from holdfast.training.engine.precision import Precision
 
 logger = logging.getLogger(__name__)
+
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables of torchrun and accelerate. With them a library would wait for ranks of its own."""
 
 
 class Script(Task):
@@ -83,6 +95,8 @@ class Script(Task):
     def begin(self, config: RunConfig, device: torch.device) -> None:
         """Run the script up to its loop. Raises TaskError; ScriptError for the script's own."""
         self._make_run(config, device)
+        if gone := [name for name in _OF_LAUNCHERS if os.environ.pop(name, None) is not None]:
+            self.run.note(f"not given to the script: {', '.join(gone)}; the run deals its work")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so that initial values are the same in each process
         said = StringIO()
@@ -169,9 +183,10 @@ class Script(Task):
         error = answer.error if isinstance(answer, ScriptEnded) else None
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             raise ScriptError(
-                f"the script exited with status {error.code}" + (last_words and f": {last_words}"),
-                where=self.file,
-                remedy="correct the arguments after --",
+                f"the script exited with status {error.code}{self._in_step}"
+                + (last_words and f": {last_words}"),
+                where=self._line_of(error),
+                remedy=self._debug if self._in_step else "correct the arguments after --",
             )
         if (error is None or isinstance(error, SystemExit)) and not self.run._sizes:
             raise ScriptError(
@@ -182,25 +197,43 @@ class Script(Task):
             )
         if error is None or isinstance(error, SystemExit):
             raise ScriptError(
-                "the script ended before the last step of the run",
-                where=self.file,
-                remedy="let the loop over run.steps() run to its end",
+                f"the script ended{self._in_step}, before the last step of the run",
+                where=self.file if error is None else self._line_of(error),
+                remedy="let the loop over run.steps() run to its end; a run is ended early with "
+                "holdfast down, or by train.steps",
             )
         raise self.error_of(error) from error
 
     def error_of(self, error: BaseException) -> ScriptError:
         """One sentence with the line of the script; the traceback is logged."""
         logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        script = self.file
-        # One sentence with the line of the script that was running.
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(script).name]
-        where = f"{script}:{lines[-1]}" if lines else script
+        where = self._line_of(error)
         if isinstance(error, TaskError):
             named = f"{error.where}: " if error.where and error.where != "task" else ""
             return ScriptError(f"{named}{error.message}", where=where, remedy=error.remedy)
-        text = " ".join(str(error).split())[:300]
-        return ScriptError(f"{type(error).__name__}: {text}", where=where)
+        text, remedy = " ".join(str(error).split())[:300], self._debug
+        if "signal only works in main thread" in text:
+            remedy = "remove the handler: a run saves and leaves at SIGTERM and SIGINT"
+        what = f"{type(error).__name__}: {text}{self._in_step}"
+        return ScriptError(what, where=where, remedy=remedy)
+
+    @property
+    def _in_step(self) -> str:
+        step = 0 if self._run is None or self._run.is_over else self._run._open_step
+        return f", in step {step}" if step else ""
+
+    @property
+    def _debug(self) -> str:
+        arguments = shlex.join(self._arguments)
+        return f"look at it with: holdfast run {self.file} --debug" + (
+            f" -- {arguments}" if arguments else ""
+        )
+
+    def _line_of(self, error: BaseException) -> str:
+        """Return the script's file, with the line of it that was running."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).name == self.file]
+        return f"{self.file}:{lines[-1]}" if lines else self.file
 
     def check_end(self, answer: Answer) -> None:
         """Raise ScriptError if the code after the loop has failed."""
@@ -210,7 +243,8 @@ class Script(Task):
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             return
         if isinstance(error, SystemExit):
-            found = ScriptError(f"the script exited with status {error.code}", where=self.file)
+            what = f"the script exited with status {error.code}"
+            found = ScriptError(what, where=self._line_of(error))
         else:
             found = self.error_of(error)
         raise ScriptError(

@@ -13,11 +13,12 @@ import torch
 import holdfast
 from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.config.sections.task import SCRIPT_TASK
-from holdfast.errors import HoldfastError, TaskError
+from holdfast.errors import HoldfastError, ScriptError, TaskError
 from holdfast.launch.run import task_run
 from holdfast.launch.run.task_run import describe_in
 from holdfast.tasks.child import describe
 from holdfast.tasks.script import Script
+from holdfast.tasks.scripts.own_loop import OpenStep
 
 TEXT = """\
 import dataclasses
@@ -53,6 +54,35 @@ def test_a_script_has_no_features_that_it_does_not_ask_for(
     script = Script("own.py")
     script.begin(of_script(tmp_path).config, torch.device("cpu"))
     assert script.planned_values()["train.steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        (
+            "raise SystemExit(4)",
+            "exited with status 4, in step 1; look at it with: holdfast run own",
+        ),
+        ("raise SystemExit", "ended, in step 1, before the last step of the run; let the loop"),
+        ("1 / 0", "ZeroDivisionError: division by zero, in step 1; look at it with"),
+        ("import signal; signal.signal(15, print)", "remove the handler: a run saves and leaves"),
+        ("import os; os.environ['RANK']", "KeyError: 'RANK', in step 1"),
+    ],
+)
+def test_the_end_of_a_script_in_its_loop_is_named_by_line_step_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "own.py").write_text(TEXT.replace("    list(", f"    {inside}\n    list("))
+    script = Script("own.py", ["--size", "a b"])
+    script.begin(of_script(tmp_path).config, torch.device("cpu"))
+    assert script.run.notes == ["not given to the script: RANK; the run deals its work"]
+    with pytest.raises(ScriptError, match=r"^own\.py:16: ") as caught:
+        script.give(OpenStep(1))
+    assert words in str(caught.value)
+    assert "--debug" not in str(caught.value) or str(caught.value).endswith("-- --size 'a b'")
 
 
 @pytest.mark.parametrize(

@@ -19,4 +19,6 @@ def describe_exit_code(code: int) -> str:
         except ValueError:
             return f"signal {-code}"
     words = {PEER_LOST: "lost its peers", AGENT_LOST: "lost its agent"}
-    return f"exit {code} ({words[code]})" if code in words else f"exit {code}"
+    words |= dict.fromkeys((DONE, CRASHED, USER_ERROR), "")
+    why = words.get(code, "ended by os._exit of the script or a library")
+    return f"exit {code}" + (why and f" ({why})")

@@ -99,5 +99,6 @@ def test_who_has_stopped_does_not_hang() -> None:
 def test_exit_codes_in_words() -> None:
     assert exit_codes.describe_exit_code(-9) == "SIGKILL"
     assert exit_codes.describe_exit_code(-200) == "signal 200"
-    assert exit_codes.describe_exit_code(3) == "exit 3"
+    assert exit_codes.describe_exit_code(1) == "exit 1"
+    assert "exit 3 (ended by os._exit" in exit_codes.describe_exit_code(3)
     assert exit_codes.describe_exit_code(exit_codes.PEER_LOST) == "exit 75 (lost its peers)"
