@@ -2,8 +2,9 @@
 
 If the disk is full, the checkpoints that retention would remove a moment later go first, and the
 write is repeated. If that is not enough, the save fails, and training continues. Nothing continues
-after the run's last step, so its save waits instead: until there is room, the disk can be written
-again, or the run is asked to stop. The snapshot keeps its slot meanwhile, and the workers wait.
+after the run's last step, so its save waits instead. The wait ends once the disk takes the save, a
+second place has taken it, or the run is asked to stop. The snapshot keeps its slot meanwhile, and
+the workers wait.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ LAST_COMMIT_TIMEOUT_S = 600.0
 """Seconds for the last save of a run that was asked to stop, while its disk takes it."""
 _LEDGER_PATIENCE_S = 10.0
 """Seconds until the last snapshot is handed over though the journal lacks its steps."""
-_LEDGER_UNSTORED = "the agent could not store the last reports"
+_LEDGER_UNSTORED = "the journal could not be written"
 
 
 def make_with_fewer_slots(
@@ -176,8 +176,9 @@ class SnapshotSaver:
             self._reporter.emit(SaveWaiting(reason, "", "", 0, step=step))
 
     def _hand_over_all(self) -> None:
-        """Hand over what waits for a journal that cannot be written: a second place may take the
-        last step, and older steps need no slot then."""
+        """Hand over what waits for a journal that cannot be written.
+
+        A second place may take the last step, and older steps need no slot then."""
         for hand_over in self._hand_overs:
             hand_over()
 
@@ -227,7 +228,7 @@ class SnapshotSaver:
             if over or self._reporter.is_fenced:
                 return _LEDGER_UNSTORED
             if is_last and durable and time.monotonic() - begun >= _LEDGER_PATIENCE_S:
-                self._report_waiting(step, _LEDGER_UNSTORED)
+                self._report_waiting(step, "the journal cannot be written, as a line before says")
                 self._hand_over_all()
                 if self._capturer.poll_save_end(step, 0.0) == (True, None):
                     return None

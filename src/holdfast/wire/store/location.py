@@ -92,7 +92,7 @@ SECOND_PLACE_LINK = "fallback"
 
 def second_place(store: RunStore, location: str) -> str:
     """Return the location of the second place of a run's last state: where the link in the run
-    folder leads, or else `location`."""
+    folder leads, otherwise `location`."""
     folder = getattr(getattr(store, "inner", store), "folder", None)
     try:
         return location if folder is None else str((folder / SECOND_PLACE_LINK).readlink())
