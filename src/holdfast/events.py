@@ -310,10 +310,11 @@ class CheckpointSkipped(Event, kind="checkpoint_skipped"):
     reason: str
 
 
-class CheckpointCommitted(Event, kind="checkpoint_committed"):
+class CheckpointCommitted(Event, kind="checkpoint_committed", absent_if_empty={"place"}):
     key: str
     bytes: int
     seconds: float  # from the first captured header to the commit object
+    place: str = ""  # where it lies, if not in the run store
 
 
 class CheckpointFailed(Event, kind="checkpoint_failed"):

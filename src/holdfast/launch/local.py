@@ -37,6 +37,7 @@ from holdfast.launch.node.process_limits import raise_open_files, refuse_low_lim
 from holdfast.launch.node.trackers import tracker_programs
 from holdfast.launch.run.auto_layout import predictor_of, source_of_plan
 from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.resume_checks import bring_back_fallback
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.auto.machines import machines_of
@@ -165,6 +166,7 @@ class _RunOrigin:
         """Raises UserError if the bucket is another run's or cannot be asked, or if the disk has
         no room for a checkpoint."""
         check_room(self.store, self.config, self.say)
+        bring_back_fallback(self.store, self.config, self.config_hash, self.fresh, self.say)
         location = self.config.checkpoint.bucket
         if location:
             self.bucket = recover_folder(

@@ -73,6 +73,7 @@ class MoverSettings:
     bucket: str = ""  # location; "": no tier 3
     bucket_keep_last: int = 3
     last_step: int = 0  # of the run: its save waits for a run store that cannot take it; 0: none
+    fallback: str = ""  # location that takes the last step's state then; "": none
 
 
 _Ordered = TypeVar("_Ordered", int, SaveId)
@@ -128,6 +129,7 @@ class MoverService:
             retention.RetentionRules(settings.keep_last, settings.keep_every),
             self.memories,
             settings.last_step,
+            settings.fallback,
         )
         self._restore_search = RestoreSearch(
             store,

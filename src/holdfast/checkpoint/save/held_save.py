@@ -2,8 +2,9 @@
 
 If the disk is full, the checkpoints that retention would remove a moment later go first, and the
 write is repeated. If that is not enough, the save fails, and training continues. Nothing continues
-after the run's last step, so its save waits instead: until there is room, the disk can be written
-again, or the run is asked to stop. The snapshot keeps its slot meanwhile, and the workers wait.
+after the run's last step, so its save waits instead. The wait ends once the disk takes the save, a
+second place has taken it, or the run is asked to stop. The snapshot keeps its slot meanwhile, and
+the workers wait.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
-from holdfast.errors import FencedError, OutOfSpaceError, RunFolderError
+from holdfast.errors import FencedError, HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.events import SaveWaiting
+from holdfast.wire.store.location import SECOND_PLACE_LINK
 from holdfast.wire.store.run_store import RunStore, free_bytes
 
 MESSAGE_INTERVAL_S = 60.0
@@ -33,7 +35,8 @@ class HeldSave:
     """Repeats the writes of a save. Safe to use from any thread.
 
     make_room: removes checkpoints for the sake of a step. removed_count: returns how many were
-    removed so far.
+    removed so far. save_elsewhere: saves the last step's state in the second place, if one is
+    named; returns True if the save has ended with that.
     newest_generation: returns the generation that is served now.
     """
 
@@ -45,12 +48,14 @@ class HeldSave:
         make_room: Callable[[int], None],
         removed_count: Callable[[], int],
         newest_generation: Callable[[], int],
+        save_elsewhere: Callable[[SaveId], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """last_step: of the run; 0 if no save is to wait."""
         self._store, self._last_step, self._save_tracker = store, last_step, save_tracker
         self._make_room, self._removed_count = make_room, removed_count
         self._newest_generation, self._clock = newest_generation, clock
+        self._save_elsewhere, self._second_problem = save_elsewhere, ""
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._waiting: dict[object, int] = {}  # attempts that wait, and the bytes of each
@@ -92,6 +97,12 @@ class HeldSave:
                     raise error
                 if self._newest_generation() != save[0]:
                     raise FencedError(f"generation {self._newest_generation()} has begun") from None
+                try:
+                    is_saved = self._save_elsewhere(save)
+                except HoldfastError as problem:
+                    is_saved, self._second_problem = False, f"; in the second place: {problem}"
+                if is_saved:
+                    raise HoldfastError("the save is in the second place") from None
                 has_room = free is None or free >= nbytes + SPARE_BYTES
                 if has_room or self._clock() - begun >= QUOTA_RETRY_INTERVAL_S:
                     return
@@ -112,6 +123,6 @@ class HeldSave:
                 return
             self._said_at = now
         missing = 0 if free is None else max(0, wanted - free)
-        self._save_tracker.emit(
-            SaveWaiting(error.message, error.where or "", error.remedy or "", missing, step=save[1])
-        )
+        reason, where = error.message + self._second_problem, error.where or ""
+        remedy = f"{error.remedy}, or name a second one: ln -s FOLDER {where}/{SECOND_PLACE_LINK}"
+        self._save_tracker.emit(SaveWaiting(reason, where, remedy, missing, step=save[1]))

@@ -22,6 +22,7 @@ from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort
 from holdfast.checkpoint.restore import catalog, reader
+from holdfast.checkpoint.restore.restore_point import resolve_commit
 from holdfast.checkpoint.restore.sources import FallbackReader, MemorySource
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.commit_protocol import CommitProtocol
@@ -48,6 +49,7 @@ from holdfast.core.format.manifest import (
     writer_name,
 )
 from holdfast.errors import FencedError, HoldfastError
+from holdfast.wire.store.location import open_store, second_place
 from holdfast.wire.store.run_store import MissingKeyError, RunStore, free_bytes
 
 SAVE_THREADS = 2
@@ -67,9 +69,12 @@ class SaveManager:
         retention: retention.RetentionRules,
         memories: Sequence[MemorySource] = (),
         last_step: int = 0,
+        fallback: str = "",
     ) -> None:
         """`change` guards `pending_parts` and is notified when a save has ended; `memories` are
-        asked for what a promotion does not find on the shelf. last_step: as in `HeldSave`."""
+        asked for what a promotion does not find on the shelf. last_step: as in `HeldSave`.
+        fallback: location of the second place, if one is named."""
+        self._fallback = fallback
         self.pending_parts = PendingParts(change)
         self._store, self._snapshot_store, self._save_tracker = store, snapshot_store, save_tracker
         self._change, self._memories = change, memories
@@ -85,6 +90,7 @@ class SaveManager:
             self._make_room,
             lambda: self.cleaner.removed_count,
             lambda: self.cleaner.started_from[0],
+            self._save_elsewhere,
         )
         self._fenced_saves: set[SaveId] = set()  # that a newer generation has ended
         self._sweep_done = threading.Event()  # what older generations left was removed
@@ -251,6 +257,37 @@ class SaveManager:
         if self.commit_protocol.is_leader:
             with self._commit_lock:
                 self.cleaner.apply_retention(step)
+
+    def _save_elsewhere(self, save: SaveId) -> bool:
+        """Save the last step from memory in the second place; return True once the save has ended.
+        Of several movers the leader does it, for all ranks."""
+        place, plan = second_place(self._store, self._fallback), self.cleaner.context
+        if not place or plan is None or not self.commit_protocol.is_leader:
+            self.commit_protocol.await_outcome(save)
+            return self._save_tracker.is_committed(save)
+        with self._commit_lock:
+            if self._save_tracker.is_committed(save):
+                return True
+            target, key = open_store(place), commit_key(*save)
+            if hasattr(self._store, "inner") and not hasattr(target, "inner"):
+                raise HoldfastError("checkpoints of this run are sealed; name its key with ?seal=")
+            commit = resolve_commit(
+                target, self._memories, key, plan.config_hash, plan.dataset_version
+            )
+            if key not in catalog.list_commits(target):
+                try:
+                    retention.discard_uncommitted(target, *save)
+                    for part, stored in find_parts(
+                        self._memories, commit, {writer.rank for writer in commit.writers}
+                    ):
+                        content = read_checked(self._memories, part.blob)
+                        write_sealed_part(target, save[0], part, stored, content)
+                    commit_sealed(target, save[0], commit)
+                except HoldfastError:
+                    retention.discard_uncommitted(target, *save)
+                    raise
+            self._save_tracker.record_commit(save, key, commit.nbytes, place)
+            return True
 
     def _promote(
         self,

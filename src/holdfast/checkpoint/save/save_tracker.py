@@ -59,14 +59,17 @@ class SaveTracker:
             self._started_at.setdefault(save, self._clock())
             self._forget_old()
 
-    def record_commit(self, save: SaveId, key: str, nbytes: int) -> None:
-        for listener in self.commit_listeners:  # before a waiter for the end can ask further
+    def record_commit(self, save: SaveId, key: str, nbytes: int, place: str = "") -> None:
+        """place: as in `CheckpointCommitted`."""
+        for listener in (
+            self.commit_listeners if not place else ()
+        ):  # before a waiter for the end can ask further
             listener(key)
         with self._change:
             seconds = self._clock() - self._started_at.get(save, self._clock())
             self._committed_keys[save] = key
             self._restarted.discard(save)
-            self._append_event(CheckpointCommitted(key, nbytes, seconds, step=save[1]))
+            self._append_event(CheckpointCommitted(key, nbytes, seconds, place, step=save[1]))
 
     def record_remote_commit(self, save: SaveId, key: str) -> None:
         """Another mover has committed a save, and has told it."""

@@ -27,6 +27,7 @@ FREE_PATHS = (
     "data.cache",
     "data.chat.template_file",
     "checkpoint.bucket",
+    "checkpoint.fallback",
     "cluster.notices_at",
     "cluster.notices_account",
     "cluster.prediction",
@@ -151,7 +152,10 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _located(config: RunConfig, key: str, value: str, base: str) -> str:
     if not value.strip():
         raise ConfigError("the path is empty", remedy="name a file or a folder")
-    if key in ("folder", "checkpoint.bucket", "data.folder") and "://" in value:
+    if (
+        key in ("folder", "checkpoint.bucket", "checkpoint.fallback", "data.folder")
+        and "://" in value
+    ):
         return expand_address(value)
     path = expand_path(value)
     if key == "folder":

@@ -42,6 +42,9 @@ class CheckpointConfig(Section):
     bucket_wait_seconds: float = Field(180, ge=0)
     """at its end the run waits for uploads to the bucket; it gives up if no byte moves for this
     long"""
+    fallback: str = ""
+    """folder or bucket that takes the last step's state if the run folder takes no checkpoint;
+    empty: none"""
     slots: Annotated[int, Field(ge=2, le=3)] | Literal["auto"] = "auto"
     """snapshots that fit into memory; auto: 3 if memory_every_steps is not 0 (one may be written to
     disk meanwhile), 2 otherwise"""

@@ -64,11 +64,15 @@ class LearntProgress:
         self.newest_generation = 0
         self.has_stepped = False
         """True once a step was done in this session."""
-        self.is_save_waiting = False
-        """True while the run's last save waits for a run store that takes it."""
+        self._waiting_step = -1  # the run's last step while its save waits
         self._restored_step = 0
         self._committed_step = 0
         self._event_log = event_log
+
+    @property
+    def is_save_waiting(self) -> bool:
+        """Return True while the run's last save waits for a run store that takes it."""
+        return self._waiting_step >= 0
 
     @property
     def committed_step(self) -> int:
@@ -87,8 +91,11 @@ class LearntProgress:
 
     def observe(self, record: Record) -> None:
         self.has_stepped = self.has_stepped or isinstance(record.event, StepDone)
-        if isinstance(record.event, SaveWaiting | CheckpointCommitted | CheckpointFailed):
-            self.is_save_waiting = isinstance(record.event, SaveWaiting)
+        match record.event:
+            case SaveWaiting(step=step):
+                self._waiting_step = step
+            case CheckpointCommitted(step=step) | CheckpointFailed(step=step):
+                self._waiting_step = -1 if step >= self._waiting_step else self._waiting_step
 
     def on_mover_event(self, event: Event) -> None:
         """Note what the mover has committed, and emit its event."""

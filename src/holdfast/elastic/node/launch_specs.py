@@ -72,6 +72,7 @@ def make_mover_settings(config: RunConfig, config_hash: str, dataset_version: st
         bucket=checkpoint.bucket,
         bucket_keep_last=checkpoint.bucket_keep_last,
         last_step=config.train.steps,
+        fallback=checkpoint.fallback,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,7 +41,9 @@ _ANNOUNCEMENT_POLL_S = 0.005, 0.2  # seconds between two looks: at first, and at
 
 LAST_COMMIT_TIMEOUT_S = 600.0
 """Seconds for the last save of a run that was asked to stop, while its disk takes it."""
-_LEDGER_UNSTORED = "the agent could not store the last reports"
+_LEDGER_PATIENCE_S = 10.0
+"""Seconds until the last snapshot is handed over though the journal lacks its steps."""
+_LEDGER_UNSTORED = "the journal could not be written"
 
 
 def make_with_fewer_slots(
@@ -121,6 +124,7 @@ class SnapshotSaver:
     ) -> None:
         """`check` raises if the wait must end."""
         self._check, self._said_at = check, -inf
+        self._hand_overs: deque[Callable[[], None]] = deque(maxlen=4)  # of all that have a slot
         self._capturer, self._reporter, self._rank = capturer, reporter, rank
         self._copies_in_background = config.checkpoint.hidden
         self._schedule = BatchSchedule(
@@ -137,6 +141,7 @@ class SnapshotSaver:
         made = begin(step, COMMIT_POLL_S if wait == inf else wait)
         while wait == inf and isinstance(made, SkippedCapture) and not self._is_stopping:
             self._report_waiting(step, made.reason)
+            self._hand_over_all()
             _report_alive(self._reporter, step, self._check)
             made = begin(step, COMMIT_POLL_S)
         if isinstance(made, SkippedCapture):
@@ -170,6 +175,13 @@ class SnapshotSaver:
             self._said_at = time.monotonic()
             self._reporter.emit(SaveWaiting(reason, "", "", 0, step=step))
 
+    def _hand_over_all(self) -> None:
+        """Hand over what waits for a journal that cannot be written.
+
+        A second place may take the last step, and older steps need no slot then."""
+        for hand_over in self._hand_overs:
+            hand_over()
+
     def fence(self) -> float:
         return self._capturer.fence()
 
@@ -187,7 +199,16 @@ class SnapshotSaver:
             if skipped is not None:
                 self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
 
-        self._capturer.call_when_copied(step, lambda cost: self._reporter.call_when_durable(tell))
+        pending = [tell]  # handed over once, by whichever thread comes first
+
+        def hand_over() -> None:
+            if pending:
+                pending.pop()()
+
+        self._hand_overs.append(hand_over)
+        self._capturer.call_when_copied(
+            step, lambda cost: self._reporter.call_when_durable(hand_over)
+        )
 
     def close(self) -> None:
         self._capturer.close()
@@ -198,15 +219,19 @@ class SnapshotSaver:
         seconds: inf for the run's last step. If the run store takes no write, wait then until it
         does or the run is asked to stop.
         """
-        is_last, deadline = seconds == inf, time.monotonic() + seconds
+        is_last, begun = seconds == inf, time.monotonic()
+        deadline = begun + seconds
         alive = partial(_report_alive, self._reporter, step, self._check)
         self._capturer.fence()
         while not self._reporter.flush(min(COMMIT_POLL_S, deadline - time.monotonic())):
             over = self._is_stopping if is_last else time.monotonic() >= deadline
             if over or self._reporter.is_fenced:
                 return _LEDGER_UNSTORED
-            if is_last:
-                self._report_waiting(step, _LEDGER_UNSTORED)
+            if is_last and durable and time.monotonic() - begun >= _LEDGER_PATIENCE_S:
+                self._report_waiting(step, "the journal cannot be written, as a line before says")
+                self._hand_over_all()
+                if self._capturer.poll_save_end(step, 0.0) == (True, None):
+                    return None
             alive()
         if not durable:
             return None  # the mover has it: what becomes of it the agent hears

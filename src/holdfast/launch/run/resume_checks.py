@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.bucket.fencing import superseded_keys
+from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_damage
@@ -27,7 +29,7 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFol
 from holdfast.launch.run.branch_config import batches_after
 from holdfast.launch.run.bucket_run import begin_again_word
 from holdfast.launch.run.runs import drop_unknown_keys, read_resolved
-from holdfast.wire.store.location import open_store
+from holdfast.wire.store.location import open_store, second_place
 from holdfast.wire.store.run_location import (
     bucket_of_run,
     location_of_run,
@@ -166,6 +168,21 @@ def refuse_branch_without_state(folder: Path, loaded: LoadedConfig, fresh: bool)
         where=where_of_run(folder),
         remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
     )
+
+
+def bring_back_fallback(
+    store: RunStore, config: RunConfig, config_hash: str, is_fresh: bool, say: Callable[[str], None]
+) -> None:
+    """Copy a last state from the second place into the run folder. Raises as `recover_folder`."""
+    place = second_place(store, config.checkpoint.fallback)
+    if not place or ("://" not in place and not os.path.isdir(place)):
+        return
+    try:
+        recover_folder(
+            store, place, config_hash, is_fresh, lambda line: say(line.replace("the bucket", place))
+        )
+    except CheckpointError as error:
+        raise CheckpointError(error.message, where=place, remedy=error.remedy) from None
 
 
 def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ from holdfast.launch.run.bucket_run import (
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import describe_lora, describe_weights
 from holdfast.launch.run.resume_checks import (
+    bring_back_fallback,
     ensure_end_is_intact,
     refuse_branch_without_state,
     refuse_unfit_state,
@@ -33,6 +34,7 @@ from holdfast.launch.run.run_folder import (
     refuse_old_base,
     refuse_other,
     refuse_unlike_node,
+    run_hash,
     run_id,
     set_aside,
     write_description,
@@ -98,6 +100,9 @@ def begin_run(start: Start) -> BegunRun:
     if several:
         refuse_alone(folder, start.watch)  # the dataset may have taken its time
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
+        bring_back_fallback(
+            store_of_run(folder), loaded.config, run_hash(folder, loaded.config), False, say
+        )
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "

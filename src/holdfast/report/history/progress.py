@@ -159,6 +159,8 @@ class RunProgress:
             case CheckpointCommitted():
                 self.checkpoint = (event, elapsed)
                 text = f"checkpoint of step {event.step} committed ({format_bytes(event.bytes)})"
+                if event.place:
+                    text += f" in {event.place}; the next start brings it back to the run folder"
                 again = "checkpoints can be saved again: " if self._save_problems else ""
                 self._save_problems.clear()
                 return ProgressLine(elapsed, again + text)

@@ -178,12 +178,12 @@ class _SaveScheduler:
 
     def _no_room_reason(self) -> str:
         """Return why a rank has no memory for a snapshot, and what helps."""
-        slots = self.config.checkpoint.most_slots
-        steps = " and ".join(map(str, list(self.captured_steps)[-slots:]))
+        slots = self.config.checkpoint.most_slots  # one keeps the newest complete snapshot
+        steps = " and ".join(map(str, list(self.captured_steps)[1 - slots :]))
         if not steps:
             return "a rank has no memory for a snapshot yet; the next step that finds some is saved"
         return (
-            f"the disk is still busy with steps {steps}. The next step that finds room is saved; "
+            f"the disk is still busy with step {steps}. The next step that finds room is saved; "
             "a faster disk or a larger checkpoint.every_steps helps"
         )
 

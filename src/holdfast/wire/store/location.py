@@ -95,6 +95,20 @@ class BucketLocation:
         return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
 
 
+SECOND_PLACE_LINK = "fallback"
+"""Name of a link in the run folder, which names the second place while a run waits for room."""
+
+
+def second_place(store: RunStore, location: str) -> str:
+    """Return the location of the second place of a run's last state: where the link in the run
+    folder leads, otherwise `location`."""
+    folder = getattr(getattr(store, "inner", store), "folder", None)
+    try:
+        return location if folder is None else str((folder / SECOND_PLACE_LINK).readlink())
+    except OSError:
+        return location
+
+
 def open_store(location: str | Path) -> RunStore:
     """The run store at `location`; nothing is asked of it yet.
 

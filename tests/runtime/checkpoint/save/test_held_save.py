@@ -10,8 +10,10 @@ import pytest
 from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.save import held_save
+from holdfast.config.loading.load import load_config
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import FencedError, HoldfastError, OutOfSpaceError, RunFolderError, UserError
+from holdfast.launch.run.resume_checks import bring_back_fallback
 from holdfast.wire.store.run_store import Buffer, FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
@@ -41,8 +43,10 @@ class Faulty(FolderStore):
         super().create(key, data)
 
 
-def begin(store: FolderStore, keep_last: int = 3) -> tuple[MoverService, Ranks]:
-    settings = MoverSettings("campaign", "c", "d", keep_last, extent_bytes=512, last_step=LAST)
+def begin(store: FolderStore, keep_last: int = 3, fallback: str = "") -> tuple[MoverService, Ranks]:
+    settings = MoverSettings(
+        "campaign", "c", "d", keep_last, extent_bytes=512, last_step=LAST, fallback=fallback
+    )
     service, topo = MoverService(store, settings), states.topology(1, 1)
     create_generation(store, 1, {})
     service.expect(1, topo, states.TABLE)
@@ -100,6 +104,35 @@ def test_the_last_save_waits_until_the_disk_takes_it(
     assert ended((1, LAST), 0.0) == (True, None)
     compare(newest_verified(store), states.topology(2, 2))
     service.close()
+
+
+@pytest.mark.parametrize("named", ["by the key", "by a link while it waits"])
+def test_a_second_place_takes_the_last_save_and_the_next_start_brings_it_back(
+    tmp_path: Path, named: str
+) -> None:
+    store, second = Faulty(tmp_path / "run"), tmp_path / "second"
+    service, ranks = begin(store, fallback=str(second) if named == "by the key" else "")
+    assert save(ranks, LAST - 1) is None
+    store.stuck, store.error = "data/", READ_ONLY
+    made = [ranks.capture(rank, LAST) for rank in range(ranks.topology.world_size)]
+    for rank, (slot, head) in enumerate(made):
+        ranks.announce(rank, LAST, slot, head)
+    if named != "by the key":
+        (tmp_path / "run" / "fallback").symlink_to(second)
+    assert ranks.client.wait_until_committed(LAST, DEADLINE_S) is None
+    compare(newest_verified(FolderStore(second)), states.topology(2, 2))
+    (done,) = [
+        e
+        for k, e in service.save_tracker.events_since(0, 0.0)[0]
+        if e["step"] == LAST and k == "checkpoint_committed"
+    ]
+    assert done["place"] == str(second)
+    service.close()
+    store.stuck, said = "nothing", list[str]()
+    config = load_config(None, [f"checkpoint.fallback={second}"]).config
+    bring_back_fallback(store, config, "c", False, said.append)
+    assert said == [f"step {LAST} was brought back from {second}"]
+    compare(newest_verified(store), states.topology(2, 2))
 
 
 def test_a_newer_generation_and_the_end_of_the_mover_end_the_wait(tmp_path: Path) -> None:

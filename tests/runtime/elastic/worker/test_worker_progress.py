@@ -85,10 +85,7 @@ def test_who_waits_for_the_last_save_reports_progress() -> None:
 
 @pytest.mark.parametrize(("heard", "seconds"), [(Heard(1, True), 100.0), (Heard(1), 0.0)])
 def test_a_ledger_that_cannot_be_stored_is_named(heard: Heard, seconds: float) -> None:
-    assert (
-        _saver(heard).wait_until_committed(7, seconds)
-        == "the agent could not store the last reports"
-    )
+    assert _saver(heard).wait_until_committed(7, seconds) == "the journal could not be written"
 
 
 class QuickCapturer(SlowCapturer):
@@ -129,10 +126,7 @@ def test_an_arena_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> No
     assert saver.wait_until_committed(3, 60.0) == "the mover has made no arena"
     assert saver.wait_until_committed(3, 60.0, durable=False) is None
     heard.deaf, heard.is_fenced = 2, True
-    assert (
-        saver.wait_until_committed(3, 60.0, durable=False)
-        == "the agent could not store the last reports"
-    )
+    assert saver.wait_until_committed(3, 60.0, durable=False) == "the journal could not be written"
     go.set()
     assert not saver.capture(4, [], 60.0, True)
     assert skipped()[1:] == [(4, "this one never can")]
