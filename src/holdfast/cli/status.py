@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from dataclasses import asdict
@@ -88,13 +87,7 @@ def _read_progress(run: Run, argument: Path, is_live: bool) -> tuple[RunProgress
 
 
 def _figures(progress: RunProgress) -> dict[str, Any]:
-    found = progress.checkpoint
-    return {
-        "state": progress.state,
-        "step": progress.step,
-        "steps": progress.total_steps,
-        "loss": None if math.isnan(progress.loss) else progress.loss,
-        "tokens_per_second": progress.tokens_per_second,
-        "seconds_left": progress.eta_s,
-        "checkpoint_step": found[0].step if found else None,
-    }
+    figures = {n: getattr(progress, n) for n in ("state", "step", "total_steps", "loss", "eta_s")}
+    checkpoint = progress.checkpoint[0].step if progress.checkpoint else None
+    more = {"tokens_per_second": progress.tokens_per_second, "checkpoint_step": checkpoint}
+    return figures | ({} if progress.step else {"loss": None}) | more

@@ -124,8 +124,10 @@ def test_a_shell_of_srun_is_refused_at_once_and_what_srun_starts_in_it_is_not(
         def parents(self) -> list[Any]:
             return [SimpleNamespace(name=lambda each=each: each) for each in parents]
 
+        def terminal(self) -> str | None:
+            return None
+
     monkeypatch.setattr(launchers.psutil, "Process", Process)
-    monkeypatch.setattr(launchers, "_has_terminal", lambda: False)
     shell = SRUN | {"SLURM_PTY_PORT": "40001", "PMI_RANK": "4", "PMI_SIZE": "5"}
     if not is_shell:
         launchers.refuse_shell(place(shell), shell)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -133,8 +132,9 @@ def refuse_shell(place: LauncherPlace, environ: Mapping[str, str]) -> None:
     is_shell = "SLURM_PTY_PORT" in environ or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
     if place.launcher != "srun" or not is_shell:
         return
-    parents = [each.name() for each in psutil.Process().parents()]
-    if "slurmstepd" in parents and (parents[0] == "slurmstepd" or not _has_terminal()):
+    own = psutil.Process()
+    parents = [each.name() for each in own.parents()]
+    if "slurmstepd" in parents and (parents[0] == "slurmstepd" or not own.terminal()):
         return
     raise ConfigError(
         f"this is an interactive shell of srun or salloc, whose step has {place.world} tasks, and "
@@ -143,13 +143,6 @@ def refuse_shell(place: LauncherPlace, environ: Mapping[str, str]) -> None:
         remedy=f"train in this shell alone after: {unset_words(environ)}. Or start all tasks with: "
         f"srun --overlap -n {place.world} holdfast train RUN_FILE",
     )
-
-
-def _has_terminal() -> bool:
-    with suppress(OSError):
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-        return True
-    return False
 
 
 def _read(names: _Variables, environ: Mapping[str, str]) -> LauncherPlace | None:

@@ -89,10 +89,9 @@ def translate_error(error: Exception, where: str, *, missing: bool = False) -> H
             where=where,
             remedy="name them with ?region=<its region> and ?endpoint=<its address>",
         )
-    is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError")
-    if is_refused or status in ("401", "403") or code in _REFUSED_CODES:
-        return _refused_error(text, code, status, where)
-    if status == "400" and (_CLOCK.search(text) or _TOKEN.search(text)):
+    is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or code in _REFUSED_CODES
+    is_late = status == "400" and (_CLOCK.search(text) or _TOKEN.search(text))
+    if is_refused or is_late or status in ("401", "403"):
         return _refused_error(text, code, status, where)
     if code in _FULL_CODES or status == "507":
         return OutOfSpaceError(
@@ -104,30 +103,21 @@ def translate_error(error: Exception, where: str, *, missing: bool = False) -> H
 def _refused_error(text: str, code: str, status: str, where: str) -> StoreError:
     """Return the error of a request that the store does not admit: clock, token or credentials."""
     said = f" ({code or status})" if code or status else ""
+    what, remedy = f"the bucket refuses these credentials{said}", _set_credentials(where)
     if _CLOCK.search(text):
-        there = match[1] if (match := _SERVER_TIME.search(text)) else ""
-        here = f"it is {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} here"
-        return StoreError(
-            f"the bucket refuses requests by this machine's clock{said}: {here}"
-            + (f", and {there} there" if there else ""),
-            where=where,
-            remedy="set the clock, as with: timedatectl set-ntp true",
-        )
-    _, token = _VARIABLES.get(where.partition(":")[0], _VARIABLES["s3"])
-    if _TOKEN.search(text):
-        return StoreError(
-            f"the token of these credentials has expired, or is no longer valid{said}",
-            where=where,
-            remedy=f"renew it ({token}), together with the credentials that belong to it",
-        )
-    return StoreError(
-        f"the bucket refuses these credentials{said}", where=where, remedy=_set_credentials(where)
-    )
+        there = f", and {match[1]} there" if (match := _SERVER_TIME.search(text)) else ""
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} here{there}"
+        what = f"the bucket refuses requests by this machine's clock{said}: it is {now}"
+        remedy = "set the clock, as with: timedatectl set-ntp true"
+    elif _TOKEN.search(text):
+        _, token = _VARIABLES.get(where.partition(":")[0], _VARIABLES["s3"])
+        what = f"the token of these credentials has expired, or is no longer valid{said}"
+        remedy = f"renew it ({token}), together with the credentials that belong to it"
+    return StoreError(what, where=where, remedy=remedy)
 
 
 def _set_credentials(where: str) -> str:
-    scheme = where.partition(":")[0]
-    names, _ = _VARIABLES.get(scheme, _VARIABLES["s3"])
+    names, _ = _VARIABLES.get(where.partition(":")[0], _VARIABLES["s3"])
     return f"set them in the environment ({names}), or name a file of them with ?credentials=<path>"
 
 

@@ -129,10 +129,10 @@ def open_store(location: str | Path) -> RunStore:
 def _require_package(package: str, extra: str, where: str) -> None:
     """Raises StoreError, naming the extra, where a package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise StoreError(
+        raise _wrong(
             f"this needs the package {package}",
-            where=where,
-            remedy=f"install it with: pip install 'holdfast[{extra}]'",
+            where,
+            f"install it with: pip install 'holdfast[{extra}]'",
         )
 
 
@@ -156,10 +156,10 @@ def _wrap_encrypted(bucket: BucketLocation, store: RunStore) -> RunStore:
     with suppress(ValueError):
         key = bytes.fromhex(text.strip())
     if len(key) != KEY_BYTES:
-        raise StoreError(
+        raise _wrong(
             "there is no key here",
-            where=source,
-            remedy=f"put {2 * KEY_BYTES} hexadecimal digits there, as openssl rand -hex 32 does",
+            source,
+            f"put {2 * KEY_BYTES} hexadecimal digits there, as openssl rand -hex 32 does",
         )
     return EncryptedStore(store, key, compress=bool(bucket.compress))
 
@@ -171,8 +171,8 @@ def parse_location(location: str) -> BucketLocation:
         parts = urlsplit(location)
         path = unquote(parts.path, errors="strict")
     except ValueError:  # of brackets, and of bytes that are not UTF-8
-        raise StoreError(
-            "this is no address", where=where, remedy="write s3://bucket/prefix, and % as %25"
+        raise _wrong(
+            "this is no address", where, "write s3://bucket/prefix, and % as %25"
         ) from None
     scheme, is_file = parts.scheme, parts.scheme == "file"
     prefix = path.strip("/") if is_file else path.removeprefix("/").removesuffix("/")
@@ -184,47 +184,27 @@ def parse_location(location: str) -> BucketLocation:
         for name in options.keys() - ADDRESS_OPTIONS.get(scheme, ADDRESS_OPTIONS["s3"]).used
     ):
         raise _secret_in_location_error(where)
-    for is_wrong, what, remedy in (
-        (
-            scheme not in ADDRESS_OPTIONS,
-            f"{scheme}:// is no kind of run store",
-            "use a folder, or an address that begins with s3://, gs:// or az://",
-        ),
-        (
-            is_file and (parts.netloc not in ("", "localhost") or not path),
-            "a file's address has no host and a whole path",
-            "write file:///shared/runs/mine",
-        ),
-        (
-            not is_file and not parts.netloc,
-            "the bucket's name is missing",
-            f"write {scheme}://bucket/prefix",
-        ),
-        (
-            not is_file and not re.fullmatch(r"\w[\w.-]*", parts.netloc),
-            f"{parts.netloc!r} is no name of a bucket",
-            "write a server as ?endpoint=https://HOST:PORT, and the bucket without a port",
-        ),
-        ("#" in location, "what follows # would be left out", "write a # of a name as %23"),
-        (
-            re.search("%(?![0-9A-Fa-f]{2})", location),
-            "a % has no two hexadecimal digits after it",
-            "write a % of a name as %25",
-        ),
-        (
-            re.search(r"[\x00-\x1f\x7f]", location + path) or location != location.strip(),
-            "the address has a control character, or a space at its beginning or end",
-            "leave it out",
-        ),
-        (
-            not is_file and prefix and {"", ".", ".."}.intersection(prefix.split("/")),
-            "the prefix has //, . or .. in it, which a bucket does not resolve",
-            "write the prefix that is meant",
-        ),
-        (len(options) < len(pairs), "an option is named twice", "name each option once"),
-    ):
-        if is_wrong:
-            raise StoreError(what, where=where, remedy=remedy)
+    if scheme not in ADDRESS_OPTIONS:
+        remedy = "use a folder, or an address that begins with s3://, gs:// or az://"
+        raise _wrong(f"{scheme}:// is no kind of run store", where, remedy)
+    if is_file and (parts.netloc not in ("", "localhost") or not path):
+        remedy = "write file:///shared/runs/mine"
+        raise _wrong("a file's address has no host and a whole path", where, remedy)
+    if not is_file and not parts.netloc:
+        raise _wrong("the bucket's name is missing", where, f"write {scheme}://bucket/prefix")
+    if not is_file and not re.fullmatch(r"\w[\w.-]*", parts.netloc):
+        remedy = "write a server as ?endpoint=https://HOST:PORT, and the bucket without a port"
+        raise _wrong(f"{parts.netloc!r} is no name of a bucket", where, remedy)
+    if "#" in location:
+        raise _wrong("what follows # would be left out", where, "write a # of a name as %23")
+    if re.search("%(?![0-9A-Fa-f]{2})", location):
+        raise _wrong("a % has no two hexadecimal digits", where, "write a % of a name as %25")
+    if re.search(r"[\x00-\x1f\x7f]", location + path) or location != location.strip():
+        raise _wrong("the address has a control character or a space around it", where, "remove it")
+    if not is_file and prefix and {"", ".", ".."}.intersection(prefix.split("/")):
+        raise _wrong("the prefix has //, . or .. in it", where, "write the prefix that is meant")
+    if len(options) < len(pairs):
+        raise _wrong("an option is named twice", where, "name each option once")
     border = ADDRESS_OPTIONS[scheme]
     remedy = f"the options of {scheme}:// are {', '.join(sorted(border.used))}"
     border.check(dict.fromkeys(options, True), where, StoreError, remedy)
@@ -236,9 +216,7 @@ def parse_location(location: str) -> BucketLocation:
 def _value(name: str, value: str, where: str) -> Any:
     if name in ("virtual_host", "allow_http"):
         if value not in ("true", "false"):
-            raise StoreError(
-                f"{name} is not true or false", where=where, remedy=f"write {name}=true"
-            )
+            raise _wrong(f"{name} is not true or false", where, f"write {name}=true")
         return value == "true"
     if name == "timeout":
         with suppress(ValueError):
@@ -263,25 +241,27 @@ def check_location(location: str) -> None:
 def _check_endpoint(endpoint: str, where: str) -> None:
     """An endpoint is shown in messages and kept in the run file."""
     if any(sign in endpoint for sign in "@?#"):
-        raise StoreError(
+        raise _wrong(
             "the endpoint holds more than an address",
-            where=where,
-            remedy="leave users, passwords and signatures to the environment or a credentials file",
+            where,
+            "leave users, passwords and signatures to the environment or a credentials file",
         )
     with suppress(ValueError):  # of a port, or of brackets
         parts, begins = urlsplit(endpoint), re.match(r"https?://\S+$", endpoint)
         if not endpoint or (begins and parts.hostname and parts.port != 0):
             return
-    raise StoreError(
-        "the endpoint is no address", where=where, remedy="write it as https://HOST:PORT"
-    )
+    raise _wrong("the endpoint is no address", where, "write it as https://HOST:PORT")
+
+
+def _wrong(what: str, where: str, remedy: str) -> StoreError:
+    return StoreError(what, where=where, remedy=remedy)
 
 
 def _secret_in_location_error(where: str) -> StoreError:
-    return StoreError(
+    return _wrong(
         "a location must hold no secret",
-        where=where,
-        remedy="leave credentials in the environment, or name their file with ?credentials=<path>",
+        where,
+        "leave credentials in the environment, or name their file with ?credentials=<path>",
     )
 
 
@@ -325,10 +305,10 @@ def _object_store(bucket: BucketLocation) -> ObjectStore:
             return AzureStore(bucket.name, config=azure, **common)  # type: ignore[arg-type]
         return S3Store(bucket.name, config=_s3_options(bucket, endpoint), **common)  # type: ignore[arg-type]
     except (BaseError, ValueError, OSError) as error:
-        raise StoreError(
+        raise _wrong(
             f"the bucket's client cannot be made ({type(error).__name__})",
-            where=bucket.where,
-            remedy="look at the endpoint, the account and the file of credentials",
+            bucket.where,
+            "look at the endpoint, the account and the file of credentials",
         ) from None
 
 
@@ -341,17 +321,17 @@ def _endpoint(bucket: BucketLocation) -> str:
         found = next((os.environ[name] for name in names if os.environ.get(name)), "")
         empty = next((name for name in names if name in os.environ), "")
         if empty and not found:  # obstore panics at the first request
-            raise StoreError(
+            raise _wrong(
                 "the endpoint in the environment is empty",
-                where=empty,
-                remedy="unset it, or write the endpoint's address into it",
+                empty,
+                "unset it, or write the endpoint's address into it",
             )
     _check_endpoint(found, bucket.where)  # the environment's, too
     if found.startswith("http://") and not bucket.allow_http:
-        raise StoreError(
+        raise _wrong(
             "the endpoint is not encrypted",
-            where=bucket.where,
-            remedy="use https://, or add allow_http=true where everybody on the way may read",
+            bucket.where,
+            "use https://, or add allow_http=true where everybody on the way may read",
         )
     return found
 
@@ -375,10 +355,10 @@ def _s3_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:
     if path:
         config |= _aws_file(Path(path), bucket.profile)
     elif bucket.profile != "default":
-        raise StoreError(
+        raise _wrong(
             f"there is no file with the profile {bucket.profile}",
-            where=bucket.where,
-            remedy="name it with ?credentials=<path>, or leave out profile",
+            bucket.where,
+            "name it with ?credentials=<path>, or leave out profile",
         )
     return config
 
@@ -394,10 +374,10 @@ def _aws_file(path: Path, profile: str) -> Mapping[str, str]:
             "secret_access_key": section["aws_secret_access_key"],
         }
     except (configparser.Error, KeyError):
-        raise StoreError(
+        raise _wrong(
             f"no credentials of the profile {profile} in this file",
-            where=str(path),
-            remedy=f"write [{profile}], aws_access_key_id = ... and aws_secret_access_key = ...",
+            str(path),
+            f"write [{profile}], aws_access_key_id = ... and aws_secret_access_key = ...",
         ) from None
     token = section.get("aws_session_token", "")
     return keys | ({"session_token": token} if token else {})
@@ -436,20 +416,16 @@ def _read_credentials(path: Path, *, private: bool = True) -> str:
     try:
         status, text = path.stat(), path.read_text("utf-8")
     except FileNotFoundError:
-        raise StoreError(
-            "there is no such file", where=str(path), remedy="name a file of credentials"
-        ) from None
+        raise _wrong("there is no such file", str(path), "name a file of credentials") from None
     except UnicodeDecodeError:
-        raise StoreError(
-            "this is not a text file", where=str(path), remedy="name a file of credentials"
-        ) from None
+        raise _wrong("this is not a text file", str(path), "name a file of credentials") from None
     except OSError as error:
         raise translate_os_error(error, path) from error
     if private and status.st_mode & 0o077:
-        raise StoreError(
+        raise _wrong(
             "other users of this machine can read these credentials",
-            where=str(path),
-            remedy=f"run: chmod 600 {path}",
+            str(path),
+            f"run: chmod 600 {path}",
         )
     return text
 

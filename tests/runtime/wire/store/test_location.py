@@ -78,7 +78,7 @@ def test_a_bucket_and_its_options() -> None:
         ("s3://b/100%", "a % of a name as %25"),
         ("s3://b/%ff", "this is no address"),
         ("s3://b/x%0ay", "control character"),
-        ("s3://b/x ", "a space at its beginning or end"),
+        ("s3://b/x ", "a space around it"),
         ("s3://b/a/../x", "has //, . or .. in it"),
         ("s3://b//x", "has //, . or .. in it"),
         ("s3://b/x?endpoint=https://h:99999", "the endpoint is no address"),

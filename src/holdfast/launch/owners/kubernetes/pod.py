@@ -70,34 +70,34 @@ def mount_path(request: LaunchRequest) -> str | None:
 
 def refuse_incomplete(request: LaunchRequest) -> None:
     """Raises ConfigError, one for all that pods lack."""
-    config, at, found = request.config, mount_path(request), list[ConfigError]()
+    config, at, found = request.config, mount_path(request), list[str]()
     settings, is_folder = config.launch.kubernetes, "://" not in request.location
+
+    def add(what: str, where: str, remedy: str) -> None:
+        found.append(str(ConfigError(what, where=where, remedy=remedy)))
+
     if not settings.image:
         remedy = "build one (docs/guide/deploy.md) and use launch.kubernetes.image=NAME:TAG"
-        what, where = "no image is named for the pods", "launch.kubernetes.image"
-        found.append(ConfigError(what, where=where, remedy=remedy))
+        add("no image is named for the pods", "launch.kubernetes.image", remedy)
     if config.device == "cuda" and not settings.gpus:
         remedy = f"use launch.kubernetes.gpus={config.cluster.places or 1}"
         what = "device cuda needs accelerators, and pods ask for none"
-        where = "launch.kubernetes.gpus"
-        found.append(ConfigError(what, where=where, remedy=remedy))
+        add(what, "launch.kubernetes.gpus", remedy)
     if is_folder and not settings.claim:
         remedy = "name the volume that it lies on, with launch.kubernetes.claim=NAME"
-        what = "pods cannot reach a run folder on this machine's disk"
-        found.append(ConfigError(what, where=request.location, remedy=remedy))
+        add("pods cannot reach a run folder on this machine's disk", request.location, remedy)
     if is_folder and not Path(request.location).is_relative_to(at or "/"):
         remedy = f"use launch.kubernetes.claim_at={Path(request.location).parent}"
         what = f"the run folder {request.location} does not lie on the claim"
-        found.append(ConfigError(what, where=f"launch.kubernetes.claim_at={at}", remedy=remedy))
+        add(what, f"launch.kubernetes.claim_at={at}", remedy)
     stored = read_resolved(request.folder) or {}
     data = str(stored.get("dataset", {}).get("folder") or os.path.abspath(config.data.folder))
     is_there = at is not None and Path(data).is_relative_to(at)
     if not (is_there or "://" in config.data.folder or "://" in data or config.task.has_own_data):
         remedy = f"prepare it on the claim, as data.folder={at or 'PATH'}/dataset, or in a bucket"
-        what = f"pods cannot reach the dataset in {data}"
-        found.append(ConfigError(what, where="data.folder", remedy=remedy))
+        add(f"pods cannot reach the dataset in {data}", "data.folder", remedy)
     if found:
-        raise ConfigError("\n".join(map(str, found)))
+        raise ConfigError("\n".join(found))
 
 
 def bytes_of(quantity: str) -> int:

@@ -61,7 +61,7 @@ def hosts_of(settings: SshConfig) -> list[Host]:
         found = _read_file(Path(settings.hosts_file))
     for host in (each for text in settings.hosts for each in read_hosts(text, where)):
         if host.machine in [each.machine for each in found]:
-            raise ConfigError(f"{host} is named twice", where=where, remedy="name each host once")
+            raise _wrong(f"{host} is named twice", where, "name each host once")
         found.append(host)
     return [replace(host, user=host.user or settings.user) for host in found]
 
@@ -77,17 +77,17 @@ def read_hosts(text: str, where: str) -> Iterator[Host]:
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1)
             if not 0 < len(numbers) <= MAX_RANGE:
-                raise ConfigError(f"{text!r} is no range", where=where, remedy="use gpu[1-4]")
+                raise _wrong(f"{text!r} is no range", where, "use gpu[1-4]")
             for number in numbers:
                 digits = str(number).zfill(len(first) if first.startswith("0") else 0)
                 yield from read_hosts(f"{user}{at}{_RANGE.sub(digits, name, count=1)}", where)
         return
     host = read_host(f"{user}{at}{name}", where)
     if host.port not in (0, 22) and host.port < MIN_PORT:
-        raise ConfigError(
+        raise _wrong(
             f"{text!r} ends with a port or a number of places",
-            where=where,
-            remedy=f"write 'slots={host.port}' or 'port={host.port}' in launch.ssh.hosts_file",
+            where,
+            f"write 'slots={host.port}' or 'port={host.port}' in launch.ssh.hosts_file",
         )
     yield host
 
@@ -99,25 +99,26 @@ def read_host(text: str, where: str) -> Host:
         if parts and int(parts["port"] or 0) <= MAX_PORT:
             name = parts["name"] or str(ipaddress.IPv6Address(parts["v6"]))
             return Host(name, parts["user"] or "", int(parts["port"] or 0))
-    raise ConfigError(f"{text!r} is no host", where=where, remedy=REMEDY)
+    raise _wrong(f"{text!r} is no host", where)
+
+
+def _wrong(what: str, where: str, remedy: str = REMEDY) -> ConfigError:
+    return ConfigError(what, where=where, remedy=remedy)
 
 
 def _read_file(path: Path) -> list[Host]:
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the list of hosts cannot be read ({error})",
-            where="launch.ssh.hosts_file",
-            remedy="name a text file (UTF-8) with one host a line",
-        ) from None
+        what, remedy = f"this cannot be read ({error})", "name a text file (UTF-8) of hosts"
+        raise _wrong(what, "launch.ssh.hosts_file", remedy) from None
     found: dict[tuple[str, int], Host] = {}
     for number, line in enumerate(lines, 1):
         where, words = f"{path}:{number}", re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         for host in _read_line(words, where) if words else ():
             before = found.get(host.machine, host)
             if before.user != host.user:
-                raise ConfigError(f"{host} had another user", where=where, remedy=REMEDY)
+                raise _wrong(f"{host} had another user", where)
             # A line without slots is one place if the host has further lines, as in PBS' files.
             places = host.places if before is host else (before.places or 1) + (host.places or 1)
             found[host.machine] = replace(before, places=places)
@@ -135,18 +136,10 @@ def _read_line(words: list[str], where: str) -> Iterator[Host]:
     )
     for host in read_hosts(words[0], where):
         user, port = given.get("user", host.user), port or host.port
-        is_once = len(given) == len(pairs) and (host.user or user, host.port or port) == (
-            user,
-            port,
-        )
-        if not is_once or places > (limit or places):
-            raise ConfigError(
-                "user, port or a key is named twice, or slots is more than max_slots",
-                where=where,
-                remedy=REMEDY,
-            )
-        named = read_host(str(replace(host, user=user, port=port)), where)
-        yield replace(named, places=places)
+        is_once = (host.user or user, host.port or port) == (user, port)
+        if not is_once or len(given) < len(pairs) or places > (limit or places):
+            raise _wrong("user, port or a key is there twice, or slots exceeds max_slots", where)
+        yield replace(read_host(str(replace(host, user=user, port=port)), where), places=places)
 
 
 def _number(key: str, text: str | None, where: str, largest: int) -> int:
@@ -154,7 +147,5 @@ def _number(key: str, text: str | None, where: str, largest: int) -> int:
     if text is None:
         return 0
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= largest):
-        raise ConfigError(
-            f"{key}={text} is no number from 1 to {largest}", where=where, remedy=REMEDY
-        )
+        raise _wrong(f"{key}={text} is no number from 1 to {largest}", where)
     return int(text)
