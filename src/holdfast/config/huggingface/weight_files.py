@@ -142,37 +142,26 @@ def _no_weights(folder: Path, name: str, remedy: str) -> ModelFolderError:
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
     """By the index, which must name exactly what is in the files."""
     where = str(folder / INDEX)
+
+    def wrong(what: str) -> ModelFolderError:
+        return ModelFolderError(what, where=where, remedy=FETCH_AGAIN)
+
     index = read_json_object(folder / INDEX)
     INDEX_KEYS.check(index, where, ModelFolderError, FETCH_AGAIN)
     located = index.get("weight_map")
     if not isinstance(located, dict) or not all(isinstance(f, str) for f in located.values()):
-        raise ModelFolderError(
-            "this index has no weight_map from tensors to files", where=where, remedy=FETCH_AGAIN
-        )
+        raise wrong("this index has no weight_map from tensors to files")
     files: dict[str, set[str]] = {}
     for tensor, file in located.items():
         files.setdefault(file, set()).add(tensor)
     found: dict[str, StoredTensor] = {}
     for file, named in files.items():
         if Path(file).name != file or not (folder / file).is_file():
-            raise ModelFolderError(
-                f"the index names {file}, which is not in the folder",
-                where=where,
-                remedy=FETCH_AGAIN,
-            )
+            raise wrong(f"the index names {file}, which is not in the folder")
         inside = read_header(folder / file)
-        if named - inside.keys():
-            raise ModelFolderError(
-                f"the index looks for {min(named - inside.keys())} in {file}, which has no such "
-                "tensor",
-                where=where,
-                remedy=FETCH_AGAIN,
-            )
-        if inside.keys() - named:
-            raise ModelFolderError(
-                f"{file} has {min(inside.keys() - named)}, which the index does not name there",
-                where=where,
-                remedy=FETCH_AGAIN,
-            )
+        if lost := named - inside.keys():
+            raise wrong(f"the index looks for {min(lost)} in {file}, which has no such tensor")
+        if more := inside.keys() - named:
+            raise wrong(f"{file} has {min(more)}, which the index does not name there")
         found |= inside
     return found

@@ -32,30 +32,24 @@ def check_weights(folder: Path, names: NameMap, remedy: str = "") -> dict[str, S
     """Return a folder's tensors by their names: all of the map in their shapes, and nothing else
     with numbers in it. remedy: if there are no weights. Raises ModelFolderError."""
     found, known = read_weights(folder, remedy), names.to_ours()
+
+    def wrong(name: str, what: str, remedy: str = FETCH_AGAIN) -> ModelFolderError:
+        return ModelFolderError(f"tensor {name} {what}", where=str(folder), remedy=remedy)
+
     for entry in names.stored_entries:
         if entry.theirs not in found:
-            raise ModelFolderError(
-                f"tensor {entry.theirs} is missing{_instead(entry.theirs, found.keys() - known)}",
-                where=str(folder),
-                remedy=FETCH_AGAIN,
-            )
+            near = _instead(entry.theirs, found.keys() - known)
+            raise wrong(entry.theirs, f"is missing{near}")
         stored = found[entry.theirs]
         _refuse_dtype(stored)
         if stored.shape != entry.shape:
-            raise ModelFolderError(
-                f"tensor {entry.theirs} has shape {list(stored.shape)} but config.json says "
-                f"{list(entry.shape)}",
-                where=str(folder),
-                remedy=FETCH_AGAIN,
-            )
+            shapes = f"{list(stored.shape)} but config.json says {list(entry.shape)}"
+            raise wrong(entry.theirs, f"has shape {shapes}")
     for theirs in found:
         # Old exports carry the rotary frequencies; they follow from the config.
         if theirs not in known and not theirs.endswith("rotary_emb.inv_freq"):
-            raise ModelFolderError(
-                f"tensor {theirs} belongs to no part of the decoder",
-                where=str(folder),
-                remedy="name a folder of one of the families in docs/guide/models.md",
-            )
+            remedy = "name a folder of one of the families in docs/guide/models.md"
+            raise wrong(theirs, "belongs to no part of the decoder", remedy)
     return found
 
 
