@@ -207,10 +207,8 @@ class AgentParts:
         group = self.node_runner.worker_group
         if group is None or not group.ranks:
             return f"{self.context.node} holds no state"
-        ranks = ", ".join(map(str, group.ranks))
-        return (
-            f"{self.context.node} holds the state of rank {ranks} after step {group.reached_step}"
-        )
+        ranks, step = ", ".join(map(str, group.ranks)), group.reached_step
+        return f"{self.context.node} holds the state of rank {ranks} after step {step}"
 
     def _time_left_s(self) -> float:
         """Return the seconds until this node must have left; 0 if not known."""

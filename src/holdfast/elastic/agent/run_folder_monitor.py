@@ -16,7 +16,7 @@ from collections.abc import Callable
 from math import inf
 
 from holdfast.elastic.run_result import EndReason, RunEndedError
-from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.wire.store.run_store import MissingKeyError, RunStore, append_interval
 from holdfast.wire.term import read_newest_term_object
 
@@ -37,7 +37,7 @@ FOLDER_GONE_MESSAGE = f"{FOLDER_LOST_MESSAGE}; put it back, or start another run
 FOLDER_UNREACHABLE_MESSAGE = "the run folder is out of reach"
 
 
-class LostFolderError(RunFolderError):
+class LostFolderError(StoreError):
     """The newest term that was seen in the run folder is not in it any more."""
 
     def __init__(self) -> None:
@@ -99,14 +99,14 @@ class RunFolderMonitor:
         return self._problem is None and self._check_duration_s <= FOLDER_CHECK_INTERVAL_S
 
     async def require_folder(self) -> None:
-        """Raises RunFolderError if the folder is lost or out of reach: what is at its path is not
+        """Raises StoreError if the folder is lost or out of reach: what is at its path is not
         this run's."""
         try:
             await asyncio.to_thread(self._run_folder.check)
         except LostFolderError:
             raise
         except HoldfastError:
-            raise RunFolderError(FOLDER_UNREACHABLE_MESSAGE) from None
+            raise StoreError(FOLDER_UNREACHABLE_MESSAGE) from None
 
     async def find_loss(self) -> RunEndedError | None:
         """Return an error if the folder is lost at the end of the run, and with it what was saved.
@@ -138,7 +138,7 @@ class RunFolderMonitor:
                     raise error
                 self._problem = error
             elif self._check_duration_s > DISK_REPLY_TIMEOUT_S:
-                self._problem = RunFolderError(FOLDER_UNREACHABLE_MESSAGE)
+                self._problem = StoreError(FOLDER_UNREACHABLE_MESSAGE)
             now, is_lost = self._clock(), isinstance(self._problem, LostFolderError)
             if leave_timeout_s == inf and self._leave_reason():
                 leave_timeout_s = max(1.0, self._time_left_s() or LAST_NODE_FOLDER_WAIT_S)

@@ -41,7 +41,7 @@ from holdfast.elastic.protocol.generation_outcome import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
-from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.errors import FencedError, HoldfastError, StoreError, UserError
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage
 from holdfast.policy.recovery.survivors import HeldState
 
@@ -200,7 +200,8 @@ class NodeRunner:
             return
         if not isinstance(error, HoldfastError):
             self._say(f"a fault of this node's agent: {error!r}")
-        if isinstance(error, UserError) and self._is_only_node:
+        is_away = isinstance(error, StoreError) and not self._is_only_node  # perhaps for all nodes
+        if isinstance(error, UserError) and not is_away:
             self._set_stage(NodeStage.BROKEN, FailedOutcome(str(error), exit_codes.USER_ERROR))
             return
         self._set_stage(NodeStage.BROKEN, LostOutcome("", str(error)))
