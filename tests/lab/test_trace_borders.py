@@ -181,5 +181,7 @@ def test_repairs_are_counted_with_their_first_place() -> None:
     assert any("contradict" in note and "t:5" in note for note in read(twice).header.notes)
     both = merge_streams([read(files.PRICES), read(files.MIX)])
     assert "begin at 2024-01-01 00:00:00 and 2022-01-01 00:00:00" in both.header.notes[-1]
+    both = merge_streams([read(files.PRICES), read(files.PRICES)])
+    assert "price a2 r1 is in two files: the last change counts" in both.header.notes
     mixed = files.MIX.replace("03:00:00+00:00", "03:00:00")
     assert any("1 of 6 dates have no time zone" in note for note in read(mixed).header.notes)

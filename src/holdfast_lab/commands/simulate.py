@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
+from holdfast.plan.objective.energy import pools_without_price
 from holdfast.show.output import (
     check_target,
     explained_out_errors,
@@ -277,6 +278,8 @@ def _seconds_words(outcome: Outcome) -> str:
 
 
 def as_json(study: StudyResult) -> dict[str, Any]:
+    """What is simulated; None for dollars if no price is known."""
+    unpriced = pools_without_price(study.request.problem.cluster)
     return {
         "run": study.request.loaded.config.name,
         "machines": study.request.machines.name,
@@ -285,7 +288,9 @@ def as_json(study: StudyResult) -> dict[str, Any]:
             {
                 "policy": outcome.case.words,
                 "estimates": {
-                    metric: {"mean": found.mean, "low": found.low, "high": found.high}
+                    metric: None
+                    if unpriced and metric.startswith("usd") and not found.mean
+                    else {"mean": found.mean, "low": found.low, "high": found.high}
                     for metric in METRICS
                     for found in (_estimate(outcome, metric),)
                 },

@@ -6,7 +6,7 @@ counts it, and remembers it. Nodes of all pools count alike, as a trace does not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -113,7 +113,6 @@ def costs_of_plan(model: GoodputModel, choice: Choice) -> Costs:
     devices = [device_named(pool.device, problem.devices) for pool in pools]
     is_cpu = all(device.name == "cpu" for device in devices)
     nodes = nodes_used(problem.cluster, choice)
-    total = sum(nodes.values())
     peer = min(pool.devices * pool.outside.bandwidth for pool in pools)
     return Costs(
         state_bytes=problem.workload.parameters * problem.workload.state.optimizer,
@@ -125,8 +124,14 @@ def costs_of_plan(model: GoodputModel, choice: Choice) -> Costs:
         peer_bandwidth=peer,
         save_pause_s=recovery.save_pause_s,
         sent_share=recovery.sent_share,
-        usd_per_node_hour=sum((p.usd_per_hour or 0.0) * nodes[p.name] for p in pools) / total,
-        grams_co2_per_kwh=sum((p.grams_co2_per_kwh or 0.0) * nodes[p.name] for p in pools) / total,
+        usd_per_node_hour=_mean([(p.usd_per_hour, nodes[p.name]) for p in pools]),
+        grams_co2_per_kwh=_mean([(p.grams_co2_per_kwh, nodes[p.name]) for p in pools]),
         busy_watts=max(d.power_w * p.devices for d, p in zip(devices, pools, strict=True)),
         idle_watts=max(d.idle_w * p.devices for d, p in zip(devices, pools, strict=True)),
     )
+
+
+def _mean(values: Sequence[tuple[float | None, int]]) -> float:
+    """The mean of values with weights; 0 if one of them is not known, so none is shown."""
+    known = [value * number for value, number in values if value is not None]
+    return sum(known) / sum(n for _, n in values) if len(known) == len(values) else 0.0

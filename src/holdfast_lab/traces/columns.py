@@ -128,7 +128,7 @@ class Findings:
                 raise DataError(
                     f"{border.entry} {name!r} is not read, and there is no {near!r}",
                     where=where,
-                    remedy=f"name it {near} and give its unit, or name it otherwise",
+                    remedy=f"rename it to {near} and give values in that unit, or rename it",
                 )
         if names:
             self._unread.setdefault(border.name, Unread(border)).add(names, where)

@@ -236,6 +236,9 @@ def read_churn(text: str, source: str, options: ReadOptions) -> EventStream:
     return EventStream(header, stream_of_changes(trace, zone=options.place, gpu=options.gpu))
 
 
+_LEVELS = ("price", "carbon")
+
+
 # --- several streams ----------------------------------------------------------------------------
 def merge_streams(streams: Sequence[EventStream]) -> EventStream:
     """One stream of several that begin at the same time, such as those of several zones. Nodes of
@@ -243,18 +246,24 @@ def merge_streams(streams: Sequence[EventStream]) -> EventStream:
     if len(streams) == 1:
         return streams[0]
     seen: set[str] = set()
-    events = []
+    events, notes = [], list[str]()
     for number, stream in enumerate(streams, start=1):
         names = {event.node for event in stream.events if event.node and "->" not in event.node}
+        levels = {f"{e.kind} {e.gpu} {e.zone}" for e in stream.events if e.kind in _LEVELS}
         twice = bool(names & seen)
-        seen |= names
+        if twice:
+            notes.append(f"{len(names & seen)} names are in an earlier file: now {number}/NAME")
+        if levels & seen:
+            notes.append(f"{min(levels & seen)} is in two files: the last change counts")
+        seen |= names | levels
         for event in stream.events:
             rename = twice and event.node and "->" not in event.node
             events.append(replace(event, node=f"{number}/{event.node}") if rename else event)
     headers = [stream.header for stream in streams]
     first = headers[0]
     begins = list(dict.fromkeys(each.t0 for each in headers if "-" in each.t0))
-    clocks = [f"the files begin at {' and '.join(begins)}: each is put at 0"]
+    if len(begins) > 1:
+        notes.append(f"the files begin at {' and '.join(begins)}: each is put at 0")
     header = replace(
         first,
         source=", ".join(each.source for each in headers),
@@ -266,9 +275,6 @@ def merge_streams(streams: Sequence[EventStream]) -> EventStream:
         step_s=max(each.step_s for each in headers),
         disorder=sum(each.disorder for each in headers),
         duplicates=sum(each.duplicates for each in headers),
-        notes=(
-            *dict.fromkeys(itertools.chain(*(each.notes for each in headers))),
-            *(clocks if len(begins) > 1 else ()),
-        ),
+        notes=(*dict.fromkeys(itertools.chain(*(each.notes for each in headers))), *notes),
     )
     return EventStream(header, in_order(events))
