@@ -140,8 +140,8 @@ def refuse_shell(place: LauncherPlace, environ: Mapping[str, str]) -> None:
         f"this is an interactive shell of srun or salloc, whose step has {place.world} tasks, and "
         "the other tasks start nothing",
         where="environment",
-        remedy=f"train in this shell alone after: {unset_words(environ)}. Or start all tasks with: "
-        f"srun --overlap -n {place.world} holdfast train RUN_FILE",
+        remedy=f"train in this shell alone after: {unset_words(environ)}; or have srun start the "
+        f"command {place.world} times, inside this allocation",
     )
 
 
