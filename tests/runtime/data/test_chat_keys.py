@@ -294,6 +294,11 @@ def test_rows_with_tools_take_the_template_for_them(tmp_path: Path) -> None:
             (folder / name / f"{one['name']}.jinja").write_text(one["template"])
         made.append(format_of(folder))
     assert made[0] == made[1] == made[2]
+    folder = tokenizer_folder(tmp_path / "both")  # the default is in tokenizer_config.json
+    (folder / "chat_templates").mkdir()
+    (folder / "chat_templates" / "tool_use.jinja").write_text(tools["template"])
+    assert format_of(folder) == replace(made[0], others=())
+    folder = tmp_path / "listed"
     notes = ChatNotes()
     reader = ChatReader("messages", "text", made[0], notes)
     documents = [reader.read(one, WHERE) for one in (row, row | {"tools": []})]

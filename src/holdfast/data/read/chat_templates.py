@@ -87,20 +87,22 @@ def read_templates(
 
 
 def _folder_templates(folder: Path) -> dict[str, str]:
-    """Files count before `tokenizer_config.json`, as in transformers."""
+    """Files count before `tokenizer_config.json`, which a `chat_template.jinja` hides, as in
+    transformers."""
     files = {path.stem: path for name in FOLDERS for path in (folder / name).glob("*.jinja")}
+    found: Any = None
     if (folder / TEMPLATE_FILE).is_file():
         files[DEFAULT] = folder / TEMPLATE_FILE
-    try:
-        if files:
-            return {name: path.read_text("utf-8") for name, path in sorted(files.items())}
-    except (OSError, ValueError) as error:
-        what = f"a chat template cannot be read ({error})"
-        raise DataError(what, where=str(folder), remedy=NAME_THE_TEMPLATE) from None
-    found: Any = read_object(folder / "tokenizer_config.json").get("chat_template")
+    else:
+        found = read_object(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
     named = found if isinstance(found, dict) else {DEFAULT: found}
+    try:
+        named = named | {name: path.read_text("utf-8") for name, path in sorted(files.items())}
+    except (OSError, ValueError) as error:
+        what = f"a chat template cannot be read ({error})"
+        raise DataError(what, where=str(folder), remedy=NAME_THE_TEMPLATE) from None
     return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
 
