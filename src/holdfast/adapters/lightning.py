@@ -34,7 +34,7 @@ LIGHTNING_HOOKS = Border(
         "automatic_optimization prepare_data setup configure_model on_fit_start on_train_start "
         "on_train_end on_fit_end teardown"
     ),
-    # What its author calls, and what belongs to validations, tests, files and names.
+    # What its author calls. What belongs to tests, predictions, files and names.
     harmless=names(
         "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
         "_set_hparams _to_hparams_dict all_gather example_input_array freeze hparams "

@@ -206,7 +206,7 @@ class Run:
         self._data: NamedData | None = None
         self._sizes: dict[str, int | None] = {}  # key of the run file -> argument of `steps`
         self.named_validation: NamedValidation | None = None
-        self.notes: list[str] = []  # what the user is told before the start
+        self.notes: list[str] = []  # lines for the user, before the start
         self.is_over = False  # the loop has ended
         self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
@@ -301,7 +301,7 @@ class Run:
         self.is_over = True
 
     def note(self, line: str) -> None:
-        """Tell the user a line before the start, once for the whole run."""
+        """Tell the user a line before the start, once for all workers."""
         self.notes.append(line)
 
     # --- for the runner ---------------------------------------------------------------------
