@@ -272,20 +272,21 @@ class SaveManager:
             if hasattr(self._store, "inner") and not hasattr(target, "inner"):
                 raise HoldfastError("checkpoints of this run are sealed; name its key with ?seal=")
             commit = resolve_commit(
-                target, self._memories, key, plan.config_hash, plan.dataset_version
+                self._store, self._memories, key, plan.config_hash, plan.dataset_version
             )
             if key not in catalog.list_commits(target):
+                ranks = {writer.rank for writer in commit.writers}
                 try:
                     retention.discard_uncommitted(target, *save)
-                    for part, stored in find_parts(
-                        self._memories, commit, {writer.rank for writer in commit.writers}
-                    ):
+                    for part, stored in find_parts(self._memories, commit, ranks):
                         content = read_checked(self._memories, part.blob)
                         write_sealed_part(target, save[0], part, stored, content)
                     commit_sealed(target, save[0], commit)
                 except HoldfastError:
                     retention.discard_uncommitted(target, *save)
                     raise
+            elif target.get(key) != commit.to_bytes():
+                raise HoldfastError(f"{place} has another run's checkpoint of this step")
             self._save_tracker.record_commit(save, key, commit.nbytes, place)
             return True
 
@@ -322,7 +323,9 @@ class SaveManager:
                 self._save_tracker.record_commit(save, commit.key, commit.nbytes)
                 self.cleaner.apply_retention()
         except Exception as error:
-            self._save_tracker.abort(save, f"step {save[1]} stays in memory only: {error}")
+            fenced = isinstance(error, FencedError)  # the next generation has the say
+            reason = f"it stays in memory only: {error}"
+            self._save_tracker.abort(save, reason, emit_event=not fenced)
             with self._commit_lock:
                 self.cleaner.discard(save)
 
