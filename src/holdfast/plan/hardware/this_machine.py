@@ -11,7 +11,7 @@ from holdfast.machine.hardware import HardwareInfo, detect_hardware
 from holdfast.machine.links import detect_links
 from holdfast.plan.hardware.calibration import Calibration, calibration_path, read_calibration
 from holdfast.plan.hardware.cluster import Cluster, NodePool
-from holdfast.plan.hardware.devices import CPU, DeviceType, device_reported, load_devices
+from holdfast.plan.hardware.devices import CPU, DeviceType, StepCosts, device_reported, load_devices
 from holdfast.plan.hardware.link import Link, load_links
 
 
@@ -27,6 +27,11 @@ class LocalMachine:
 def this_machine() -> Cluster:
     """This machine as a cluster: its accelerators, or its CPU's cores as devices named cpu."""
     return detect_machine().cluster
+
+
+HOST_STEPS = StepCosts(kernel_s=1e-5)
+"""What a CPU that is not calibrated takes for each kernel. Assumed: 5 to 8 us of processor time for
+a kernel of a few elements and its backward, with torch 2 in one thread."""
 
 
 def detect_machine() -> LocalMachine:
@@ -72,7 +77,9 @@ def describe_machine(
     if not counts:
         counts = {CPU: hardware.cores}
         memory = hardware.memory_bytes / hardware.cores
-        devices[CPU] = replace(devices[CPU], memory_bytes=memory, usable_bytes=memory)
+        devices[CPU] = replace(
+            devices[CPU], memory_bytes=memory, usable_bytes=memory, steps=HOST_STEPS
+        )
     if calibration is not None and calibration.device in devices:
         measured = calibration.applied_to(devices[calibration.device])
         devices[calibration.device] = measured
